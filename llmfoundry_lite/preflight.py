@@ -20,7 +20,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
 from llmfoundry_lite.checkpoint.start import Start, choose_start
 from llmfoundry_lite.config.blocks import given_blocks
-from llmfoundry_lite.config.check import check_batch, check_kernels
+from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
@@ -138,7 +138,6 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     if not is_local_or_cached(name):
         raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
     is_cpu, num_here = devices[0].is_shared, layout.node_size
-    check_kernels(config, "cpu" if is_cpu else "cuda")
     needed = estimate_training_memory(as_on_cpu(config) if is_cpu else config, layout).total_bytes
     asking = "each rank needs"
     if is_cpu:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from llmfoundry_islands.coordination.messages import WEIGHTS, find_token
 from llmfoundry_lite.config.blocks import Block
-from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, matches, must_be, setting, span
+from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, Use, matches, must_be, setting, span
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
@@ -26,7 +26,16 @@ class SyncConfig:
     """Parts of the weights that are exchanged in turn, each once in `every` batches."""
     delay: str | int = span("0ba", ("ba",), may_be_zero=True)
     """Batches that islands compute while a fragment travels."""
-    alpha: float = setting(0.5, must_be("0 <= alpha < 1", lambda value: 0 <= value < 1))
+    alpha: float = setting(
+        0.5,
+        must_be("0 <= alpha < 1", lambda value: 0 <= value < 1),
+        uses=(
+            Use(
+                where=lambda sync, _: Duration.parse(sync.delay).value > 0,
+                elsewhere="{path}.delay is {block.delay}, in which nothing is trained",
+            ),
+        ),
+    )
     """Weight of the island's own fragment, trained in the meantime, beside the mean that arrives after a delay."""
     lost_rows: str = setting("drop", choices="drop retrain")
     """Rows of an island that dies in a round: lost, or trained by the others in the next round."""

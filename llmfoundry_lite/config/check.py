@@ -19,6 +19,7 @@ from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys
 from llmfoundry_lite.errors import ConfigError
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
@@ -41,14 +42,13 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
-        _check_only(config.optimizer, "optimizer")
+        refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
         refuse(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
         _check_layout(config)
         _check_blocks(config)
         _check_exact_sums(config)
-        _check_only(config.scheduler, "scheduler")
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
         _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
         _check_own_loaders(config, layers)
@@ -176,14 +176,6 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
 
 
-def _check_only(block: Any, path: str) -> None:
-    """Refuse a key that belongs to another optimizer or schedule."""
-    for name, key in keys_of(type(block)).items():
-        only = key.setting.only
-        if only and block.name != only and getattr(block, name) != key.default:
-            raise ConfigError(f"{path}.{name}: only {only} uses it, and {path}.name is {block.name}; remove it")
-
-
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
     if optimizer.name != "muon":
         return
@@ -254,7 +246,8 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
     schedule, run = config.scheduler, Duration.parse(config.max_duration)
     epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
     more = {"inv_sqrt_with_warmup": ("t_scale", "t_cooldown"), "warmup_stable_decay": ("t_decay",)}
-    for name in ("t_warmup", "t_max", *more.get(schedule.name, ())):
+    end = () if schedule.name == "constant_with_warmup" else ("t_max",)
+    for name in ("t_warmup", *end, *more.get(schedule.name, ())):
         span = Duration.parse(getattr(schedule, name))
         if span.value == 0 or span.unit in ("dur", run.unit):
             continue
@@ -285,7 +278,8 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
     """Check that warm-up and decay are parts of the schedule, one after the other."""
     warmup, decay, end = (Duration.parse(span) for span in (schedule.t_warmup, schedule.t_decay, schedule.t_max))
-    if warmup.unit == end.unit and warmup.value > end.value:
+    has_end = schedule.name != "constant_with_warmup"
+    if has_end and warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(
             f"scheduler.t_warmup: {warmup} is more than t_max, {end}; the warm-up is part of the schedule"
         )
@@ -324,19 +318,15 @@ def _check_exact_sums(config: TrainConfig) -> None:
     for what, (is_asked_for, why) in reasons.items():
         if is_asked_for:
             raise ConfigError(f"exact_sums: does not go with {what}: {why}; remove one of them")
+    if config.deterministic is False:
+        raise ConfigError(
+            "deterministic: false given, but exact_sums needs kernels that give the same digits every time; remove one "
+            "of them"
+        )
     if config.device_train_microbatch_size is None:
         raise ConfigError(
             "exact_sums: needs device_train_microbatch_size, which becomes part of the run: auto, or a number that "
             "divides the samples of a device wherever the run goes on, such as 1"
-        )
-
-
-def check_kernels(config: TrainConfig, device_type: str) -> None:
-    """Raise ConfigError where exact sums are asked for, and kernels of this device may vary in their last digits."""
-    if config.exact_sums and config.deterministic is False and device_type == "cuda":
-        raise ConfigError(
-            "deterministic: false given, but on a GPU exact_sums needs kernels that give the same digits every time; "
-            "remove one of them"
         )
 
 
@@ -347,13 +337,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
     """Return a warning for each setting that is allowed but perhaps not meant."""
     given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
     found = [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
-    found += [
-        f"{source_of(f'{block}.{name}', layers)}: {block}.{name} has no effect: {loader.name} is not given it; kwargs "
-        "passes arguments of that name"
-        for block, loader in config.loaders.items()
-        for name in ("pin_memory", "prefetch_factor", "persistent_workers", "timeout")
-        if loader.name != "text" and _is_from_run(f"{block}.{name}", loader, layers)
-    ]
+    found += note_unused_keys(config, layers)
     last = next((one for one in reversed(layers) if "compile_config" in one.values), None)
     if last is not None and last.is_overlay and config.compile_config is not None:
         found.append(f"{last.source}: compile_config: compiles during the first batch; without: compile_config=null")
@@ -366,7 +350,10 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
         if key in given and isinstance(value, int) and value > 0:
             yield key, f": {value} counts epochs; {value} batches are {value}ba"
     run = Duration.parse(config.max_duration)
-    for key, meaning in (("t_warmup", "the learning rate never reaches lr"), ("t_max", "the schedule does not end")):
+    meanings = {"t_warmup": "the learning rate never reaches lr", "t_max": "the schedule does not end"}
+    if config.scheduler.name == "constant_with_warmup":
+        del meanings["t_max"]
+    for key, meaning in meanings.items():
         span = Duration.parse(getattr(config.scheduler, key))
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             yield f"scheduler.{key}", f": {span} is longer than the run, {run}: {meaning}"
@@ -382,12 +369,6 @@ def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterat
             f": {dataset.shuffle_block_size} is less than two batches of {batch}: shards are shuffled, their samples "
             f"are not; set it to {100 * batch} or more, or leave it out",
         )
-    for key in ("eos_token_id", "bos_token_id"):
-        if getattr(dataset, key) is not None and not config.model.attn_config.attn_uses_sequence_id:
-            yield (
-                f"train_loader.dataset.{key}",
-                " has no effect: documents see each other without model.attn_config.attn_uses_sequence_id: true",
-            )
     needs_fsdp = {
         "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
         "exact_sums in 16 bits": (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, Use, must_be, not_empty, setting, span
 
 HASHES = (
     "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
@@ -81,6 +81,22 @@ class StageConfig:
     share does not."""
 
 
+def _has_remote(dataset: "TextDatasetConfig", _: Any) -> bool:
+    streams = [*dataset.streams.values()]
+    streams += [stream for stage in dataset.stages for stream in stage.streams.values()]
+    return dataset.remote is not None or any(stream.remote is not None for stream in streams)
+
+
+DOWNLOADING = (Use(where=_has_remote, elsewhere="nothing is downloaded without a remote"),)
+SHUFFLING = (Use(where=lambda dataset, _: dataset.shuffle, elsewhere="{path}.shuffle is false"),)
+DIVIDING_DOCUMENTS = (
+    Use(
+        where=lambda _, run: run.model.attn_config.attn_uses_sequence_id,
+        elsewhere="documents see each other without model.attn_config.attn_uses_sequence_id: true",
+    ),
+)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TextDatasetConfig:
     local: str | None = setting(None, hardware=True)
@@ -93,16 +109,16 @@ class TextDatasetConfig:
     """Mixtures, one after another. Stages that have been trained may not change; checkpoints record them."""
     shuffle: bool = False
     shuffle_seed: int = setting(9176, NON_NEGATIVE)
-    shuffle_block_size: int | None = setting(None, POSITIVE)
+    shuffle_block_size: int | None = setting(None, POSITIVE, uses=SHUFFLING)
     """Samples shuffled together, over the whole world; default 4,000,000."""
     max_seq_len: int | None = setting(None, POSITIVE)
     """Tokens; default: the run's."""
     epoch_size: int | str | None = setting(None, _in_units(COUNTS, "100k"))
     predownload: int | None = setting(None, POSITIVE, hardware=True)
-    cache_limit: int | str | None = setting(None, _in_units(SIZES, "100gb"), hardware=True)
+    cache_limit: int | str | None = setting(None, _in_units(SIZES, "100gb"), hardware=True, uses=DOWNLOADING)
     """Bytes, or text such as 100gb. Only copies of a remote are removed."""
-    download_retry: int = setting(2, NON_NEGATIVE, hardware=True)
-    download_timeout: float = setting(60, POSITIVE, hardware=True)
+    download_retry: int = setting(2, NON_NEGATIVE, hardware=True, uses=DOWNLOADING)
+    download_timeout: float = setting(60, POSITIVE, hardware=True, uses=DOWNLOADING)
     """Seconds."""
     validate_hash: str | None = setting(None, choices=HASHES, change="freely")
     """Algorithm that checks shards; default: the fastest of those in index.json."""
@@ -110,16 +126,47 @@ class TextDatasetConfig:
     """Load shards without a hash where others have one. Damage in them goes unnoticed."""
     allow_truncation: bool = setting(False, change="freely")
     """Read only the first max_seq_len tokens of longer samples, instead of refusing them."""
-    keep_zip: bool = setting(False, change="freely")
+    keep_zip: bool = setting(False, change="freely", uses=DOWNLOADING)
     token_encoding_type: str = setting("int64", choices="int8 int16 int32 int64 uint8 uint16 uint32 uint64")
     """Number type of a column `tokens` that holds plain bytes. Columns of arrays name theirs."""
-    eos_token_id: int | None = setting(None, NON_NEGATIVE)
+    eos_token_id: int | None = setting(None, NON_NEGATIVE, uses=DIVIDING_DOCUMENTS)
     """Token that ends a document, for attn_uses_sequence_id. Default: the tokenizer's end of text."""
-    bos_token_id: int | None = setting(None, NON_NEGATIVE)
+    bos_token_id: int | None = setting(None, NON_NEGATIVE, uses=DIVIDING_DOCUMENTS)
     """Token that begins a document, instead of one that ends it."""
-    override_eos_token_id_mismatch_error: bool = setting(False, change="freely")
+    override_eos_token_id_mismatch_error: bool = setting(
+        False,
+        change="freely",
+        uses=(
+            Use(
+                where=lambda dataset, _: dataset.eos_token_id is not None, elsewhere="{path}.eos_token_id is not given"
+            ),
+        ),
+    )
     """Permit an eos_token_id that is not the tokenizer's."""
-    override_bos_token_id_mismatch_error: bool = setting(False, change="freely")
+    override_bos_token_id_mismatch_error: bool = setting(
+        False,
+        change="freely",
+        uses=(
+            Use(
+                where=lambda dataset, _: dataset.bos_token_id is not None, elsewhere="{path}.bos_token_id is not given"
+            ),
+        ),
+    )
+
+
+FROM_YAML = Use(
+    where=lambda loader, _: loader.name == "text",
+    elsewhere="{block.name} is not given it; kwargs passes arguments of that name",
+)
+BY_WORKERS = Use(
+    where=lambda loader, _: loader.num_workers > 0 or loader.name != "text",
+    elsewhere="{path}.num_workers is 0",
+)
+OWN_LOADER = Use(
+    where=lambda loader, _: loader.name != "text",
+    elsewhere="only a python: loader is given them, and {path}.name is {block.name}; remove it",
+    is_refused=True,
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -135,10 +182,10 @@ class LoaderConfig:
     """Evaluation never drops a sample, whatever this says."""
     num_workers: int = setting(0, NON_NEGATIVE, hardware=True)
     """Processes per rank that read and decode."""
-    pin_memory: bool = setting(True, hardware=True)
-    prefetch_factor: int | None = setting(None, POSITIVE, hardware=True)
-    persistent_workers: bool = setting(True, hardware=True)
-    timeout: float = setting(0, NON_NEGATIVE, hardware=True)
+    pin_memory: bool = setting(True, hardware=True, uses=(FROM_YAML,))
+    prefetch_factor: int | None = setting(None, POSITIVE, hardware=True, uses=(FROM_YAML, BY_WORKERS))
+    persistent_workers: bool = setting(True, hardware=True, uses=(FROM_YAML, BY_WORKERS))
+    timeout: float = setting(0, NON_NEGATIVE, hardware=True, uses=(FROM_YAML, BY_WORKERS))
     """Seconds to wait for a worker; 0 waits for ever."""
-    kwargs: dict[str, Any] = setting(dict, change="logged")
+    kwargs: dict[str, Any] = setting(dict, change="logged", uses=(OWN_LOADER,))
     """Arguments of a `python:` loader."""

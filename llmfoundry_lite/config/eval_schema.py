@@ -3,10 +3,25 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, must_be, setting
+from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, Use, must_be, setting
 
 TOKENIZATIONS = "separate joint"
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
+
+GENERATION = (
+    Use(
+        where=lambda task, _: task.icl_task_type == "generation_task_with_answers",
+        elsewhere="a {block.icl_task_type} task generates nothing",
+    ),
+)
+PROMPTS = (
+    Use(
+        where=lambda task, _: task.icl_task_type != "perplexity",
+        elsewhere="the text of a perplexity task has no prompts",
+    ),
+)
+EXAMPLES = (Use(where=lambda task, _: any(task.num_fewshot), elsewhere="num_fewshot is 0"),)
+HUB = (Use(where=lambda task, _: task.dataset_uri.startswith("hf://"), elsewhere="dataset_uri is no hf://NAME"),)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -23,21 +38,24 @@ class TaskConfig:
         lambda: [0], must_be("one number or more, 0 or above", lambda value: value and min(value) >= 0)
     )
     """Numbers of examples. Each gives a result of its own."""
-    fewshot_random_seed: int = 1234
-    fewshot_fixed: bool = False
+    fewshot_random_seed: int = setting(
+        1234,
+        uses=(*EXAMPLES, Use(where=lambda task, _: not task.fewshot_fixed, elsewhere="fewshot_fixed is true")),
+    )
+    fewshot_fixed: bool = setting(False, uses=EXAMPLES)
     """Show the same examples for every item, instead of choosing them by (seed, item). They are the first items of the
     file, which are then not evaluated."""
-    prompt_string: str = ""
+    prompt_string: str = setting("", uses=PROMPTS)
     """Text before everything else, once."""
-    example_delimiter: str = "\n"
+    example_delimiter: str = setting("\n", uses=PROMPTS)
     """Text before each example but the first, and before the item."""
-    continuation_delimiter: str = " "
+    continuation_delimiter: str = setting(" ", uses=PROMPTS)
     """Text between a context and its answer."""
-    prelimiter: str = ""
+    prelimiter: str = setting("", uses=PROMPTS)
     """Text before each context."""
-    strip_dataset: bool = True
+    strip_dataset: bool = setting(True, uses=PROMPTS)
     """Strip white space around the columns' texts."""
-    tokenization: str | None = setting(None, choices=TOKENIZATIONS)
+    tokenization: str | None = setting(None, choices=TOKENIZATIONS, uses=PROMPTS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
     metric: str | None = setting(None, choices=" ".join(ACCURACIES))
@@ -49,19 +67,21 @@ class TaskConfig:
     cluster: str | None = None
     """A column, such as `passage`, whose value names an item's cluster. Standard errors, intervals and tests treat
     clusters as independent, and items of one cluster as related."""
-    max_new_tokens: int | None = setting(None, POSITIVE)
+    max_new_tokens: int | None = setting(None, POSITIVE, uses=GENERATION)
     """Generation: tokens of an answer at most. Default: as many as the longest answer in the file has."""
     early_stopping_criteria: list[str] = setting(
-        list, must_be("no empty text, at which every answer would end", lambda value: "" not in value)
+        list,
+        must_be("no empty text, at which every answer would end", lambda value: "" not in value),
+        uses=GENERATION,
     )
     """Generation: texts that end an answer."""
-    do_normalization: bool = True
+    do_normalization: bool = setting(True, uses=GENERATION)
     """Generation: compare in lower case, without punctuation, articles and extra spaces."""
-    cot_delimiter: str = ""
+    cot_delimiter: str = setting("", uses=GENERATION)
     """Generation: the answer is what follows the last of these."""
-    hf_loading_vars: dict[str, Any] = setting(dict)
+    hf_loading_vars: dict[str, Any] = setting(dict, uses=HUB)
     """Arguments of datasets.load_dataset."""
-    hf_parsing_map: dict[str, list[str]] = setting(dict)
+    hf_parsing_map: dict[str, list[str]] = setting(dict, uses=HUB)
     """Our column -> columns of the data set, whose texts are joined by spaces."""
 
 

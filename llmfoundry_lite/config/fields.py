@@ -8,7 +8,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +27,24 @@ Check = Callable[[Any], Any]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class Use:
+    """Where a key has an effect, for a key that does not have one everywhere.
+
+    Elsewhere a value that a user wrote is noted. It is refused where the run would not be the one that the user asks
+    for, unless checkpoints hold runs to the key's value, or LLM Foundry's own YAMLs have it there.
+    """
+
+    where: Callable[[Any, Any], Any]
+    """Function that is given the key's block and the whole configuration: whether the key has an effect there."""
+    elsewhere: str
+    """Reason why the key has no effect elsewhere. `{block.name}` and `{run.precision}` stand for their values, `{path}`
+    for the block's place."""
+    is_refused: bool = False
+    even_default: bool = False
+    """Whether the default, too, asks for an effect, so that it is noted where a user wrote it."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Setting:
     """Metadata of a key."""
 
@@ -39,8 +57,10 @@ class Setting:
     """Description of a value in errors. Default: its type."""
     change: Rule | None = None
     """Rule for changes in mid-run. Default: that of the block around the key. Not looked at beside `hardware=True`."""
-    only: str = ""
-    """The only `name` of the block for which the key has a use; empty: any."""
+    uses: Sequence[Use] = ()
+    """Conditions, all of which must hold where the key has an effect."""
+    uses_inside: Mapping[str, Use] = field(default_factory=dict)
+    """Dotted key within the block -> condition that holds for the block in this place only."""
     shapes_dropout: bool = False
     """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
     written: Any = None
@@ -75,6 +95,21 @@ def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_ze
             raise ValueError("more than 0")
 
     return setting(default, check, expected=describe_span(units), **metadata)
+
+
+# --------------------------------------------------------------------------------------------------- uses
+
+
+def only_with(*names: str, is_refused: bool = True) -> Use:
+    """Return the use of a key that belongs to blocks of some names, such as a schedule's."""
+    *some, last = names
+    owners = f"{', '.join(some)} and {last} use" if some else f"{last} uses"
+    remedy = "; remove it" if is_refused else ""
+    return Use(
+        where=lambda block, _: block.name in names,
+        elsewhere=f"only {owners} it, and {{path}}.name is {{block.name}}{remedy}",
+        is_refused=is_refused,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- checks

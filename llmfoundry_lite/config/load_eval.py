@@ -25,6 +25,7 @@ from llmfoundry_lite.config.layers import (
     source_of,
 )
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
+from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, nearest
@@ -258,16 +259,17 @@ def load_tasks(
 
     A file holds one task, or a list of them under `icl_tasks`. An entry with a label but no type, such as
     `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names.
-    `notes` gets a line for metrics that are not computed. Raises ConfigError.
+    `notes` gets a line for metrics that are not computed, and for keys without effect. Raises ConfigError.
     """
     metrics = dict[str, list[str]]()
     tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers, metrics)
     if notes is not None:
         notes += [
-            f"icl_tasks: metric_names: {name} is not computed ({labels[0]}"
-            f"{f' and {len(labels) - 1} more' if len(labels) > 1 else ''}); metric has acc_per_token, acc or acc_norm"
+            f"icl_tasks: metric_names: {name} is not computed ({_name_some(labels)}); metric has acc_per_token, acc or "
+            "acc_norm"
             for name, labels in metrics.items()
         ]
+        notes += _note_unused_keys(tasks)
     asked: set[str] = set()
     for task in tasks:
         for name in (f"{task.label}/{shots}-shot" for shots in task.num_fewshot):
@@ -275,6 +277,20 @@ def load_tasks(
                 raise ConfigError(f"icl_tasks: {name} is asked for twice; remove one, or give it another label")
             asked.add(name)
     return tasks
+
+
+def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
+    labels: dict[tuple[str, str], list[str]] = {}
+    for task in tasks:
+        for unused in find_unused_keys(task, task):
+            labels.setdefault((unused.key, unused.reason), []).append(task.label)
+    return [
+        f"icl_tasks: {key} has no effect ({_name_some(of_key)}): {reason}" for (key, reason), of_key in labels.items()
+    ]
+
+
+def _name_some(labels: Sequence[str]) -> str:
+    return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
 
 
 def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:

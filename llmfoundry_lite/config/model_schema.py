@@ -5,7 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, PROBABILITY, is_number, must_be, setting
+from llmfoundry_lite.config.fields import (
+    NON_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    Use,
+    is_number,
+    must_be,
+    only_with,
+    setting,
+)
 from llmfoundry_lite.errors import either
 
 MIN_FLEX_HEAD_DIM = 16
@@ -32,12 +41,17 @@ def _is_divisor(value: Any) -> bool:
     return isinstance(value, bool) or float(value) > 0
 
 
+# Checkpoints hold a run to its model, keys without effect included. So a run that has one must be able to go on, and
+# such keys of a model are noted, never refused.
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RopeScaling:
     type: str = setting(
         "no_scaling",
         choices="no_scaling linear dynamic ntk llama3",
         instead="expected no_scaling, linear, dynamic, ntk or llama3",
+        uses=(Use(where=lambda _, run: run.model.attn_config.rope, elsewhere="model.attn_config.rope is false"),),
     )
     """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
     the factor from the start. llama3: only slow frequencies are divided by the factor."""
@@ -59,6 +73,15 @@ class RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
             given, least = self.high_freq_factor, self.low_freq_factor
             yield f"high_freq_factor: {given} given, expected more than low_freq_factor, {least}"
+
+
+ROPE = (Use(where=lambda attention, _: attention.rope, elsewhere="{path}.rope is false"),)
+NORMS_OF_Q_AND_K = (
+    Use(
+        where=lambda attention, _: attention.qk_ln or attention.qk_gn,
+        elsewhere="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
+    ),
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,9 +107,9 @@ class AttentionConfig:
     """Apply a norm to all of q, and to all of k, before heads are split."""
     qk_gn: bool = False
     """Apply a norm to each head of q and of k."""
-    norm_type: str = setting("low_precision_layernorm", choices=NORMS)
+    norm_type: str = setting("low_precision_layernorm", choices=NORMS, uses=NORMS_OF_Q_AND_K)
     """Kind of norm that qk_ln and qk_gn compute. As in LLM Foundry, it does not follow model.norm_type."""
-    norm_eps: float = setting(1e-5, POSITIVE)
+    norm_eps: float = setting(1e-5, POSITIVE, uses=NORMS_OF_Q_AND_K)
     """Number that the norms of q and k add to the variance."""
     clip_qkv: float | None = setting(None, POSITIVE)
     """Clamp q, k and v to [-clip_qkv, clip_qkv]."""
@@ -101,13 +124,15 @@ class AttentionConfig:
     text, or by eos_token_id or bos_token_id of train_loader.dataset."""
     alibi: bool = False
     """Use linear distance biases instead of learned positions."""
-    alibi_bias_max: int = setting(8, POSITIVE)
+    alibi_bias_max: int = setting(
+        8, POSITIVE, uses=(Use(where=lambda attention, _: attention.alibi, elsewhere="{path}.alibi is false"),)
+    )
     """Number that sets ALiBi's steepest slope, 2**-(alibi_bias_max / heads)."""
     rope: bool = False
     """Use rotary positions instead of learned ones."""
-    rope_theta: float = setting(10_000, POSITIVE)
+    rope_theta: float = setting(10_000, POSITIVE, uses=ROPE)
     """Base of the rotary frequencies: the longest wavelength is 2 * pi * theta tokens."""
-    rope_impl: str = setting("dail", choices="dail hf")
+    rope_impl: str = setting("dail", choices="dail hf", uses=ROPE)
     """LLM Foundry's two implementations. Here they compute the same; only hf reads rope_hf_config."""
     rope_hf_config: RopeScaling = setting(RopeScaling)
     """Scaling beyond the trained length."""
@@ -160,6 +185,9 @@ class FFNConfig:
     """Width of the feed-forward layer; default: expansion_ratio * d_model."""
 
 
+KAIMING = (only_with("kaiming_normal_", "kaiming_uniform_", is_refused=False),)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class InitConfig:
     name: str = setting(
@@ -167,23 +195,46 @@ class InitConfig:
         choices="kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_ small_init_ neox_init_ baseline_ "
         "default_",
     )
-    fan_mode: str = setting("fan_in", choices="fan_in fan_out")
+    fan_mode: str = setting("fan_in", choices="fan_in fan_out", uses=KAIMING)
     """Fan that kaiming scales by."""
-    init_nonlinearity: str = setting("relu", choices="relu leaky_relu linear tanh sigmoid selu")
+    init_nonlinearity: str = setting("relu", choices="relu leaky_relu linear tanh sigmoid selu", uses=KAIMING)
     """Nonlinearity that decides kaiming's gain."""
     init_div_is_residual: int | float | bool | str = setting(
-        True, must_be("true, false or a number above 0", _is_divisor)
+        True,
+        must_be("true, false or a number above 0", _is_divisor),
+        uses=(
+            Use(
+                where=lambda init, _: init.name not in ("neox_init_", "default_"),
+                elsewhere="{block.name} has its own scale for these weights",
+            ),
+        ),
     )
     """Number to divide the weights that write into the residual stream by; true stands for sqrt(2 * n_layers)."""
     emb_init_std: float | None = setting(None, NON_NEGATIVE)
     """Embeddings from N(0, std) instead of the scheme above."""
     emb_init_uniform_lim: Any = setting(
-        None, must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit)
+        None,
+        must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit),
+        uses=(
+            Use(
+                where=lambda init, _: init.emb_init_std is None,
+                elsewhere="{path}.emb_init_std takes precedence",
+            ),
+        ),
     )
     """Embeddings from U(-lim, lim), or U(a, b) for a pair."""
-    init_std: float | None = setting(None, POSITIVE)
+    init_std: float | None = setting(None, POSITIVE, uses=(only_with("baseline_", is_refused=False),))
     """Standard deviation of baseline_, which needs it."""
-    init_gain: float = setting(0.0, NON_NEGATIVE)
+    init_gain: float = setting(
+        0.0,
+        NON_NEGATIVE,
+        uses=(
+            Use(
+                where=lambda init, _: init.name.startswith(("kaiming", "xavier")),
+                elsewhere="only kaiming and xavier have a gain, and {path}.name is {block.name}",
+            ),
+        ),
+    )
     """Negative slope for kaiming, or gain for xavier (0 stands for 1)."""
 
     def problems(self) -> Iterator[str]:
@@ -205,7 +256,16 @@ class ModelConfig:
     d_model: int = setting(2048, POSITIVE)
     n_heads: int = setting(16, POSITIVE)
     n_layers: int = setting(24, POSITIVE)
-    expansion_ratio: int | float = setting(4, POSITIVE)
+    expansion_ratio: int | float = setting(
+        4,
+        POSITIVE,
+        uses=(
+            Use(
+                where=lambda model, _: model.ffn_config.ffn_hidden_size is None,
+                elsewhere="{path}.ffn_config.ffn_hidden_size takes precedence",
+            ),
+        ),
+    )
     """Width of the feed-forward layer over d_model; ffn_config.ffn_hidden_size takes precedence."""
     max_seq_len: int = setting(2048, POSITIVE)
     """Tokens."""
@@ -220,7 +280,12 @@ class ModelConfig:
     attn_config: AttentionConfig = setting(AttentionConfig)
     ffn_config: FFNConfig = setting(FFNConfig)
     init_config: InitConfig = setting(InitConfig, change="freely")
-    init_device: str = setting("meta", choices="meta cpu mixed", hardware=True)
+    init_device: str = setting(
+        "meta",
+        choices="meta cpu mixed",
+        hardware=True,
+        uses=(Use(where=lambda _, run: False, elsewhere="every weight is made where it lives"),),
+    )
     """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
     logit_scale: float | str | None = setting(
         None,
@@ -237,7 +302,12 @@ class ModelConfig:
     """Kind of norm. layernorm and rmsnorm compute in fp32, the others in the compute precision."""
     norm_eps: float = setting(1e-5, POSITIVE)
     tie_word_embeddings: bool = True
-    loss_fn: str = setting("auto", choices="auto fused_crossentropy torch_crossentropy", change="freely")
+    loss_fn: str = setting(
+        "auto",
+        choices="auto fused_crossentropy torch_crossentropy",
+        change="freely",
+        uses=(Use(where=lambda _, run: False, elsewhere="all choices are the same chunked loss"),),
+    )
     """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
 
     def problems(self) -> Iterator[str]:

@@ -10,7 +10,18 @@ from typing import Any
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.fields import LOCAL, NON_NEGATIVE, POSITIVE, REQUIRED, must_be, not_empty, setting, span
+from llmfoundry_lite.config.fields import (
+    LOCAL,
+    NON_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    Use,
+    must_be,
+    not_empty,
+    only_with,
+    setting,
+    span,
+)
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
@@ -26,6 +37,16 @@ COMPOSERS_WEIGHT_DECAY = 1e-5
 LOSS_CHUNK_MIB = 256
 FRACTION_OF_RUN = (*TIME_UNITS, "dur")
 
+MUON = (only_with("muon"),)
+LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
+STABLE_DECAY = (only_with("warmup_stable_decay"),)
+INVERSE_SQUARE_ROOT = (only_with("inv_sqrt_with_warmup"),)
+OWN_OPTIMIZER = Use(
+    where=lambda optimizer, _: optimizer.name.startswith("python:"),
+    elsewhere="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
+    is_refused=True,
+)
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
@@ -35,23 +56,27 @@ class OptimizerConfig:
     )
     lr: float = setting(REQUIRED, POSITIVE, change="logged")
     """Learning rate. With muon, the rate of the blocks' matrices."""
-    adamw_lr: float | None = setting(None, POSITIVE, change="logged", only="muon")
+    adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=MUON)
     """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
     betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
-    momentum: float | None = setting(None, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1), only="muon")
+    momentum: float | None = setting(None, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=MUON)
     """Momentum of the matrices' gradients; default 0.95."""
-    ns_steps: int | None = setting(None, POSITIVE, only="muon")
+    ns_steps: int | None = setting(None, POSITIVE, uses=MUON)
     """Iterations of Newton and Schulz; default 5."""
-    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", only="muon")
+    ns_dtype: str | None = setting(None, choices="bf16 fp32", change="logged", uses=MUON)
     """Precision of these iterations; default bf16."""
-    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", only="muon")
+    adjust_lr_fn: str | None = setting(None, choices="match_rms_adamw original", uses=MUON)
     """torch's option. match_rms_adamw, the default, makes updates as large as AdamW's; original is Jordan's scale."""
-    eps: float = setting(1e-8, POSITIVE)
+    eps: float = setting(
+        1e-8,
+        POSITIVE,
+        uses=(Use(where=lambda optimizer, _: "lion" not in optimizer.name, elsewhere="{block.name} has none"),),
+    )
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
     """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
     Composer, 0 for the others."""
-    kwargs: dict[str, Any] = setting(dict)
+    kwargs: dict[str, Any] = setting(dict, uses=(OWN_OPTIMIZER,))
     """Arguments of a `python:` optimizer."""
 
     @property
@@ -69,22 +94,35 @@ class SchedulerConfig:
     )
     t_warmup: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
-    t_max: str | int = span("1dur", FRACTION_OF_RUN)
-    alpha_i: float = setting(1.0, NON_NEGATIVE, only="linear_decay_with_warmup")
+    t_max: str | int = span(
+        "1dur",
+        FRACTION_OF_RUN,
+        uses=(
+            Use(
+                where=lambda schedule, _: schedule.name != "constant_with_warmup",
+                elsewhere="{block.name} has no end",
+            ),
+        ),
+    )
+    alpha_i: float = setting(1.0, NON_NEGATIVE, uses=LINEAR_DECAY)
     """Multiplier after warm-up."""
-    alpha_f: float = setting(0.0, NON_NEGATIVE)
+    alpha_f: float = setting(
+        0.0,
+        NON_NEGATIVE,
+        uses=(only_with("cosine_with_warmup", "linear_decay_with_warmup", "warmup_stable_decay", is_refused=False),),
+    )
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
-    t_decay: str | int = span("0.1dur", FRACTION_OF_RUN, only="warmup_stable_decay")
+    t_decay: str | int = span("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
     """Span of the decay, which ends at t_max. Until then the rate is lr."""
-    decay: str | None = setting(None, choices="linear cosine 1-sqrt", only="warmup_stable_decay")
+    decay: str | None = setting(None, choices="linear cosine 1-sqrt", uses=STABLE_DECAY)
     """Shape of the decay; default linear."""
-    t_scale: str | int = span("1ba", FRACTION_OF_RUN, only="inv_sqrt_with_warmup")
+    t_scale: str | int = span("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
     """Time scale of the decay."""
-    t_cooldown: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True, only="inv_sqrt_with_warmup")
+    t_cooldown: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
     """Linear decay over the last span before t_max."""
-    alpha_f_decay: float = setting(0.0, NON_NEGATIVE, only="inv_sqrt_with_warmup")
+    alpha_f_decay: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
     """Multiplier that the decay tends to."""
-    alpha_f_cooldown: float = setting(0.0, NON_NEGATIVE, only="inv_sqrt_with_warmup")
+    alpha_f_cooldown: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
     """Multiplier at the end of the cool-down."""
 
 
@@ -105,7 +143,16 @@ class AlgorithmsConfig:
 class FSDPConfig:
     sharding_strategy: str = setting("FULL_SHARD", choices="FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD ZERO_1")
     """ZERO_1 shards the optimizer's state and keeps everything else whole."""
-    mixed_precision: str = setting("DEFAULT", choices="PURE DEFAULT FULL")
+    mixed_precision: str = setting(
+        "DEFAULT",
+        choices="PURE DEFAULT FULL",
+        uses=(
+            Use(
+                where=lambda _, run: run.precision.startswith("amp_"),
+                elsewhere="precision is {run.precision}, in which all is computed and reduced",
+            ),
+        ),
+    )
     """PURE: parameters, residual stream and gradient reduction in the compute precision. DEFAULT: gradients are
     reduced in fp32. FULL: parameters and residual stream in fp32, matrix products in the compute precision."""
     data_parallel_shard_degree: int | None = setting(None, POSITIVE)
@@ -117,7 +164,10 @@ class FSDPConfig:
         False, must_be("true, false or selective", (True, False, "selective").__contains__)
     )
     """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
-    activation_checkpointing_reentrant: bool = False
+    activation_checkpointing_reentrant: bool = setting(
+        False,
+        uses=(Use(where=lambda fsdp, _: fsdp.activation_checkpointing, elsewhere="activation_checkpointing is false"),),
+    )
     activation_cpu_offload: bool = False
     """Keep the activations that activation_checkpointing leaves in the host's memory."""
     offload_optimizer: bool = False
@@ -248,6 +298,14 @@ class HFCheckpointerConfig:
     precision: str = setting("float32", choices="float32 bfloat16")
 
 
+SAMPLING = (
+    Use(
+        where=lambda generate, _: generate.do_sample,
+        elsewhere="do_sample is false, which takes the likeliest token",
+    ),
+)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GenerateConfig:
     """Texts that checkpoints write, at every `interval`, into generations.jsonl. A separate process generates them."""
@@ -257,9 +315,9 @@ class GenerateConfig:
     max_new_tokens: int = setting(80, POSITIVE)
     do_sample: bool = False
     """false takes the likeliest token, and the next three keys have no effect."""
-    temperature: float = setting(1.0, POSITIVE)
-    top_k: int | None = setting(50, POSITIVE)
-    top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1))
+    temperature: float = setting(1.0, POSITIVE, uses=SAMPLING)
+    top_k: int | None = setting(50, POSITIVE, uses=SAMPLING)
+    top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1), uses=SAMPLING)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -340,6 +398,28 @@ class LoggersConfig:
     tensorboard: TensorboardConfig | None = None
 
 
+NOTHING_TO_EVALUATE = "nothing is evaluated; eval_loader, eval_loaders or icl_tasks name what to evaluate"
+IN_CONTEXT = (Use(where=lambda run, _: run.icl_tasks, elsewhere="there are no icl_tasks"),)
+LOADING = (
+    Use(
+        where=lambda run, _: run.load_path,
+        elsewhere="there is no load_path to load from; name a checkpoint there, or remove this",
+        is_refused=True,
+    ),
+)
+AS_VALIDATION = {
+    "drop_last": Use(
+        where=lambda loader, _: loader.name != "text" or not loader.drop_last,
+        elsewhere="an evaluation never drops a sample",
+        even_default=True,
+    ),
+    "dataset.shuffle": Use(
+        where=lambda _, run: False, elsewhere="an evaluation reads samples in the order of their files"
+    ),
+    "dataset.shuffle_block_size": Use(where=lambda _, run: False, elsewhere="an evaluation shuffles nothing"),
+}
+"""Keys of a loader that mean nothing for validation data."""
+
 DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
@@ -390,26 +470,54 @@ class TrainConfig:
         replay="used",
     )
     """tf32 is fp32 with products in TF32 where the device has it; nothing else uses TF32."""
-    eval_loader: LoaderConfig | None = setting(None, change="logged")
+    eval_loader: LoaderConfig | None = setting(None, change="logged", uses_inside=AS_VALIDATION)
     """Validation data; a list of loaders, each with a label, is read as eval_loaders."""
-    eval_loaders: dict[str, LoaderConfig] = setting(dict, change="logged")
+    eval_loaders: dict[str, LoaderConfig] = setting(dict, change="logged", uses_inside=AS_VALIDATION)
     """Label -> validation data, logged as eval/<label>/loss."""
-    eval_interval: str | int = setting(1, _check_eval_interval, expected=describe_span(TIME_UNITS), change="logged")
+    eval_interval: str | int = setting(
+        1,
+        _check_eval_interval,
+        expected=describe_span(TIME_UNITS),
+        change="logged",
+        uses=(
+            Use(
+                where=lambda run, _: run.validation or run.icl_tasks or run.eval_interval == 0,
+                elsewhere=NOTHING_TO_EVALUATE,
+            ),
+        ),
+    )
     """A span; a bare integer counts epochs; 0 never evaluates."""
-    eval_first: bool = setting(False, change="freely")
-    eval_subset_num_batches: int = setting(-1, must_be("-1 (all) or a count", _is_all_or_count), change="logged")
+    eval_first: bool = setting(
+        False,
+        change="freely",
+        uses=(
+            Use(where=lambda run, _: run.validation or run.icl_tasks, elsewhere=NOTHING_TO_EVALUATE),
+            Use(where=lambda run, _: run.eval_interval != 0, elsewhere="eval_interval is 0, which never evaluates"),
+        ),
+    )
+    eval_subset_num_batches: int = setting(
+        -1,
+        must_be("-1 (all) or a count", _is_all_or_count),
+        change="logged",
+        uses=(Use(where=lambda run, _: run.validation, elsewhere="there is no eval_loader"),),
+    )
     """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
     for all."""
     loss_chunk_mib: int = setting(LOSS_CHUNK_MIB, POSITIVE, hardware=True, replay="used")
     """Size of the fp32 logits that the loss computes at a time; its memory is two and a half times as much. More makes
     products larger, and adds up the embedding's gradient in fewer parts."""
-    device_eval_batch_size: int | None = setting(None, POSITIVE, hardware=True)
+    device_eval_batch_size: int | None = setting(
+        None,
+        POSITIVE,
+        hardware=True,
+        uses=(Use(where=lambda run, _: run.validation or run.icl_tasks, elsewhere=NOTHING_TO_EVALUATE),),
+    )
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold. The loss does not depend on it."""
     icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
-    icl_task_folder: str = setting("evals", change="freely")
-    icl_limit: int | None = setting(None, POSITIVE, change="logged")
+    icl_task_folder: str = setting("evals", change="freely", uses=IN_CONTEXT)
+    icl_limit: int | None = setting(None, POSITIVE, change="logged", uses=IN_CONTEXT)
     """Only so many first items of each task."""
     device_train_microbatch_size: int | str | None = setting(
         None,
@@ -440,7 +548,19 @@ class TrainConfig:
     """Key -> block of a companion, or None where the run does not use it. In the YAML each is at the top."""
     on_non_finite: str = setting("stop", choices="stop skip", change="logged", replay="used")
     """Policy for a batch whose loss or gradient is not finite."""
-    max_skipped_batches: int = setting(100, POSITIVE, change="freely", replay="used")
+    max_skipped_batches: int = setting(
+        100,
+        POSITIVE,
+        change="freely",
+        replay="used",
+        uses=(
+            Use(
+                where=lambda run, _: run.on_non_finite == "skip",
+                elsewhere="on_non_finite is {run.on_non_finite}, which skips no batch; set it to skip, or remove this",
+                is_refused=True,
+            ),
+        ),
+    )
     """Skipped batches of one launch after which `skip` gives up."""
     save_folder: str | None = setting(
         None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
@@ -455,7 +575,17 @@ class TrainConfig:
         -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
     )
     """Number of newest checkpoints to keep; -1 keeps all."""
-    save_keep_every_batches: int | None = setting(None, POSITIVE, change="freely")
+    save_keep_every_batches: int | None = setting(
+        None,
+        POSITIVE,
+        change="freely",
+        uses=(
+            Use(
+                where=lambda run, _: run.save_num_checkpoints_to_keep != -1,
+                elsewhere="save_num_checkpoints_to_keep is -1, which keeps every checkpoint",
+            ),
+        ),
+    )
     """Also keep every checkpoint whose batch is a multiple of this."""
     autoresume: bool = setting(False, change="freely")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
@@ -463,11 +593,11 @@ class TrainConfig:
         None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
-    load_weights_only: bool = setting(False, change="freely")
+    load_weights_only: bool = setting(False, change="freely", uses=LOADING)
     """Take the weights from load_path and begin at batch 1."""
-    load_ignore_keys: list[str] = setting(list, change="freely")
+    load_ignore_keys: list[str] = setting(list, change="freely", uses=LOADING)
     """Patterns of tensors of load_path to leave as they were initialised, such as model/transformer.wpe.*"""
-    load_cast: bool = setting(False, change="freely")
+    load_cast: bool = setting(False, change="freely", uses=LOADING)
     """Permit tensors of load_path in another dtype."""
     stop_after: str | int | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
@@ -491,7 +621,17 @@ class TrainConfig:
     """Environment variables of NCCL, RCCL and torch for this hardware. Those that the shell has set take precedence."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")
-    console_log_interval: str | int = span("1ba", ("ba", "ep"), change="freely")
+    console_log_interval: str | int = span(
+        "1ba",
+        ("ba", "ep"),
+        change="freely",
+        uses=(
+            Use(
+                where=lambda run, _: run.log_to_console or run.progress_bar,
+                elsewhere="log_to_console is false",
+            ),
+        ),
+    )
     export_at_end: bool = setting(True, change="freely")
     """Write <run directory>/huggingface when the run is done and plain transformers can read the model."""
     python_log_level: str | None = setting(None, choices="debug info warning error critical", change="freely")

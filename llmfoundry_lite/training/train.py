@@ -14,7 +14,6 @@ from torch._inductor import config as inductor_config
 
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.config.check import check_kernels
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, parse_seconds
@@ -112,9 +111,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Let torch compute the same digits every time on the same devices, or refuse to, if the run asks for that. Returns
-    the configuration with `deterministic` as it is here. Raises ConfigError for settings that keep torch from it."""
-    check_kernels(config, device_type)
+    """Let torch compute the same digits every time on the same devices, if the run asks for that. Returns the
+    configuration with `deterministic` as it is here. Raises ConfigError for a variable that keeps torch from it."""
     if not config.is_deterministic_on(device_type):
         return config
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])

@@ -49,14 +49,6 @@ def test_what_the_user_writes_is_done_and_not_repeated(capfd, device_type):
     assert not capfd.readouterr().out
 
 
-def test_kernels_that_vary_are_refused_where_they_would_undo_exact_sums():
-    varying = dataclasses.replace(EXACT, deterministic=False)
-    assert choose_kernels(varying, "cpu") is varying
-    with pytest.raises(ConfigError, match=r"^deterministic: false given, but on a GPU exact_sums needs .*; remove one"):
-        choose_kernels(varying, "cuda")
-    assert not is_switched_on()
-
-
 @pytest.mark.skipif(torch.version.cuda is None, reason="rocBLAS has no such variable")
 def test_a_workspace_with_which_torch_would_stop_at_the_first_product_is_refused_before(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")

@@ -89,3 +89,11 @@ def test_an_island_says_why_it_refuses_a_setting(argument):
 )
 def test_an_island_takes_other_settings_than_its_rows(argument):
     assert settings_of(load(*ISLAND, argument)).name == "a"
+
+
+@pytest.mark.parametrize(("delay", "is_noted"), [("0ba", True), ("2ba", False)])
+def test_a_weight_beside_late_fragments_is_noted_where_none_is_late(delay, is_noted):
+    sync = f"islands.sync={{every: 9ba, delay: {delay}, alpha: 0.3}}"
+    notes = load_train_config(["mpt-125m", *ISLAND, sync], {}).notes
+    note = "command line: islands.sync.alpha has no effect: islands.sync.delay is 0ba, in which nothing is trained"
+    assert notes == ([note] if is_noted else [])

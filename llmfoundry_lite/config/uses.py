@@ -1,0 +1,74 @@
+"""Keys that have no effect where they stand: refused or noted. The condition stands beside each key, in its schema."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+from llmfoundry_lite.config.fields import Use, join, keys_of
+from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import ConfigError
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Unused:
+    """A key whose value has no effect."""
+
+    key: str
+    """Dotted key."""
+    reason: str
+    is_refused: bool
+
+
+def refuse_unused_keys(config: TrainConfig) -> None:
+    """Raise ConfigError for a key without effect whose value says that the user expects one."""
+    for unused in find_unused_keys(config, config):
+        if unused.is_refused:
+            raise ConfigError(f"{unused.key}: {unused.reason}")
+
+
+def note_unused_keys(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
+    """Return a note for each key without effect that a user wrote.
+
+    Overlays describe a machine for many runs, and a run folder's config.yaml has every key: nobody wrote those for
+    this run.
+    """
+    written = [layer for layer in layers if not layer.is_overlay and not _is_record(layer)]
+    return [
+        f"{source_of(unused.key, written)}: {unused.key} has no effect: {unused.reason}"
+        for unused in find_unused_keys(config, config)
+        if any(get(layer.values, unused.key)[0] for layer in written)
+    ]
+
+
+def _is_record(layer: Layer) -> bool:
+    return keys_of(TrainConfig).keys() <= layer.values.keys()
+
+
+def find_unused_keys(
+    block: Any, config: Any, path: str = "", uses_here: Mapping[str, Use] | None = None
+) -> Iterator[Unused]:
+    """Yield each key of `block`, which stands at `path`, and of the blocks inside it, whose value has no effect.
+
+    `uses_here` are further conditions, by dotted key, for a block in this place. `config` is the whole configuration.
+    """
+    uses_here = uses_here or {}
+    for name, key in keys_of(type(block)).items():
+        value = getattr(block, name) if hasattr(block, name) else block.blocks.get(name)
+        uses = [*key.setting.uses]
+        if name in uses_here:
+            uses.append(uses_here[name])
+
+        for use in uses:
+            asks_for_effect = value != key.default or use.even_default
+            if asks_for_effect and not use.where(block, config):
+                reason = use.elsewhere.format(block=block, run=config, path=path)
+                yield Unused(key=join(path, name), reason=reason, is_refused=use.is_refused)
+                break
+
+        below = {
+            inner.removeprefix(f"{name}."): use for inner, use in uses_here.items() if inner.startswith(f"{name}.")
+        }
+        for inner_path, inner_block in key.blocks(join(path, name), value):
+            if is_dataclass(inner_block):
+                yield from find_unused_keys(inner_block, config, inner_path, {**key.setting.uses_inside, **below})
