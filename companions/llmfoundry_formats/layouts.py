@@ -157,9 +157,14 @@ def with_rope(layout: Layout, must_be: Options, *known: str, **parts: Any) -> Re
 BIASES = ("attention_bias", "mlp_bias")
 
 
-def read_llama(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
+def read_llama(values: Values, hf_config: HFConfig, state: State, where: str) -> None:
     check_values(hf_config, dict.fromkeys(BIASES, (False, True)), where)
     has_biases = {key for key in BIASES if hf_config.get(key)}
+    output_biases = [tensor for name, tensor in state.items() if name.endswith(".self_attn.o_proj.bias")]
+    if has_biases == {"attention_bias"} and output_biases and not any(tensor.any() for tensor in output_biases):
+        # Our export writes Qwen2's biases of q, k and v so where the tokenizer is not Qwen2's.
+        values["attn_config.qkv_bias"] = True
+        has_biases = set()
     if len(has_biases) == 1:
         (key,), (other,) = has_biases, set(BIASES) - has_biases
         raise ExportError(f"{where}: {key} is true in config.json and {other} is not; this model has both or neither")

@@ -223,8 +223,10 @@ def export(
 
     with tokenizer_of(found, tokenizer) as folder:
         model = build_block(ModelConfig, config["model"], "model")
-        export_model(load_full_tensors(found.url), model, out, dtype=dtype, tokenizer_folder=folder)
+        note = export_model(load_full_tensors(found.url), model, out, dtype=dtype, tokenizer_folder=folder)
     say(f"exported {found.url} to {out}" + ("" if folder else ", without a tokenizer"))
+    if note is not None:
+        say(note)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from llmfoundry_lite.data.tokenizer import (
     CONFIG_FILE,
     GENERATION_FILE,
     TOKENIZER_FILE,
+    Tokenizer,
     read_config,
     read_folder,
     read_generation,
@@ -258,6 +259,16 @@ def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[st
     if special or generation:
         write_json(draft / GENERATION_FILE, special | generation)
     return special
+
+
+def write_for_plain_class(draft: Path, tokenizer: Tokenizer) -> None:
+    """Rewrite a draft's tokenizer for the class of transformers that takes tokenizer.json as it is."""
+    files = tokenizer.files()
+    settings = read_json(draft / CONFIG_FILE)
+    (draft / TOKENIZER_FILE).write_bytes(files[TOKENIZER_FILE])
+    write_json(
+        draft / CONFIG_FILE, {**json.loads(files[CONFIG_FILE]), "model_max_length": settings["model_max_length"]}
+    )
 
 
 def _ids_of(path: Path) -> dict[str | None, int]:

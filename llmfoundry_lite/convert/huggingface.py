@@ -2,7 +2,8 @@
 
 Models with ALiBi are written as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Folders of MPT are read
 here, and a companion reads the others. Files are safetensors; a pickle is refused unless the caller brings a reader for
-it. `transformers` itself is not imported: the layouts are written down here, and tests compare them with it.
+it. `transformers` is imported only to prove an exported tokenizer: the layouts are written down here, and tests compare
+them with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from llmfoundry_lite.convert.files import (
     published,
     read_json,
     read_weights,
+    write_for_plain_class,
     write_json,
     write_tokenizer,
     write_weights,
@@ -34,8 +36,10 @@ from llmfoundry_lite.convert.layout import (
     read_config,
     write_config,
 )
+from llmfoundry_lite.convert.layouts import LLAMA, QWEN2, layout_of
 from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
-from llmfoundry_lite.convert.layouts import layout_of
+from llmfoundry_lite.convert.tokenizer_proof import find_difference
+from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from llmfoundry_lite.errors import ExportError, either
 from llmfoundry_lite.models.mpt import MPT
 
@@ -56,13 +60,15 @@ def export_model(
     tokenizer_folder: str | Path | None = None,
     dtype: str = "fp32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> str | None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with the logits of our model.
 
     `state_dict` holds whole CPU tensors under the names of `MPT.state_dict()`; `dtype` is fp32 or bf16. An earlier
     export in `folder` is replaced in one step once the new one is complete. Settings that only matter to training are
     kept where the layout has a key for them: dropout, `embedding_fraction`, `attn_uses_sequence_id`, initialisation,
-    whether q, k and v are one matrix. Raises ExportError.
+    whether q, k and v are one matrix. transformers' ids of sample texts are compared with the tokenizer's own.
+
+    Returns a note on what a user may not expect, or None. Raises ExportError.
     """
     reason = can_export(config)
     if reason is not None:
@@ -70,19 +76,59 @@ def export_model(
     if dtype not in DTYPES:
         raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
     check_tensors(state_dict, our_shapes(config), str(folder))
-    sources, torch_dtype = layout_sources(config), DTYPES[dtype]
-    sizes_bytes = {name: shape.numel() * torch_dtype.itemsize for name, shape in layout_shapes(config, sources).items()}
-
-    def build_tensor(name: str) -> torch.Tensor:
-        return layout_tensor(state_dict, config, sources[name]).to(torch_dtype).contiguous()
+    torch_dtype = DTYPES[dtype]
 
     with published(Path(folder)) as draft:
-        write_weights(sizes_bytes, build_tensor, draft, max_shard_bytes)
-        special_tokens = {}
+        special_tokens, tokenizer = {}, None
         if tokenizer_folder is not None:
             special_tokens = write_tokenizer(Path(tokenizer_folder), draft, config.max_seq_len)
-        long_name = str(torch_dtype).removeprefix("torch.")
-        write_json(draft / "config.json", {**build_hf_config(config), **special_tokens, "dtype": long_name})
+            if has_vocabulary(Path(tokenizer_folder)):
+                tokenizer = load_tokenizer(tokenizer_folder)
+        other_keys = {**special_tokens, "dtype": str(torch_dtype).removeprefix("torch.")}
+        layout, note = write_proven_config(draft, config, other_keys, tokenizer)
+
+        sources = layout_sources(config, layout)
+        shapes = layout_shapes(config, sources)
+        sizes_bytes = {name: shape.numel() * torch_dtype.itemsize for name, shape in shapes.items()}
+
+        def build_tensor(name: str) -> torch.Tensor:
+            return layout_tensor(state_dict, config, sources[name]).to(torch_dtype).contiguous()
+
+        write_weights(sizes_bytes, build_tensor, draft, max_shard_bytes)
+    return note
+
+
+def write_proven_config(
+    draft: Path, config: ModelConfig, other_keys: HFConfig, tokenizer: Tokenizer | None
+) -> tuple[Layout, str | None]:
+    """Write config.json, so that transformers reads the draft's tokenizer as `tokenizer` reads texts.
+
+    `other_keys` are config.json's further ones. Returns the layout, and a note where it is another than the usual one.
+    Raises ExportError where transformers finds other ids whatever config.json says.
+    """
+    layout = layout_of(config)
+    write_json(draft / "config.json", {**write_config(config, layout), **other_keys})
+    if tokenizer is None:
+        return layout, None
+
+    difference = find_difference(draft, tokenizer)
+    if difference is not None:
+        write_for_plain_class(draft, tokenizer)
+        difference = find_difference(draft, tokenizer)
+    if difference is None:
+        return layout, None
+
+    if layout is QWEN2:
+        # transformers 5 reads every tokenizer of this type with one class, which has a pre-tokenizer of its own.
+        note = f"written as llama, with zeros for biases that qwen2 does not have; as qwen2, {difference}"
+        write_json(draft / "config.json", {**write_config(config, LLAMA), **other_keys})
+        difference = find_difference(draft, tokenizer)
+        if difference is None:
+            return LLAMA, note
+    raise ExportError(
+        f"tokenizer {tokenizer.name} would be read otherwise by transformers than by the run: {difference}; export the "
+        "weights without it (--tokenizer none)"
+    )
 
 
 def import_model(

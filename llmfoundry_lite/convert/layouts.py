@@ -353,7 +353,7 @@ LLAMA_BLOCK = {
 }
 
 
-def llama_sources(config: ModelConfig) -> dict[str, Source]:
+def rope_sources(config: ModelConfig) -> dict[str, Source]:
     q_end, k_end = config.q_dim, config.q_dim + config.kv_dim
     rows = {"q": (0, q_end), "k": (q_end, k_end), "v": (k_end, k_end + config.kv_dim)}
     is_fused = config.attn_config.fused_qkv
@@ -373,20 +373,37 @@ def llama_sources(config: ModelConfig) -> dict[str, Source]:
     return found | {"model.norm.weight": Source(("transformer.norm_f.weight",))}
 
 
-def rope_layout(name: str, title: str, can_be: Callable[[ModelConfig], Options], **fields: Any) -> Layout:
+def rope_layout(
+    name: str,
+    title: str,
+    can_be: Callable[[ModelConfig], Options],
+    sources: Callable[[ModelConfig], dict[str, Source]] = rope_sources,
+    **fields: Any,
+) -> Layout:
     """Return the layout of transformers' `<name>ForCausalLM`."""
     classes = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
-    return Layout(title=title, can_be=can_be, fields={**classes, **ROPE_FIELDS, **fields}, sources=llama_sources)
+    return Layout(title=title, can_be=can_be, fields={**classes, **ROPE_FIELDS, **fields}, sources=sources)
 
 
 # -------------------------------------------------------------------------------- Llama, Mistral, Qwen2 and Qwen3
+
+
+def llama_sources(config: ModelConfig) -> dict[str, Source]:
+    """Name the sources of Llama's tensors. With biases of q, k and v it has one of the output, which may be zeros."""
+    found = rope_sources(config)
+    if config.no_bias and config.has_qkv_bias:
+        for i in range(config.n_layers):
+            name = f"transformer.blocks.{i}.attn.out_proj.bias"
+            found[f"model.layers.{i}.self_attn.o_proj.bias"] = Source((name,))
+    return found
 
 
 LLAMA = rope_layout(
     "Llama",
     "Llama, the layout for RoPE",
     rope_can_be,
-    attention_bias=lambda config: not config.no_bias,
+    llama_sources,
+    attention_bias=lambda config: config.has_qkv_bias,
     mlp_bias=lambda config: not config.no_bias,
 )
 MISTRAL = rope_layout(

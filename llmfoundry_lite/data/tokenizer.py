@@ -325,15 +325,18 @@ class Tokenizer:
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
-        """Write the files of the Hugging Face layout; `transformers.AutoTokenizer` loads the folder."""
+        """Write the files of the Hugging Face layout; `transformers.AutoTokenizer` makes the same ids with them."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (Path(folder) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
         """Return name and content of those files: three, and GENERATION_FILE where there was one."""
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= self.config | {"eos_token": self.eos_token}
+        plain_class = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config = plain_class | {"clean_up_tokenization_spaces": False} | self.config | {"eos_token": self.eos_token}
+        # Other classes of transformers may replace what tokenizer.json says, and code of one's own is not copied.
+        config |= plain_class
+        config.pop("auto_map", None)
         texts = {TOKENIZER_FILE: self.backend.to_str(pretty=True)}
         contents = {CONFIG_FILE: config, SPECIAL_TOKENS_FILE: {"eos_token": self.eos_token}}
         contents |= {GENERATION_FILE: self.generation} if self.generation else {}
@@ -398,12 +401,17 @@ def build_tokenizer(
 
 def check_has_vocabulary(folder: Path) -> None:
     """Raise DataError for a folder without one. From `config.json` alone `transformers` 5 makes an empty tokenizer."""
-    if any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern)):
+    if has_vocabulary(folder):
         return
     raise DataError(
         f"tokenizer folder {folder} holds no vocabulary, expected one of {', '.join(VOCABULARY_FILES)}; copy the "
         "tokenizer's files there, or give another folder or a Hub name"
     )
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Return whether a folder has one of VOCABULARY_FILES."""
+    return any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern))
 
 
 def download_from_hub(name: str) -> dict[str, Path]:

@@ -192,6 +192,7 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
     for rank 0 without a timeout, in no collective.
     """
     folder, reason, newest = run.folder / "huggingface", can_export(config.model), checkpointing.newest_url
+    note = None
     if newest is not None:  # whoever leaves late from here has saved all
         checkpointing.preemption.saved = newest.rsplit("/", 1)[-1]
     if reason is None and not checkpointing.partners.saves_here:
@@ -202,11 +203,14 @@ def export(config: TrainConfig, run: RunFolder, checkpointing: Checkpointing) ->
                 with tempfile.TemporaryDirectory() as tokenizer:
                     if is_local_or_cached(config.tokenizer.name):
                         load_tokenizer(config.tokenizer.name).save(tokenizer)
-                    export_model(load_full_tensors(newest), config.model, folder, tokenizer_folder=tokenizer)
+                    state_dict = load_full_tensors(newest)
+                    note = export_model(state_dict, config.model, folder, tokenizer_folder=tokenizer)
             except Exception as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 reason += f"; `llmfoundry-lite checkpoint export {run.folder} {folder}` makes up for it"
         print(f"exported to {folder}" if reason is None else f"not exported to {folder}: {reason}", flush=True)
+        if note is not None:
+            print(note, flush=True)
     # Wait until rank 0 is here too, or is gone. A collective would time out.
     key, store = "llmfoundry_lite/exported", dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):
