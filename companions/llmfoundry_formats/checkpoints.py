@@ -190,7 +190,9 @@ def import_state(
             write()
         paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
         scalars = {"imported_from": origin, DCP_STATE: {"values": values, "paths": paths}}
-        return publish(store, lease, save_id, pieces, scalars), notes
+        checkpoint = publish(store, lease, save_id, pieces, scalars)
+        store.release(lease)
+        return checkpoint, notes
     except BaseException as error:
         store.abandon(save_id)
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):

@@ -41,7 +41,6 @@ from torch.futures import Future
 
 from llmfoundry_lite.checkpoint.commit import COMMITTED, SAVE_ID, Checkpoint, batch_of, committed_name, head_of
 from llmfoundry_lite.checkpoint.grid import Chunk, Grid
-from llmfoundry_lite.checkpoint.lease import is_other_live_process
 from llmfoundry_lite.checkpoint.manifest import (
     DCP_STATE,
     MANIFEST,
@@ -112,7 +111,7 @@ class PortableStorageWriter(StorageWriter):
         store, name = open_store(self.checkpoint_id)
         if is_coordinator:
             check_is_free(store, name, overwrite=self.overwrite)
-            self.lease = store.acquire(steal_from_live_writer=has_saved_and_lives(store))
+            self.lease = store.acquire()
             # Again, because acquiring has cleared up a failed save, and put back the checkpoint that it had moved away.
             check_is_free(store, name, overwrite=self.overwrite)
 
@@ -151,6 +150,7 @@ class PortableStorageWriter(StorageWriter):
         paths = {fqn: list(path) for fqn, path in (metadata.planner_data or {}).items()}
         assert self.lease is not None, "the coordinator has a lease"
         publish(store, self.lease, self.save_id, pieces, {DCP_STATE: {"values": values, "paths": paths}})
+        store.release(self.lease)  # each save takes one of its own
 
 
 def open_store(checkpoint_id: Id) -> tuple[CheckpointStore, str]:
@@ -186,18 +186,6 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
             raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
     elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
         raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
-
-
-def has_saved_and_lives(store: CheckpointStore) -> bool:
-    """Return whether the last lease belongs to a process that still runs, and whose save through DCP is committed.
-
-    Each save takes a lease of its own, so that process no longer needs this one.
-    """
-    holder = store.leases.holder()
-    if holder is None or not is_other_live_process(holder.owner):
-        return False
-    of_holder = [one for one in store.candidates() if one.head is not None and one.head.lease_epoch == holder.epoch]
-    return any(one.checkpoint is not None and DCP_STATE in one.checkpoint.manifest.scalars for one in of_holder)
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:

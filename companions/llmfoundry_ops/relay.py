@@ -341,7 +341,15 @@ class Runner:
         may_begin = processes.exit_code(self._code_file(allocation)) is None and (not is_mine or site.leave is not None)
         status, heard_at = self._status(site), time.monotonic()
         is_waiting = False
-        while self.ending.num_asked < 2 and time.monotonic() - heard_at <= parse_seconds(self.relay.silence):
+        lease_before: str | None = None
+        while self.ending.num_asked < 2:
+            if time.monotonic() - heard_at > parse_seconds(self.relay.silence):
+                lease = self._lease()
+                if lease in ("", lease_before):
+                    return
+                lease_before, heard_at = lease, time.monotonic()
+                where = f"allocation {allocation.number} at {allocation.site}"
+                say(f"{where}: {STATUS} has fallen silent, but the launch renews its lease; waiting for it")
             has_begun = status is not None and status != allocation.status_before
             if has_begun and status is not None and status["status"] != "running":
                 return
@@ -354,10 +362,19 @@ class Runner:
                 is_waiting = True
                 where = f"allocation {allocation.number} at {allocation.site}"
                 say(f"{where} may be about to begin; waiting for {self.relay.silence} (silence)")
+            if has_begun and lease_before is None:
+                lease_before = self._lease()
             self.ending.sleep(LOOK_SECONDS)
             news = self._status(site)
             if news is not None and news != status:  # a file that cannot be read for a moment is no news
                 status, heard_at = news, time.monotonic()
+
+    def _lease(self) -> str:
+        """Return text that changes whenever a launch takes or renews the lease; empty where it cannot be read."""
+        with contextlib.suppress(OSError, CheckpointError):
+            holder = CheckpointStore(self.relay.store).leases.holder()
+            return holder.state if holder is not None and not holder.is_released else ""
+        return ""
 
     def _end(self, allocation: Allocation) -> Allocation:
         code, status = processes.exit_code(self._code_file(allocation)), self._status(self.relay.sites[allocation.site])

@@ -2,13 +2,19 @@
 
 A claim is the creation of `.leases/<number>.json`, which must not exist yet. A holder that does not find its own
 content there any more has lost the disk.
+
+While a holder lives it counts in `.leases/<number>.renewed.json`, and when it ends it says there that the lease is
+released. Whether a holder on this machine lives, its process tells. For one on another machine, a launch that wants the
+lease watches the count by its own monotonic clock; no wall clocks are compared.
 """
 
 import contextlib
-import os
 import re
 import socket
+import threading
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +27,18 @@ FOLDER = ".leases"
 NUM_KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
-CLAIM = re.compile(r"\.?([0-9]{1,18})\.json(\..*)?")
-"""File name of a claim, or of a claim whose writer was killed."""
+CLAIM = re.compile(r"\.?([0-9]{1,18})(\.renewed)?\.json(\..*)?")
+"""File name of a claim, of its renewals, or of either whose writer was killed."""
+RENEWAL_SECONDS = 10.0
+"""Time between two renewals by the holder of a lease."""
+WATCH_SECONDS = 3 * RENEWAL_SECONDS
+"""Time without a renewal after which a holder on another machine counts as dead."""
+LOOK_SECONDS = 0.5
+"""Time between two looks of a launch that watches."""
+NOTE_SECONDS = 5.0
+"""Time between two lines that say how long a launch has watched."""
+RELEASE_SECONDS = 2.0
+"""Longest wait of a launch that ends for its release to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,39 @@ class Lease:
     """`describe_this_process`, and a name that no other claim has; empty if it cannot be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Holder(Lease):
+    """The highest claim, and what its holder has said since."""
+
+    renewals: int | None = None
+    """None: it has renewed nothing yet."""
+    is_released: bool = False
+
+    @property
+    def state(self) -> str:
+        """Text that changes with each claim and each renewal."""
+        return f"{self.epoch} {self.owner.get('claim')} {self.renewals}"
+
+    def describe(self) -> str:
+        """Return `host gpu-17, process 4242`, with the run if the claim names it."""
+        owner = self.owner
+        text = f"host {owner.get('host', 'unknown')}, process {owner.get('pid', 'unknown')}"
+        return f"{text}, run {owner['run']}" if owner.get("run") else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """How a launch asks for a lease."""
+
+    run_name: str = ""
+    takes_over: bool = False
+    """Take the lease from a holder on another machine without watching it."""
+    note: Callable[[str], None] = lambda line: None
+    """Called with each line for the user while this launch watches the holder."""
+    watched: str = ""
+    """`Holder.state` of a holder that `wait_until_free` has watched in vain before."""
+
+
 class Leases:
     """The claims in a run's folder. Whoever has the highest number may write."""
 
@@ -41,18 +90,68 @@ class Leases:
         self.url = root.url
         self.folder = root.child(FOLDER)
 
-    def acquire(self, *, at_least: int, steal_from_live_writer: bool = False) -> Lease:
-        """Claim the next number. Raises CheckpointError if the holder still runs on this machine, unless the lease is
-        to be stolen; OSError of the disk. Only this creates the folder: if it is missing later, it has vanished."""
-        holder = self.holder()
-        if holder is not None and not steal_from_live_writer and is_other_live_process(holder.owner):
-            raise CheckpointError(
-                f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
-                "give this run another save_folder"
-            )
-        owner = describe_this_process() | {"claim": uuid.uuid4().hex}
-        self.folder.make(with_parents=True)
+    def wait_until_free(self, request: LeaseRequest) -> str:
+        """Return when the lease may be taken: at once if it was released or its process on this machine is gone, and
+        after WATCH_SECONDS if a holder on another machine renews nothing. Returns that holder's `state`, else "".
+
+        Raises CheckpointError if the holder lives, OSError of the disk.
+        """
         while True:
+            holder = self.holder()
+            if holder is None or holder.is_released:
+                return ""
+            is_alive = is_alive_here(holder.owner)
+            if is_alive:
+                raise CheckpointError(
+                    f"{self.url}: process {holder.owner.get('pid')} on this machine is saving here; stop it, or "
+                    "give this run another save_folder"
+                )
+            if is_alive is False or holder.state == request.watched:
+                return holder.state
+            if request.takes_over:
+                request.note(f"takeover: this launch takes {self.url} from {holder.describe()}")
+                return holder.state
+            news = self._watch(holder, request.note)
+            if news is None:
+                return holder.state
+            is_same_claim = (news.epoch, news.owner) == (holder.epoch, holder.owner)
+            if is_same_claim and not news.is_released:  # so it has renewed
+                raise CheckpointError(
+                    f"{self.url}: another launch trains this run now ({holder.describe()}); stop it there, or give "
+                    "this run another save_folder; takeover=true ends that launch and carries on here"
+                )
+
+    def _watch(self, holder: Holder, note: Callable[[str], None]) -> Holder | None:
+        """Watch until something changes, and return the holder then; None if nothing does within WATCH_SECONDS."""
+        began = time.monotonic()
+        noted_at = began - NOTE_SECONDS
+        while (seconds := time.monotonic() - began) < WATCH_SECONDS:
+            if time.monotonic() - noted_at >= NOTE_SECONDS:
+                noted_at = time.monotonic()
+                note(
+                    f"{self.url}: {holder.describe()} held this run and has not renewed its lease for {seconds:.0f} s "
+                    f"of {WATCH_SECONDS:.0f}"
+                )
+            time.sleep(LOOK_SECONDS)
+            news = self.holder()
+            if news is not None and (news.state != holder.state or news.is_released):
+                return news
+        return None
+
+    def acquire(
+        self, *, at_least: int, steal_from_live_writer: bool = False, request: LeaseRequest | None = None
+    ) -> Lease:
+        """Claim the next number. Raises CheckpointError if the holder lives, unless the lease is to be stolen, as
+        `wait_until_free` does; OSError of the disk. Only this creates the folder: if it is missing later, it has
+        vanished."""
+        request = request or LeaseRequest()
+        owner = describe_this_process() | {"claim": uuid.uuid4().hex}
+        if request.run_name:
+            owner["run"] = request.run_name
+        while True:
+            if not steal_from_live_writer:
+                self.wait_until_free(request)
+            self.folder.make(with_parents=True)
             epoch = max(self.highest() + 1, at_least)
             if _epoch(_name(epoch)) is None:  # no one would see this claim, and the next launch would take it again
                 raise CheckpointError(
@@ -74,11 +173,14 @@ class Leases:
     def check(self, lease: Lease) -> None:
         """Raise CheckpointError if there is a higher number, or if this claim is not as it was made; OSError if the
         folder cannot be read."""
-        if (highest := self.highest()) > lease.epoch:
-            owner = self._owner(highest)
+        highest = self.highest()
+        if highest > lease.epoch:
+            holder = Holder(highest, {})
+            with contextlib.suppress(OSError):
+                holder = self.holder() or holder
             raise CheckpointError(
-                f"{self.url}: another launch of this run ({owner.get('host', 'host unknown')}, process "
-                f"{owner.get('pid', 'unknown')}) saves here now; this one may not any more"
+                f"{self.url}: another launch ({holder.describe()}) has taken this run over; this one may not save any "
+                "more, and ends"
             )
         found = None
         with contextlib.suppress(FileNotFoundError):
@@ -98,30 +200,97 @@ class Leases:
             "it and run the same command again"
         )
 
-    def holder(self) -> Lease | None:
+    def holder(self) -> Holder | None:
+        """Return the highest claim; None if there is none. Raises OSError."""
         epoch = self.highest()
-        return Lease(epoch, self._owner(epoch)) if epoch else None
+        if not epoch:
+            return None
+        owner = self._read(_name(epoch))
+        said = self._read(_renewals_name(epoch))
+        if said.get("claim") != owner.get("claim"):  # the renewals of an earlier claim that had this number
+            said = {}
+        renewals = said.get("renewals")
+        return Holder(epoch, owner, renewals if isinstance(renewals, int) else None, said.get("released") is True)
+
+    def renew(self, lease: Lease, renewals: int, *, is_released: bool = False) -> None:
+        """Write that the holder has renewed its lease that many times. Raises OSError."""
+        content = {"claim": lease.owner.get("claim"), "renewals": renewals, "released": is_released}
+        self.folder.put(_renewals_name(lease.epoch), write_json(content))
+
+    def release(self, lease: Lease) -> None:
+        """Let another launch take the lease at once. Raises OSError."""
+        self.renew(lease, 0, is_released=True)
 
     def highest(self) -> int:
         return max((epoch for name in self.folder.names() if (epoch := _epoch(name)) is not None), default=0)
 
-    def _owner(self, epoch: int) -> dict[str, Any]:
-        with contextlib.suppress(OSError, DamagedCheckpointError):
-            owner = parse_json(self.folder.read(_name(epoch), MAX_BYTES), FOLDER)
-            return owner if isinstance(owner, dict) else {}
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return a file's content; empty if it is absent or cannot be understood."""
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, DamagedCheckpointError):
+            content = parse_json(self.folder.read(name, MAX_BYTES), FOLDER)
+            return content if isinstance(content, dict) else {}
         return {}
 
 
-def is_other_live_process(owner: dict[str, Any]) -> bool:
-    """Return whether a lease's owner is another process that certainly runs: on this very boot of this machine."""
-    pid, namespace = owner.get("pid"), owner.get("namespace", pid_namespace())
-    if type(pid) is not int or pid == os.getpid() or owner.get("boot") is None:
-        return False
-    return lives(owner | {"namespace": namespace}) is True
+class Renewals:
+    """Renews a lease from a background thread until it is released.
+
+    A renewal that fails is left out: the next one may succeed, and training neither waits for it nor ends by it.
+    """
+
+    def __init__(self, leases: Leases, lease: Lease):
+        self._leases = leases
+        self._lease = lease
+        self._is_over = threading.Event()
+        self._releases = False
+        self._thread = threading.Thread(target=self._run, name="lease-renewals", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        renewals = 0
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError, CheckpointError):
+                self._leases.renew(self._lease, renewals)
+            renewals += 1
+            self._is_over.wait(RENEWAL_SECONDS)
+        if self._releases:  # in this thread, so that no late renewal can follow it
+            with contextlib.suppress(OSError, CheckpointError):
+                self._leases.renew(self._lease, renewals, is_released=True)
+
+    def stop(self) -> None:
+        """End the thread and leave the lease as it is: another launch has to watch it."""
+        self._is_over.set()
+
+    def release(self) -> None:
+        """Let another launch take the lease at once. Waits for RELEASE_SECONDS at most."""
+        self._releases = True
+        self._is_over.set()
+        self._thread.join(RELEASE_SECONDS)
+
+
+def is_alive_here(owner: dict[str, Any]) -> bool | None:
+    """Return whether a lease's owner is another process that runs; None if it is not for this machine to tell.
+
+    Another machine may have the same host name, and another container of this machine the same process ids.
+    """
+    here = describe_this_process()
+    if all(owner.get(key) == here[key] for key in ("boot", "namespace", "pid", "started")):
+        return False  # this very process
+    if type(owner.get("pid")) is not int:
+        return None
+    if here["boot"] is None or owner.get("boot") is None:  # without /proc: the id may belong to another process by now
+        return False if lives(owner) is False else None
+    if owner["boot"] != here["boot"]:
+        return None
+    return lives({"namespace": pid_namespace(), **owner})
 
 
 def _name(epoch: int) -> str:
     return f"{epoch:08d}.json"
+
+
+def _renewals_name(epoch: int) -> str:
+    return f"{epoch:08d}.renewed.json"
 
 
 def _epoch(name: str) -> int | None:

@@ -15,6 +15,7 @@ import mmap
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.commit import lease_epoch_of
 from llmfoundry_lite.checkpoint.grid import Chunk
+from llmfoundry_lite.checkpoint.lease import LeaseRequest, Renewals
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
@@ -125,6 +127,7 @@ class Saver:
         self.lease: Lease | None = None
         """None on all ranks but 0."""
         self.has_lease = False
+        self._renewals: Renewals | None = None
         """Whether rank 0 has one; the same on all ranks."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
@@ -153,12 +156,20 @@ class Saver:
         """This rank writes or publishes at this moment."""
         return self._flight is not None and not self._flight.task.done()
 
-    def take_lease(self, *, steal_from_live_writer: bool = False) -> None:
-        """Take the run's lease on rank 0. Raises CheckpointError on all ranks; see `CheckpointStore.acquire`."""
+    def take_lease(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> None:
+        """Take the run's lease on rank 0, and renew it from then on. Raises CheckpointError on all ranks; see
+        `CheckpointStore.acquire`."""
         with exchange.raising_on_all_ranks():
             if self.rank == 0:
-                self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer)
+                self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer, request=request)
+                self._renewals = Renewals(self.store.leases, self.lease)
+                weakref.finalize(self, self._renewals.stop)
         self.has_lease = True
+
+    def release_lease(self) -> None:
+        """Let another launch take the lease at once, if this rank has one. Nothing is saved afterwards."""
+        if self._renewals is not None:
+            self._renewals.release()
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
         """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""

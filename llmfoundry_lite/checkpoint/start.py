@@ -45,6 +45,8 @@ class Start(NamedTuple):
     """The newest of the run's own checkpoints that can be read; empty: none can."""
     done: dict[str, int] = {}  # noqa: RUF012 - read only
     """Training done at that checkpoint, by unit; epochs are whole."""
+    watched: str = ""
+    """The holder of the run's lease that was found dead, as `Leases.wait_until_free` returns it."""
 
 
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:

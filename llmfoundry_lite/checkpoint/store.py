@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.commit import (
     read_checkpoint,
 )
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.checkpoint.lease import Lease, Leases
+from llmfoundry_lite.checkpoint.lease import Lease, LeaseRequest, Leases
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
 from llmfoundry_lite.checkpoint.open_folder import check_files, open_folder
 from llmfoundry_lite.errors import (
@@ -145,14 +145,26 @@ class CheckpointStore:
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
-    def acquire(self, *, steal_from_live_writer: bool = False) -> Lease:
+    def wait_until_free(self, request: LeaseRequest) -> str:
+        """See `Leases.wait_until_free`. Raises CheckpointError if another launch holds this run."""
+        with _os_errors(f"{self.root.url}: the lease cannot be read"):
+            return self.leases.wait_until_free(request)
+
+    def acquire(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> Lease:
         """Become the writer of this run and clear away what dead writers left half done. Raises CheckpointError if the
-        present writer still runs on this machine, unless `steal_from_live_writer`: it has been told to stop."""
+        present writer still runs, unless `steal_from_live_writer`: it has been told to stop."""
         with _os_errors(f"{self.root.url}: no lease can be taken"):
             at_least = max((found.order[0] for found in self.candidates() if found.head is not None), default=0) + 1
-            lease = self.leases.acquire(at_least=at_least, steal_from_live_writer=steal_from_live_writer)
+            lease = self.leases.acquire(
+                at_least=at_least, steal_from_live_writer=steal_from_live_writer, request=request
+            )
             self.commits.clear_remains(lease.epoch)
         return lease
+
+    def release(self, lease: Lease) -> None:
+        """Let another launch become the writer at once. Ignores errors: it watches this one for a while then."""
+        with contextlib.suppress(OSError):
+            self.leases.release(lease)
 
     def check(self, lease: Lease) -> None:
         """Raise CheckpointError when another writer has taken over, or when the folder has vanished."""

@@ -589,6 +589,9 @@ class TrainConfig:
     """Also keep every checkpoint whose batch is a multiple of this."""
     autoresume: bool = setting(False, change="freely")
     """Carry on from the newest intact checkpoint of save_folder, if there is one."""
+    takeover: bool = setting(False, change="freely")
+    """Carry on though a launch on another machine may hold this run; if it does, it ends at its next save. Without it,
+    such a launch is watched for 30 s: this one is refused if that one lives, and carries on if it does not."""
     load_path: str | None = setting(
         None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
     )

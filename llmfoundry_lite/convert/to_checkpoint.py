@@ -97,6 +97,7 @@ def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: 
         notes.append(problem)
     saver.save(model, None, about)
     saver.wait()
+    saver.release_lease()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Imported(open_checkpoint(f"{out.rstrip('/')}/ba0"), weights.kind, num_parameters, notes)
 

@@ -1,9 +1,9 @@
 """Composer callback that restores a run from a checkpoint, and orders what happens between two batches.
 
-`find_start` chooses the checkpoint and checks its manifest before the model is built. Tensors and the place in the data
-are checked after the lease is taken, which ends another live launch. State is restored at AFTER_LOAD: the model is
-sharded by then, seeds and data are not used yet. A batch ends in `batch_end` and `batch_checkpoint`: ranks agree,
-evaluate, and save when `save_policy` decides so. `run_state` has the state besides tensors.
+`find_start` chooses the checkpoint, checks its manifest, and refuses a run that another launch holds, before the model
+is built. Tensors and the place in the data are checked after the lease is taken. State is restored at AFTER_LOAD: the
+model is sharded by then, seeds and data are not used yet. A batch ends in `batch_end` and `batch_checkpoint`: ranks
+agree, evaluate, and save when `save_policy` decides so. `run_state` has the state besides tensors.
 """
 
 import time
@@ -18,6 +18,7 @@ from composer import core
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
@@ -102,8 +103,17 @@ class Checkpointing(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self.saver = Saver(self.store, after_publish=self._after_publish)
+        self.preemption.release_lease = self.saver.release_lease
         if self.partners.takes_lease_at_start:
-            self.saver.take_lease()
+            self.saver.take_lease(request=lease_request(self.config, self.start.watched))
+        try:
+            self._begin_from_start(state, logger)
+        except BaseException:
+            self.saver.release_lease()
+            raise
+
+    def _begin_from_start(self, state: State, logger: Logger) -> None:
+        """Restore the start, and begin there."""
         chosen = [chosen_options(group) for group in state.optimizers[0].param_groups]
         began = time.monotonic()
         restored = self._restore(state)
@@ -335,6 +345,10 @@ class Checkpointing(Callback):
             self._save(state, logger)
         self._log_digest_of_save(logger)
 
+    def post_close(self) -> None:
+        """Let another launch carry on at once: nothing is saved any more."""
+        self.preemption.release_lease()
+
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:
             return
@@ -440,10 +454,24 @@ class Checkpointing(Callback):
 # ----------------------------------------------------------------------------------------- where a launch starts
 
 
-def find_start(config: TrainConfig) -> Start:
-    """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks."""
+def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
+    """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks, also if this
+    launch `takes_lease` and another one holds it."""
     found = Start()
     with raising_on_all_ranks(CheckpointError):
         if dist.get_rank() == 0:
             found = choose_start(config, find_fingerprints(config.tokenizer.name))
+            if takes_lease:
+                store = CheckpointStore(config.checkpoint_folder)
+                found = found._replace(watched=store.wait_until_free(lease_request(config)))
     return Start(*broadcast_json(found))
+
+
+def lease_request(config: TrainConfig, watched: str = "") -> LeaseRequest:
+    """Return how this launch asks for the run's lease. `watched`: a holder that was watched in vain before."""
+    return LeaseRequest(
+        run_name=config.run_name,
+        takes_over=config.takeover,
+        note=lambda line: print(printable(line), flush=True),
+        watched=watched,
+    )

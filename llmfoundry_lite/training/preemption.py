@@ -67,6 +67,8 @@ class Preemption:
     """On rank 0: this launch has published a save."""
     what_stands: Callable[[], str] = lambda: "nothing was trained yet"
     """Says what is left of a run that leaves without a save, where this launch has published none."""
+    release_lease: Callable[[], None] = lambda: None
+    """Lets another launch carry on at once, just before the process is ended."""
 
     def __post_init__(self) -> None:
         self.stop_file, wall = self.run_folder / STOP, self.max_wall_seconds
@@ -219,6 +221,8 @@ class Preemption:
             self.on_leave(status, text)
             if self._is_main and status == "preempted" and self.reason == BY_FILE:
                 self.stop_file.unlink(missing_ok=True)
+        with suppress(Exception):
+            self.release_lease()
         leave(exit_code)
 
 

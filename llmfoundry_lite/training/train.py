@@ -67,7 +67,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
     trainer, checkpointing = None, None
     try:
         partners.connect()
-        start = find_start(config)
+        start = find_start(config, takes_lease=partners.takes_lease_at_start)
         trainer, checkpointing = build_and_restore(config, run, preemption, start, partners)
         preemption.listen()
         state, max_duration = trainer.state, Duration.parse(config.max_duration)
@@ -97,12 +97,14 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         partners.close()
         reported = report(error, config, run, preemption, trainer, checkpointing)
         if not isinstance(reported, Preempted):
+            preemption.release_lease()
             if reported is error:
                 raise
             raise reported from error
         preemption.consume_stop_file()
         if reported.is_orderly and trainer is not None:
             trainer.close()
+        preemption.release_lease()
         preemption.stop_polling_store()
         raise reported from None
     preemption.consume_stop_file()

@@ -118,7 +118,8 @@ def test_claims_that_a_kill_left_unfinished_are_cleared_and_others_are_not(tmp_p
 
 
 @pytest.mark.fault
-def test_the_last_number_of_a_claim_is_refused_in_a_line(url):
+def test_the_last_number_of_a_claim_is_refused_in_a_line(url, monkeypatch):
+    monkeypatch.setattr(leases, "WATCH_SECONDS", 0)
     store = CheckpointStore(url)
     store.leases.folder.make(with_parents=True)
     store.leases.folder.put("999999999999999999.json", b"{}")
@@ -135,7 +136,7 @@ def test_a_zombie_process_is_not_alive():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     try:
-        assert not leases.is_other_live_process(describe_this_process() | {"pid": child.pid, "started": ticks})
+        assert leases.is_alive_here(describe_this_process() | {"pid": child.pid, "started": ticks}) is False
     finally:
         child.wait()
 
@@ -222,9 +223,10 @@ def test_a_lease_that_no_listing_shows_is_passed_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault
-def test_a_pipe_in_the_place_of_a_lease_is_nobody_s(tmp_path):
+def test_a_pipe_in_the_place_of_a_lease_is_nobody_s(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     store.acquire()
+    monkeypatch.setattr(leases, "WATCH_SECONDS", 0)
     (tmp_path / ".leases" / "00000001.json").unlink()
     os.mkfifo(tmp_path / ".leases" / "00000001.json")
     assert store.acquire().epoch == 2

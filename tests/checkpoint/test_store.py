@@ -83,7 +83,7 @@ def test_the_last_to_acquire_is_the_writer(url):
     draft = write_draft(store, old, 3)
     new = CheckpointStore(url).acquire()
     assert new.epoch == old.epoch + 1
-    with pytest.raises(CheckpointError, match=r"another launch of this run .* saves here now"):
+    with pytest.raises(CheckpointError, match=r"another launch .* has taken this run over; this one may not save"):
         store.publish(draft, old)
     with pytest.raises(CheckpointError, match="another launch"):
         store.prune(old, keep_newest=1)
@@ -154,15 +154,15 @@ def test_of_many_that_claim_the_lease_at_once_each_gets_a_number_of_its_own(tmp_
 def test_a_reused_process_id_is_not_the_writer():
     mine = describe_this_process()
     owner = mine | {"pid": os.getppid(), "started": mine["started"] + 1}
-    assert not leases.is_other_live_process(owner)
+    assert leases.is_alive_here(owner) is False
 
 
 @pytest.mark.fault
 def test_a_process_of_another_container_of_this_machine_is_not_certainly_the_writer():
     """Each counts its processes anew."""
     parent = describe_this_process() | {"pid": os.getppid(), "started": start_ticks(os.getppid())}
-    assert leases.is_other_live_process(parent)
-    assert not leases.is_other_live_process(parent | {"namespace": "pid:[1]"})
+    assert leases.is_alive_here(parent) is True
+    assert leases.is_alive_here(parent | {"namespace": "pid:[1]"}) is None
 
 
 def test_leases_of_many_launches_do_not_pile_up(url):

@@ -184,6 +184,8 @@ def test_a_rank_that_hangs_does_not_hold_the_exit_and_the_last_save_stands(tmp_p
     assert result.exit_codes == [75, 75]
     assert "what was saved stands" in result.output
     assert status(tmp_path)["status"] == "preempted"
+    renewals = tmp_path / "runs/tiny/checkpoints/.leases/00000001.renewed.json"
+    assert json.loads(renewals.read_text())["released"], "another machine need not wait"
     result = launch(tmp_path, config).check()
     assert "carrying on from runs/tiny/checkpoints/ba4" in result.output
 

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import uuid
 from dataclasses import replace
@@ -31,7 +32,7 @@ from llmfoundry_lite.cli.main import run as command
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.evaluation.models import find_subject
 from llmfoundry_lite.ranks.codec import write_json
-from llmfoundry_lite.ranks.identity import describe_this_process, start_ticks
+from llmfoundry_lite.ranks.identity import start_ticks
 from tests.checkpoint.ranks import build, save_now, step
 from tests.checkpoint.saves import flip
 from tests.helpers.launch import launch
@@ -171,8 +172,9 @@ def test_a_full_disk_raises_and_the_next_save_clears_what_is_left(tmp_path, monk
 
 def test_a_process_that_has_saved_and_runs_on_keeps_no_other_from_saving(tmp_path):
     def becomes_its_parents(lease):
-        parent = describe_this_process() | {"pid": os.getppid(), "started": start_ticks(os.getppid())}
-        (tmp_path / f".leases/{lease:08d}.json").write_bytes(write_json(parent))
+        claim = tmp_path / f".leases/{lease:08d}.json"
+        parent = {"pid": os.getppid(), "started": start_ticks(os.getppid())}
+        claim.write_bytes(write_json(json.loads(claim.read_bytes()) | parent))
 
     save(small(), tmp_path / "ba1")
     becomes_its_parents(1)

@@ -411,6 +411,24 @@ def test_a_launch_that_a_relay_on_another_machine_began_is_waited_for_and_not_as
     assert not Path("asked").exists()
 
 
+def test_a_launch_elsewhere_that_is_silent_but_renews_its_lease_is_waited_for(capsys):
+    """Its status.json cannot be seen to change from here; the bucket can."""
+    leases = Path("runs/x/checkpoints/.leases")
+    leases.mkdir(parents=True)
+    claim = {"host": "far", "boot": "another", "pid": 1, "claim": "c"}
+    (leases / "00000001.json").write_text(json.dumps(claim))
+    far = far_site(*[RUNNING] * 6, RUNNING | {"status": "done"})
+    renewal = '{"claim": "c", "renewals": \'$n\', "released": false}'
+    far["status"] += f"; echo '{renewal}' > {leases}/00000001.renewed.json"
+    begin_allocation("far", host="another")
+    assert relay({"far": far}, silence="0.01s") == 0
+    assert [(one.site, one.ended) for one in allocations()] == [("far", "done")]
+    said = (
+        "relay: allocation 1 at far: status.json has fallen silent, but the launch renews its lease; waiting for it\n"
+    )
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.fault
 def test_a_launch_that_never_began_on_another_machine_is_given_up_after_the_silence(capsys):
     begin_allocation("b", host="another")
