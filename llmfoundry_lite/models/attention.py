@@ -82,10 +82,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Mask and bias of attention, in the form that `implementation` takes.
-
-    A dataclass, because FSDP would cast tensors in a tuple or a dict.
-    """
+    """Mask and bias of attention, in the form that `implementation` takes."""
 
     implementation: str
     bias_bhts: Tensor | None = None
@@ -440,7 +437,7 @@ def alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of every angle, fp32 [b, t, 1, k/2]. A dataclass for the same reason as `Mask`."""
+    """Cosine and sine of every angle, fp32 [b, t, 1, k/2], also where activations have 16 bits."""
 
     cos_bt1j: Tensor
     sin_bt1j: Tensor

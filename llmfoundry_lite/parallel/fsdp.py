@@ -91,7 +91,9 @@ def shard_model(
         divide_layers = companions.find("builders", "tp_config.tensor_parallel_degree")
         divide_layers(model, mesh["tensor"], sequence_parallel)
     reduction = torch.float64 if sums else precision.reduction
-    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=reduction)
+    # FSDP2 would cast every float that enters a block or a stage: angles of RoPE, slopes and biases of ALiBi, weights
+    # of rows. Without FSDP2 these stay in fp32. Hidden states have the parameters' dtype already.
+    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=reduction, cast_forward_inputs=False)
     is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
     shard = partial(
         fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()

@@ -15,5 +15,6 @@ INTENDED: dict[str, str] = {
     "data/*/files": "val/text.jsonl is written",
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
     "errors/command/init-size": "other sizes are taken",
+    "runs/bf16/*": "angles of RoPE stay fp32 where FSDP2 computes in 16 bits, as on one device",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""

@@ -27,6 +27,29 @@ def write_data(folder: Path, num_train: int = 500, num_val: int = 37, seq_len: i
     return folder
 
 
+def write_texts(folder: Path, num_texts: int = 20) -> Path:
+    """Texts of 1 to 20 words, which make rows of unlike length, and a tokenizer of theirs. Both splits have all texts.
+
+    The words are drawn, so that a run cannot learn much more than how often each occurs.
+    """
+    from llmfoundry_lite.data.tokenizer import train_tokenizer
+
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice([*"abcdefgh"], size=3)) for _ in range(40)]
+    texts = [" ".join(generator.choice(words, size=1 + (i * 11) % 20)) for i in range(num_texts)]
+    train_tokenizer(texts, 300).save(folder / "tokenizer")
+    for split in ("train", "val"):
+        with MDSWriter(out=str(folder / split), columns={"text": "str"}) as writer:
+            for text in texts:
+                writer.write({"text": text})
+    return folder
+
+
+def reading_texts(folder: Path) -> dict[str, Any]:
+    """Changes of a run (as `tiny_config` takes them) with which it reads `write_texts`."""
+    return {"tokenizer__name": str(folder / "tokenizer"), "model__vocab_size": 320}
+
+
 def tiny_config(data: Path, **changes: Any) -> dict[str, Any]:
     """A run of 10 batches of 8 samples; `changes` are dotted keys with `__` for the dot."""
     config: dict[str, Any] = {

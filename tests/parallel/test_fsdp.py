@@ -185,6 +185,28 @@ def test_one_device_computes_without_fsdp_what_fsdp_computes(one_rank, precision
     assert all(p.dtype == torch.float32 for p in plain.parameters())
 
 
+FP32_IN_ATTENTION = {
+    "angles": (AttentionConfig(rope=True), "sdpa"),
+    "biases": (AttentionConfig(alibi=True, alibi_bias_max=7), "reference"),
+    "slopes": (AttentionConfig(alibi=True, alibi_bias_max=7), "flex"),
+}
+"""Numbers that blocks are given in fp32, and whose 16-bit values would differ."""
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+@pytest.mark.parametrize("numbers", FP32_IN_ATTENTION)
+def test_fsdp_leaves_what_attention_is_given_in_fp32_as_one_device_does(one_rank, numbers, precision):
+    options, attn_impl = FP32_IN_ATTENTION[numbers]
+    config = replace(SMALL, attn_config=options)
+    plain, sharded = (
+        build(FSDPConfig(offload_optimizer=is_sharded), config, precision, attn_impl) for is_sharded in (False, True)
+    )
+    assert isinstance(sharded, FSDPModule) and not isinstance(plain, FSDPModule)
+    tokens_bt = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        assert torch.equal(sharded(tokens_bt), plain(tokens_bt))
+
+
 def train(model, num_batches=2):
     """Return losses of microbatches, and of an evaluation after each step; then all parameters."""
     guard = GradientStep(

@@ -1,6 +1,7 @@
 """`exact_sums`: the same bits on any number of ranks, sharded any way, in stages or not."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from benchmarks.switch.band import judge, read_series
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors, open_checkpoint
 from tests.helpers.covering import cover
 from tests.helpers.present import needs
-from tests.helpers.runs import attempt, metrics, run, saves
-from tests.helpers.tiny import tiny_config, values, write_data
+from tests.helpers.runs import attempt, losses, metrics, run, saves
+from tests.helpers.tiny import reading_texts, tiny_config, values, write_data, write_texts
 
 pytestmark = pytest.mark.multiprocess
 
@@ -48,7 +49,10 @@ FACTORS = {
     "resumed on": ["1 rank", "2 FULL_SHARD", "2 stages"],
     "precision": ["fp32", "amp_bf16"],
     "optimizer": ["decoupled_adamw", "decoupled_lionw", "muon"],
+    "rows": ["full", "unlike", "unlike, by rows"],
+    "positions": ["learned", "rope", "alibi"],
 }
+POSITIONS: dict[str, dict[str, Any]] = {"learned": {}, "rope": {"rope": True}, "alibi": {"alibi": True}}
 OPTIMIZERS = {
     "decoupled_adamw": {"name": "decoupled_adamw", "lr": 1e-2},
     "decoupled_lionw": {"name": "decoupled_lionw", "lr": 1e-3},
@@ -70,6 +74,11 @@ class RoundOnce(Callback):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"), num_texts=60)
 
 
 def exact_config(data, **changes):
@@ -100,9 +109,24 @@ def check_equal(one, other):
     assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
 
 
-def check_case(folder, data, case, references, stop_after="3ba", **changes):
-    config = exact_config(data, precision=case["precision"], optimizer=OPTIMIZERS[case["optimizer"]], **changes)
-    key = (case["precision"], case["optimizer"])
+def rows_of(case, data, texts):
+    """Return the data of a case, and the changes with which a run reads them."""
+    if case["rows"] == "full":
+        return data, {}
+    return texts, {**reading_texts(texts), "accumulate_train_batch_on_tokens": case["rows"] == "unlike"}
+
+
+def check_case(folder, data, texts, case, references, stop_after="3ba", **changes):
+    rows, reading = rows_of(case, data, texts)
+    config = exact_config(
+        rows,
+        precision=case["precision"],
+        optimizer=OPTIMIZERS[case["optimizer"]],
+        model__attn_config=dict(POSITIONS[case["positions"]]),
+        **reading,
+        **changes,
+    )
+    key = tuple(case[factor] for factor in FACTORS if factor not in ("layout", "resumed on"))
     if key not in references:
         start(folder, config, f"reference-{len(references)}", "1 rank")
         references[key] = bits(folder, f"reference-{len(references)}")
@@ -123,22 +147,35 @@ def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(
 
 
 @needs("pp_config.pipeline_parallel_degree")
+def test_stages_in_16_bits_weigh_rows_of_unlike_length_as_one_rank_does(tmp_path, texts):
+    by_rows = {**reading_texts(texts), "accumulate_train_batch_on_tokens": False}
+    config = exact_config(texts, precision="amp_bf16", max_duration="2ba", **by_rows)
+    for name, layout in (("one", "1 rank"), ("two", "2 stages")):
+        start(tmp_path, config, name, layout)
+    check_equal(bits(tmp_path, "one"), bits(tmp_path, "two"))
+    start(tmp_path, config, "plain", "1 rank", exact_sums=False, eval_interval=0)
+    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "plain"), rel=1e-5)
+
+
+@needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
-def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data):
+def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data, texts):
     references = {}
     for case in cover(FACTORS, lambda case: True, seed=1):
-        check_case(tmp_path, data, case, references)
+        check_case(tmp_path, data, texts, case, references)
 
 
 @needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.long
+@pytest.mark.parametrize("rows", FACTORS["rows"])
 @pytest.mark.parametrize("precision", FACTORS["precision"])
-def test_twenty_batches_on_every_layout_and_then_on_other_ranks(tmp_path, data, precision):
+def test_twenty_batches_on_every_layout_and_then_on_other_ranks(tmp_path, data, texts, precision, rows):
     references, names = {}, list(EVERY)
+    settings = {"precision": precision, "optimizer": "decoupled_adamw", "rows": rows, "positions": "alibi"}
     for i, layout in enumerate(names):
         other = next(name for name in names[i:] + names[:i] if EVERY[name][0] != EVERY[layout][0])
-        case = {"layout": layout, "resumed on": other, "precision": precision, "optimizer": "decoupled_adamw"}
-        check_case(tmp_path, data, case, references, "11ba", max_duration="20ba", eval_interval="5ba")
+        case = {"layout": layout, "resumed on": other, **settings}
+        check_case(tmp_path, data, texts, case, references, "11ba", max_duration="20ba", eval_interval="5ba")
 
 
 def test_a_sum_that_is_once_rounded_to_fp32_is_caught(tmp_path, data):

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from streaming import MDSWriter
 
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.data.rows import PAD_TOKEN
-from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -22,7 +20,7 @@ from llmfoundry_lite.training.loss import next_token_labels
 from llmfoundry_lite.training.monitor import DropoutSeed
 from tests.helpers.present import needs
 from tests.helpers.runs import carry_on, losses, metrics, run
-from tests.helpers.tiny import tiny_config, values
+from tests.helpers.tiny import reading_texts, tiny_config, values, write_texts
 
 LENGTHS = [32, 3, 17, 1, 0, 25, 32, 8]
 ROWS_BT = torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -86,23 +84,14 @@ def test_what_a_row_drops_does_not_depend_on_microbatch_or_rank():
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:
-    """Twenty texts of unlike length, and a tokenizer of theirs: batches of 8 leave 4 over."""
-    folder = tmp_path_factory.mktemp("texts")
-    words = ["one", "two", "three", "four", "five", "six", "seven"]
-    texts = [" ".join(words[(i * k) % 7] for k in range(1, 2 + (i * 11) % 20)) for i in range(20)]
-    train_tokenizer(texts, 300).save(folder / "tokenizer")
-    for split in ("train", "val"):
-        with MDSWriter(out=str(folder / split), columns={"text": "str"}) as writer:
-            for text in texts:
-                writer.write({"text": text})
-    return folder
+    """Twenty texts of unlike length: batches of 8 leave 4 over."""
+    return write_texts(tmp_path_factory.mktemp("texts"))
 
 
 def unequal(texts: Path, **changes: Any) -> dict[str, Any]:
     return tiny_config(
         texts,
-        tokenizer__name=str(texts / "tokenizer"),
-        model__vocab_size=320,
+        **reading_texts(texts),
         train_loader__drop_last=False,
         accumulate_train_batch_on_tokens=False,
         max_duration="2ep",
