@@ -205,6 +205,7 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
     config, found = check(tmp_path, tiny_config(data, autoresume=True))
     manifest = SimpleNamespace(config=as_dict(config), scalars={"timestamp": {}}, optimizer={}, fingerprints={})
+    manifest.run_name = config.run_name
     manifest.timestamp = Timestamp(batch=2, sample=16, token=512)
     monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(name="ba2", manifest=manifest))
 

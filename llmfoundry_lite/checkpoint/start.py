@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED, read_lines
+from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
@@ -18,6 +19,7 @@ from llmfoundry_lite.checkpoint.store import (
     refuse_newer,
 )
 from llmfoundry_lite.config.changes import find_changes, refuse_changes
+from llmfoundry_lite.config.fields import RUN_NAME
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import CheckpointError
@@ -96,12 +98,14 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     store = CheckpointStore(config.checkpoint_folder)
     candidates = store.candidates()
     if candidates:
+        newest = newest_of(candidates)
+        if newest is not None:
+            _refuse_other_run(config, newest)
         if not config.autoresume:
             raise CheckpointError(
                 f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
                 "choose another run_name"
             )
-        newest = newest_of(candidates)
         start = Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
         if newest is None:  # restoring prints the reason for each
             return start
@@ -116,6 +120,31 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     elif config.autoresume:
         note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
     return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
+
+
+def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
+    """Raise CheckpointError for a checkpoint of a run of another name, unless the run folder shows that this run has
+    carried it on before. Else two runs with one save_folder would be taken for one run."""
+    other = newest.manifest.run_name
+    if other in (None, config.run_name):
+        return
+    log = Path(config.run_folder) / METRICS
+    trained_here = _lines_of_batches(log.read_bytes()) if log.exists() else set()
+    trained_there = _lines_of_batches(read_log(newest).content or b"")
+    # A launch that carries a checkpoint on begins its log with the checkpoint's. One beside its own log has no copy.
+    has_carried_on = bool(trained_here & trained_there) if trained_there else bool(trained_here)
+    if has_carried_on:
+        return
+    raise CheckpointError(
+        f"{newest.url} is a checkpoint of the run {other}, and this run is {config.run_name}, whose folder "
+        f"{config.run_folder} does not carry it on; give each run its own folder, such as "
+        f"save_folder={config.checkpoint_folder.rstrip('/')}/{RUN_NAME}, or carry that run on (run_name={other}), or "
+        f"begin with its weights in another save_folder (load_path={newest.url} load_weights_only=true)"
+    )
+
+
+def _lines_of_batches(log: bytes) -> set[bytes]:
+    return {line for line, record in read_lines(log) if record["batch"] >= 1}
 
 
 def newest_of(candidates: list[Candidate]) -> Checkpoint | None:

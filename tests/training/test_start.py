@@ -1,16 +1,20 @@
 """Where a launch begins is decided before anything is built, and no run starts over silently."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from llmfoundry_lite.checkpoint.log_parts import write_log as write_log_parts
 from llmfoundry_lite.checkpoint.manifest import Manifest, Timestamp
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.saves import write_draft
 from tests.helpers.tiny import tiny_config, write_config
 
 
@@ -73,6 +77,41 @@ def test_a_default_that_has_changed_since_does_not_change_a_run(tmp_path, is_sai
         return
     with pytest.raises(CheckpointError, match=r"optimizer.weight_decay is 1e-05 here and 0.0 in .* set optimizer\.w"):
         check_fit(config_of(tmp_path, optimizer=optimizer), {}, manifest)
+
+
+def save_of(folder: Path, run_name: str, log: bytes = b"") -> None:
+    """Publish ba2 of a run of that name in `shared`, with its log."""
+    store = CheckpointStore(folder / "shared")
+    lease = store.acquire()
+    draft = write_draft(store, lease, 2)
+    state = {"config": as_dict(config_of(folder)), "optimizer": {}, "scalars": {"timestamp": {}}}
+    parts = write_log_parts(store, draft.save_id, log, ()) if log else ()
+    store.publish(replace(draft, run_name=run_name, log=parts, **state), lease)
+
+
+def test_another_run_s_checkpoint_is_not_carried_on_by_a_new_run(tmp_path):
+    """Two experiments with one save_folder: the second would train nothing, and hold the first one's log."""
+    save_of(tmp_path, "first", b'{"batch": 1}\n{"batch": 2}\n')
+    shared = {"save_folder": str(tmp_path / "shared"), "autoresume": True}
+    words = (
+        "shared/ba2 is a checkpoint of the run first, and this run is second, whose folder run does not carry it on; "
+        "give each run its own folder, such as save_folder=shared/{run_name}, or carry that run on (run_name=first), "
+        "or begin with its weights in another save_folder (load_path=shared/ba2 load_weights_only=true)"
+    )
+    assert refusal(tmp_path, run_name="second", **shared) == words
+    assert refusal(tmp_path, run_name="second", **{**shared, "autoresume": False}) == words
+    # Both began before either had saved: the folder's log is another run's.
+    write_log(tmp_path, {"batch": 1, "loss/train/total": 2.0})
+    assert refusal(tmp_path, run_name="second", **shared) == words
+    assert choose_start(config_of(tmp_path, run_name="first", **shared), {}).name == "ba2"
+
+
+@pytest.mark.parametrize("has_copy_of_log", [True, False])
+def test_a_renamed_run_that_has_carried_on_here_goes_on(tmp_path, has_copy_of_log):
+    save_of(tmp_path, "first", b'{"batch": 1}\n{"batch": 2}\n' if has_copy_of_log else b"")
+    write_log(tmp_path, {"batch": 1}, {"batch": 2}, {"batch": 3})
+    config = config_of(tmp_path, run_name="second", save_folder=str(tmp_path / "shared"), autoresume=True)
+    assert choose_start(config, {}).name == "ba2"
 
 
 def test_weights_of_others_are_answered_with_how_to_import_them(tmp_path):

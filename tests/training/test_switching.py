@@ -91,6 +91,11 @@ def test_without_a_run_directory_the_log_is_the_checkpoint_s(tmp_path, data):
     assert [record["batch"] for record in read_metrics(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
     log = read_log(open_checkpoint(tmp_path / "shared/ba6")).content
     assert log is not None and [json.loads(line)["batch"] for line in log.splitlines()][-2:] == [5, 6]
+    # Another experiment with the same save_folder would find this run done, and train nothing.
+    other = train([write_config(tmp_path / "tiny.yaml", {**config, "run_name": "other"})], tmp_path)
+    assert other.exit_codes == [2]
+    assert "shared/ba6 is a checkpoint of the run tiny, and this run is other" in other.output
+    assert not (tmp_path / "runs/other/metrics.jsonl").exists()
 
 
 def test_a_run_that_begins_from_another_takes_its_curve_along(tmp_path, data):
