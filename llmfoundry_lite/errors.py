@@ -34,9 +34,9 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 """Second command of an installation. These two exclude releases of torch, numpy and others that they do run with."""
 
 
-_REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
+REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
 """Pattern of `${oc.env:NAME}`, which stands for a secret without being one."""
-PASSWORD = re.compile(rf"""(://(?:{_REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
+PASSWORD = re.compile(rf"""(://(?:{REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
 """Pattern of the password in scheme://user:password@, which ends at the first slash."""
 TOKEN = re.compile(r"""(https?://)[^\s/:@?#"]+(?=@)""")
 """Pattern of a token before the host, without a user's name."""

@@ -20,10 +20,48 @@ RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "
 """Keys by which the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor` are recognised."""
 
 
-def check_is_path(path: Path) -> None:
+URL_SCHEMES = (
+    *("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl", "azure", "azure-dl", "oci", "dbfs", "alipan"),
+    *("sftp", "ssh", "ftp", "http", "https", "hdfs", "webhdfs", "file", "memory"),
+)
+"""Schemes of URLs by which fsspec, or the transport of data sets, finds folders that runs use."""
+RIGHT_SEPARATORS = {"hf": ("://", ":"), "dbfs": ("://", ":/"), "file": (":///", "://")}
+"""Scheme -> what may follow it, the usual first, where that is not `://` alone: `hf:NAME` is a model or a data set,
+`dbfs:/` a folder of Databricks."""
+LOCAL_WORDS = ("file", "memory", "ssh", "azure")
+"""Schemes that are also usual names of folders, so that `file//x` is one."""
+
+
+def meant_url(text: str) -> str:
+    """Return the URL that a text probably means, if its scheme is misspelt and it would be taken for a local folder, as
+    `s3:/bucket`, `gs//bucket` or `S3://bucket`; else empty.
+
+    A folder of such a name is given as `./s3:/bucket`.
+    """
+    found = re.match(r"([A-Za-z][A-Za-z0-9-]*)([:;][/\\]*|//+)(.*)", text, re.DOTALL)
+    if found is None:
+        return ""
+    word, separator, rest = found.groups()
+    scheme = word.lower()
+    has_colon = separator[0] in ":;"
+    if scheme not in URL_SCHEMES or (scheme in LOCAL_WORDS and not has_colon):
+        return ""
+    right_separators = RIGHT_SEPARATORS.get(scheme, ("://",))
+    if separator in right_separators:
+        return "" if word == scheme else f"{scheme}{separator}{rest}"
+    return f"{scheme}{right_separators[0]}{rest}"
+
+
+def check_url_spelling(text: str) -> None:
+    """Raise ConfigError for a URL whose scheme is misspelt."""
+    if url := meant_url(text):
+        raise ConfigError(f"did you mean {url}? For a local folder of the name that was given, write ./ before it")
+
+
+def check_is_path(path: Path | str) -> None:
     """Raise ConfigError for a URL, because as a path `s3://b/x` is a local folder named `s3:`."""
-    if re.match(r"\w[\w+.-]+:/", str(path)):
-        raise ConfigError(f"{path}: a URL given, expected a path of this machine")
+    if meant_url(str(path)) or re.match(r"\w[\w+.-]+:/", str(path)):
+        raise ConfigError(f"{path}: a URL given, expected a path of this machine; a folder of that name is ./{path}")
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:

@@ -146,7 +146,7 @@ class AfterSaves(Callback):
 def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> AfterSaves:
     block = config.callbacks.hf_checkpointer
     assert block is not None
-    target = (block.save_folder or config.checkpoint_folder).replace("{run_name}", config.run_name).rstrip("/")
+    target = (block.save_folder or config.checkpoint_folder).rstrip("/")
     dtype, reason = DTYPES[block.precision], can_export(config.model)
     if reason is not None:
         raise ConfigError(f"callbacks.hf_checkpointer: {reason}; or remove it")

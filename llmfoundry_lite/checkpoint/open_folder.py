@@ -17,6 +17,7 @@ from llmfoundry_lite.errors import (
     UnsoundCheckpointError,
     is_masked,
 )
+from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.retry import first_line
 
 
@@ -33,6 +34,7 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         raise CheckpointError(
             f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
         )
+    check_url_spelling(text)
     if not separator:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):

@@ -18,7 +18,7 @@ data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=T
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
-    out: Annotated[Path, typer.Option(help="Write train, val, tokenizer and summary.json into this folder.")],
+    out: Annotated[str, typer.Option(help="Write train, val, tokenizer and summary.json into this folder.")],
     tokenizer: Annotated[
         str, typer.Option(help="Take it from a Hub name or a folder, or train one of so many tokens: train:32768.")
     ],
@@ -52,7 +52,7 @@ def data_prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
 ) -> None:
     """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
-    check_is_path(out)
+    check_is_path(out)  # as text: a path would join the slashes of gs//bucket
     from llmfoundry_lite.prepare.prepare import prepare
     from llmfoundry_lite.prepare.request import PrepareRequest
     from llmfoundry_lite.prepare.summary import print_summary
@@ -82,7 +82,7 @@ def data_prepare(
     except KeyboardInterrupt:
         print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    print_summary(summary, out)
+    print_summary(summary, Path(out))
 
 
 @data.command("show")

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, Use, must_be, not_empty, setting, span
+from llmfoundry_lite.config.fields import (
+    NON_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    Use,
+    check_source,
+    local_folder,
+    must_be,
+    not_empty,
+    setting,
+    span,
+)
 
 HASHES = (
     "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
@@ -56,8 +67,8 @@ class TokenizerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StreamConfig:
-    local: str | None = setting(None, hardware=True)
-    remote: str | None = setting(None, _REMOTE, hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), hardware=True)
+    remote: str | None = setting(None, check_source, _REMOTE, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     proportion: float | None = setting(None, POSITIVE)
     """Share of this stream in an epoch; given for all streams or for none."""
@@ -99,9 +110,9 @@ DIVIDING_DOCUMENTS = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TextDatasetConfig:
-    local: str | None = setting(None, hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
-    remote: str | None = setting(None, _REMOTE, hardware=True)
+    remote: str | None = setting(None, check_source, _REMOTE, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""

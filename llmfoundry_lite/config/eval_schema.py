@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import NON_NEGATIVE, POSITIVE, REQUIRED, Use, must_be, setting
+from llmfoundry_lite.config.fields import (
+    NON_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    Use,
+    check_source,
+    local_folder,
+    must_be,
+    setting,
+)
 
 TOKENIZATIONS = "separate joint"
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
@@ -32,7 +41,7 @@ class TaskConfig:
     icl_task_type: str = setting(
         choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
     )
-    dataset_uri: str
+    dataset_uri: str = setting(REQUIRED, check_source)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
     num_fewshot: list[int] = setting(
         lambda: [0], must_be("one number or more, 0 or above", lambda value: value and min(value) >= 0)
@@ -153,7 +162,7 @@ class EvalConfig:
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False
     """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
-    results_folder: str = setting("results", must_be("a folder of this machine", lambda value: "://" not in value))
+    results_folder: str = setting("results", local_folder())
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = "evals"
     data_root: str = "."

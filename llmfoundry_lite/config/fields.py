@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 import types
 import typing
@@ -13,6 +14,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, describe_span
+from llmfoundry_lite.errors import REFERENCE, nearest
+from llmfoundry_lite.files import meant_url
 
 Rule = Literal["freely", "logged", "never"]
 """How a key may change in mid-run. logged: a change takes effect, is printed, and is recorded in the new segment."""
@@ -130,7 +133,43 @@ def is_number(value: Any) -> bool:
 POSITIVE = must_be("a number above 0", lambda value: value > 0)
 NON_NEGATIVE = must_be("0 or more", lambda value: value >= 0)
 PROBABILITY = must_be("a probability, 0 <= p < 1", lambda value: 0 <= value < 1)
-LOCAL = must_be("a folder of this machine; save_folder takes a URL", lambda value: "://" not in value)
+RUN_NAME = "{run_name}"
+"""Placeholder for the run's name in the folders of a run's YAML, the only one there is."""
+
+
+def check_place(value: str, kind: str = "a folder or a URL") -> None:
+    """Check a folder or URL that is taken as it stands: it is no misspelt URL, which would be a local folder, and has
+    no placeholder that nothing replaces. Raises ValueError."""
+    # Text of an environment variable may be a secret, so messages have it as it was written.
+    written = getattr(value, "written", value)
+    if url := meant_url(value):
+        meant = url if written == value else f"{url.partition('://')[0]}://…"
+        raise ValueError(f"{kind}; did you mean {meant}? A folder of that name is given as ./{written}")
+    for placeholder in re.findall(r"\{[^{}]*\}", re.sub(REFERENCE, "", written)):
+        if placeholder not in value:  # it has been replaced, and is recorded as it was written
+            continue
+        is_near = nearest(re.sub(r"[\W_]", "", placeholder).lower(), ["runname"])
+        meant = f"; did you mean {RUN_NAME}?" if is_near and placeholder != RUN_NAME else ""
+        raise ValueError(f"{kind}, in which nothing replaces {placeholder}{meant}")
+
+
+def check_source(value: str) -> None:
+    """Check a folder or URL that is read. One with braces in its name may be there."""
+    if meant_url(value) or not os.path.exists(os.path.expanduser(value)):
+        check_place(value)
+
+
+def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
+    """Make the check of a folder of this machine; `url_key` is the key that takes a URL instead."""
+    kind = "a folder of this machine" + (f"; {url_key} takes a URL" if url_key else "")
+
+    def check(value: str) -> None:
+        if "://" in value:
+            raise ValueError(kind)
+        if not is_read or meant_url(value) or not os.path.exists(value):
+            check_place(value, kind)
+
+    return check
 
 
 def matches(expected: str, pattern: str) -> Check:

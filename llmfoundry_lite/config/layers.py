@@ -39,6 +39,8 @@ class Layer(NamedTuple):
     is_overlay: bool = False
 
 
+UNFILLED = "???"
+"""OmegaConf's mark of a value that must be given."""
 GIVEN = "the configuration"
 """Source of a mapping that a program gives."""
 HARDWARE = "hardware="
@@ -99,9 +101,11 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
     tree = OmegaConf.create({}, flags=OBJECTS)
     for argument in arguments:
         key, _, text = argument.partition("=")
+        if not text.strip():  # of a shell's variable that is not set
+            raise ConfigError(f"command line: {key}: nothing given after =; give a value, or null to leave it out")
         try:
             # YAML would read the beginning of a mapping in `{run_name}/x`, a folder, and a comment in `a #1`.
-            value = text if re.match(r"\{run_name\}|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
+            value = text if re.match(r"\{run_name\}|\{\w*\}[\w./-]|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
             OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
@@ -247,6 +251,7 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
 
 def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
     """Lay later layers over earlier ones, resolve `${…}`, read scalars as `block` wants them. Raises ConfigError."""
+    _refuse_unfilled(layers)
     given = [layer.values for layer in layers]
     for number in range(len(given)):
         for later in given[number + 1 :]:
@@ -268,6 +273,28 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
         raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
     with naming_source(layers):
         return choose_readings(block, typing.cast(dict[str, Any], resolved))
+
+
+def _refuse_unfilled(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError for `???`, which stands for a value that a later layer must give. Where it is the last word,
+    OmegaConf would take an earlier layer's value, or the text itself."""
+    for number, layer in enumerate(layers):
+        for key in leaf_keys(layer.values):
+            is_filled = any(_gives(later.values, key) for later in layers[number + 1 :])
+            if get(layer.values, key)[1] == UNFILLED and not is_filled:
+                raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
+
+
+def _gives(values: dict[str, Any], key: str) -> bool:
+    """Return whether `values` has a dotted key, or something else than a block in the place of one around it."""
+    inside: Any = values
+    for part in key.split("."):
+        if not isinstance(inside, dict):
+            return True
+        if part not in inside:
+            return False
+        inside = inside[part]
+    return True
 
 
 def _resolve_as_written(merged: Any) -> Any:

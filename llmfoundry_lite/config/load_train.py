@@ -15,11 +15,16 @@ from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import Layer, merge_layers, naming_source, read_layers, source_of
+from llmfoundry_lite.config.fields import RUN_NAME, keys_of
+from llmfoundry_lite.config.layers import Layer, get, merge_layers, naming_source, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either
 
+PLACES = (
+    *("run_folder", "save_folder", "load_path", "loggers.tensorboard.log_dir"),
+    *("callbacks.hf_checkpointer.save_folder", "callbacks.profiler.folder"),
+)
+"""Keys of folders in which `{run_name}` stands for the run's name."""
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
 
 
@@ -90,23 +95,25 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
 
     Name and run folder are recorded resolved, even if they contain variables, because the record lies there.
     """
-    names = (values.get("run_name"), environ.get("RUN_NAME"), Path(layers[0].source).stem)
-    name = next(name for name in names if name not in (None, ""))  # not by truth: an array's first task is 0
+    name, source = values.get("run_name"), f"{source_of('run_name', layers)}: run_name"
+    if name is None:
+        name, source = environ.get("RUN_NAME"), "the environment: RUN_NAME"
+    if name is None:
+        name, source = Path(layers[0].source).stem, f"{layers[0].source}: run_name"
     if not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
-            f"{source_of('run_name', layers)}: run_name: {name!r} given, expected the name of a folder: "
-            f"letters and digits, and . _ - after the first"
+            f"{source}: {name!r} given, expected the name of a folder: letters and digits, and . _ - after the first"
         )
     values["run_name"] = str(name)
     given = [(key, block) for key, block in given_blocks(values).items() if isinstance(values[key], dict)]
     own = [values[key].get(block.folder_key) for key, block in given]
     folder = "/".join(["runs/{run_name}", *map(str, filter(None, own))])
-    values["run_folder"] = str(values.get("run_folder") or folder).replace("{run_name}", str(name))
-    loggers = values.get("loggers")
-    board = loggers.get("tensorboard") if isinstance(loggers, dict) else None
-    for block, key in ((values, "save_folder"), (board, "log_dir")):
-        if isinstance(block, dict) and isinstance(block.get(key), str):
-            block[key] = block[key].replace("{run_name}", str(name))
+    values["run_folder"] = str(values.get("run_folder") or folder)
+    for place in PLACES:
+        block, _, key = place.rpartition(".")
+        inside = get(values, block)[1] if block else values
+        if isinstance(inside, dict) and isinstance(inside.get(key), str):
+            inside[key] = inside[key].replace(RUN_NAME, str(name))
 
 
 def _gather_extras(values: dict[str, Any]) -> None:

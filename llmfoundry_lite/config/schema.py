@@ -11,11 +11,13 @@ from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
-    LOCAL,
     NON_NEGATIVE,
     POSITIVE,
     REQUIRED,
     Use,
+    check_place,
+    check_source,
+    local_folder,
     must_be,
     not_empty,
     only_with,
@@ -278,7 +280,7 @@ class ProfilerConfig:
     """Batches that are traced."""
     repeat: int = setting(1, NON_NEGATIVE)
     """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
-    folder: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/traces"), LOCAL)
+    folder: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder())
     """Folder of the traces; default: <run_folder>/traces."""
     all_ranks: bool = False
     """A trace of each rank, not of rank 0 alone."""
@@ -293,7 +295,9 @@ class HFCheckpointerConfig:
     run's last. A separate process writes them."""
 
     save_interval: str | int = span(REQUIRED)
-    save_folder: str | None = setting(None, not_empty("a folder or a URL; remove the line for the run's save_folder"))
+    save_folder: str | None = setting(
+        None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place
+    )
     """Folders are <save_folder>/huggingface/ba<batch>. Default: where the run's checkpoints are."""
     precision: str = setting("float32", choices="float32 bfloat16")
 
@@ -386,7 +390,9 @@ class WandbConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorboardConfig:
-    log_dir: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/tensorboard"))
+    log_dir: str | None = setting(
+        None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place
+    )
     """Default: <run directory>/tensorboard."""
     names: str = setting("ours", choices="ours llm_foundry")
     """Names of metrics, as for wandb."""
@@ -453,7 +459,7 @@ class TrainConfig:
 
     run_name: str = setting(change="freely")
     """Default: $RUN_NAME, else the first YAML file's name."""
-    run_folder: str = setting(REQUIRED, LOCAL, change="freely")
+    run_folder: str = setting(REQUIRED, local_folder("save_folder"), change="freely")
     """Default: runs/<run_name>. Always local."""
     seed: int = setting(
         17,
@@ -563,7 +569,7 @@ class TrainConfig:
     )
     """Skipped batches of one launch after which `skip` gives up."""
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), change="freely"
+        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), check_place, change="freely"
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
@@ -593,7 +599,10 @@ class TrainConfig:
     """Carry on though a launch on another machine may hold this run; if it does, it ends at its next save. Without it,
     such a launch is watched for 30 s: this one is refused if that one lives, and carries on if it does not."""
     load_path: str | None = setting(
-        None, not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"), change="freely"
+        None,
+        not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
+        check_source,
+        change="freely",
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
     load_weights_only: bool = setting(False, change="freely", uses=LOADING)

@@ -40,6 +40,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden
+from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 
@@ -126,6 +127,7 @@ def find_subject(
     if where.startswith("hf:"):
         fetch = companions.find("readers", "hf: models to evaluate", f"models: {where}")
         return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
+    check_url_spelling(where)
     if "://" not in where and not Path(where).exists():
         raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
     if "://" not in where and (Path(where) / "config.json").is_file():

@@ -17,6 +17,7 @@ from typing import Any
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.files import meant_url
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
@@ -61,11 +62,23 @@ class Source:
     """Local files, and those that were left out."""
 
 
+def _check_spelling(source: str) -> None:
+    """Raise DataError for a URL, also a misspelt one, unless it is the name of something here."""
+    url = meant_url(source) or source
+    if "://" not in url or os.path.exists(source):
+        return
+    if url.startswith("hf://"):
+        raise DataError(f"{source}: no such file or folder; did you mean {HUB_PREFIX}{url.removeprefix('hf://')}?")
+    raise DataError(f"{source}: a URL given, expected files and folders of this machine, or {HUB_PREFIX}NAME")
+
+
 def open_source(request: PrepareRequest) -> Source:
     """Find the documents that `--source` names. Raises DataError when there are none, ConfigError for a companion."""
     sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
+    for source in sources:
+        _check_spelling(source)
     special = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
     if special and len(sources) > 1:
         raise DataError(f"{special[0]} cannot be prepared together with other sources; prepare them into two folders")

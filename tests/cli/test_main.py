@@ -49,6 +49,34 @@ def test_a_command_without_an_output_ends_as_it_would_with_one():
     assert (result.returncode, result.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("checkpoint ls s3:/bucket/run", "s3://bucket/run"),
+        ("checkpoint export s3//bucket/run out", "s3://bucket/run"),
+        ("report gs//bucket/run", "gs://bucket/run"),
+        ("generate s3:/bucket/run --prompt x", "s3://bucket/run"),
+        ("data prepare --out data --tokenizer train:300 --max-seq-len 8 --source hf//name", "hf:name"),
+    ],
+)
+def test_a_misspelt_url_is_no_folder_s_name(command, meant, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.run(command.split()) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["gs//bucket/data", "s3://bucket/data"])
+def test_data_is_prepared_on_this_machine_alone(out, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text")
+    command = f"data prepare --out {out} --tokenizer train:300 --max-seq-len 8"
+    assert main.run([*command.split(), "text.txt"]) == 2
+    assert f"{out}: a URL given, expected a path of this machine" in capsys.readouterr().err
+    assert main.run([*command.split(), "s3://bucket/text"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 @pytest.mark.parametrize("command", present(["bench mfu", "bench block", "report run", "compare a.json b.json"]))
 def test_a_folder_that_cannot_be_is_refused_before_the_work(command, tmp_path, capsys):
     (tmp_path / "file").touch()

@@ -249,12 +249,80 @@ def test_the_run_is_named_by_its_key_the_environment_or_its_file():
     assert load().config.run_name == "run"
     assert load(RUN_NAME="from-env").config.run_name == "from-env"
     assert load("run_name=0", RUN_NAME="from-env").config.run_name == "0"
-    assert load("run_name=", RUN_NAME="from-env").config.run_name == "from-env"
+    assert load("run_name=null", RUN_NAME="from-env").config.run_name == "from-env"
     config = load("run_name=7", RUN_NAME="from-env").config
     assert (config.run_name, config.run_folder) == ("7", "runs/7")
     assert load("run_name=a", "run_folder=/scratch/{run_name}/x").config.run_folder == "/scratch/a/x"
     config = load("run_name=a", "run_folder={run_name}", "save_folder={run_name}/x").config
     assert (config.run_folder, config.save_folder) == ("a", "a/x")
+
+
+def test_an_empty_name_does_not_become_the_yaml_s():
+    """As of a shell variable that is not set, in a sweep of runs."""
+    wanted = "'' given, expected the name of a folder: letters and digits, and . _ - after the first"
+    assert refusal("run.yaml", "run_name=''") == f"command line: run_name: {wanted}"
+    with pytest.raises(ConfigError) as error:
+        load(RUN_NAME="")
+    assert str(error.value) == f"the environment: RUN_NAME: {wanted}"
+
+
+def test_question_marks_stand_for_a_value_that_a_later_layer_gives():
+    marked = RUN.replace("max_duration: 100ba", "max_duration: ???\nrun_name: ???\nsave_folder: ???")
+    assert marked != RUN
+    Path("marked.yaml").write_text(marked)
+    assert refusal("marked.yaml", "run_name=a", "save_folder=null") == (
+        "marked.yaml: max_duration: ??? stands for a value that must be given; give one"
+    )
+    config = load_train_config(["marked.yaml", "run_name=a", "max_duration=7ba", "save_folder=null"], {}).config
+    assert (config.run_name, config.max_duration, config.save_folder) == ("a", "7ba", None)
+
+
+def test_a_run_s_name_stands_in_every_folder_of_the_run():
+    keys = ["run_folder", "save_folder", "load_path", "loggers.tensorboard.log_dir", "callbacks.profiler.folder"]
+    keys += ["callbacks.hf_checkpointer.save_folder"]
+    given = [f"{key}=x/{{run_name}}/y" for key in keys]
+    config = load("run_name=a", "callbacks.hf_checkpointer.save_interval=1ba", *given).config
+    assert config.loggers.tensorboard is not None
+    assert config.callbacks.profiler is not None
+    assert config.callbacks.hf_checkpointer is not None
+    found = {config.run_folder, config.save_folder, config.load_path, config.loggers.tensorboard.log_dir}
+    found |= {config.callbacks.profiler.folder, config.callbacks.hf_checkpointer.save_folder}
+    assert found == {"x/a/y"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("run_folder", "save_folder", "load_path", "train_loader.dataset.local", "train_loader.dataset.remote"),
+        *("loggers.tensorboard.log_dir", "callbacks.profiler.folder", "callbacks.hf_checkpointer.save_folder"),
+    ],
+)
+@pytest.mark.parametrize(("written", "meant"), [("{runname}/x", "{run_name}"), ("s3:/b/x", "s3://b/x")])
+def test_a_folder_s_misspelt_placeholder_or_url_is_no_folder_s_name(key, written, meant):
+    message = refusal("run.yaml", "callbacks.hf_checkpointer.save_interval=1ba", f"{key}={written}")
+    assert message.startswith(f"command line: {key}: {written!r} given, expected a folder")
+    assert f"; did you mean {meant}?" in message
+    if key != "train_loader.dataset.remote":  # which must be a URL that can be downloaded from
+        load("callbacks.hf_checkpointer.save_interval=1ba", f"{key}=./s3:/b/x")
+
+
+def test_a_folder_from_a_variable_is_named_as_it_was_written(monkeypatch):
+    monkeypatch.setenv("BUCKET", "s3:/u:secret@b/{x}")
+    assert refusal("run.yaml", "save_folder=${oc.env:BUCKET}/x") == (
+        "command line: save_folder: '${oc.env:BUCKET}/x' given, expected a folder or a URL; did you mean s3://…? A "
+        "folder of that name is given as ./${oc.env:BUCKET}/x"
+    )
+    monkeypatch.setenv("BUCKET", "s3://u:secret{x}@b")
+    load("save_folder=${oc.env:BUCKET}/x")
+
+
+def test_a_folder_with_braces_that_is_there_can_be_loaded_from():
+    Path("saves/{runname}").mkdir(parents=True)
+    assert load("load_path=saves/{runname}").config.load_path == "saves/{runname}"
+    assert "in which nothing replaces {runname}; did you" in refusal("run.yaml", "save_folder=saves/{runname}")
+    assert refusal("run.yaml", "save_folder=saves/{rank}").endswith(
+        "a folder or a URL, in which nothing replaces {rank}"
+    )
 
 
 @pytest.mark.parametrize(

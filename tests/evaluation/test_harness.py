@@ -454,6 +454,12 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
         assert str(error.value) == message
     with pytest.raises(DataError, match="models: nowhere does not exist; expected a run or a folder of checkpoints"):
         llmfoundry_lite.eval.main(["--all-checkpoints", "nowhere"])
+    for misspelt in (
+        lambda: load_subject("S3://b/x", device=CPU),
+        lambda: llmfoundry_lite.eval.main(["--all-checkpoints", "s3:/b/x"]),
+    ):
+        with pytest.raises(ConfigError, match=r"did you mean s3://b/x\?"):
+            misspelt()
     train_tokenizer(["something else"] * 3, 280).save("other")
     with pytest.raises(DataError, match=r"models: model has another tokenizer of its own \(sha256:\w+\) than other \("):
         load_subject("model", tokenizer="other", device=CPU)
@@ -481,6 +487,11 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
         ("suite=../../x", "suite: '../../x' given, expected the name of a folder in results_folder (results), without"),
         ("suite=/tmp/x", "suite: '/tmp/x' given, expected the name of a folder in results_folder (results), without"),
         ("suite=..", "suite: '..' given, expected the name of a folder in results_folder (results), without slashes"),
+        (
+            "results_folder=gs//b/x",
+            "results_folder: 'gs//b/x' given, expected a folder of this machine; did you mean gs:/",
+        ),
+        ("results_folder=out/{suite}", "expected a folder of this machine, in which nothing replaces {suite}"),
         ('"models={../x: model}"', "models: '../x' given, expected the name of a file"),
     ],
 )

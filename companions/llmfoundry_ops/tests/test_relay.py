@@ -647,6 +647,14 @@ def command(launch: Any, **more: Any) -> dict[str, Any]:
         ({"run": "~no-such-user/x"}, "relay.yaml: run: '~no-such-user/x' given; there is no such user here"),
         ({"checkpoints": "relay.yaml"}, "checkpoints: 'relay.yaml' given, expected the run's save_folder: a folder or"),
         ({"checkpoints": "a\0b"}, "checkpoints: 'a\\x00b' given, expected the run's save_folder: a folder or"),
+        (
+            {"run": "runs/{run_name}"},
+            "run: 'runs/{run_name}' given, expected a folder of this machine, in which nothing",
+        ),
+        (
+            {"checkpoints": "s3:/b/x"},
+            "checkpoints: 's3:/b/x' given, expected a folder or a URL; did you mean s3://b/x?",
+        ),
         ({"policy": "sometimes"}, "policy: 'sometimes' given, expected on_preemption or, as a block, every: 200ba"),
         ({"policy": {"every": "200"}}, "policy.every: '200' given, expected batches, such as 200ba"),
         ({"policy": {"order": ["mi25"]}}, "policy.order: 'mi25' is not a site; did you mean mi250?"),
