@@ -20,6 +20,8 @@ DRAFT = ".tmp-"
 REPLACED = ".replaced-"
 DELETING = ".deleting-"
 DAMAGED = ".damaged-"
+SET_ASIDE = re.compile(r"\.damaged-ba(\d+)-[0-9a-f]+")
+"""Name of a save that was set aside as damaged."""
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
 """Names the newest save, for people and scripts; nothing here reads it."""
@@ -84,6 +86,12 @@ def batch_of(name: str) -> int:
     return int(name_of_batch(name).removeprefix("ba"))
 
 
+def batch_of_set_aside(name: str) -> int:
+    match = SET_ASIDE.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
 def lease_epoch_of(name: str) -> int:
     """Return the lease epoch of a name that has a save_id in it; 0 for others."""
     save = SAVE_ID.search(name)
@@ -139,6 +147,10 @@ class RenameCommits:
             self.root.rename(name, target)
             return target
         return ""
+
+    def set_aside_names(self) -> list[str]:
+        """Return the names of saves that were set aside."""
+        return [*filter(SET_ASIDE.fullmatch, self.root.names())]
 
     def remove(self, name: str, save_id: str) -> None:
         """Remove a save, unless another save has its name by now. If the name is a link, remove only the link."""
@@ -216,6 +228,9 @@ class PutCommits:
 
     def set_aside(self, name: str) -> str:
         return ""
+
+    def set_aside_names(self) -> list[str]:
+        return []
 
     def remove(self, name: str, save_id: str) -> None:
         """Remove a save. Another launch's draft below the same name stays."""

@@ -15,6 +15,7 @@ from llmfoundry_lite.checkpoint.commit import (
     SAVE_ID,
     Checkpoint,
     batch_of,
+    batch_of_set_aside,
     commits_in,
     committed_name,
     head_of,
@@ -181,6 +182,12 @@ class CheckpointStore:
                 "ba… to try it again, or move the folder away to start again from batch 1"
             )
 
+    def set_aside_saves(self) -> list[str]:
+        """Return the names of saves that were set aside as damaged, in order of batch."""
+        with _os_errors(f"{self.root.url}: cannot be listed"):
+            names = self.commits.set_aside_names()
+        return sorted(names, key=batch_of_set_aside)
+
     # ---------------------------------------------------------------------------------------------------- publish
 
     def new_save_id(self, lease: Lease, batch: int) -> str:
@@ -327,6 +334,7 @@ class CheckpointStore:
         keep_every_batches: int | None = None,
         keep_names: Collection[str] = (),
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
+        on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
         dry_run: bool = False,
     ) -> list[str]:
         """Remove old checkpoints, unfinished removals and unused parts of the log; return the checkpoints' names.
@@ -335,34 +343,53 @@ class CheckpointStore:
 
         Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, `keep_names`,
         those that can't be listed (for a person to look at), and, if none of the newest passes `verify`, the newest
-        that does.
-        Manifests are decoded for `verify` alone, from the newest on.
+        that does. Saves that were set aside as damaged count as none of these. Each of them goes once all of the newest
+        are of later batches.
+        Manifests are decoded for `verify` alone, from the newest on, if there is anything to remove. `on_unsound` is
+        called with the name of each that does not pass, and why. Nothing is removed if none passes.
         """
         if lease is not None:
             self.check(lease)
         candidates = self.candidates()
         listed = [candidate for candidate in candidates if candidate.head is not None]
-        doomed = [
+        if not listed:
+            return []
+        newest = listed[: max(keep_newest, 1)]
+        old = [
             candidate
-            for candidate in listed[max(keep_newest, 1) :]
+            for candidate in listed[len(newest) :]
             if candidate.name not in keep_names and (not keep_every_batches or candidate.batch % keep_every_batches)
         ]
-        intact = next((one for one in listed if _passes(verify, one)), None) if doomed else None
-        if intact is None:
-            return []
-        doomed = [candidate for candidate in reversed(doomed) if candidate is not intact]
+        set_aside = self.set_aside_saves()
+
+        doomed: list[Candidate] = []
+        doomed_set_aside: list[str] = []
+        if old or set_aside:
+            intact = _first_that_passes(verify, listed, on_unsound)
+            if intact is None:
+                return []
+            doomed = [candidate for candidate in reversed(old) if candidate is not intact]
+            first_batch = min(candidate.batch for candidate in (*newest, intact))
+            doomed_set_aside = [name for name in set_aside if batch_of_set_aside(name) < first_batch]
+
         if not dry_run:
             for candidate in doomed:
                 assert candidate.head is not None
                 self.remove(candidate.name, candidate.head.save_id)
-            self.commits.clear_litter(has_lease=lease is not None)
-            if lease is not None:
-                with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
-                    self._remove_log([candidate for candidate in candidates if candidate not in doomed], lease)
-        return [candidate.name for candidate in doomed]
+            for name in doomed_set_aside:
+                with _os_errors(f"{self.root.url}/{name}: cannot be removed"):
+                    self.root.child(name).remove_all()
+            if doomed:
+                self.commits.clear_litter(has_lease=lease is not None)
+            with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
+                self._remove_log([candidate for candidate in candidates if candidate not in doomed], listed[0])
+        return [*(candidate.name for candidate in doomed), *doomed_set_aside]
 
-    def _remove_log(self, kept: Sequence[Candidate], lease: Lease) -> None:
-        """Remove parts of the log that no checkpoint has any more; none if a checkpoint cannot be read."""
+    def _remove_log(self, kept: Sequence[Candidate], newest: Candidate) -> None:
+        """Remove parts of the log that no checkpoint has any more; none if a checkpoint cannot be read.
+
+        Parts of saves after the `newest` stay: their manifests may be about to be published.
+        """
         folder = self.root.child(LOG)
         names = folder.names()
         used: set[str] = set()
@@ -377,7 +404,7 @@ class CheckpointStore:
             used |= self._logs[save_id]
         for name in names:
             save = SAVE_ID.search(name)
-            if save is not None and name not in used and int(save[1]) <= lease.epoch:
+            if save is not None and name not in used and (int(save[1]), int(save[2])) <= newest.order:
                 folder.remove(name)
 
 
@@ -389,12 +416,19 @@ def _os_errors(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error.strerror or error}") from error
 
 
-def _passes(verify: Callable[[Checkpoint], None], candidate: Candidate) -> bool:
-    try:
-        verify(candidate.open())
-    except CheckpointError:
-        return False
-    return True
+def _first_that_passes(
+    verify: Callable[[Checkpoint], None],
+    candidates: Sequence[Candidate],
+    on_unsound: Callable[[str, CheckpointError], None],
+) -> Candidate | None:
+    for candidate in candidates:
+        try:
+            verify(candidate.open())
+        except CheckpointError as error:
+            on_unsound(candidate.name, error)
+        else:
+            return candidate
+    return None
 
 
 def _log_files(manifest: Manifest) -> set[str]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -18,6 +19,7 @@ from llmfoundry_lite.checkpoint.manifest import DCP_STATE
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
+    READS_AT_ONCE,
     Candidate,
     Checkpoint,
     CheckpointStore,
@@ -64,8 +66,10 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
     store = CheckpointStore(folder_of_checkpoints(where))
     candidates = store.candidates()
     if not candidates:
+        left = store.set_aside_saves()
+        but = f" but {', '.join(left)}, set aside as damaged" if left else ""
         raise CheckpointError(
-            f"{store.root.url}: no checkpoints here; expected one (…/ba200), a folder of them, or a run directory"
+            f"{store.root.url}: no checkpoints here{but}; expected one (…/ba200), a folder of them, or a run directory"
         )
     return store, candidates
 
@@ -75,15 +79,38 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 
 @checkpoint.command("ls")
 def list_checkpoints(where: Where) -> None:
-    """List the checkpoints of a run, newest first."""
+    """List the checkpoints of a run, newest first.
+
+    Those that are not whole come last: their manifest cannot be read, or a file is missing or of another size.
+    `verify` also hashes every byte.
+    """
     store, candidates = find_some(where)
-    rows = [(candidate, describe_row(candidate)) for candidate in candidates]
+    with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-look") as pool:
+        faults = list(pool.map(find_fault, candidates))
     say(store.root.url)
-    if listed := [(candidate.name, *row) for candidate, row in rows if row is not None]:
-        print_columns(("checkpoint", "batch", "tokens", "size", "written"), listed, right=(1, 2, 3))
-    for candidate, row in rows:
-        if row is None:
-            say(f"{candidate.name} is {kind_of(candidate.error)}: {candidate.error}")
+    rows = []
+    for candidate, fault in zip(candidates, faults, strict=True):
+        row = describe_row(candidate)
+        if fault is None and row is not None:
+            rows.append((candidate.name, *row))
+    if rows:
+        print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
+    for candidate, fault in zip(candidates, faults, strict=True):
+        if fault is not None:
+            say(f"{candidate.name} is {kind_of(fault)}: {fault}")
+    for name in store.set_aside_saves():
+        say(f"{name} was set aside as damaged; `checkpoint prune` removes it once all saves that it keeps are newer")
+
+
+def find_fault(candidate: Candidate) -> CheckpointError | None:
+    """Return what is wrong with a checkpoint, by its manifest and one listing of its files."""
+    from llmfoundry_lite.checkpoint.verify import check_present
+
+    try:
+        check_present(candidate.open())
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
@@ -152,13 +179,38 @@ def segment_row(segment: Any) -> tuple[str, ...]:
 def verify(where: Where) -> None:
     """Hash every byte. Exit code 2, and the file's and tensor's name, if one is not what was written.
 
-    The newest checkpoint of a folder or a run is verified.
+    Every checkpoint of a folder or a run is verified, the newest first. To verify one, give its own path (…/ba200).
     """
     if is_checkpoint(where):
-        found = open_checkpoint(where)
-    else:
-        _, (newest, *_) = find_some(where)
-        found = newest.open()
+        verify_and_say(open_checkpoint(where))
+        return
+    store, candidates = find_some(where)
+    faults: dict[str, CheckpointError] = {}
+    for candidate in candidates:
+        try:
+            verify_and_say(candidate.open())
+        except CheckpointError as error:
+            if is_gone(candidate):
+                say(f"{candidate.name}: removed meanwhile")
+                continue
+            faults[candidate.name] = error
+            say(f"{candidate.name} is {kind_of(error)}: {error}", file=sys.stderr)
+    if faults:
+        # The exit code is that of a fault that stays, if there is one, and not of a disk that does not answer now.
+        first = min(faults.values(), key=lambda error: error.is_transient)
+        text = f"{len(faults)} of {len(candidates)} checkpoints did not pass: {', '.join(faults)}"
+        raise CheckpointError(f"{store.root.url}: {text}") from first.__cause__
+
+
+def is_gone(candidate: Candidate) -> bool:
+    """Return whether a checkpoint has been removed since it was listed."""
+    try:
+        return not candidate.folder.names()
+    except OSError:
+        return False
+
+
+def verify_and_say(found: Checkpoint) -> None:
     verify_visibly(found)
     manifest = found.manifest
     say(f"{found.url}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
@@ -315,10 +367,35 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
 ) -> None:
-    """Remove old checkpoints; never the newest one that is whole. Every byte of that one is hashed first."""
+    """Remove old checkpoints; never the newest one that is whole. Every byte of that one is hashed first.
+
+    A save that was set aside as damaged counts as none of those to keep, and goes once all of these are newer. Parts of
+    the log that no checkpoint has any more go too.
+    """
     store, candidates = find_some(where)
-    doomed = store.prune(None, keep_newest=keep, keep_every_batches=keep_every, verify=verify_visibly, dry_run=dry_run)
-    kept = [candidate.name for candidate in reversed(candidates) if candidate.name not in doomed]
+    unsound: dict[str, CheckpointError] = {}
+    doomed = store.prune(
+        None,
+        keep_newest=keep,
+        keep_every_batches=keep_every,
+        verify=verify_visibly,
+        on_unsound=unsound.__setitem__,
+        dry_run=dry_run,
+    )
+    unsound |= {
+        candidate.name: candidate.error for candidate in candidates if candidate.head is None and candidate.error
+    }
+    for name, error in unsound.items():
+        say(f"{name} is {kind_of(error)}: {error}", file=sys.stderr)
+    if len(unsound) == len(candidates):
+        raise CheckpointError(f"{store.root.url}: none of its checkpoints is whole, so none is removed")
+
+    kept = []
+    for candidate in reversed(candidates):
+        if candidate.name not in doomed:
+            fault = unsound.get(candidate.name)
+            kept.append(candidate.name if fault is None else f"{candidate.name} ({kind_of(fault)})")
+    kept += [f"{name} (set aside)" for name in store.set_aside_saves() if name not in doomed]
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
 

@@ -69,6 +69,32 @@ def test_parts_go_with_the_last_checkpoint_that_has_them(tmp_path, url):
     assert [read_log(checkpoint).content for checkpoint in kept] == [lines(110), lines(200)]
 
 
+@pytest.mark.parametrize("url", ["local", "memory://log-parts-by-hand"])
+def test_a_prune_by_hand_removes_parts_and_leaves_those_of_a_save_that_is_being_published(tmp_path, url):
+    run = Run(tmp_path if url == "local" else url)
+    for batch in (100, 101, 110, 200):
+        run.save(batch)
+    log = run.store.root.child("log")
+    log.put("e1-ba210-0a1b2c.jsonl", b"{}\n")  # the manifest of ba210 is put next
+    log.put("e1-ba150-0a1b2c.jsonl", b"{}\n")  # of a save that failed
+    log.put("notes.txt", b"mine")
+    assert CheckpointStore(run.store.root.url).prune(None, keep_newest=1) == ["ba100", "ba101", "ba110"]
+    newest = open_checkpoint(run.store.root.child("ba200").url)
+    used = {part.name.removeprefix("log/") for part in newest.manifest.log}
+    assert set(log.names()) == {*used, "e1-ba210-0a1b2c.jsonl", "notes.txt"}
+    assert read_log(newest).content == lines(200)
+
+
+def test_parts_that_an_earlier_prune_left_go_when_no_checkpoint_does(tmp_path):
+    run = Run(tmp_path)
+    for batch in (100, 200):
+        run.save(batch)
+    run.store.remove("ba100", open_checkpoint(tmp_path / "ba100").manifest.save_id)
+    assert CheckpointStore(tmp_path).prune(None, keep_newest=1) == []
+    newest = open_checkpoint(tmp_path / "ba200")
+    assert {f"log/{path.name}" for path in (tmp_path / "log").iterdir()} == {part.name for part in newest.manifest.log}
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("loss", ["not what was written", "bytes, expected", "missing"])
 def test_a_lost_part_is_said_condemns_no_checkpoint_and_is_written_again(tmp_path, loss):

@@ -474,6 +474,32 @@ def test_the_last_verified_one_is_never_removed(tmp_path):
 
 
 @pytest.mark.fault
+def test_retention_frees_a_save_that_was_set_aside_once_all_that_stay_are_newer(tmp_path):
+    store, lease = saved(tmp_path, 1, 2)
+    flip(tmp_path / "ba2" / "shard-00001.safetensors", 300_000)
+    assert store.newest_intact(verify_checkpoint, quarantine=lease).checkpoint.name == "ba1"
+    (set_aside,) = store.set_aside_saves()
+    for batch in (2, 3):
+        save(store, lease, batch)
+        assert set_aside not in store.prune(lease, keep_newest=2)
+    save(store, lease, 4)
+    assert store.prune(lease, keep_newest=2, dry_run=True) == ["ba2", set_aside] and (tmp_path / set_aside).exists()
+    assert store.prune(lease, keep_newest=2) == ["ba2", set_aside]
+    assert store.set_aside_saves() == []
+
+
+@pytest.mark.fault
+def test_a_save_that_was_set_aside_stays_while_no_other_is_whole(tmp_path):
+    store, lease = saved(tmp_path, 1, 2)
+    (tmp_path / "ba1").rename(tmp_path / ".damaged-ba1-0a1b2c")
+    flip(tmp_path / "ba2" / "shard-00001.safetensors", 300_000)
+    faults = {}
+    found = store.prune(lease, keep_newest=1, verify=verify_checkpoint, on_unsound=faults.__setitem__)
+    assert found == [] and [*faults] == ["ba2"]
+    assert store.set_aside_saves() == [".damaged-ba1-0a1b2c"]
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("has_lease", [True, False])
 def test_pruning_leaves_what_another_launch_is_uploading(url, has_lease):
     store, old = saved(url)

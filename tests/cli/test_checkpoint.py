@@ -10,6 +10,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import Preempted, report
@@ -80,21 +81,69 @@ def test_ls_lists_the_newest_first_and_names_the_damaged(folder, capsys):
     assert "ba2 is damaged: " in out
 
 
-def test_verify_names_the_damaged_file_and_does_not_look_at_an_older_one(folder, capsys):
-    assert run(capsys, "verify", folder)[1].endswith("ba3: intact, 1 tensors, 0.8 MB\n")
-    flip(folder / "checkpoints" / "ba3" / "shard-00001.safetensors", -200)
+def test_ls_names_saves_whose_files_are_not_there_or_not_of_their_size(folder, capsys):
+    saves = folder / "checkpoints"
+    (saves / "ba3" / "shard-00001.safetensors").unlink()
+    with (saves / "ba2" / "shard-00000.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    manifest = (saves / "ba1" / "manifest.json").read_bytes()
+    (saves / "ba1" / "manifest.json").write_bytes(manifest[: len(manifest) // 2])
+    save(CheckpointStore(saves), CheckpointStore(saves).acquire(), 4)
+    (saves / ".damaged-ba2-0a1b2c").mkdir()
+    code, out, _ = run(capsys, "ls", folder)
+    rows = [line.split()[0] for line in out.splitlines() if line.strip().startswith("ba") and " is " not in line]
+    assert (code, rows) == (0, ["ba4"])
+    assert f"ba3 is incomplete: {saves}/ba3/shard-00001.safetensors: missing\n" in out
+    assert f"ba2 is damaged: {saves}/ba2/shard-00000.safetensors: has 1,000 bytes, expected" in out
+    assert f"ba1 is damaged: {saves}/ba1/manifest.json: " in out
+    assert ".damaged-ba2-0a1b2c was set aside as damaged; `checkpoint prune` removes it" in out
+
+
+def test_only_damaged_saves_are_no_empty_folder(tmp_path, capsys):
+    (tmp_path / ".damaged-ba2-0a1b2c").mkdir()
+    code, _, err = run(capsys, "ls", tmp_path)
+    assert code == 2 and "no checkpoints here but .damaged-ba2-0a1b2c, set aside as damaged; expected" in err
+
+
+def test_verify_names_every_damaged_checkpoint_of_a_folder(folder, capsys):
+    saves = folder / "checkpoints"
     code, out, err = run(capsys, "verify", folder)
-    assert (code, out) == (2, "")
-    assert "ba3/shard-00001.safetensors: bytes" in err and "(in model/w)" in err
-    (folder / "checkpoints" / "ba3" / "manifest.json").write_text("{}")
-    assert run(capsys, "verify", folder)[0] == 2
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [f"{saves}/ba{batch}: intact, 1 tensors, 0.8 MB" for batch in (3, 2, 1)]
+    flip(saves / "ba3" / "shard-00001.safetensors", -200)
+    flip(saves / "ba1" / "shard-00000.safetensors", -200)
+    code, out, err = run(capsys, "verify", folder)
+    assert (code, out) == (2, f"{saves}/ba2: intact, 1 tensors, 0.8 MB\n")
+    newest, oldest, last = err.splitlines()
+    assert newest.startswith(f"ba3 is damaged: {saves}/ba3/shard-00001.safetensors: bytes") and "(in model/w)" in newest
+    assert oldest.startswith(f"ba1 is damaged: {saves}/ba1/shard-00000.safetensors: bytes")
+    assert last == f"error: {saves}: 2 of 3 checkpoints did not pass: ba3, ba1"
+
+
+def test_verify_of_one_checkpoint_looks_at_no_other(folder, capsys):
+    flip(folder / "checkpoints" / "ba1" / "shard-00000.safetensors", -200)
+    assert run(capsys, "verify", folder / "checkpoints" / "ba3")[0] == 0
+    code, out, err = run(capsys, "verify", folder / "checkpoints" / "ba1")
+    assert (code, out) == (2, "") and "ba1/shard-00000.safetensors: bytes" in err
+
+
+def test_a_checkpoint_that_is_removed_while_a_folder_is_verified_is_not_damaged(folder, capsys, monkeypatch):
+    def remove_while_reading(found, on_read):
+        if found.name == "ba3":
+            CheckpointStore(folder / "checkpoints").prune(None, keep_newest=1)
+        verify_checkpoint(found, on_read)
+
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.verify.verify_checkpoint", remove_while_reading)
+    code, out, err = run(capsys, "verify", folder)
+    assert (code, err) == (0, "")
+    assert out.endswith("ba3: intact, 1 tensors, 0.8 MB\nba2: removed meanwhile\nba1: removed meanwhile\n")
 
 
 def test_verify_shows_how_far_it_is_on_a_terminal(folder, capsys, monkeypatch):
     monkeypatch.setattr("llmfoundry_lite.cli.checkpoint.PROGRESS_BYTES", 1)
     monkeypatch.setenv("FORCE_COLOR", "1")
     code, out, err = run(capsys, "verify", folder)
-    assert code == 0 and out.count("\n") == 1
+    assert code == 0 and out.count("\n") == 3
     assert "ba3" in err and "808.4/808.4 kB" in err.replace("\x1b[0m", "")
 
 
@@ -105,7 +154,8 @@ def test_a_folder_that_cannot_be_listed_while_it_is_verified_is_said_in_one_line
     monkeypatch.setattr(LocalFolder, "sizes", refuse)
     code, out, err = run(capsys, "verify", folder)
     assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.endswith("ba3: cannot be read on host " + err.rpartition("host ")[2])
+    assert err.startswith(f"ba3 is unreadable: {folder}/checkpoints/ba3: cannot be read on host ")
+    assert err.count("\n") == 4 and err.endswith("3 of 3 checkpoints did not pass: ba3, ba2, ba1\n")
 
 
 def test_inspect_says_what_it_passed_over(folder, capsys):
@@ -117,11 +167,31 @@ def test_inspect_says_what_it_passed_over(folder, capsys):
 
 def test_prune_keeps_what_it_has_hashed(folder, capsys):
     flip(folder / "checkpoints" / "ba3" / "shard-00000.safetensors", -1)  # sizes and header are still right
-    dry = run(capsys, "prune", folder, "--keep", "1", "--dry-run")
-    assert dry == (0, "would remove ba1; kept ba2, ba3\n", "")
+    code, out, err = run(capsys, "prune", folder, "--keep", "1", "--dry-run")
+    assert (code, out) == (0, "would remove ba1; kept ba2, ba3 (damaged)\n")
+    assert err.startswith("ba3 is damaged: ") and err.count("\n") == 1
     assert len(list((folder / "checkpoints").glob("ba*"))) == 3
-    assert run(capsys, "prune", folder, "--keep", "1") == (0, "removed ba1; kept ba2, ba3\n", "")
+    assert run(capsys, "prune", folder, "--keep", "1") == (0, "removed ba1; kept ba2, ba3 (damaged)\n", err)
     assert sorted(path.name for path in (folder / "checkpoints").glob("ba*")) == ["ba2", "ba3"]
+
+
+def test_prune_where_nothing_is_whole_removes_nothing_and_says_so(folder, capsys):
+    for batch in (1, 2, 3):
+        flip(folder / "checkpoints" / f"ba{batch}" / "shard-00000.safetensors", -1)
+    code, out, err = run(capsys, "prune", folder, "--keep", "1")
+    assert (code, out) == (2, "")
+    assert err.endswith("error: " + f"{folder}/checkpoints: none of its checkpoints is whole, so none is removed\n")
+    assert len(list((folder / "checkpoints").glob("ba*"))) == 3
+
+
+def test_prune_names_what_was_set_aside_and_frees_what_is_older_than_all_that_stay(folder, capsys):
+    saves = folder / "checkpoints"
+    for name in (".damaged-ba1-0a1b2c", ".damaged-ba5-0a1b2c", ".damaged-notes"):
+        (saves / name).mkdir()
+        (saves / name / "shard-00000.safetensors").write_bytes(b"half")
+    code, out, _ = run(capsys, "prune", folder, "--keep", "2")
+    assert (code, out) == (0, "removed ba1, .damaged-ba1-0a1b2c; kept ba2, ba3, .damaged-ba5-0a1b2c (set aside)\n")
+    assert sorted(path.name for path in saves.glob(".damaged*")) == [".damaged-ba5-0a1b2c", ".damaged-notes"]
 
 
 def test_diff_of_two_saves_counts_what_differs(folder, capsys):

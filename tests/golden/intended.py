@@ -16,5 +16,8 @@ INTENDED: dict[str, str] = {
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
     "errors/command/init-size": "other sizes are taken",
     "runs/bf16/*": "angles of RoPE stay fp32 where FSDP2 computes in 16 bits, as on one device",
+    "errors/damaged/*/ls": "files that are missing or cut off are named",
+    "errors/damaged/*/verify": "every checkpoint of a folder is verified",
+    "commands/checkpoint/verify": "every checkpoint of a folder is verified",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""
