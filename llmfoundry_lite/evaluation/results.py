@@ -268,6 +268,8 @@ class ResultFiles:
 
         self.path = folder / suite / f"{model}.json"
         self.items_path = _items_path(self.path)
+        self.own_lines: dict[str, list[str]] = {}
+        """Task -> items, of each task in this launch's results. The files may be removed in mid-run."""
         self.redo = redo
         self.is_main = rank_and_size(None)[0] == 0
         existing = next(place for place in self.path.absolute().parents if place.exists())
@@ -320,6 +322,7 @@ class ResultFiles:
         record: Record | None = None if self.redo else self.kept(results).get(task.name)
         if record is None or not self._is_whole(task.name) or differences(record, task):
             return None
+        self.own_lines[task.name] = self.lines[task.name]
         return record
 
     def kept(self, results: Results) -> dict[str, Record]:
@@ -336,7 +339,8 @@ class ResultFiles:
                 self._read()  # other launches may have finished other tasks meanwhile
                 self.refuse_to_replace(results, [task])
                 tasks = results.tasks | {k: v for k, v in self.kept(results).items() if k not in results.tasks}
-                lines = {**self.lines, task.name: [json.dumps(item) for item in items]}
+                self.own_lines[task.name] = [json.dumps(item) for item in items]
+                lines = {**self.lines, **self.own_lines}
                 # Items first: a task counts as finished when the JSON has it.
                 text = "".join(line + "\n" for name in tasks for line in lines.get(name, []))
                 write_atomically(self.items_path, text)

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import InitVar, dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -197,6 +197,9 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     log = parse_log(lines)
     if not len(log.batch):
         raise DataError(f"{where}: {METRICS} has no batch in it yet")
+    if missing := find_missing_batches(log):
+        others = f", and {len(missing) - 1:,} later spans" if len(missing) > 1 else ""
+        notes.append(f"{missing[0]}{others}: {METRICS} has no record of them")
     if len(labels := [*((config or {}).get("eval_loaders") or {})]) > 1:
         others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
         notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
@@ -311,6 +314,12 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
 
 
 # ------------------------------------------------------------------------------------------------------ the log
+
+
+def find_missing_batches(log: Log) -> list[str]:
+    """Return the spans of batches up to the last one whose records are missing, in words."""
+    batches = [0, *(int(batch) for batch in log.batch if batch > 0)]
+    return [span(before + 1, after - 1) for before, after in pairwise(batches) if after > before + 1]
 
 
 class Line(NamedTuple):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_credentials, printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.ranks.status import write_ended_early, write_status
+from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, write_ended_early, write_status
+from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
 
+CONFIG = "config.yaml"
 STATUS_SECONDS = 5.0
 """Minimum time between two updates of status.json."""
 
@@ -53,7 +55,9 @@ class RunFolder(LoggerDestination):
         self.record: Record = {}
         """Metrics collected for the next record."""
         self.last: Record = {}
-        self.file: TextIO | None = None
+        self.file: LogFile | None = None
+        self.written_once: dict[str, bytes] = {}
+        """Name -> content, of files that a launch writes at its beginning."""
         self.mirrors: list[Mirror] = []
         self._writing = threading.Lock()
         self._noted_at = 0.0
@@ -72,15 +76,17 @@ class RunFolder(LoggerDestination):
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
-                write_atomically(self.folder / "config.yaml", dump_record(as_dict(self.config)))
+                self.written_once[CONFIG] = dump_record(as_dict(self.config)).encode()
+                write_atomically(self.folder / CONFIG, self.written_once[CONFIG])
                 write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
                 duration = Duration.parse(self.config.max_duration)
+                self.written_once[LAUNCHES] = (self.folder / LAUNCHES).read_bytes()
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 missed = take_over(self.log, history) if history else []
                 self.launch = 1 + last_launch(self.log)
                 for mirror in self.mirrors:
                     mirror.begin(self.log, in_order(missed))
-                self.file = self.log.open("a")
+                self.file = LogFile(self.log)
         self.trainer = trainer
         self.is_running = self.is_main
 
@@ -107,6 +113,7 @@ class RunFolder(LoggerDestination):
 
     def record_of(self, batch: int) -> Record:
         """Return the log's record of a batch, or one without metrics if there is none."""
+        self._mend_files()
         records = [record for _, record in read_lines(self.log.read_bytes()) if record["batch"] == batch]
         return records[-1] if records else {"batch": batch, "launch": self.launch}
 
@@ -139,8 +146,26 @@ class RunFolder(LoggerDestination):
         assert self.file is not None
         plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
         with clear_disk_errors(self.log):
-            self.file.write(mask_credentials(json.dumps(plain, allow_nan=False)) + "\n")
-            self.file.flush()
+            self._mend_files()
+            self.file.append(mask_credentials(json.dumps(plain, allow_nan=False)))
+
+    def _mend_files(self) -> None:
+        """Write files again that somebody has removed while the run trains, and say so. Raises OSError."""
+        if self.file is None:
+            return
+        if note := self.file.mend():
+            print(printable(f"warning: {note}"), flush=True)
+        if not self.folder.is_dir():
+            return
+
+        lost = [name for name in self.written_once if not (self.folder / name).exists()]
+        if self.is_running and not (self.folder / STATUS).exists():
+            self._note()  # which adds a second beginning to launches.jsonl
+            write_atomically(self.folder / LAUNCHES, self.written_once[LAUNCHES])
+        for name in lost:
+            path = self.folder / name
+            write_atomically(path, self.written_once[name])
+            print(printable(f"warning: {path} was removed while the run trained; it was written again"), flush=True)
 
     # ---------------------------------------------------------------------------------------------------- the status
 
@@ -162,6 +187,7 @@ class RunFolder(LoggerDestination):
         self._stop_noting()
         if self.is_main:
             with clear_disk_errors(self.folder):
+                self._mend_files()
                 write_status(self.folder, status, self.batch)
         self.is_done = True
 
@@ -170,6 +196,7 @@ class RunFolder(LoggerDestination):
         self._stop_noting()
         if self.is_main:
             with contextlib.suppress(OSError):
+                self._mend_files()
                 self._write_reason(status, reason)
                 self.post_close()
 

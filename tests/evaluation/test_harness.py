@@ -168,6 +168,21 @@ def test_launches_side_by_side_keep_each_others_tasks(here):
         files.add(other, Outline("choice/0-shot", {}, None), [])
 
 
+def test_results_that_somebody_removes_in_mid_run_are_whole_at_the_end(here, monkeypatch):
+    run(["next"])  # these two are found finished by the launch below
+
+    def lose_then_add(files, *arguments):
+        shutil.rmtree("results", ignore_errors=True)
+        add(files, *arguments)
+
+    add = ResultFiles.add
+    monkeypatch.setattr(ResultFiles, "add", lose_then_add)
+    run(["next", "choice"])
+    (loaded,) = load_results([here / "results/suite/ours.json"])
+    counts = {"next/0-shot": 12, "next/2-shot": 12, "choice/0-shot": 20, "choice/2-shot": 20}
+    assert {name: len(items) for name, items in loaded.items.items()} == counts
+
+
 def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
     path = here / "results/suite/ours.json"
     subject, asked = load_subject("model", device=CPU), load_tasks(["next"], "evals")

@@ -1,0 +1,182 @@
+"""Files of the run folder that somebody removes, replaces or cuts off while the run trains."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from composer.core import Callback
+
+from llmfoundry_lite.report.reading import read_run
+from llmfoundry_lite.training.log_file import LogFile
+from tests.helpers.runs import metrics, run, status
+from tests.helpers.tiny import tiny_config
+
+FOLDER = Path("runs/run")
+LOG = FOLDER / "metrics.jsonl"
+
+
+class Lose(Callback):
+    """Does something to files of the run folder when three batches are trained."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def batch_start(self, state, logger):
+        if int(state.timestamp.batch) == 3:
+            globals()[self.what]()
+
+
+class LoseAtEnd(Lose):
+    def fit_end(self, state, logger):
+        globals()[self.what]()
+
+    def batch_start(self, state, logger):
+        pass
+
+
+def remove_log():
+    LOG.unlink()
+
+
+def replace_log():
+    other = FOLDER / "edited"
+    other.write_text(LOG.read_text().splitlines(keepends=True)[0])
+    os.replace(other, LOG)
+
+
+def cut_off_log():
+    os.truncate(LOG, 0)
+
+
+def remove_notes():
+    for name in ("status.json", "launches.jsonl", "config.yaml"):
+        (FOLDER / name).unlink()
+
+
+def rename_folder():
+    FOLDER.rename("runs/elsewhere")
+
+
+def train_and_lose(tmp_path, data, what: str, kind: type = Lose) -> str:
+    """Train six batches, with checkpoints outside the run folder, and return what the run printed."""
+    config = tiny_config(
+        data,
+        max_duration="6ba",
+        save_interval="2ba",
+        save_folder=str(tmp_path / "saves"),
+        callbacks={f"python:{__name__}:{kind.__name__}": {"what": what}},
+    )
+    output = run(tmp_path, config, "run").output
+    assert status(tmp_path, "run") == {"status": "done", "batch": 6, "reason": None}
+    return output
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("remove_log", Lose, "was removed or renamed while the run trained; 3 records were written again"),
+        ("remove_log", LoseAtEnd, "was removed or renamed while the run trained; 6 records were written again"),
+        pytest.param(
+            *("replace_log", Lose, "was replaced while the run trained; 3 records were written again"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("rename_folder", Lose, "was removed or renamed while the run trained; 3 records were written again"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_log_that_was_removed_in_mid_run_is_whole_at_the_end(tmp_path, data, what, kind, said):
+    output = train_and_lose(tmp_path, data, what, kind)
+    assert output.count(f"warning: {LOG} {said}\n") == output.count(f"{LOG} was ") == 1
+    assert [record["batch"] for record in metrics(tmp_path, "run")] == [1, 2, 3, 4, 5, 6]
+    carried = b"".join(path.read_bytes() for path in (tmp_path / "saves/log").iterdir())
+    assert {json.loads(line)["batch"] for line in carried.splitlines()} >= {1, 2, 3, 4}
+    assert not [note for note in read_run(tmp_path / FOLDER).notes if "no record" in note]
+
+
+@pytest.mark.multiprocess
+def test_a_log_that_was_cut_off_in_mid_run_says_which_records_are_lost(tmp_path, data):
+    output = train_and_lose(tmp_path, data, "cut_off_log")
+    assert (
+        f"warning: {LOG}: " in output
+        and " bytes were cut off while the run trained; their records are lost\n" in output
+    )
+    shutil.rmtree(tmp_path / "saves")  # which hold the records up to batch 2
+    notes = read_run(tmp_path / FOLDER).notes
+    assert "batches 1 to 3: metrics.jsonl has no record of them" in notes
+
+
+@pytest.mark.multiprocess
+def test_other_files_that_were_removed_in_mid_run_are_written_again(tmp_path, data):
+    output = train_and_lose(tmp_path, data, "remove_notes")
+    for name in ("config.yaml", "launches.jsonl"):
+        assert f"warning: {FOLDER / name} was removed while the run trained; it was written again\n" in output
+    launches = (tmp_path / FOLDER / "launches.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in launches] == ["running", "done"]
+    assert "max_duration: 6ba\n" in (tmp_path / FOLDER / "config.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- the log alone
+
+
+@pytest.fixture
+def log(tmp_path):
+    folder = tmp_path / "runs/run"
+    folder.mkdir(parents=True)
+    log = LogFile(folder / "metrics.jsonl")
+    yield log
+    log.close()
+
+
+def write(log: LogFile, *batches: int) -> None:
+    for batch in batches:
+        log.append(json.dumps({"batch": batch}))
+
+
+def batches_in(path: Path) -> list[int]:
+    return [json.loads(line)["batch"] for line in path.read_text().splitlines()]
+
+
+def test_a_log_that_nobody_touches_needs_no_mending(log):
+    for batch in (1, 2):
+        assert log.mend() == ""
+        write(log, batch)
+    assert batches_in(log.path) == [1, 2]
+
+
+def test_a_log_that_a_copy_replaces_is_carried_on_without_a_word(log):
+    """Some file systems give a file another number while it is open."""
+    write(log, 1, 2)
+    shutil.copy(log.path, log.path.with_name("copy"))
+    os.replace(log.path.with_name("copy"), log.path)
+    assert log.mend() == ""
+    write(log, 3)
+    assert batches_in(log.path) == [1, 2, 3]
+
+
+def test_nothing_is_written_in_place_of_an_unmounted_disk_and_it_is_said_once(log):
+    write(log, 1)
+    disk = log.path.parent.parent
+    away = disk.with_name("away")
+    disk.rename(away)
+    assert log.mend() == f"{log.path}: its folder is gone; records are written when it is back"
+    write(log, 2)
+    assert log.mend() == "" and not disk.exists()
+    away.rename(disk)
+    assert log.mend() == ""
+    write(log, 3)
+    assert batches_in(log.path) == [1, 2, 3]
+
+
+def test_a_log_is_cut_off_once_for_each_time_that_it_is(log):
+    write(log, 1, 2)
+    size = log.path.stat().st_size
+    os.truncate(log.path, size // 2)
+    said = f"{log.path}: {size // 2} bytes were cut off while the run trained; their records are lost"
+    assert (log.mend(), log.mend()) == (said, "")
+    write(log, 3)
+    assert batches_in(log.path) == [1, 3] and log.mend() == ""
