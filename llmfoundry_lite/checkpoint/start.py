@@ -20,9 +20,9 @@ from llmfoundry_lite.checkpoint.store import (
 )
 from llmfoundry_lite.config.changes import find_changes, refuse_changes
 from llmfoundry_lite.config.fields import RUN_NAME
-from llmfoundry_lite.config.layout import layout_here
+from llmfoundry_lite.config.layout import find_data_ranks, layout_here, name_data_ranks
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, either
 
 
 class Start(NamedTuple):
@@ -79,16 +79,21 @@ def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
     if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
         return None
     size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
-    num_samples = config.global_train_batch_size // layout_here(config).num_data_ranks
+    layout = layout_here(config)
+    num_samples = config.global_train_batch_size // layout.num_data_ranks
+    # The ranks come first, because no size of microbatches helps a launch of the wrong number.
+    if size is not None and config.trains_alone and num_samples % size:
+        counts = find_data_ranks(config, size)
+        fitting = f"start {either(counts)} {name_data_ranks(layout)}" if counts else "no number of devices has them"
+        raise CheckpointError(
+            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
+            f"{num_samples} samples of a device here; {fitting}, with device_train_microbatch_size={size} or auto, or "
+            "set exact_sums=false from here on"
+        )
     if here not in ("auto", size):
         raise CheckpointError(
             f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
             f"of the run: set it to {size} or auto, or exact_sums=false from here on"
-        )
-    if size is not None and config.trains_alone and num_samples % size:
-        raise CheckpointError(
-            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
-            f"{num_samples} samples of a device here; start another number of devices, or exact_sums=false"
         )
     return size
 

@@ -15,12 +15,12 @@ from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig, TextD
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
-from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, name_data_ranks
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, find_data_ranks, name_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, either
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -215,24 +215,31 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
     """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
     num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
+    fixed_size = microbatch if config.exact_sums and isinstance(microbatch, int) else None
+    fitting = find_data_ranks(config, fixed_size)
     if batch % num_ranks:
-        fitting = ", ".join(str(n) for n in divisors(batch) if n <= 4 * num_ranks)
+        near = ", ".join(str(n) for n in fitting if n <= 4 * num_ranks) or "there is none"
+        parts = f", in microbatches of {fixed_size} samples" if fixed_size is not None else ""
         raise ConfigError(
             f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
-            f"start with a number of {devices} that divides it ({fitting}) or change the batch size"
+            f"start with a number of {devices} that divides it{parts} ({near}) or change the batch size"
         )
-    if isinstance(microbatch, int) and microbatch > batch // num_ranks:
+    num_samples = batch // num_ranks
+    remedy = "set it to"
+    if fixed_size is not None and fitting:  # a run that carries on may not set another size
+        remedy = f"start {either(fitting)} {devices}, or set it, in a new run, to"
+    if isinstance(microbatch, int) and microbatch > num_samples:
         raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} is more than the {batch // num_ranks} samples "
-            f"each device gets ({batch} / {num_ranks} {devices}); set it to {batch // num_ranks} or less"
+            f"device_train_microbatch_size: {microbatch} is more than the {num_samples} samples "
+            f"each device gets ({batch} / {num_ranks} {devices}); {remedy} {num_samples} or less"
         )
-    if config.exact_sums and isinstance(microbatch, int) and batch // num_ranks % microbatch:
+    if fixed_size is not None and num_samples % fixed_size:
         raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} does not divide the {batch // num_ranks} samples of each "
-            "device; with exact_sums every microbatch has as many"
+            f"device_train_microbatch_size: {fixed_size} does not divide the {num_samples} samples of each "
+            f"device; with exact_sums every microbatch has as many; {remedy} {either(divisors(num_samples))}"
         )
     if layout.pipeline > 1:
-        companions.find("builders", MICROBATCHES)(config, layout, batch // num_ranks)
+        companions.find("builders", MICROBATCHES)(config, layout, num_samples)
 
 
 # ---------------------------------------------------------------------------------------------- schedule

@@ -184,6 +184,21 @@ def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None
     )
 
 
+def find_data_ranks(config: TrainConfig, microbatch_size: int | None = None) -> list[int]:
+    """Return all numbers of data ranks that can share a batch evenly, ascending; with `microbatch_size`, those whose
+    ranks also have whole microbatches of that size."""
+    batch, pipeline = config.global_train_batch_size, config.pipeline
+    shard_degree = config.sharding.data_parallel_shard_degree or 1
+    counts = [count for count in divisors(batch) if count % shard_degree == 0]
+    if microbatch_size is None:
+        return counts
+
+    counts = [count for count in counts if batch // count % microbatch_size == 0]
+    if pipeline.pipeline_parallel_degree == 1:
+        return counts
+    return [count for count in counts if pipeline.takes_microbatches(batch // count // microbatch_size)]
+
+
 def layout_here(config: TrainConfig) -> Layout:
     """Lay out the launch that this process is a rank of."""
     here = this_rank()

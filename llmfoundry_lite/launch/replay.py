@@ -17,7 +17,7 @@ from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.blocks import find_blocks
 from llmfoundry_lite.config.changes import find_changes
 from llmfoundry_lite.config.layers import leaf_keys, read_layers
-from llmfoundry_lite.config.layout import Layout, divisors, layout_of
+from llmfoundry_lite.config.layout import Layout, divisors, find_data_ranks, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
@@ -249,7 +249,8 @@ def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layou
     layout = layout_of(config, num_ranks, num_ranks)
     if batch % (layout.num_data_ranks * size):
         parts = f"microbatches of {size} samples, which exact_sums keeps" if size > 1 else "samples"
-        counts = [number * layout.ranks_per_data_rank for number in divisors(batch // size)]
+        fitting = find_data_ranks(config, size if config.exact_sums else None) or divisors(batch // size)
+        counts = [number * layout.ranks_per_data_rank for number in fitting]
         raise ConfigError(
             f"replay: -n {num_ranks}: the run's batches of {batch} cannot be shared evenly in {parts}; start "
             f"{either([count for count in counts if count <= 4 * num_ranks] or counts)} ranks"

@@ -12,13 +12,15 @@ import yaml
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.eval_schema import EvalConfig, TaskConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layout import layout_of
+from llmfoundry_lite.config.layout import find_data_ranks, layout_of
 from llmfoundry_lite.config.load_train import LoadedTrain, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
+from llmfoundry_lite.config.shipped import find_yaml
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 from tests.helpers.foundry import FOUNDRY
+from tests.helpers.present import needs
 
 RUN = """\
 variables: {length: 128, width: 64}
@@ -684,6 +686,76 @@ def test_a_microbatch_larger_than_the_devices_share_names_the_largest():
         "device_train_microbatch_size: 4 is more than the 2 samples each device gets (8 / 4 devices); "
         "set it to 2 or less"
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "refused"),
+    [
+        (
+            4,
+            4,
+            "device_train_microbatch_size: 4 is more than the 2 samples each device gets (8 / 4 devices); "
+            "start 1 or 2 devices, or set it, in a new run, to 2 or less",
+        ),
+        (
+            4,
+            3,
+            "global_train_batch_size: 8 cannot be shared evenly by 3 devices; start with a number of devices that "
+            "divides it, in microbatches of 4 samples (1, 2) or change the batch size",
+        ),
+        (
+            3,
+            2,
+            "device_train_microbatch_size: 3 does not divide the 4 samples of each device; with exact_sums every "
+            "microbatch has as many; set it to 1, 2 or 4",
+        ),
+    ],
+)
+def test_with_exact_sums_all_numbers_of_ranks_that_are_possible_are_named_at_once(size, world_size, refused):
+    config = load("exact_sums=true", f"device_train_microbatch_size={size}").config
+    with pytest.raises(ConfigError) as error:
+        check_world(config, world_size)
+    assert str(error.value) == refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "fitting"),
+    [
+        ((), None, [1, 2, 4, 8]),
+        ((), 2, [1, 2, 4]),
+        ((), 3, []),
+        (("fsdp_config={sharding_strategy: HYBRID_SHARD, data_parallel_shard_degree: 4}",), None, [4, 8]),
+        pytest.param(
+            ("pp_config={pipeline_parallel_degree: 2, schedule: 1f1b}",),
+            *(2, [1, 2]),
+            marks=needs("pp_config.pipeline_parallel_degree"),
+        ),
+    ],
+)
+def test_the_ranks_that_are_named_are_those_that_a_launch_takes(changes, size, fitting):
+    exact = ("exact_sums=true", f"device_train_microbatch_size={size}") if size else ()
+    config = load(*changes, *exact).config
+    assert find_data_ranks(config, size) == fitting
+    for count in range(1, 9):
+        world_size = count * config.pipeline.pipeline_parallel_degree
+        try:
+            check_world(config, world_size)
+            is_possible = True
+        except ConfigError:
+            is_possible = False
+        assert is_possible == (count in fitting)
+
+
+def test_the_quickstart_says_how_many_ranks_can_carry_it_on():
+    config = load_train_config(["mpt-quickstart"], {}).config
+    for world_size in (1, 2):
+        check_world(config, world_size)
+    with pytest.raises(ConfigError, match=r"; start 1 or 2 devices, or set it, in a new run, to 2 or less$"):
+        check_world(config, 4)
+    path = find_yaml("mpt-quickstart")
+    assert path is not None
+    text = path.read_text()
+    assert "so 2 ranks are the most" in text and "every number of ranks" not in text
 
 
 # --------------------------------------------------------------------------------- LLM Foundry's shipped MPT runs
