@@ -270,6 +270,34 @@ def test_damage_leaves_the_model_untouched_and_the_newest_intact_is_used(tmp_pat
     assert names(store) == ["ba3", "ba2"], "what is incomplete is not moved"
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_every_damaged_one_is_passed_over_once_and_set_aside_under_a_lease_alone(tmp_path, monkeypatch, has_lease):
+    """The newest has lost a shard, the next is damaged in its manifest, and the third in a shard."""
+    model, opt = train()
+    store = CheckpointStore(tmp_path)
+    saver = Saver(store)
+    saver.take_lease()
+    for batch in (2, 3, 4, 5):
+        save_now(saver, model, opt, batch)
+    (tmp_path / "ba5" / "shard-00000.safetensors").unlink()
+    flip(tmp_path / "ba4" / "manifest.json", 100)
+    flip(shard := tmp_path / "ba3" / "shard-00000.safetensors", shard.stat().st_size - 17)
+    newest_intact, searches = store.newest_intact, []
+
+    def search(*arguments, **options):
+        searches.append(options)
+        assert len(searches) <= 2, "the third is found again and again"
+        return newest_intact(*arguments, **options)
+
+    monkeypatch.setattr(store, "newest_intact", search)
+    restored = load_newest(store, *build("plain", seed=5), lease=saver.lease if has_lease else None)
+    assert restored.manifest is not None and restored.manifest.timestamp.batch == 2
+    assert sorted(batch for note in restored.notes for batch in (2, 3, 4, 5) if f"/ba{batch}" in note) == [3, 4, 5]
+    is_set_aside = [not (tmp_path / f"ba{batch}").exists() for batch in (5, 4, 3)]
+    assert is_set_aside == [False, has_lease, has_lease], "what is incomplete is not moved"
+
+
 def test_a_save_that_does_not_fit_is_not_passed_over(tmp_path):
     save(tmp_path, *train())
     with pytest.raises(CheckpointError, match="this run needs"):

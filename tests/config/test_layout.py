@@ -25,6 +25,18 @@ def places(degrees):
     return [Coordinates(*place) for place in itertools.product(*(range(degree) for degree in degrees))]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("NO_SHARD", (6, 1)), ("ZERO_1", (6, 1)), ("FULL_SHARD", (1, 6)), ("HYBRID_SHARD", (1, 6))],
+)
+def test_ranks_that_divide_samples_are_more_copies_or_more_shares_of_one(strategy, expected):
+    """Three data ranks of two ranks each: all have whole copies, or all share one."""
+    fsdp = FSDPConfig(sharding_strategy=strategy, data_parallel_shard_degree=3 if strategy == "HYBRID_SHARD" else None)
+    parts = divide_devices(fsdp, 12, context=2, tensor=2).of_parameters
+    assert (parts.replicate, parts.shard) == expected
+    assert (parts.context, parts.tensor, parts.world_size) == (1, 2, 12)
+
+
 @settings(deadline=None)
 @given(degrees)
 def test_every_rank_appears_once_and_comes_back_from_its_coordinates(degrees):

@@ -15,7 +15,7 @@ from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.mpt import MPT
-from tests.helpers.plans import estimate_memory, moments_of
+from tests.helpers.plans import config_of, estimate_memory, moments_of
 
 SMALL = ModelConfig(d_model=64, n_heads=4, n_layers=4, max_seq_len=64, vocab_size=160)
 SEVEN_BILLION = ModelConfig(d_model=4096, n_heads=32, n_layers=32)
@@ -41,6 +41,18 @@ def test_a_small_case_by_hand():
         # Logits and log-probabilities, the hidden states' gradient. The embedding's comes after the softmax.
         logits_bytes=2 * 4 * tokens * 8 + 4 * tokens * d,
     )
+
+
+def test_copies_share_the_state_of_zero_1_also_where_they_divide_samples():
+    """Four pairs of ranks have copies, two pairs divide samples: each has a quarter of AdamW's two moments."""
+    layout = Layout(replicate=2, context=2, tensor=2, has_whole_copies=True)
+    alone, shared = (
+        estimate_training_memory(config_of(SMALL, precision="fp32", sharding_strategy=strategy), layout)
+        for strategy in ("NO_SHARD", "ZERO_1")
+    )
+    assert alone.optimizer_bytes == 2 * alone.parameters_bytes
+    assert shared.optimizer_bytes == alone.optimizer_bytes / 4
+    assert shared.parameters_bytes == alone.parameters_bytes
 
 
 def test_one_device_holds_its_gradient_once_and_copies_nothing_in_fp32():

@@ -22,7 +22,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.pairs import legend, panels, write_comparison
+from llmfoundry_lite.evaluation.pairs import ComparedNumber, legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
 from tests.helpers.models import normal_model
@@ -376,6 +376,40 @@ def test_a_model_is_not_called_better_for_text_that_its_tokenizer_loses(tmp_path
     assert [note.removeprefix("x/0-shot: warning: ") for note in pair.notes if "loses" in note] == expected
     (comparison,) = json.loads(write_comparison([], [pair], tmp_path)[1].read_text())["comparisons"]
     assert comparison["tasks"][0]["verdict"].startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("difference", "p", "lost", "verdict"),
+    [
+        (-0.5, 0.01, 0.29, "better by"),  # the interval's nearer end is at -0.3
+        (-0.5, 0.01, 0.31, "not comparable"),
+        (0.5, 0.01, 0.29, "worse by"),
+        (0.5, 0.01, 0.31, "not comparable"),
+        (0.1, 0.5, 0.15, "no detectable difference"),  # within the interval of +-0.2, which hides as much
+        (0.1, 0.5, 0.21, "not comparable"),
+        (0.3, 0.5, 0.25, "no detectable difference"),  # less than the difference that was seen
+        (0.3, 0.5, 0.31, "not comparable"),
+    ],
+)
+def test_lost_text_counts_from_where_it_could_undo_a_verdict(difference, p, lost, verdict):
+    number = ComparedNumber(
+        task="x/0-shot",
+        metric="bits_per_byte",
+        n=20,
+        first=2.0,
+        other=2.0 + difference,
+        difference=difference,
+        wins=10,
+        losses=10,
+        ties=0,
+        p=p,
+        test="t",
+        error=0.1,
+        interval=lambda level: (difference - 0.2, difference + 0.2),
+        lost_text=lost,
+    )
+    number.decide(p, level=0.05)
+    assert number.verdict.startswith(verdict)
 
 
 def test_no_difference_is_claimed_where_lost_text_may_hide_one(tmp_path):

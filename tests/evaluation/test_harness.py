@@ -240,6 +240,18 @@ def test_a_finished_task_is_replaced_only_when_that_is_said(here, change, reason
     run(**options)
 
 
+def test_a_task_that_was_asked_after_other_tokens_is_not_taken_for_the_same(here):
+    run()
+    path = here / "results/suite/ours.json"
+    known = json.loads(path.read_text())
+    known["tasks"]["choice/0-shot"]["beginning"] = [7]
+    path.write_text(json.dumps(known))
+    with pytest.raises(
+        DataError, match=r"holds choice/0-shot with texts that begin with \[7\], not \[\] as asked for now"
+    ):
+        run()
+
+
 def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loaded(here, monkeypatch):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
     llmfoundry_lite.eval.main(["icl.yaml"])

@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, PrepareRequest
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.token_files import TokenUnit, token_dtype
+from llmfoundry_lite.prepare.token_files import TokenFiles, TokenUnit, token_dtype
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
@@ -415,6 +416,26 @@ def test_a_damaged_token_file_is_made_again(
     second.write_bytes({"cut short": content[: len(content) // 2], "empty": b"", "of another unit": content}[damage])
     prepare(small_request, tmp_path / "out", num_workers=1)
     assert_same_result(tmp_path / "out", tmp_path / "expected")
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "eos_token_id", "name", "is_same"),
+    [("sha256:1", 0, "a", True), ("sha256:2", 0, "a", False), ("sha256:1", 5, "a", False), ("sha256:1", 0, "b", False)],
+)
+def test_a_token_file_counts_for_its_unit_and_tokenizer_alone(
+    small_request: PrepareRequest, tmp_path: Path, fingerprint: str, eos_token_id: int, name: str, is_same: bool
+) -> None:
+    """A tokenizer that ends documents with another token is another one."""
+
+    def files(fingerprint: str, eos_token_id: int) -> TokenFiles:
+        tokenizer: Any = SimpleNamespace(fingerprint=fingerprint, eos_token_id=eos_token_id)
+        return TokenFiles(small_request, tmp_path, tokenizer, is_fast=False)
+
+    made = files("sha256:1", 0)
+    made.folder.mkdir()
+    np.savez(made.path(0), made_of=made.origin(Unit(kind="lines", names=("a",), num_bytes=9)))
+    asked = Unit(kind="lines", names=(name,), num_bytes=9)
+    assert files(fingerprint, eos_token_id).is_of(0, asked) == is_same
 
 
 def test_a_tokenizer_that_changes_between_two_launches_is_noticed(

@@ -33,6 +33,23 @@ def test_a_clock_that_starts_again_is_another_launch():
     assert log.launch.tolist() == [1, 1, 2, 2]
 
 
+def test_a_launch_that_trains_batches_again_is_another_whatever_its_number_and_clock():
+    """It came from a save after batch 1, with the clock of that save or of a slower machine."""
+    for clock in (1.5, 9.0):
+        log = parse_log([line(1, 1.0), line(2, 2.0), line(3, 3.0), line(2, clock), line(3, clock + 1)])
+        assert log.launch.tolist() == [1, 2, 2] and [branch["batch"].tolist() for branch in log.dead] == [[2, 3]]
+
+
+def test_a_launch_that_carries_on_is_another_by_its_number():
+    log = parse_log([line(1, 1.0), line(2, 2.0), line(3, 3.0, launch=2), line(4, 4.0, launch=2)])
+    assert log.launch.tolist() == [1, 1, 2, 2] and log.num_launches == 2
+
+
+def test_a_line_that_adds_to_a_batch_is_of_the_same_launch():
+    log = parse_log([line(1, 1.0), line(2, 2.0), line(2, 2.0)[:-2] + b', "eval/loss": 3.0}\n', line(3, 3.0)])
+    assert log.launch.tolist() == [1, 1, 1] and log.num_launches == 1 and not log.dead
+
+
 def record(batch, **numbers):
     return json.dumps({"batch": batch, "launch": 1, **numbers}).encode() + b"\n"
 

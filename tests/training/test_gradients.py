@@ -11,10 +11,11 @@ from composer.core import Timestamp
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.errors import NonFiniteError
+from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Upcoming, count_tokens
-from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler
+from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler, measure
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
@@ -119,8 +120,8 @@ class Scores(torch.nn.Module):
         return head(self.weight * tokens_bt, None)
 
 
-def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
-    """Return what a rank's backward passes give, of microbatches of one row, in a run that scales its loss by 1024."""
+def trainer_of(rows_bt, rank, num_ranks, by_tokens, part=0, num_parts=1, **of_step):
+    """Return what stands in for the Trainer of a rank, with microbatches of one row; `of_step` goes to GradientStep."""
     mine_bt = rows_bt.chunk(num_ranks)[rank]
     context: Any = SimpleNamespace(
         size=num_parts, part=lambda x_bt: x_bt.chunk(num_parts, 1)[part], options=lambda *_: {}
@@ -135,32 +136,79 @@ def scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts):
         get_num_tokens_in_batch=lambda batch, kind: count_tokens(batch)[kind],
     )
     device = SimpleNamespace(_device=torch.device("cpu"), batch_to_device=lambda batch: batch)
-    optimizer = SimpleNamespace(param_groups=[{"params": [model.model.weight]}])
+    optimizer = SimpleNamespace(param_groups=[{"params": [model.model.weight], "lr": 0.1}])
     state = {"batch": {"input_ids": mine_bt}, "model": model, "optimizers": [optimizer], "device": device}
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(**state, device_train_microbatch_size=1),
+    return SimpleNamespace(
+        state=SimpleNamespace(**state, device_train_microbatch_size=1, timestamp=Timestamp()),
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
-        gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, scaler=LossScaler(1024.0)),
+        gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, **of_step),
         agreement=SimpleNamespace(current=Upcoming(True, 4, 11, 7, 3, 0)),
         accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
         ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
-    microbatches, share = ParallelTrainer._begin_batch(trainer, trainer.state.batch)  # type: ignore[arg-type]
-    loss = 0.0
+
+
+def add_gradients(trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a rank's backward passes give: gradient and loss."""
+    microbatches, divisor = ParallelTrainer._begin_batch(trainer, trainer.state.batch)
+    loss = torch.zeros(())
     for trainer.state.batch in microbatches:
-        loss += float(ParallelTrainer._add_gradient(trainer, trainer.state.batch, share))  # type: ignore[arg-type]
-    return float(model.model.weight.grad), loss
+        loss = loss + ParallelTrainer._add_gradient(trainer, trainer.state.batch, divisor)
+    return trainer.state.model.model.weight.grad, loss
 
 
-@pytest.mark.parametrize(("by_tokens", "loss"), [(True, 27 / 7), (False, 11 / 3)])
+ROWS_BT = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [2, -100, -100, -100], [3, 1, -100, -100]])
+"""The third row has one token, and so no loss: 7 tokens and 3 rows have one, of 12 and 4 in a batch without padding."""
+MEAN_LOSSES = [(True, (1 + 2 + 3 + 5 + 6 + 7 + 3) / 7), (False, ((1 + 2 + 3) / 3 + (5 + 6 + 7) / 3 + 3) / 3)]
+"""Of these rows by `Scores`: over tokens, and over rows."""
+
+
+@pytest.mark.parametrize(("by_tokens", "loss"), MEAN_LOSSES)
 def test_what_overflows_in_fp16_and_the_loss_do_not_depend_on_the_number_of_ranks(by_tokens, loss):
     """The scale multiplies the mean over tokens, or over the rows that have a loss."""
-    rows_bt = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [2, -100, -100, -100], [3, 1, -100, -100]])
     for num_ranks, num_parts in ((1, 1), (2, 1), (4, 1), (2, 2)):
         found = [
-            scaled_gradient(rows_bt, rank, num_ranks, by_tokens, part, num_parts)
+            add_gradients(trainer_of(ROWS_BT, rank, num_ranks, by_tokens, part, num_parts, scaler=LossScaler(1024.0)))
             for rank in range(num_ranks)
             for part in range(num_parts)
         ]
-        assert sum(gradient for gradient, _ in found) == pytest.approx(1024 * loss)
-        assert sum(part for _, part in found) / len(found) == pytest.approx(loss)
+        assert sum(gradient.item() for gradient, _ in found) == pytest.approx(1024 * loss)
+        assert sum(part.item() for _, part in found) / len(found) == pytest.approx(loss)
+
+
+@pytest.mark.parametrize(("by_tokens", "loss"), MEAN_LOSSES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks, by_tokens, loss):
+    trainers, found = [], []
+    for rank in range(num_ranks):
+        trainer = trainer_of(ROWS_BT, rank, num_ranks, by_tokens, sums=ExactSums())
+        trainer.gradient_step.sums.watch(trainer.state.model.model)
+        trainers.append(trainer)
+        found.append(add_gradients(trainer))
+
+    first, logged = trainers[0], {}
+    weight = first.state.model.model.weight
+    weight.grad = torch.stack([gradient for gradient, _ in found]).sum(0)  # as the ranks' all-reduce
+    loss_sum = torch.stack([part for _, part in found]).sum(0)
+    logger = SimpleNamespace(log_metrics=logged.update)
+    assert first.gradient_step.finish(first.state, logger, loss_sum, "digest") == pytest.approx(loss)
+    assert (logged["loss/train/total"], logged["grad_norm"]) == pytest.approx((loss, loss))
+    assert weight.grad.item() == pytest.approx(loss)
+
+
+def test_tied_weights_on_two_stages_count_once_in_the_norm(monkeypatch):
+    """Four ranks, two in each stage. Both stages have the whole gradient of the embeddings, and one of its own."""
+    sums = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sums.append(tensor.clone()))
+    tied, first, last = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    tied.grad, first.grad, last.grad = torch.tensor([4.0]), torch.tensor([3.0]), torch.tensor([1.0])
+    for own, loss in ((first, 0.0), (last, 5.0)):
+        measure([tied, own], torch.tensor(loss), torch.zeros(()), num_stages=2, shared=[tied])
+    of_first_stage, of_last_stage = sums
+    total = 2 * of_first_stage + 2 * of_last_stage  # each stage is on two ranks
+    assert total.tolist() == [4.0**2 + 3.0**2 + 1.0**2, 2 * 5.0, 0.0]
+
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.copy_(total))
+    found = measure([tied, last], torch.tensor(5.0), torch.zeros(()), num_stages=2, shared=[tied])
+    assert (found.norm, found.loss) == (math.sqrt(26), 5.0)

@@ -9,17 +9,20 @@ import struct
 import sys
 import termios
 from concurrent.futures import wait
+from types import SimpleNamespace
 
 import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import TensorboardConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.mirrors import (
     ConsoleLine,
     ProgressBar,
+    TensorboardMirror,
     WandbMirror,
     build_mirrors,
     foundry_names,
@@ -266,6 +269,34 @@ def wandb_steps(run):
             if record is not None and record.WhichOneof("record_type") == "history":
                 steps.append(record.history.step.num)
     return steps
+
+
+def test_tensorboard_voids_the_steps_that_a_launch_trains_again(tmp_path, monkeypatch):
+    """The first launch has written batches 1 to 5, and the second goes back to 3; the third has lost 2 and 3."""
+    steps: list[int] = []
+
+    class Writer:
+        """As TensorBoard reads it: from `purge_step` on, nothing that an earlier writer has written counts."""
+
+        def __init__(self, folder, purge_step):
+            steps[:] = [step for step in steps if step < purge_step]
+
+        def add_scalar(self, key, value, global_step):
+            steps.append(global_step)
+
+        def flush(self):
+            pass
+
+        close = flush
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    for missed, batches in (((), range(1, 6)), ((), range(3, 7)), ((2, 3), range(4, 8))):
+        mirror = TensorboardMirror(TensorboardConfig(), tmp_path)
+        mirror.begin(tmp_path / "metrics.jsonl", [{"batch": batch, "loss/train/total": 1.0} for batch in missed])
+        for batch in batches:
+            mirror({"batch": batch, "loss/train/total": 1.0})
+        mirror.close()
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_wandb_is_given_what_it_lost_and_nothing_that_it_has(tmp_path):

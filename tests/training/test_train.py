@@ -11,6 +11,7 @@ from llmfoundry_lite.checkpoint.log_lines import console_line
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.builders import find_separator
+from tests.helpers.by_hand import assert_is_by_hand, train_by_hand
 from tests.helpers.launch import train
 from tests.helpers.present import needs
 from tests.helpers.tiny import build_tokenizer, read_metrics, tiny_config, values, write_config
@@ -35,6 +36,7 @@ def test_every_world_computes_the_same_run(tmp_path, data):
     config = tiny_config(data, max_duration="50ba", eval_interval="25ba")
     one = run(tmp_path, config, "one")
     assert losses(one)[-1] < losses(one)[0] - 1.0, "it learns"
+    assert_is_by_hand(one, train_by_hand(tmp_path, config, 50), relative=1e-4)
     worlds = {
         "two": run(tmp_path, config, "two", 2),
         "four": run(tmp_path, config, "four", 4),

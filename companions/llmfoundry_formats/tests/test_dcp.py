@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,6 +147,36 @@ def test_a_flipped_byte_and_a_lost_file_are_refused_at_load_and_change_nothing(t
     assert "ba1/shard-00000.safetensors: missing" in refused(load, state, tmp_path / "ba1")
     flip(tmp_path / "ba1" / "manifest.json", 300)
     assert "manifest.json: the checksum does not match" in refused(load, state, tmp_path / "ba1")
+
+
+def test_boxes_of_a_tensor_that_overlap_each_get_their_bytes(tmp_path):
+    """As two names of one tensor may ask for it, divided otherwise: rows 0 and 1, rows 1 and 2, and a column."""
+    whole = {"v": -torch.arange(12.0).view(3, 4), "w": torch.arange(12.0).view(3, 4)}
+    save({"model": whole}, tmp_path / "ba1")
+    boxes = [((0, 0), (2, 4)), ((1, 0), (2, 4)), ((0, 2), (3, 1))]
+    items, targets = [], {}
+    for name, (number, (offsets, lengths)) in itertools.product(whole, enumerate(boxes)):
+        place = MetadataIndex(f"{name}.{number}")
+        targets[place] = torch.zeros(lengths)
+        items.append(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=place,
+                dest_offsets=torch.Size((0, 0)),
+                storage_index=MetadataIndex(f"model.{name}"),
+                storage_offsets=torch.Size(offsets),
+                lengths=torch.Size(lengths),
+            )
+        )
+    planner: Any = SimpleNamespace(
+        resolve_tensor=lambda item: targets[item.dest_index], commit_tensor=lambda item, target: None
+    )
+    reader = PortableStorageReader(tmp_path / "ba1")
+    reader.read_metadata()
+    reader.read_data(LoadPlan(items), planner).wait()
+    for name, (number, ((row, column), (height, width))) in itertools.product(whole, enumerate(boxes)):
+        expected = whole[name][row : row + height, column : column + width]
+        assert torch.equal(targets[MetadataIndex(f"{name}.{number}")], expected)
 
 
 def test_another_dtype_is_converted_only_when_asked(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.by_hand import assert_is_by_hand, train_by_hand
 from tests.helpers.covering import all_cases, cover, pairs_of
 from tests.helpers.layouts import RELATIVE, assert_same_run
 from tests.helpers.resave import assert_same_state
@@ -16,6 +17,8 @@ BF16_LOSS, BF16_NORM = 4e-3, 6e-2
 """Relative tolerances. Layouts add up in other orders, which bf16 rounds differently; these span what repeats of one
 rank's run in tiles give."""
 NUM_BATCHES = 20
+END = 2
+"""The token that `build_tokenizer` ends documents with."""
 
 PARTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pp_config": {"pipeline_parallel_degree": 2}},
@@ -124,6 +127,13 @@ def divided(layout: tuple[str, ...], schedule: str | None = "1f1b", tied: bool =
     return 2 ** len(layout), changes
 
 
+def check_by_hand(folder: Path, config: dict[str, Any], whole: str, case: dict[str, Any]) -> None:
+    """Compare one rank's run with plain PyTorch. Texts have no separator, so each row is one document."""
+    if case["precision"] == "fp32":
+        separator = END if case["documents"] and case["rows"] == "full" else None
+        assert_is_by_hand(metrics(folder, whole), train_by_hand(folder, config, NUM_BATCHES, separator))
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_every_pair_of_ways_to_divide_a_run_trains_the_same_run(folder, name):
@@ -132,6 +142,7 @@ def test_every_pair_of_ways_to_divide_a_run_trains_the_same_run(folder, name):
     config, whole = model_of(folder, *settings), "whole-" + "-".join(map(str, settings))
     if not (folder / "runs" / whole).exists():
         run(folder, config, whole)
+        check_by_hand(folder, config, whole, case)
     num_ranks, changes = divided(case["layout"], case["schedule"], case["tied"])
     run(folder, config, name, num_ranks, **changes)
     assert len(losses(folder, name)) == NUM_BATCHES

@@ -8,11 +8,14 @@ from typer.testing import CliRunner
 
 from llmfoundry_lite.cli.main import app, run
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_machines.bench import scaling
 from llmfoundry_machines.bench.scaling import Point
 from llmfoundry_planner.plan.calibrate import read_steps
 from llmfoundry_planner.plan.plan import hardware_named
+from tests.helpers.reported import record, write_run
+from tests.helpers.tiny import tiny_config, write_config
 
 SAME = {"num_parameters": 10, "seq_len": 64, "precision": "fp32", "sharding": "FULL_SHARD", "device_name": "A100"}
 
@@ -38,6 +41,16 @@ def test_a_batch_that_grows_with_the_devices_is_weak_scaling():
     points = [point(1, 4, 1.0), point(4, 16, 1.25)]
     assert scaling.kind_of(points) == "weak"
     assert [row["efficiency"] for row in scaling.describe("weak", points)] == [1.0, 0.8]
+
+
+def test_a_run_s_first_two_batches_are_no_part_of_its_time(tmp_path):
+    """The line of an evaluation before the first batch has no time, and takes the place of none."""
+    seconds = [100.0, 50.0, 2.0, 3.0, 4.0]
+    records = [record(batch, seconds=one, num_devices=2) for batch, one in enumerate(seconds, start=1)]
+    lines = [{"batch": 0, "eval/loss": 5.0}, *records]
+    config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(tmp_path))]).config
+    found = scaling.read_point(write_run(tmp_path / "run", lines, **as_dict(config)))
+    assert (found.num_devices, found.batch_size, found.seconds) == (2, 8, 3.0)
 
 
 @pytest.mark.parametrize(
