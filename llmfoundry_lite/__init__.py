@@ -4,8 +4,19 @@ Importing it costs next to nothing, because a name imports its module when it is
 from the docstrings of these names.
 """
 
-import importlib as _importlib
-import typing as _typing
+import sys as _sys
+
+_program = (_sys.argv or [""])[0]
+"""`-m` while `python -m` looks for the module to run. A program that imports this library is left alone."""
+_is_module_of_ours = _program == "-m" and any(word.split(".")[0] == __name__ for word in _sys.orig_argv)
+if _is_module_of_ours or _program.endswith("/llmfoundry-lite"):
+    # Before anything else is imported, because the working directory may come first on the search path.
+    from llmfoundry_lite.search_path import leave_out_working_directory as _leave_out_working_directory
+
+    _leave_out_working_directory()
+
+import importlib as _importlib  # noqa: E402
+import typing as _typing  # noqa: E402
 
 if _typing.TYPE_CHECKING:
     from llmfoundry_lite.data.stateful import open_dataset

@@ -124,9 +124,14 @@ def leave_out(name: str, error: Exception) -> None:
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return PYTHONPATH for a process that runs a module of a companion."""
-    given = environment.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(SOURCE) if SOURCE.is_dir() else "", given]))}
+    """Return PYTHONPATH for a process that runs a module of this package or of a companion, by `python -P -m`.
+
+    `-P` leaves out the working directory, from which a clone that is not installed is imported. So the clone is named.
+    An empty entry would be the working directory.
+    """
+    folders = [str(SOURCE.parent), str(SOURCE)] if SOURCE.is_dir() else []
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, given)])}
 
 
 def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:

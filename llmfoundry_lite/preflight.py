@@ -185,12 +185,13 @@ def _check_import_paths(config: TrainConfig) -> None:
 
 
 def _find_missing_module(module: str) -> str | None:
-    """Return the first package of a dotted name that is missing. Looks at files only; nothing is imported."""
+    """Return the first package of a dotted name that is missing, also in the working directory, where a module of the
+    user's own may lie. Looks at files only; nothing is imported."""
     if module in sys.modules:
         return None
     path, *below = module.split(".")
     try:
-        spec = importlib.util.find_spec(path)
+        spec = importlib.util.find_spec(path) or PathFinder.find_spec(path, [os.getcwd()])
     except ValueError:  # a module that was put into sys.modules by hand
         return None
     for name in below:

@@ -130,7 +130,7 @@ class AfterSaves(Callback):
         code = f"import sys; sys.path[:] = {sys.path!r}; from llmfoundry_ops.one_checkpoint import main; main()"
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with its process
         self.child = subprocess.Popen(
-            [sys.executable, "-c", code, job.function, json.dumps(job.arguments)],
+            [sys.executable, "-P", "-c", code, job.function, json.dumps(job.arguments)],
             stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,

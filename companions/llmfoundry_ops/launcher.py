@@ -190,7 +190,7 @@ class Launcher:
         mine, its = open_channel()
         module, imports, packages = self.program
         names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-m", "llmfoundry_ops.server", *names]
+        command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *names]
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
         try:
             environment = {**os.environ, **search_path()}

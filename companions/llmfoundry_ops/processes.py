@@ -19,6 +19,7 @@ import psutil
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+from llmfoundry_lite.search_path import environment_of_user
 
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
 SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
@@ -41,7 +42,13 @@ def ask(command: str, seconds: float) -> Answer:
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            env=environment_of_user(),
         )
         try:
             code = process.wait(seconds)
@@ -64,7 +71,7 @@ def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | {LAUNCH: str(code_file)},
+            env=environment_of_user() | {LAUNCH: str(code_file)},
         )
 
 

@@ -160,7 +160,7 @@ def replay_command(
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
             print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
         logs = Path(temporary) / "logs"
-        code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs, finds_modules_here=trust_code)
+        code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs)
         if code != EXIT_DONE:
             raise typer.Exit(code)
         outcome = compare_replay(plan, folder)

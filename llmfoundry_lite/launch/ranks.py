@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED, ConfigError
 from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+from llmfoundry_lite.search_path import SAFE_PATH, SET_BY_US
 
-CLONE = Path(__file__).parents[2]
-"""Folder of the clone, from which ranks import the package if it is not installed."""
 COMPOSER = r"""
 import re, sys
 from composer.cli import launcher
@@ -35,14 +35,12 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
         raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
 
 
-def run_ranks(
-    module: str, arguments: Sequence[str], num_ranks: int, logs: Path, *, finds_modules_here: bool = True
-) -> int:
+def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> int:
     """Run `python -m module` on each rank, and return the exit code; of several, it is their launcher's.
 
     Rank 0 prints here. composer has rank R print into `logs`/rankR.txt; torchrun has all print here, and makes 1 of
-    every code. Signals go to the ranks, which composer would leave behind. Without `finds_modules_here`, no module in
-    the working directory is imported. Raises ConfigError for a folder that takes no logs.
+    every code. Signals go to the ranks, which composer would leave behind. No module in the working directory is
+    imported, unless the configuration names it. Raises ConfigError for a folder that takes no logs.
     """
     launcher: list[str] = []
     if num_ranks > 1 and find_spec("composer") is None:
@@ -54,10 +52,10 @@ def run_ranks(
             raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
         file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
         launcher = ["-c", COMPOSER, "-n", str(num_ranks), "--stdout", file, "--stderr", file]
-    command = [sys.executable, *launcher, "-m", module, *arguments]
+    command = [sys.executable, "-P", *launcher, "-m", module, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 1)}
-    if not finds_modules_here and Path.cwd() != CLONE:
-        environment["PYTHONSAFEPATH"] = "1"
+    environment |= search_path()
+    environment.setdefault(SAFE_PATH, SET_BY_US)  # for the launcher, and for the ranks that it starts
     process, asked = subprocess.Popen(command, env=environment), list[int]()
 
     def pass_on(number: int, frame: object) -> None:

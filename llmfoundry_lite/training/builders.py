@@ -31,6 +31,7 @@ from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.ranks.rank import this_rank
+from llmfoundry_lite.search_path import allow_working_directory_for
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement, Meter, count_tokens
 from llmfoundry_lite.training.checkpointing import Checkpointing, Start
@@ -303,6 +304,7 @@ def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
     module_name, _, attribute = name.removeprefix("python:").partition(":")
     if not attribute:
         raise ConfigError(f"{where}: {name!r} given, expected python:package.module:Thing")
+    allow_working_directory_for(module_name)
     try:
         thing = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:

@@ -40,11 +40,12 @@ def test_one_rank_is_a_process_whose_code_is_passed_on(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.multiprocess
-def test_a_working_directory_of_somebody_else_is_imported_only_when_allowed(tmp_path, monkeypatch):
-    (tmp_path / "theirs.py").write_text("")
+@pytest.mark.parametrize("name", [pytest.param("composer", marks=pytest.mark.slow), "tests"])
+def test_ranks_import_nothing_from_the_working_directory(tmp_path, monkeypatch, name):
+    (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
-    assert run_ranks("theirs", [], 1, tmp_path) == 0
-    assert run_ranks("theirs", [], 1, tmp_path, finds_modules_here=False) == 1
+    assert run_ranks("tests.launch.leaver", ["0=75"], 2 if name == "composer" else 1, tmp_path) == 75
+    assert not (tmp_path / "marker").exists()
 
 
 @pytest.mark.slow

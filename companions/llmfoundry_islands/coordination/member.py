@@ -28,6 +28,7 @@ from llmfoundry_islands.coordination.messages import (
     pack,
     receive,
 )
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError
 
 HEARTBEAT_SECONDS = 0.5
@@ -86,7 +87,7 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
     Raises ConfigError.
     """
     where = format_address(address)
-    command = [sys.executable, "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
+    command = [sys.executable, "-P", "-m", "llmfoundry_lite", "islands", "coordinate", "--until-alone"]
     command += ["--listen", where, "--islands", str(num_islands)]
     # Not a child of this rank: launchers kill the children of one that hangs.
     detached = ["sh", "-c", '"$@" &', "sh", *command]
@@ -97,7 +98,8 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
             output.parent.mkdir(parents=True, exist_ok=True)
             with output.open("wb") as file:
                 silent = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-                subprocess.run(detached, start_new_session=True, check=True, **silent)
+                environment = {**os.environ, **search_path()}
+                subprocess.run(detached, start_new_session=True, check=True, env=environment, **silent)
         last = (output.read_text(errors="replace").splitlines() or ["no output"])[-1]
         has_failed = last.startswith("error: ") or time.monotonic() - started_at > SECONDS_TO_START
         if has_failed and not answers(address):  # else another island has started one

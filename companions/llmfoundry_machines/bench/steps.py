@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
@@ -93,12 +94,12 @@ def random_tokens(num_samples: int, seq_len: int, vocab_size: int) -> np.ndarray
 
 
 def measure_in_a_process(
-    settings: dict[str, Any], program: Sequence[str] = (sys.executable, "-m", __name__)
+    settings: dict[str, Any], program: Sequence[str] = (sys.executable, "-P", "-m", __name__)
 ) -> dict[str, Any]:
     """Measure one side in a process of its own. Raises RuntimeError with its output if it fails."""
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, {**os.environ, **search_path()}
     command = [*program, json.dumps(settings)]
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment)
     try:
         output, errors = process.communicate()
     finally:
@@ -146,7 +147,7 @@ def be_rank(rank: int, num_ranks: int, measure: Callable[[], Any], folder: str) 
 def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
     """Train on so many ranks of this machine. Raises RuntimeError with the first error that a rank printed."""
     # By torchrun: Composer's launcher would import Composer once more, for nothing.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "llmfoundry_lite.train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

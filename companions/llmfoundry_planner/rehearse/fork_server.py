@@ -62,7 +62,7 @@ class ForkServer:
         # Compiling processes of its own would outlive a fork.
         own = {**preload(build_library()), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmfoundry_planner.rehearse.child", str(os.getpid()), str(self.folder)],
+            [sys.executable, "-P", "-m", "llmfoundry_planner.rehearse.child", str(os.getpid()), str(self.folder)],
             env={**inherited, **search_path(), **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -129,7 +129,7 @@ def run_for_real(arguments: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="measure-", ignore_cleanup_errors=True) as name:
         options = {"num_devices": 1, "per_node": 1, "num_batches": 2, "counts_operations": False}
         write_request(Path(name), arguments, rank_variables(0, 1) | rendezvous(), **options)
-        command = [sys.executable, "-m", "llmfoundry_planner.rehearse.child", name]
+        command = [sys.executable, "-P", "-m", "llmfoundry_planner.rehearse.child", name]
         done = subprocess.run(
             command, env={**os.environ, **search_path()}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
