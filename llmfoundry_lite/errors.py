@@ -9,6 +9,7 @@ import errno
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
@@ -36,26 +37,64 @@ SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0
 
 REFERENCE = r"\$\{(?:[^{}]|\{[^{}]*\})*\}"
 """Pattern of `${oc.env:NAME}`, which stands for a secret without being one."""
-PASSWORD = re.compile(rf"""(://(?:{REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)[^\s/?\#"]*(?=@)""")
+PASSWORD = re.compile(rf"""(://(?:{REFERENCE}|\$(?!\{{)|[^\s/:@?\#"$])*:)(?!\$\{{)([^\s/?\#"]*)(?=@)""")
 """Pattern of the password in scheme://user:password@, which ends at the first slash."""
-TOKEN = re.compile(r"""(https?://)[^\s/:@?#"]+(?=@)""")
+TOKEN = re.compile(r"""(https?://)([^\s/:@?#"]+)(?=@)""")
 """Pattern of a token before the host, without a user's name."""
 PARAMETER = re.compile(
     r"""([?&;](?:[\w.-]*[-_.])?
         (?:(?:access|auth)?token|(?:api)?key|awsaccesskeyid|secret|sig|signature|credential|auth|passw(?:or)?d|pwd|pass|pw)=)
-        (?!\$\{)[^\s&;\#'"]+""",
+        (?!\$\{)([^\s&;\#'"]+)""",
     re.VERBOSE | re.IGNORECASE,
 )
 """Pattern of a secret parameter, judged by the last word of its name: access_token, X-Amz-Signature; not max_tokens."""
 MASKED = re.compile(r"://[^\s/]*\*\*\*@|[?&;][^\s=&;]+=\*\*\*")
+SECRET_NAME = re.compile(
+    r"(?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token$|(?:api|access|secret|private|auth|account)_?key$"
+    r"|secret$|credentials?$|passw(?:or)?d$|passphrase$|pwd$",
+    re.IGNORECASE,
+)
+"""Pattern of a key or an environment variable whose value is a secret: HF_TOKEN, api_key; not eos_token."""
+
+MIN_SECRET_LENGTH = 4
+"""Characters from which on a secret is masked outside of its URL. A shorter one would hide too much other text."""
+_known_secrets: set[str] = set()
 
 
-def mask_credentials(text: str) -> str:
-    """Return `text` with `***` for passwords, tokens and signatures in URLs. Every record, log and message goes through
-    this."""
+def learn_secret(text: str) -> None:
+    """Let `mask_credentials` hide `text` wherever it stands, as itself or percent-decoded."""
+    _known_secrets.update(one for one in (text, unquote(text)) if len(one) >= MIN_SECRET_LENGTH and "***" not in one)
+
+
+def learn_credentials(text: str) -> None:
+    """Learn the secrets of URLs in `text`, which a user has given: a client's error may quote one without its URL, as
+    botocore does in `Invalid bucket name "user:password@bucket"`."""
+    for pattern in (PASSWORD, TOKEN, PARAMETER) if "://" in text else ():
+        for found in pattern.finditer(text):
+            learn_secret(found[2])
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a key or an environment variable of this name holds a secret."""
+    return SECRET_NAME.search(name) is not None
+
+
+def mask_urls(text: str) -> str:
+    """Return `text` with `***` for passwords, tokens and signatures in URLs. For JSON and other records with a form of
+    their own, in which a known secret could be part of a key."""
     if "://" not in text:
         return text
     return PARAMETER.sub(r"\1***", TOKEN.sub(r"\1***", PASSWORD.sub(r"\1***", text)))
+
+
+def mask_credentials(text: str) -> str:
+    """Return `text` with `***` for secrets in URLs, and for known secrets outside of them. Every message goes through
+    this, and every text that a record quotes."""
+    text = mask_urls(text)
+    for secret in sorted(_known_secrets, key=len, reverse=True):
+        if secret in text:
+            text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text)
+    return text
 
 
 def is_masked(text: str) -> bool:

@@ -37,6 +37,7 @@ from llmfoundry_lite.errors import (
     ConfigError,
     DataError,
     either,
+    is_secret_name,
     list_names,
     printable,
 )
@@ -505,7 +506,10 @@ def _describe_variable(name: str, value: str) -> str:
     if isinstance(value, FromEnvironment):
         return f"{name}={value.written}"
     found = os.environ.get(name, value)
-    return f"{name}={value}" if found == value else f"{name}={found}, as the shell has it, not {value}"
+    if found == value:
+        return f"{name}={value}"
+    shown = "***" if is_secret_name(name) else found
+    return f"{name}={shown}, as the shell has it, not {value}"
 
 
 def _describe_duration(config: TrainConfig, found: Preflight) -> str:

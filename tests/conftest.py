@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import HealthCheck, settings
 
+from llmfoundry_lite import errors
 from tests.helpers.tiny import write_data
 
 # Benchmarks print with a companion's tables; the core's own tests run without any companion.
@@ -26,9 +27,11 @@ def data(tmp_path_factory):
 
 
 def _keep_environment() -> Iterator[None]:
-    """Training in this process sets a rank's variables, and the next test's launch would take itself for a rank."""
+    """Training in this process sets a rank's variables, and the next test's launch would take itself for a rank. A
+    secret of one test may be plain text in another."""
     before = dict(os.environ)
     yield
+    errors._known_secrets.clear()
     for name in os.environ.keys() - before:
         del os.environ[name]
     os.environ.update(before)

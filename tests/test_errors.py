@@ -1,10 +1,12 @@
 """Transient errors and the user's: a mistake comes again with every try, a fault of the world may pass."""
 
 import errno
+import json
 import os
 
 import pytest
 
+from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import (
     CheckpointError,
     DataError,
@@ -13,10 +15,14 @@ from llmfoundry_lite.errors import (
     UserError,
     has_expired,
     is_masked,
+    is_secret_name,
     is_transient,
+    learn_credentials,
     mask_credentials,
+    one_line,
     printable,
 )
+from llmfoundry_lite.ranks.status import write_status
 
 
 class ClientError(Exception):
@@ -174,6 +180,52 @@ def test_credentials_in_urls_are_masked_wherever_text_leaves(text):
     masked = MASKED_URLS[text]
     assert mask_credentials(text) == printable(text) == str(UserError(text)) == mask_credentials(masked) == masked
     assert is_masked(masked) and not is_masked(text)
+
+
+QUOTED = 'Invalid bucket name "user:{}@bucket": it must match'
+
+
+@pytest.mark.parametrize(
+    ("url", "quoted"),
+    [
+        ("s3://user:hunter2@bucket/x", "hunter2"),
+        ("s3://user:hunter%402@bucket/x", "hunter@2"),
+        ("https://hunter2@host/x", "hunter2"),
+        ("https://host/x?X-Amz-Signature=hunter2", "hunter2"),
+    ],
+)
+def test_a_secret_that_an_error_quotes_without_its_url_is_masked(tmp_path, url, quoted):
+    learn_credentials(f"save_folder={url}")
+    text = QUOTED.format(quoted)
+    masked = QUOTED.format("***")
+    assert mask_credentials(text) == printable(text) == str(UserError(text)) == one_line(ValueError(text)) == masked
+    write_status(tmp_path, "failed", 3, text)
+    for name in ("status.json", "launches.jsonl"):
+        assert json.loads((tmp_path / name).read_text())["reason"] == masked
+    assert printable(f"a{quoted}") == f"a{quoted}", "a part of another word"
+
+
+def test_what_is_too_short_to_be_told_from_other_text_is_masked_in_its_url_alone():
+    learn_credentials("s3://user:a/b@c s3://user:abc@bucket")
+    assert mask_credentials("s3://user:abc@bucket, abc") == "s3://user:***@bucket, abc"
+
+
+def test_a_folder_that_a_client_refuses_is_named_without_its_password(monkeypatch, capsys):
+    def refuse(url):
+        raise ValueError(QUOTED.format("hunter2"))
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    assert run(["checkpoint", "ls", "s3://user:hunter2@bucket/x"]) == 2
+    assert capsys.readouterr().err == f"error: s3://user:***@bucket/x: {QUOTED.format('***')}\n"
+
+
+SECRET_NAMES = ["HF_TOKEN", "token", "api_key", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "client_secret", "PGPASSWORD"]
+OTHER_NAMES = ["eos_token", "num_tokens", "text_key", "key", "NCCL_ALGO", "OMP_NUM_THREADS", "tokenizer", "monkey"]
+
+
+@pytest.mark.parametrize("name", [*SECRET_NAMES, *OTHER_NAMES])
+def test_a_secret_is_told_by_its_name(name):
+    assert is_secret_name(name) == (name in SECRET_NAMES)
 
 
 @pytest.mark.parametrize("text", PLAIN_URLS)

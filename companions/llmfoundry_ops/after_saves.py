@@ -24,6 +24,7 @@ from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.schedule import has_passed
+from llmfoundry_ops.processes import JOB
 
 GENERATIONS = "generations.jsonl"
 MAX_WAITING = 3
@@ -127,10 +128,12 @@ class AfterSaves(Callback):
     def _start(self, job: Job) -> None:
         environment = {key: value for key, value in os.environ.items() if key not in rank_variables(0, 1)}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        # Not as arguments, which every user of the machine can read: a URL may have credentials.
+        environment[JOB] = json.dumps([job.function, job.arguments])
         code = f"import sys; sys.path[:] = {sys.path!r}; from llmfoundry_ops.one_checkpoint import main; main()"
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with its process
         self.child = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, job.function, json.dumps(job.arguments)],
+            [sys.executable, "-P", "-c", code],
             stdin=subprocess.PIPE,
             stdout=self.output,
             stderr=subprocess.STDOUT,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_lines_at_most
-from llmfoundry_lite.errors import ConfigError, mask_credentials
+from llmfoundry_lite.errors import ConfigError, mask_urls
 
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
@@ -103,6 +103,6 @@ def append(folder: Path, **event: Any) -> None:
         file.seek(0, os.SEEK_END)
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")  # after a line that was cut off
-        file.write(mask_credentials(json.dumps(event)).encode() + b"\n")
+        file.write(mask_urls(json.dumps(event)).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -12,17 +12,19 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, part_bytes
 from llmfoundry_lite.cli.checkpoint import export as export_checkpoint
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
+from llmfoundry_lite.errors import one_line
 from llmfoundry_lite.evaluation.loaded import load
+from llmfoundry_ops.processes import JOB
 
 
 def main() -> None:
-    """Run the function that the arguments name. If it fails, print its reason in a line and exit with 1."""
+    """Run the function that JOB names. If it fails, print its reason in a line and exit with 1."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    function, arguments = sys.argv[1:]
+    function, arguments = json.loads(os.environ.pop(JOB))
     try:
-        {"export": export, "generate": generate}[function](**json.loads(arguments))
+        {"export": export, "generate": generate}[function](**arguments)
     except Exception as error:
-        print(" ".join(str(error).split()) or type(error).__name__, flush=True)
+        print(one_line(error), flush=True)
         sys.exit(1)
 
 

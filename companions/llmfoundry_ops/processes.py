@@ -22,6 +22,8 @@ from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 from llmfoundry_lite.search_path import environment_of_user
 
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
+JOB = "LLMFOUNDRY_LITE_JOB"
+"""Variable of a process beside a run: the name of a function in `one_checkpoint`, and its arguments, as JSON."""
 SHELL = """trap 'echo $? > "$2.part" && mv "$2.part" "$2"' EXIT; trap : TERM INT; (trap : TERM INT; eval "$1")"""
 """The shell outlives signals, to write the exit code. A copy of it runs the command, which may be `exec`."""
 SLEEP_SECONDS = 0.05

@@ -16,7 +16,7 @@ import xxhash
 
 from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk, Extra, Grid
 from llmfoundry_lite.config.changes import Change
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, NewerFormatError, is_secret_name
 from llmfoundry_lite.ranks.codec import Item, encode_value, fits, parse_json, shorten, write_json
 
 FORMAT = "llmfoundry_lite checkpoint"
@@ -380,7 +380,13 @@ def decode(raw: bytes, where: str) -> Manifest:
 def decode_segment(item: Item) -> Segment:
     segment = _decode_record(Segment, item)
     item.expect(all(len(pair) == 2 for pair in segment.changes.values()), "changes as [before, now]")
-    return segment
+    # Earlier releases recorded the values of all variables. A secret goes into no report, and into no later save.
+    shown = {name: _hide_secret(name, value) for name, value in segment.environment.items()}
+    return dataclasses.replace(segment, environment=shown)
+
+
+def _hide_secret(name: str, value: str) -> str:
+    return value if not is_secret_name(name) or value.startswith("${oc.") else "***"
 
 
 def _refuse_newer(raw: bytes, where: str) -> None:

@@ -16,6 +16,7 @@ from llmfoundry_lite.errors import (
     UnreadableCheckpointError,
     UnsoundCheckpointError,
     is_masked,
+    learn_credentials,
 )
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.retry import first_line
@@ -34,6 +35,7 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         raise CheckpointError(
             f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
         )
+    learn_credentials(text)
     check_url_spelling(text)
     if not separator:
         return LocalFolder(Path(os.path.expanduser(text)))

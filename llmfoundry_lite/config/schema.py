@@ -27,7 +27,7 @@ from llmfoundry_lite.config.fields import (
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
-from llmfoundry_lite.errors import mask_credentials
+from llmfoundry_lite.errors import mask_urls
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
 """Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
@@ -759,7 +759,7 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     """
 
     def recorded(text: str) -> str:
-        return mask_credentials(text.written if isinstance(text, FromEnvironment) else text)
+        return mask_urls(text.written if isinstance(text, FromEnvironment) else text)
 
     values = map_texts(with_keys(config), recorded)
     values["optimizer"]["weight_decay"] = config.optimizer.decay  # recorded: the default may change

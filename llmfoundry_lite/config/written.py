@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.fields import Rule, Setting, keys_of
-from llmfoundry_lite.errors import ConfigError, is_masked
+from llmfoundry_lite.errors import ConfigError, is_masked, is_secret_name, learn_credentials, learn_secret
 
 
 class PlainScalar(str):
@@ -45,6 +45,10 @@ class FromEnvironment(str):
 
     def replace(self, old: str, new: str, count: typing.SupportsIndex = -1, /) -> "FromEnvironment":
         return FromEnvironment(super().replace(old, new, count), self.written)
+
+
+VARIABLE = re.compile(r"\$\{oc\.env:([^,{}]+)")
+"""Pattern of a reference to an environment variable, with its name."""
 
 
 def map_texts(values: Any, change: Callable[[str], str]) -> Any:
@@ -81,9 +85,10 @@ def choose_readings(block: type, values: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with each scalar read as `block` says: as text, or as its number or truth value.
 
     Text from the environment stays marked, and is recorded as it was written, where it may change freely in mid-run:
-    paths, URLs, names, arguments of loggers and callbacks. Everything else, a user's own optimizer and loader too,
-    decides what is trained. It is recorded resolved, or another variable would change a run unnoticed. Raises
-    ConfigError for a URL whose credentials were masked when it was recorded.
+    paths, URLs, names, arguments of loggers and callbacks. So does a secret, by its key's name. Everything else, a
+    user's own optimizer and loader too, decides what is trained. It is recorded resolved, or another variable would
+    change a run unnoticed. Secrets are learned, so that no message quotes them. Raises ConfigError for a URL whose
+    credentials were masked when it was recorded.
     """
     return _choose_in_block(block, values, "", "freely")
 
@@ -121,9 +126,15 @@ def _choose(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> A
         return str(value) if is_text else value.value
     if isinstance(value, str) and is_masked(value):
         raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
-    if isinstance(value, FromEnvironment) and {str, Any} & set(options):
-        is_free = rule == "freely" and not setting.choices and not {int, float, bool} & set(options)
-        return value if is_free else str(value)
+    if isinstance(value, str):
+        learn_credentials(value)
+    if isinstance(value, FromEnvironment):
+        is_secret = is_secret_name(path) or any(map(is_secret_name, VARIABLE.findall(value.written)))
+        if is_secret:
+            learn_secret(value)
+        if {str, Any} & set(options):
+            is_text = not setting.choices and not {int, float, bool} & set(options)
+            return value if is_text and (rule == "freely" or is_secret) else str(value)
     return value
 
 

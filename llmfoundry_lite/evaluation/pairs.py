@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from llmfoundry_lite.errors import mask_credentials, printable
+from llmfoundry_lite.errors import mask_credentials, mask_urls, printable
 from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
@@ -190,7 +190,7 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Comparison], fo
         lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
     write_atomically(markdown, mask_credentials("\n".join([*lines, legend(pairs), ""])))
-    write_atomically(facts, mask_credentials(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
+    write_atomically(facts, mask_urls(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
     return [markdown, facts]
 
 

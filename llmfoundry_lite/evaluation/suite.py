@@ -21,7 +21,7 @@ from llmfoundry_lite.errors import (
     DataError,
     IncompleteCheckpointError,
     UserError,
-    mask_credentials,
+    mask_urls,
     printable,
 )
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -106,7 +106,7 @@ def find_models(
                 results = Results(
                     model=name,
                     suite=config.suite,
-                    source=mask_credentials(subject.source),
+                    source=mask_urls(subject.source),
                     save_id=subject.save_id,
                     num_tokens_trained=subject.num_tokens_trained,
                     tokenizer=subject.tokenizer.fingerprint,

@@ -21,7 +21,7 @@ import numpy as np
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.checkpoint.log_lines import read_lines
-from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, printable
+from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
@@ -91,7 +91,7 @@ def report(
     sections = build_sections(facts, added)
     print_sections(sections)
     write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
-    write_atomically(folder / "report.json", mask_credentials(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
+    write_atomically(folder / "report.json", mask_urls(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     for figure in figures:
         print(printable(f"plot: {figure}"))
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))

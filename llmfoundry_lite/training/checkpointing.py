@@ -43,7 +43,13 @@ from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_lite.training.run_folder import log_until
-from llmfoundry_lite.training.run_state import RunState, build_segment, chosen_options, find_differences
+from llmfoundry_lite.training.run_state import (
+    RunState,
+    build_segment,
+    chosen_options,
+    find_differences,
+    with_references,
+)
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
 
@@ -197,7 +203,7 @@ class Checkpointing(Callback):
                 self.saver.log_parts = log.parts
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
-        self.segments = manifest.segments
+        self.segments = with_references(manifest.segments, self.config)
         self.microbatch_of_run = find_microbatch(self.config, manifest)
 
     def _differences(self, manifest: Manifest, state: State) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from llmfoundry_lite.checkpoint.log_lines import Record, console_line, read_lines, validation_losses
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, TransientError, mask_credentials
+from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls
 
 WANDB_ID = "wandb_id"
 
@@ -171,7 +171,7 @@ class WandbMirror(Mirror):
 
         run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
         (run_folder / WANDB_ID).write_text(run_id + "\n")
-        sys.argv[1:] = map(mask_credentials, sys.argv[1:])  # wandb records them
+        sys.argv[1:] = map(mask_urls, sys.argv[1:])  # wandb records them
         try:
             self.run = wandb.init(
                 project=config.project,

@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.log_lines import METRICS, Record, missing_lines,
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record
-from llmfoundry_lite.errors import UserError, mask_credentials, printable
+from llmfoundry_lite.errors import UserError, mask_urls, printable
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
@@ -147,7 +147,7 @@ class RunFolder(LoggerDestination):
         plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
         with clear_disk_errors(self.log):
             self._mend_files()
-            self.file.append(mask_credentials(json.dumps(plain, allow_nan=False)))
+            self.file.append(mask_urls(json.dumps(plain, allow_nan=False)))
 
     def _mend_files(self) -> None:
         """Write files again that somebody has removed while the run trains, and say so. Raises OSError."""

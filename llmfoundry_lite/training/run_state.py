@@ -7,7 +7,8 @@ generator's state: everything random is a function of seed and position.
 import datetime
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.errors import is_secret_name
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.mirrors import wandb_run_id
@@ -121,7 +124,7 @@ DIGITS_DEPEND_ON = {
 def build_segment(
     config: TrainConfig, model: LanguageModel, first_batch: int, last_batch: int, **measured: Any
 ) -> Segment:
-    """Describe where this launch runs, with the actual values of the configured environment variables."""
+    """Describe where this launch runs."""
     fsdp, layout = config.sharding, layout_here(config)
     reduction = "each microbatch" if config.reduces_every_microbatch else "each batch"
     return Segment(
@@ -144,9 +147,33 @@ def build_segment(
         reduction="each batch, exactly" if config.exact_sums else reduction,  # whenever it happens
         num_threads=torch.get_num_threads() if devices.device_type() == "cpu" else None,
         compile_config=config.compile_config,
-        environment={name: os.environ.get(name, value) for name, value in config.environment.items()},
+        environment={name: recorded_variable(name, value) for name, value in config.environment.items()},
         **measured,
     )
+
+
+def recorded_variable(name: str, value: str) -> str:
+    """Return the value of a configured environment variable as checkpoints record it.
+
+    That is the process's own, which the shell may have set otherwise. But a reference stays a reference, and of a
+    variable that holds a secret by its name, the shell's value is not recorded.
+    """
+    if isinstance(value, FromEnvironment):
+        return value.written
+    return value if is_secret_name(name) else os.environ.get(name, value)
+
+
+def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[Segment, ...]:
+    """Return segments of earlier launches with references to the variables that this launch only refers to. Earlier
+    releases recorded their values, which may be secrets."""
+    references = {
+        name: value.written for name, value in config.environment.items() if isinstance(value, FromEnvironment)
+    }
+
+    def recorded(environment: dict[str, str]) -> dict[str, str]:
+        return {name: references.get(name, value) for name, value in environment.items()}
+
+    return tuple(replace(segment, environment=recorded(segment.environment)) for segment in segments)
 
 
 def find_differences(last: Segment, here: Segment) -> list[str]:
@@ -157,7 +184,9 @@ def find_differences(last: Segment, here: Segment) -> list[str]:
 
     pairs = {name: (getattr(last, field), getattr(here, field)) for name, field in DIGITS_DEPEND_ON.items()}
     names = sorted({*last.environment, *here.environment})
-    pairs |= {name: (last.environment.get(name), here.environment.get(name)) for name in names}
+    variables = {name: (last.environment.get(name), here.environment.get(name)) for name in names}
+    # Where one side has only a reference, nobody can tell whether the values differ.
+    pairs |= {name: both for name, both in variables.items() if not any("${oc." in str(value) for value in both)}
     if here.device_train_microbatch_size is None:  # not chosen yet
         del pairs["microbatch"]
     return [f"{name} {describe(before)} -> {describe(now)}" for name, (before, now) in pairs.items() if before != now]

@@ -22,7 +22,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.written import AMBIGUOUS
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
-from llmfoundry_lite.errors import CheckpointError, ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, mask_credentials
 
 AWKWARD = """
     010 007 008 5e12345 7e40404 5e12 1:30 3:55:00 1_000 0x10 0b11 1.10 1e-3 +5 -0 .5 5. .inf .nan 010e 1.2.3 0o17
@@ -366,6 +366,18 @@ def test_arguments_of_ones_own_optimizer_and_loader_are_recorded_as_they_came_ou
     assert read["optimizer"]["kwargs"] == read["train_loader"]["kwargs"] == {"kind": "x"}
     assert read["metadata"]["kind"].written == "${oc.env:KIND}"
     assert not hasattr(read["optimizer"]["kwargs"]["kind"], "written")
+
+
+def test_a_secret_among_these_arguments_is_recorded_as_it_was_written(run, monkeypatch):
+    monkeypatch.setenv("KIND", "x")
+    monkeypatch.setenv("SOME_TOKEN", "hunter2")
+    inner = {"auth": {"api_key": "${oc.env:KIND}"}, "login": "${oc.env:SOME_TOKEN}"}
+    own = {"name": "python:a:B", "kwargs": inner}
+    Path("run.yaml").write_text(dump_yaml({**yaml.safe_load(RUN), "train_loader": own}))
+    config = load()
+    assert config.train_loader.kwargs == {"auth": {"api_key": "x"}, "login": "hunter2"}
+    assert as_dict(config)["train_loader"]["kwargs"] == inner
+    assert mask_credentials("no such login: hunter2") == "no such login: ***"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from streaming.base.format import FileInfo
 
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.data.streams import build_folders, find_damage
+from llmfoundry_lite.errors import DataError
 
 
 def test_what_a_stream_says_goes_before_what_the_data_set_says(tmp_path):
@@ -20,6 +21,18 @@ def test_what_a_stream_says_goes_before_what_the_data_set_says(tmp_path):
     folders = build_folders(TextDatasetConfig(streams=streams, **every))
     for folder, expected in zip(folders, (own, every), strict=True):
         assert {name: getattr(folder.stream, name) for name in own} == expected
+
+
+def test_a_client_that_quotes_a_password_without_its_url_is_quoted_without_it(tmp_path, monkeypatch):
+    stream = StreamConfig(local=str(tmp_path), remote="s3://user:hunter2@bucket/data")
+    (folder,) = build_folders(TextDatasetConfig(streams={"x": stream}))
+
+    def download(name):
+        raise ValueError('Invalid bucket name "user:hunter2@bucket"')
+
+    monkeypatch.setattr(folder, "download", download)
+    with pytest.raises(DataError, match=r'get index.json of s3://user:\*\*\*@bucket/data: .* "user:\*\*\*@bucket" \('):
+        folder.fetch_index()
 
 
 @pytest.mark.parametrize("wrong", ["", "md5", "xxh64"])

@@ -1,13 +1,23 @@
 """Nothing that a launch writes or prints has a secret from the environment or from a URL."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from llmfoundry_lite import preflight
+from llmfoundry_lite.cli.main import run as run_command
+from llmfoundry_lite.companions import list_missing
+from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import WandbConfig
+from llmfoundry_lite.train import check
 from llmfoundry_lite.training.mirrors import WandbMirror
+from llmfoundry_lite.training.run_state import build_segment, find_differences, with_references
 from tests.helpers.launch import train
+from tests.helpers.recorded import HERE, write_run
 from tests.helpers.tiny import tiny_config, write_config
 
 SECRETS = {"FROM_ENV": "hunter2env", "FROM_DECODE": "hunter2decode"}
@@ -16,6 +26,65 @@ SECRETS = {"FROM_ENV": "hunter2env", "FROM_DECODE": "hunter2decode"}
 def secrets_in(folder: Path, output: str) -> list[str]:
     texts = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
     return [name for name, content in {**texts, "output": output.encode()}.items() if b"hunter2" in content]
+
+
+def test_a_segment_has_no_value_that_came_from_a_variable(tmp_path, data, monkeypatch):
+    """It goes into every checkpoint, and from there into reports."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    for name, value in {**SECRETS, "HF_TOKEN": "hunter2shell", "NCCL_ALGO": "Tree"}.items():
+        monkeypatch.setenv(name, value)
+    given = {"KEY": "${oc.env:FROM_ENV}", "HF_TOKEN": "none", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment=given))
+    config = load_train_config([path]).config
+    assert config.environment["KEY"] == "hunter2env"
+    monkeypatch.setenv("KEY", "hunter2env")  # as a launch sets it
+    here = build_segment(config, SimpleNamespace(attn_impl="torch"), 1, 2)
+    assert here.environment == {**given, "NCCL_ALGO": "Tree"}, "as the shell has it, but for secrets"
+
+    before = replace(here, environment={"KEY": "hunter2old", "NCCL_ALGO": "Ring"})
+    assert with_references([before], config)[0].environment == {"KEY": "${oc.env:FROM_ENV}", "NCCL_ALGO": "Ring"}
+    assert not any("hunter2" in text for text in find_differences(before, here))
+    assert "NCCL_ALGO Ring -> Tree" in find_differences(before, here)
+
+
+def test_a_report_on_a_save_of_an_earlier_release_hides_secrets_by_their_names(tmp_path, data, capsys):
+    """Values of all variables were recorded."""
+    recorded = replace(HERE, environment={"WANDB_API_KEY": "hunter2", "NCCL_ALGO": "Ring", "KEY": "${oc.env:X}"})
+    write_run(tmp_path / "run", tiny_config(data), (6,), segments=(recorded,))
+    assert run_command(["report", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out + "".join(path.read_text() for path in (tmp_path / "out").glob("report.[jm]*"))
+    assert "hunter2" not in told
+    assert "WANDB_API_KEY=***" in told and "NCCL_ALGO=Ring" in told and "KEY=${oc.env:X}" in told
+
+
+def test_a_dry_run_does_not_print_a_secret_that_the_shell_has(tmp_path, data, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hunter2shell")
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment={"HF_TOKEN": "none"}))
+    invocation, layout, found = check([path, "--dry-run"])
+    told = preflight.describe(invocation.config, layout, found)
+    assert "HF_TOKEN=***, as the shell has it, not none" in told and "hunter2" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_no_checkpoint_no_export_and_no_report_has_a_secret(tmp_path, data):
+    config = tiny_config(
+        data,
+        max_duration="4ba",
+        save_interval="2ba",
+        environment={"KEY": "${oc.env:FROM_ENV}"},
+        metadata={"key": "${oc.env:FROM_DECODE}"},
+        loggers={"tensorboard": {}},
+    )
+    if "callbacks.generate_callback" not in list_missing():
+        config["callbacks"] = {"generate_callback": {"prompts": ["a"], "interval": "2ba"}}
+    path = write_config(tmp_path / "tiny.yaml", config)
+    outputs = [train([path, "stop_after=2ba"], tmp_path, env=SECRETS).check().output]
+    outputs.append(train([path, "autoresume=true"], tmp_path, env=SECRETS).check().output)
+    run = tmp_path / "runs/tiny"
+    assert run_command(["report", str(run), "--out", str(run / "reported"), "--csv"]) == 0
+    assert (run / "checkpoints/ba4/manifest.json").exists()
+    assert secrets_in(run, "".join(outputs)) == []
 
 
 @pytest.mark.slow

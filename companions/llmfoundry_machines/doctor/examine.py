@@ -31,7 +31,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError, mask_credentials
+from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError, mask_urls
 from llmfoundry_lite.files import check_replaceable
 from llmfoundry_lite.release import NAME, read_release
 from llmfoundry_lite.report.tables import Table
@@ -209,7 +209,7 @@ def report(findings: Sequence[Finding], shown: Sequence[Finding], json_file: Pat
     """Print the table of those that are `shown`, write the JSON of all, and return the exit code."""
     print_table(shown, Console())
     if json_file is not None:
-        json_file.write_text(mask_credentials(json.dumps(as_dict(findings), indent=1)) + "\n")
+        json_file.write_text(mask_urls(json.dumps(as_dict(findings), indent=1)) + "\n")
     return exit_code(findings)
 
 
