@@ -11,6 +11,7 @@ INTENDED: dict[str, str] = {
     "commands/dry-run/*": "overlays of NVIDIA's devices compile; LLM Foundry's callbacks are keys",
     "commands/config.yaml": "LLM Foundry's callbacks and names of metrics are keys",
     "commands/rehearse": "the overlay compiles",
+    "commands/plan/*": "a dimension has one name; days are said to be of steps, saves and failures",
     "commands/init/*": "intervals, the launch and the log follow the length of the run",
     "data/*/files": "val/text.jsonl is written",
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",

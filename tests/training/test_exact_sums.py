@@ -226,8 +226,9 @@ def test_the_microbatch_stays_with_the_run(tmp_path, data):
     assert "device_train_microbatch_size is 1 here and 6 in the checkpoint" in refused.output
     refused = attempt(tmp_path, config, "auto", 4, autoresume=True, device_train_microbatch_size=1)
     assert (
-        "the run's microbatches have 6 samples, which exact_sums keeps, and that does not divide the 3 samples of a device "
-        "here; start 1 or 2 devices, with device_train_microbatch_size=6 or auto, or set exact_sums=false from here on"
+        "the run's microbatches have 6 samples, which exact_sums keeps, and that does not divide the 3 samples of a "
+        "device here; start 1 or 2 devices, with device_train_microbatch_size=6 or auto, or set exact_sums=false from "
+        "here on"
     ) in refused.output
     run(tmp_path, config, "auto", 1, device_train_microbatch_size="auto", autoresume=True)
     refused = attempt(tmp_path, config, "other", 3, device_train_microbatch_size=3)

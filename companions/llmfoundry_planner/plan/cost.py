@@ -14,6 +14,9 @@ DEVICE_HOURS_BETWEEN_FAILURES = 50_000.0
 arXiv 2407.21783, section 3.3.4."""
 RESTART_SECONDS = 300.0
 """From a failure to the next batch, with a spare node at hand: HyperPod says under two minutes, a queue takes more."""
+PUBLISHED_RUN, PUBLISHED_DAYS, PREDICTED_DAYS = "MPT-7B on 440 A100-40GB", 9.5, 6.6
+"""A run's whole time beside the days that are predicted for its 1 trillion tokens, in batches of 1,760 samples.
+MosaicML, "Introducing MPT-7B", 5 May 2023. Nothing is published of what the rest of the time went into."""
 COPY_BYTES_PER_SECOND = 10e9
 """From a device to its host, while a save holds training up: half of PCIe 4.0's rate."""
 MIN_SAVE_SECONDS = 0.1
@@ -29,7 +32,7 @@ def save_seconds(memory: MemoryEstimate) -> float:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Cost:
     days: float
-    """Failures and saves included."""
+    """Time of steps, saves and failures. Evaluation, queues and people's time come on top."""
     device_hours: float
     energy_kwh: float
     """Upper limit: every node draws its maximum."""

@@ -8,16 +8,34 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_planner.plan.cost import STATE_BYTES, compute_optimal
+from llmfoundry_planner.plan.cost import (
+    PREDICTED_DAYS,
+    PUBLISHED_DAYS,
+    PUBLISHED_RUN,
+    STATE_BYTES,
+    compute_optimal,
+)
 from llmfoundry_planner.plan.plan import Plan
 from llmfoundry_planner.plan.search import Candidate, Rejected, usable_bytes
 
 CANNOT_PROMISE = "not predicted: slow storage, the host's own time. `llmfoundry-lite rehearse` measures the memory"
+DAYS = (
+    f"days are of steps, saves and failures; all else comes on top: {PUBLISHED_RUN} took {PUBLISHED_DAYS:g}, and "
+    f"{PREDICTED_DAYS:g} are predicted"
+)
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
 COLUMNS = (
     *("hardware", "devices", "samples", "layout", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
     *("scaling", "days", "of it lost"),
 )
+DIMENSION_NAMES = {
+    "pipeline": "stages",
+    "replicate": "copies",
+    "shard": "shards",
+    "context": "context",
+    "tensor": "tensor",
+}
+"""Dimension of a layout -> its name, in the table's head and in sentences alike."""
 PARTS = {
     "products": "matrix products",
     "attention": "attention",
@@ -58,7 +76,7 @@ def describe_plan(plan: Plan, num_shown: int = 5) -> str:
         lines.append(f"no layout of {plan.num_devices} {plan.hardware.accelerator.name} fits{on}")
     lines += ["", *_rejections(plan)]
     if plan.cost is not None:
-        lines += ["", *_costs(plan)]
+        lines += ["", *_costs(plan), "", DAYS]
     return "\n".join([*lines, "", CANNOT_PROMISE])
 
 
@@ -94,7 +112,8 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         if plan.candidates:
             counts.setdefault(describe_interval(plan), []).append(f"{plan.num_devices:,}")
     intervals = [f"interval  {', '.join(of)} x {interval}" for interval, of in counts.items()]
-    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", *intervals, "", CANNOT_PROMISE])
+    days = ["", DAYS] if any(plan.cost is not None for plan in plans) else []
+    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", *intervals, *days, "", CANNOT_PROMISE])
 
 
 def describe_interval(plan: Plan) -> str:
@@ -110,7 +129,7 @@ def three_digits(number: float) -> str:
 
 
 def _table(plan: Plan, num_shown: int) -> list[str]:
-    rows = ["   stages copies shards context tensor  micro  recomputed    GiB     tokens/s    MFU"]
+    rows = [f"   {' '.join(DIMENSION_NAMES.values())}  micro  recomputed    GiB     tokens/s    MFU"]
     for number, c in enumerate(plan.candidates[:num_shown], 1):
         recomputed = CHECKPOINTING[c.recomputed]
         layout, rate = c.layout, f"{c.time.tokens_per_second:,.0f}"
@@ -129,8 +148,8 @@ def _table(plan: Plan, num_shown: int) -> list[str]:
 
 def name_layout(layout: Layout, strategy: str) -> str:
     """Return `4 stages x 2 copies x 8 shards`; dimensions of one device are left out."""
-    words = {"pipeline": "stages", "replicate": "copies", "shard": "shards", "context": "parts", "tensor": "tensor"}
-    parts = [f"{degree} {word}" for name, word in words.items() if (degree := getattr(layout, name)) > 1]
+    degrees = {name: getattr(layout, name) for name in DIMENSION_NAMES}
+    parts = [f"{degree} {DIMENSION_NAMES[name]}" for name, degree in degrees.items() if degree > 1]
     return (" x ".join(parts) or "1 device") + (", ZERO_1" if strategy == "ZERO_1" else "")
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -35,14 +36,36 @@ def test_a_run_is_planned_and_the_plan_explained(capsys):
     assert "mpt-7b: 6.66 billion parameters, 134 billion tokens, 1024 x 2048 a batch, amp_bf16" in out
     assert "256 x MI250 (half a card each), 8 in a node" in out
     assert "state     0.12 TB at 18 bytes a parameter (0.0932 TB at the 14 that papers count)" in out
-    assert "rejected  64 copies x 4 parts, ZERO_1: needs " in out
-    assert [line.split()[0] for line in out.splitlines() if line[:10].strip()][-5:-1] == [
+    assert "rejected  64 copies x 4 context, ZERO_1: needs " in out
+    assert [line.split()[0] for line in out.splitlines() if line[:10].strip()][-6:-1] == [
         "rejected",
         "run",
         "failures",
         "budget",
+        "days",
     ]
     assert " dollars" in out and "matrix products" in out
+
+
+def test_a_dimension_has_one_name_in_the_table_and_in_rejections(capsys):
+    assert plan("mpt-7b", "--hardware", "mi250", "--devices", "256") == 0
+    out = capsys.readouterr().out
+    head = next(line for line in out.splitlines() if "stages" in line and "recomputed" in line).split()
+    named = [re.findall(r"\d+ (\w+)", line.partition(": ")[0]) for line in out.splitlines() if line[:8] == "rejected"]
+    assert named and all(name in head for names in named for name in names)
+    assert any("context" in names for names in named)
+
+
+def test_the_days_of_a_published_run_stand_beside_those_that_are_predicted(capsys):
+    published = ("mpt-7b", "--hardware", "a100-40gb", "--tokens", "1e12", "global_train_batch_size=1760")
+    note = "all else comes on top: MPT-7B on 440 A100-40GB took 9.5, and 6.6 are predicted"
+    assert plan(*published, "--devices", "440") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^run +6\.[56]\d days", out, re.MULTILINE) and note in out
+    assert plan(*published, "--devices", "88,440") == 0
+    assert note in capsys.readouterr().out
+    assert plan("mpt-7b", "--hardware", "h100", "--devices", "8", "max_duration=1ep", "scheduler.t_warmup=0ba") == 0
+    assert "days are" not in capsys.readouterr().out  # nothing tells how many tokens an epoch has
 
 
 def test_every_layout_is_planned_or_rejected_with_a_reason(capsys):
