@@ -37,6 +37,7 @@ def write_texts(folder: Path, num_texts: int = 20) -> Path:
     generator = np.random.default_rng(0)
     words = ["".join(generator.choice([*"abcdefgh"], size=3)) for _ in range(40)]
     texts = [" ".join(generator.choice(words, size=1 + (i * 11) % 20)) for i in range(num_texts)]
+    folder.mkdir(exist_ok=True)
     train_tokenizer(texts, 300).save(folder / "tokenizer")
     for split in ("train", "val"):
         with MDSWriter(out=str(folder / split), columns={"text": "str"}) as writer:

@@ -128,7 +128,9 @@ def test_documents_packed_in_a_sample_are_kept_apart_on_every_world(tmp_path, da
     config = tiny_config(data, tokenizer__name=str(tmp_path / "tokenizer"), max_duration="3ba")
     together = losses(run(tmp_path, config, "together"))
     config["model"]["attn_config"] = {"attn_uses_sequence_id": True}
-    apart = losses(run(tmp_path, config, "apart"))
+    records = run(tmp_path, config, "apart")
+    assert_is_by_hand(records, train_by_hand(tmp_path, config, 3, separator=2))
+    apart = losses(records)
     assert all(abs(a - b) > 1e-5 for a, b in zip(apart, together, strict=True))
     assert losses(run(tmp_path, config, "apart-two", 2)) == pytest.approx(apart, abs=1e-4)
 

@@ -7,7 +7,7 @@ from llmfoundry_islands.tests.world import coordination, island, islands, metric
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from tests.helpers.by_hand import assert_is_by_hand, train_by_hand
 from tests.helpers.launch import train
-from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
+from tests.helpers.tiny import read_metrics, reading_texts, tiny_config, values, write_config, write_data, write_texts
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -67,6 +67,12 @@ UNSHARDED = (2, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}})
 @pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (SHARDS, UNSHARDED), (COPIES, STAGES)])
 def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, a, b):
     check_is_one_world(tmp_path, padded, a, b, num_batches=9, killed_at=3)
+
+
+def test_islands_weigh_rows_of_unlike_length_in_16_bits_as_one_world_does(tmp_path):
+    texts = write_texts(tmp_path / "texts")
+    by_rows = {**reading_texts(texts), "accumulate_train_batch_on_tokens": False, "precision": "amp_bf16"}
+    check_is_one_world(tmp_path, texts, STAGES, SHARDS, num_batches=9, killed_at=3, **by_rows)
 
 
 def test_one_rank_carries_on_from_a_save_of_stages_with_the_same_bits(tmp_path, padded):
