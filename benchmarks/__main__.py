@@ -14,6 +14,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER, UserError, printable
 from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.ranks.output import prepare_output
 
 BENCHMARKS = {
     "train": ("train.train", "A training step beside LLM Foundry's."),
@@ -101,4 +102,5 @@ def innermost(hint: Any) -> tuple[Any, bool]:
 
 
 if __name__ == "__main__":
+    prepare_output()
     sys.exit(run_benchmark(sys.argv[1:]))

@@ -13,6 +13,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.ranks.ending import Preempted
+from llmfoundry_lite.ranks.output import ignoring_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.report.reading import Run, read_run
@@ -119,7 +120,8 @@ def _as_rank(call: Callable[[], T]) -> T:
     had_group, handlers = dist.is_initialized(), {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     try:
         adopt_srun()
-        found = call()
+        with ignoring_output_errors():
+            found = call()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()  # until rank 0 has written the end of the run
     except Preempted as error:

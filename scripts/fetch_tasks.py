@@ -8,7 +8,6 @@ in this repository.
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.cli.main import run_program
 from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import write_atomically
 
@@ -191,4 +190,4 @@ ORIGINS = {
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], program, "fetch_tasks.py"))
+    run_program(program, "fetch_tasks.py")

@@ -100,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
     sys.path[:0] = [str(ROOT), str(ROOT / "companions")]
+    from llmfoundry_lite.ranks.output import prepare_output
+
+    prepare_output()
     if bool(options.files) != (options.part == "verified"):
         parser.error("`verified` and the files that the parts have written belong together; give both")
     if options.part == "verified":

@@ -19,7 +19,6 @@ import json
 import keyword
 import random
 import re
-import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
-from llmfoundry_lite.cli.main import run
+from llmfoundry_lite.cli.main import run_program
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
@@ -278,4 +277,4 @@ def apart(numbers: Iterable[int], distance: int) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], program, "make_tasks.py"))
+    run_program(program, "make_tasks.py")

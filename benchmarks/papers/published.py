@@ -24,6 +24,7 @@ from benchmarks.papers import frontier
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import ACCELERATORS, REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
@@ -322,7 +323,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
         steps.append({"num_devices": one.num_devices, "seconds": seconds, "config": as_dict(row.config)})
     report = {"schema": REPORT_SCHEMA, "bench": "scaling", "device_name": TORCH_NAMES[rows[0].published.device]}
     path = folder / "scaling.json"
-    path.write_text(json.dumps(report | {"rows": steps}))
+    write_atomically(path, json.dumps(report | {"rows": steps}))
     return path
 
 

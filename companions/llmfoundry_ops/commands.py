@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import set_environment
 
 
@@ -54,7 +55,6 @@ def relay_command(
 
     May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
     """
-    from llmfoundry_lite.ranks.output import ignore_output_errors
     from llmfoundry_ops.relay import run
     from llmfoundry_ops.sites import load_relay
 
@@ -91,6 +91,7 @@ def init(
     checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
     With --hours, a folder of texts is prepared first, as data/NAME.
     """
+    ignore_output_errors()
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise UserError(f"--out: {out} given, expected a name that ends in .yaml")
     if hours is not None:

@@ -14,6 +14,7 @@ from llmfoundry_lite.config.auto_hardware import find_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.shipped import shipped_yamls
 from llmfoundry_lite.errors import ConfigError, DataError, printable
+from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER
 
 MAX_EPOCHS = 4
@@ -141,7 +142,7 @@ def check_free(out: Path) -> None:
 
 def write_yaml(out: Path, text: str) -> None:
     try:
-        out.write_text(text, encoding="utf-8")
+        write_atomically(out, text)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; name another place with --out") from error
 

@@ -28,6 +28,7 @@ from llmfoundry_lite.checkpoint.store import (
     open_checkpoint,
 )
 from llmfoundry_lite.errors import CheckpointError, printable
+from llmfoundry_lite.ranks.output import ignore_output_errors
 
 checkpoint = typer.Typer(
     help="List, verify, compare, convert and prune portable checkpoints.",
@@ -262,6 +263,7 @@ def export(
 
     The tokenizer goes with them: the one that the model was trained with, by its fingerprint in the manifest.
     """
+    ignore_output_errors()
     found = find(where)
     check_outside_checkpoints(out)
     config = found.manifest.config
@@ -314,6 +316,7 @@ def import_weights(
     optimizer's state or the position in the data. Train from it with load_path=OUT load_weights_only=true. From
     torch.distributed.checkpoint (DCP; torchtitan) comes all that is in it, under its own names.
     """
+    ignore_output_errors()
     with status(f"importing {source}"):
         from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 
@@ -349,6 +352,7 @@ def consolidate_checkpoint(
     everything: Annotated[bool, typer.Option(help="Write the optimizer's state too.")] = False,
 ) -> None:
     """Write all shards as one safetensors file."""
+    ignore_output_errors()
     found = find(where)
 
     from llmfoundry_lite.checkpoint.full_tensors import consolidate
@@ -372,6 +376,8 @@ def prune(
     A save that was set aside as damaged counts as none of those to keep, and goes once all of these are newer. Parts of
     the log that no checkpoint has any more go too.
     """
+    if not dry_run:
+        ignore_output_errors()
     store, candidates = find_some(where)
     unsound: dict[str, CheckpointError] = {}
     doomed = store.prune(

@@ -8,6 +8,7 @@ import typer
 
 from llmfoundry_lite.errors import EXIT_INTERRUPTED, printable
 from llmfoundry_lite.files import check_is_path
+from llmfoundry_lite.ranks.output import ignore_output_errors
 
 TEXT_CHARACTERS = 48
 """How much of a row's text stands in the table of rows."""
@@ -52,6 +53,7 @@ def data_prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
 ) -> None:
     """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
+    ignore_output_errors()
     check_is_path(out)  # as text: a path would join the slashes of gs//bucket
     from llmfoundry_lite.prepare.prepare import prepare
     from llmfoundry_lite.prepare.request import PrepareRequest

@@ -6,10 +6,8 @@ A failure is one line on standard error and an exit code of `errors.py`. Each co
 called, so that `--help` answers at once.
 """
 
-import os
-import select
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,13 +17,13 @@ from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.cli.examples import EXAMPLES, add_examples
 from llmfoundry_lite.errors import (
     EXIT_DONE,
-    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_UNREAD,
     EXIT_USER,
     UserError,
     printable,
 )
+from llmfoundry_lite.ranks.output import OutputError, prepare_output
 from llmfoundry_lite.release import read_release
 
 app = typer.Typer(
@@ -61,27 +59,33 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the `llmfoundry-lite` program."""
+    run_program(app, "llmfoundry-lite")
+
+
+def run_program(program: typer.Typer, name: str) -> NoReturn:
+    """Run a program's command line, on any console, and exit."""
+    output = prepare_output()
     try:
-        code = run(sys.argv[1:])
-        if sys.stdout is not None:  # `>&-` closes it
-            sys.stdout.flush()
-    except (BrokenPipeError, SystemExit) as error:  # typer makes the second of the first, with code 1
-        if is_output_read() or getattr(error, "code", EXIT_FAILURE) != EXIT_FAILURE:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
-        code = EXIT_UNREAD
+        code = run(sys.argv[1:], program, name)
+    except SystemExit as error:
+        code = error.code
+    try:
+        sys.stdout.flush()
+    except OutputError as error:
+        code = code or tell(error)
+    failure = output.failure if output is not None and output.drops else None
+    if failure is not None and not isinstance(failure, BrokenPipeError):
+        print(f"warning: standard output: {failure.strerror}; some lines were not written", file=sys.stderr)
     sys.exit(code)
 
 
-def is_output_read() -> bool:
-    """Return whether standard output has a reader; a pipe may have lost it."""
-    if sys.stdout is None:
-        return True
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    return not output.poll(0)
+def tell(error: UserError) -> int:
+    """Print a user's error in a line, unless the reader of the command's output has left. Returns the exit code."""
+    if error.exit_code != EXIT_UNREAD:
+        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+    return error.exit_code
 
 
 def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundry-lite") -> int:
@@ -89,8 +93,7 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
     try:
         code = program(arguments, prog_name=name, standalone_mode=False)
     except UserError as error:
-        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-        return error.exit_code
+        return tell(error)
     except typer.TyperException as error:  # a command line that does not parse
         if arguments and arguments[0] in companions.list_missing("commands"):
             print(f"error: {companions.missing(arguments[0])}", file=sys.stderr)

@@ -68,15 +68,15 @@ def compare_results(
         raise UserError(f"{results[0]} alone: name another result to compare it with")
     loaded = load_any(results, cluster)
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
-    print_comparison(pairs, Console())
-    if out is None:
-        return
-    from llmfoundry_lite.report.figure import plot_differences
+    written: list[Path] = []
+    if out is not None:
+        from llmfoundry_lite.report.figure import plot_differences
 
-    written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
-    others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-    plot_differences(
-        panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, intervals at the level that decides"
-    )
+        written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
+        others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
+        plot_differences(
+            panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, intervals at the level that decides"
+        )
+    print_comparison(pairs, Console())
     for path in written:
         print(printable(str(path)))

@@ -106,8 +106,16 @@ def generate(
     if sys.stdin.isatty():
         print("a prompt a line; an empty one or Ctrl-D ends", file=sys.stderr)
     with contextlib.suppress(EOFError):
-        while line := input("> " if sys.stdin.isatty() else ""):
+        while line := read_prompt():
             answer(line)
+
+
+def read_prompt() -> str:
+    """Read a line of standard input. Raises EOFError at its end, and UserError for a line in another encoding."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input: {error}; send text as {error.encoding}, or set PYTHONIOENCODING") from None
 
 
 def replay_command(

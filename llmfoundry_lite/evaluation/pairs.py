@@ -189,8 +189,9 @@ def write_comparison(results: Sequence[Results], pairs: Sequence[Comparison], fo
         table, notes = pair.table(), [*filter(None, [pair.sentence]), *pair.notes]
         lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
     markdown, facts = folder / "compare.md", folder / "compare.json"
-    write_atomically(markdown, mask_credentials("\n".join([*lines, legend(pairs), ""])))
+    # The record first: by it the next comparison knows that the other files are its own.
     write_atomically(facts, mask_urls(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
+    write_atomically(markdown, mask_credentials("\n".join([*lines, legend(pairs), ""])))
     return [markdown, facts]
 
 

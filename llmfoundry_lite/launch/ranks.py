@@ -20,6 +20,8 @@ from llmfoundry_lite.search_path import SAFE_PATH, SET_BY_US
 COMPOSER = r"""
 import re, sys
 from composer.cli import launcher
+from llmfoundry_lite.ranks.output import ignore_output_errors
+ignore_output_errors()
 NEEDLESS = re.compile(r"-+Begin global rank \d+ (?:STDERR-+\n.*?|STDOUT-+\n\s*)-+End global rank \d+ \w+-+\n?", re.S)
 launcher.print = lambda text: text.startswith("Waiting up to") or print(NEEDLESS.sub("", text).rstrip())
 sys.exit(launcher.main())

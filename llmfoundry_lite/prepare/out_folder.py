@@ -113,6 +113,8 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
                 "choose another --out, or pass --overwrite to discard it"
             )
         notify(f"beginning anew in {partial}: {changed}, and no piece of the input was tokenised yet")
+    if (partial / PUBLISHING).is_file() and not request_file.is_file():
+        discard(out)  # a launch with --overwrite was killed while it removed an earlier preparation
     refuse_others(out)
     if partial.exists():
         if not request_file.is_file() and num_files(partial):
@@ -162,14 +164,17 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
 
 def discard(out: Path) -> None:
     """Remove an earlier preparation, finished or not. Anything that does not look like one stays."""
-    is_finished = "format_version" in read_object(out / SUMMARY_FILE)
-    if is_finished:
-        (out / SUMMARY_FILE).unlink()  # first, so that a half-removed folder does not look finished
-    if is_finished or (out / PARTIAL / PUBLISHING).is_file():
+    partial = out / PARTIAL
+    if "format_version" in read_object(out / SUMMARY_FILE):
+        # Without its summary a folder does not look finished, and by this mark a later launch knows it as ours.
+        partial.mkdir(exist_ok=True)
+        write_atomically(partial / PUBLISHING, b"")
+        (out / SUMMARY_FILE).unlink()
+    if (partial / PUBLISHING).is_file():
         for name in (*SPLITS, "tokenizer"):
             shutil.rmtree(out / name, ignore_errors=True)
-    if (out / PARTIAL / "request.json").is_file():
-        shutil.rmtree(out / PARTIAL, ignore_errors=True)
+    if (partial / "request.json").is_file() or (partial / PUBLISHING).is_file():
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

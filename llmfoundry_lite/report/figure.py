@@ -8,6 +8,7 @@ Curves of more than MAX_POINTS are thinned to the lowest and the highest value o
 along the figure by number, tokens or FLOPs.
 """
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from matplotlib.ticker import EngFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
+from llmfoundry_lite.files import write_atomically
 
 matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no formula
 
@@ -407,5 +409,7 @@ def write(figure: Any, path: Path) -> None:
     escape_texts(figure)
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
         undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-        figure.savefig(path, metadata=undated[path.suffix.removeprefix(".")])
+        form, content = path.suffix.removeprefix("."), io.BytesIO()
+        figure.savefig(content, format=form, metadata=undated[form])
+        write_atomically(path, content.getbuffer())
     plt.close(figure)

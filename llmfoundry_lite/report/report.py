@@ -85,18 +85,23 @@ def report(
     }
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_figures(folder, runs, facts, x, None if smooth_batches is None else smooth_batches // 2)
-    figures = [*added.draw(folder), folder / facts["figure"]]
+    differences = add_comparisons(facts, runs)
     sections = build_sections(facts, added)
-    print_sections(sections)
-    write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # The record first: by it the next report knows that the other files are its own, wherever this one ends.
     write_atomically(folder / "report.json", mask_urls(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
+    write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
+    draw_figures(folder, runs, facts, differences, x, None if smooth_batches is None else smooth_batches // 2)
+    figures = [*added.draw(folder), folder / facts["figure"]]
+    if with_csv:
+        write_csv(folder / "report.csv", runs, names)
+
+    print_sections(sections)
     for figure in figures:
         print(printable(f"plot: {figure}"))
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
     if with_csv:
-        write_csv(folder / "report.csv", runs, names)
         print(printable(f"every batch: {folder / 'report.csv'}"))
     return facts
 
@@ -109,16 +114,28 @@ def note_on_relays(runs: Sequence[Run]) -> None:
                 run.notes.append(f"no sites and no allocations: relay.jsonl: {companions.missing(ADDITIONS)}")
 
 
-def draw_figures(folder: Path, runs: Sequence[Run], facts: dict[str, Any], x: str, reach: int | None) -> None:
-    """Draw `facts["figure"]`. Compare several runs, and add the comparisons to `facts`."""
+def add_comparisons(facts: dict[str, Any], runs: Sequence[Run]) -> list[Difference]:
+    """Compare each run with the first, add the comparisons to `facts`, and return what a figure shows of them."""
+    names = [run["name"] for run in facts["runs"]]
+    pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
+    facts["comparisons"] = [comparison for comparison, _ in pairs]
+    return [difference for _, difference in pairs]
+
+
+def draw_figures(
+    folder: Path,
+    runs: Sequence[Run],
+    facts: dict[str, Any],
+    differences: Sequence[Difference],
+    x: str,
+    reach: int | None,
+) -> None:
+    """Draw `facts["figure"]`: one run, or the `differences` of several from the first."""
     figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
     names = [run["name"] for run in facts["runs"]]
     curves = [curve_of(run, its, x, is_alone=is_alone) for run, its in zip(runs, facts["runs"], strict=True)]
     spans = [spans_of(run["segments"]) for run in facts["runs"]]
     if not is_alone:
-        pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
-        facts["comparisons"] = [comparison for comparison, _ in pairs]
-        differences = [difference for _, difference in pairs]
         plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
         return
     plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=first["baselines"], reach=reach)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_answer_replaceable
-from tests.helpers.present import present
+from tests.helpers.present import needs, present
 
 
 @pytest.mark.parametrize("group", present(["", "bench", "checkpoint", "data", "islands"]))
@@ -35,7 +36,7 @@ def test_output_that_nobody_reads_on_is_no_bug(unbuffered):
 
 def test_an_exit_code_is_told_whether_or_not_the_words_were_read():
     """A run that Ctrl-C has ended with code 75, and `| tee` with it."""
-    ends = ["def run(arguments): raise SystemExit(75)", "main.run = run", "main.main()"]
+    ends = ["def run(*arguments): print(1); raise SystemExit(75)", "main.run = run", "main.main()"]
     program = "\n".join(["from llmfoundry_lite.cli import main", *ends])
     reader, writer = os.pipe()
     os.close(reader)
@@ -43,10 +44,34 @@ def test_an_exit_code_is_told_whether_or_not_the_words_were_read():
         assert subprocess.run([sys.executable, "-c", program], stdout=output).returncode == 75
 
 
-def test_a_command_without_an_output_ends_as_it_would_with_one():
-    program = f"exec {sys.executable} -m llmfoundry_lite.cli.main --version >&-"
-    result = subprocess.run(["sh", "-c", program], stderr=subprocess.PIPE)
-    assert (result.returncode, result.stderr) == (0, b"")
+def in_a_shell(redirect, *arguments, cwd=None, **environment):
+    command = ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-m", "llmfoundry_lite.cli.main", *arguments]
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "reason"), [(">/dev/full", 75, "No space left on device"), (">&-", 2, "closed")]
+)
+def test_an_answer_that_cannot_be_written_is_an_error_of_one_line(redirect, code, reason):
+    result = in_a_shell(redirect, "list")
+    said = f"error: standard output: {reason}; what this command prints is incomplete\n"
+    assert (result.returncode, result.stderr) == (code, said)
+
+
+def test_an_answer_has_a_question_mark_for_what_the_console_cannot_print():
+    result = in_a_shell("", "data", "prepare", "--help", PYTHONIOENCODING="latin-1")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "Compress shards: zstd, zstd:9, gz, ?" in " ".join(result.stdout.split())
+
+
+@needs("init")
+def test_a_command_that_writes_files_writes_them_whatever_its_console(tmp_path):
+    splits, tokenizer = {"train": {"samples": 1000}}, {"vocab_size": 512}
+    (tmp_path / "summary.json").write_text(json.dumps({"max_seq_len": 64, "splits": splits, "tokenizer": tokenizer}))
+    result = in_a_shell(">/dev/full", "init", ".", "--size", "quickstart", "--out", "x.yaml", cwd=tmp_path)
+    said = "warning: standard output: No space left on device; some lines were not written\n"
+    assert (result.returncode, result.stderr) == (0, said)
+    assert (tmp_path / "x.yaml").read_text().startswith("#")
 
 
 @pytest.mark.parametrize(

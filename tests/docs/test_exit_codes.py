@@ -1,5 +1,5 @@
-"""Exit codes have one meaning: `errors.EXIT_MEANINGS`. docs/moving-a-run.md and the help say it in these words, and other
-pages point there."""
+"""Exit codes have one meaning, which `errors.EXIT_MEANINGS` has. docs/moving-a-run.md and the help say it in its words,
+and other pages point there."""
 
 import re
 

@@ -25,6 +25,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import ComparedNumber, legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
+from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
 
@@ -549,6 +550,15 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert [line.get_markerfacecolor() != "white" for line in markers] == [True, False, True]
     assert panels(compare(load_results(paths))).keys() == {axes.get_xlabel() for axes in (accuracy, bits)}
     plt.close("all")
+
+
+def test_a_comparison_that_ended_midway_does_not_block_the_next_one(tmp_path):
+    paths = [str(write_result(tmp_path, name, {"x/0-shot": choice([1, 0] * 50)})) for name in ("base", "ours")]
+
+    def compare_into(folder):
+        assert main.run(["compare", *paths, "--out", str(folder)]) == 0
+
+    assert call_again_after_each_write(compare_into, tmp_path) == 3
 
 
 def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """`lf.train` and `lf.evaluate`: what a program gives them, alone and as ranks of a launcher."""
 
+import io
 import json
 import os
 import signal
@@ -53,6 +54,20 @@ def test_a_mapping_without_tasks_asks_those_whose_data_are_here(here, tmp_path):
     asked = {"models": {"tiny": "runs/tiny"}, "task_folder": str(tmp_path)}
     found = lf.evaluate(asked, results_folder=str(tmp_path / "results"))
     assert found["tiny"].tasks.keys() == {"words/0-shot"}
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_a_console_that_cannot_print_a_character_ends_no_call(call, here, tmp_path, monkeypatch, capfd):
+    """What they print has `±` and `·`. Afterwards the program's output is as it was."""
+    with io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="ascii") as ascii_console:
+        monkeypatch.setattr(sys, "stdout", ascii_console)
+        monkeypatch.setattr(sys, "__stdout__", ascii_console)
+        if call == "train":
+            lf.train(settings(here), run_folder=str(tmp_path / "run"))
+        else:
+            lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder=str(tmp_path))
+        assert sys.stdout is ascii_console
+    assert "?" in capfd.readouterr().out
 
 
 def test_a_program_s_signals_and_process_group_are_as_they_were(here, tmp_path):

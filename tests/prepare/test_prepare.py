@@ -385,6 +385,26 @@ def test_unfinished_work_in_units_of_another_size_loses_nothing(small_request: P
     assert_same_result(tmp_path / "out", tmp_path / "expected")
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_overwrite_that_ended_while_it_removed_does_not_block_the_next(
+    small_request: PrepareRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    out, remove = tmp_path / "out", shutil.rmtree
+    prepare(small_request, out, num_workers=1)
+
+    def stop(path: Path, **options: bool) -> None:
+        if path == out / "val":
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", stop)
+        prepare(small_request, out, num_workers=1, overwrite=True)
+    assert (out / "val").exists() and not (out / "train").exists() and not (out / "summary.json").exists()
+    assert prepare(small_request, out, num_workers=1, overwrite=overwrite) == load_summary(out)
+    assert not (out / ".partial").exists()
+
+
 def test_a_torn_request_of_unfinished_work_is_named(small_request: PrepareRequest, tmp_path: Path) -> None:
     (tmp_path / "out/.partial").mkdir(parents=True)
     (tmp_path / "out/.partial/request.json").write_text("{")

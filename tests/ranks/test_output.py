@@ -1,4 +1,4 @@
-"""Processes of a launch whose output nobody reads."""
+"""Processes whose output nobody reads, or whose console cannot print all characters."""
 
 import os
 import subprocess
@@ -48,3 +48,39 @@ def test_a_terminal_that_has_closed_changes_no_exit_code():
     with open(terminal, "wb", buffering=0) as closed:
         command = [sys.executable, "-c", SPEAKS, "75"]
         assert subprocess.run(command, cwd=ROOT, stdout=closed, stderr=closed).returncode == 75
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_a_console_cannot_print_are_replaced(encoding):
+    said = [sys.executable, "-c", SPEAKS.replace("a batch has ended", "a batch · has ended → 1"), "75"]
+    result = subprocess.run(said, cwd=ROOT, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True)
+    point = "?" if encoding == "ascii" else "·"
+    assert result.returncode == 75
+    assert result.stdout.decode(encoding).startswith(f"a batch {point} has ended ? 1\n")
+
+
+def test_a_pipe_that_is_full_holds_no_rank_up():
+    """As `| less` does, which reads no more than it shows."""
+    program = "import llmfoundry_lite.ranks.output as output; output.STALL_SECONDS = 0.01\n"
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", program + SPEAKS.replace('"a batch has ended"', '"a batch" * 100_000'), "75"]
+    with open(writer, "wb") as pipe:
+        assert subprocess.run(command, cwd=ROOT, stdout=pipe, stderr=subprocess.DEVNULL, timeout=60).returncode == 75
+    os.close(reader)
+
+
+@pytest.mark.parametrize(("drops", "read"), [(True, "beginning"), (False, "all")])
+def test_a_full_pipe_that_does_not_block_costs_an_answer_nothing(drops, read):
+    """Another process has set O_NONBLOCK on the pipe. A rank drops what does not fit, an answer waits."""
+    prepare = "ignore_output_errors" if drops else "prepare_output"
+    program = f"from llmfoundry_lite.ranks import output; output.STALL_SECONDS = 0.01; output.{prepare}()\n"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    process = subprocess.Popen([sys.executable, "-c", program + "print('a' * 500_000)"], cwd=ROOT, stdout=writer)
+    os.close(writer)
+    if drops:
+        assert process.wait(60) == 0
+    with open(reader, "rb") as pipe:
+        content = pipe.read()
+    assert process.wait(60) == 0
+    assert len(content) == 500_001 if read == "all" else 0 < len(content) < 500_001

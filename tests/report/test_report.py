@@ -19,6 +19,7 @@ from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
 from llmfoundry_lite.report.tables import Table
+from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.launch import train
 from tests.helpers.reported import FLOPS_PER_TOKEN, H100, TOKENS, elapsed, on_cpu, on_gpu, record, save, write_run
 from tests.helpers.tiny import tiny_config, write_config, write_data
@@ -29,6 +30,24 @@ def switching(folder):
     records = [record(b, device=H100, num_devices=2) for b in range(1, 11)]
     records += [record(b, launch=2, seconds=36.0, num_devices=4) | elapsed(b - 10, 36.0) for b in range(11, 23)]
     return write_run(folder, records, [on_gpu(1, 10), on_cpu(11, 20)])
+
+
+def test_a_report_that_ended_midway_does_not_block_the_next_one(tmp_path):
+    run = switching(tmp_path / "run")
+    assert call_again_after_each_write(lambda folder: report([run], out=folder), tmp_path) == 3
+
+
+def test_a_report_is_in_its_files_before_it_is_printed(tmp_path, monkeypatch):
+    """So that a console that takes nothing costs nothing but the console's text."""
+    monkeypatch.setattr("llmfoundry_lite.report.report.print_sections", lambda sections: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        report([switching(tmp_path / "run")], out=tmp_path / "out", with_csv=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "report.md",
+        "loss.png",
+        "report.csv",
+    }
 
 
 # ------------------------------------------------------------------------------------------------- one run

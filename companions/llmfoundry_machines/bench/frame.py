@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.files import check_answer_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, REPORT_SCHEMA
 from llmfoundry_lite.report.tables import Table
 
@@ -199,26 +199,37 @@ def tell(
     The JSON holds the report and the tables. `asked` names keys of the report that the caller chose: reports that
     differ in one of them cannot be compared (`compare.py`).
     """
-    show(open_console(), *parts)
-    if out is None:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    check_answer_replaceable(out, name)
-    tables = [part.json() for part in parts if isinstance(part, Table)]
-    frame = {"schema": REPORT_SCHEMA, "bench": name, "asked": {key: report[key] for key in asked}, "tables": tables}
-    (out / f"{name}.json").write_text(json.dumps(frame | report) + "\n")
-    conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
-    blocks = [f"# {heading}", f"{conditions}; load average before it {report['load_average']:.1f}."]
-    for part in (*parts, f"![the figure]({name}.png)" if plot is not None else ()):
+    try:
+        if out is not None:
+            tables = [part.json() for part in parts if isinstance(part, Table)]
+            chosen = {key: report[key] for key in asked}
+            frame = {"schema": REPORT_SCHEMA, "bench": name, "asked": chosen, "tables": tables}
+            figure = f"![the figure]({name}.png)" if plot is not None else ()
+            conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
+            conditions += f"; load average before it {report['load_average']:.1f}."
+
+            out.mkdir(parents=True, exist_ok=True)
+            check_answer_replaceable(out, name)
+            # The record first: by it the next bench knows that the other files are its own.
+            write_atomically(out / f"{name}.json", json.dumps(frame | report) + "\n")
+            write_atomically(out / f"{name}.md", markdown_page(f"# {heading}", conditions, *parts, figure))
+            if plot is not None:
+                plot(report, out / f"{name}.png")
+    finally:  # what was measured is shown, whether or not it can be written
+        show(open_console(), *parts)
+
+
+def markdown_page(*parts: Table | Sequence[str] | str) -> str:
+    """Return tables, paragraphs and lists of notes as a page in Markdown."""
+    blocks = []
+    for part in parts:
         if isinstance(part, Table):
             blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
             lines = part.markdown()
         else:
             lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
         blocks += ["\n".join(lines)] if lines else []
-    (out / f"{name}.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
-    if plot is not None:
-        plot(report, out / f"{name}.png")
+    return "\n\n".join(blocks) + "\n"
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError, mask_urls
-from llmfoundry_lite.files import check_replaceable
+from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.release import NAME, read_release
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status
@@ -206,10 +206,10 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def report(findings: Sequence[Finding], shown: Sequence[Finding], json_file: Path | None) -> int:
-    """Print the table of those that are `shown`, write the JSON of all, and return the exit code."""
-    print_table(shown, Console())
+    """Write the JSON of all findings, print the table of those that are `shown`, and return the exit code."""
     if json_file is not None:
-        json_file.write_text(mask_urls(json.dumps(as_dict(findings), indent=1)) + "\n")
+        write_atomically(json_file, mask_urls(json.dumps(as_dict(findings), indent=1)) + "\n")
+    print_table(shown, Console())
     return exit_code(findings)
 
 

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.files import check_answer_replaceable
 from llmfoundry_machines.bench import frame, steps
+from tests.helpers.interrupted import call_again_after_each_write
 
 
 def test_sides_take_turns_and_one_that_fails_is_left_out_with_its_reason():
@@ -50,6 +52,27 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     frame.show(Console(file=said, width=80), table, ["[a note]"], "A paragraph.")
     assert "[a note]" in said.getvalue() and "the rounds" in said.getvalue()
     assert "A paragraph" not in said.getvalue()
+
+
+def test_a_bench_that_ended_midway_does_not_block_the_next_one(tmp_path):
+    report = frame.describe_conditions()
+
+    def tell(folder):
+        check_answer_replaceable(folder, "name")
+        frame.tell(report, "A paragraph.", name="name", heading="A heading", command="bench", plot=draw, out=folder)
+
+    def draw(report, path):
+        with frame.drawn(path, 1, (1.0, 1.0)):
+            pass
+
+    assert call_again_after_each_write(tell, tmp_path) == 3
+
+
+def test_what_was_measured_is_shown_where_it_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "name.md").write_text("mine")
+    with pytest.raises(ConfigError, match=r"name\.md: exists and is no earlier answer"):
+        frame.tell(frame.describe_conditions(), ["a note"], name="name", heading="", command="bench", out=tmp_path)
+    assert "a note" in capsys.readouterr().out
 
 
 def test_a_table_is_made_of_columns_and_rows_by_name():
