@@ -22,11 +22,12 @@ from llmfoundry_lite.checkpoint.state import clean_name
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.huggingface import check_tensors, from_hugging_face, our_shapes, without_tied_head
+from llmfoundry_lite.convert.huggingface import check_tensors, from_hugging_face, without_tied_head
 from llmfoundry_lite.convert.to_checkpoint import METADATA, Imported, Weights, publish_weights
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.models.parameters import parameter_shapes
 from llmfoundry_lite.ranks.codec import encode_value
 
 FILE_BYTES = 4 << 30
@@ -119,7 +120,7 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
 def fit_weights(state: Mapping[str, torch.Tensor], config: ModelConfig, where: str) -> dict[str, torch.Tensor]:
     """Return tensors under MPT's names, without duplicates. Raises ExportError, which names tensors that do not fit."""
     weights = without_tied_head(state, "transformer.wte.weight", config, where)
-    check_tensors(weights, our_shapes(config), where)
+    check_tensors(weights, parameter_shapes(config), where)
     return weights
 
 

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_lines_at_most
 from llmfoundry_lite.errors import ConfigError, mask_urls
+from llmfoundry_lite.ranks.codec import shorten
 
 JOURNAL = "relay.jsonl"
 DONE, STOPPED, PREEMPTED, FAILED, REFUSED, LOST = "done", "stopped", "preempted", "failed", "refused", "lost"
@@ -57,6 +58,8 @@ class Allocation:
         return self.is_early and (self.to_batch or 0) <= self.from_batch
 
 
+MAX_NUMBER = 1e12
+"""Limit of all numbers: of seconds since 1970, of batches, of a price. It is the year 33,658."""
 BEGUN = {"number", "site", "turn", "began", "from_batch", "host"}
 """Keys that the first line of every allocation has."""
 
@@ -94,6 +97,8 @@ def _problem_of(event: Any) -> str | None:
         if not isinstance(value, (*kinds, *([int] if float in kinds else []))):
             words = {int: "a whole number", float: "a number", str: "text", dict: "a block"}[kinds[0]]
             return f"{key}: {value!r} given, expected {words}"
+        if isinstance(value, int | float) and not abs(value) < MAX_NUMBER:
+            return f"{key}: {shorten(value)} given, expected a number below {MAX_NUMBER:.0e}"
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.errors import printable
+from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.report.figure import clean, color, stack, write
 from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
@@ -98,7 +98,12 @@ def advise_saves(run: Facts) -> list[str]:
 
 def describe_relay(run: Run) -> Facts | None:
     """Return facts of a run's relay; None for a run that no relay has moved."""
-    allocations = read_allocations(run.folder.path_here) if run.folder.path_here is not None else []
+    allocations = []
+    if run.folder.path_here is not None:
+        try:
+            allocations = read_allocations(run.folder.path_here)
+        except (ConfigError, OSError) as error:
+            run.notes.append(f"no sites and no allocations: {error}")
     if not allocations:
         return None
     held = [hold(run, one, allocations[0].began) for one in allocations]

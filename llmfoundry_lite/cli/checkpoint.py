@@ -271,12 +271,11 @@ def export(
         raise CheckpointError(f"{found.url}: does not say what model it is; `consolidate` writes its bare weights")
 
     from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-    from llmfoundry_lite.config.build import build_block
-    from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.convert.huggingface import export_model
+    from llmfoundry_lite.evaluation.models import model_config_of
 
+    model = model_config_of(found)
     with tokenizer_of(found, tokenizer) as folder:
-        model = build_block(ModelConfig, config["model"], "model")
         note = export_model(load_full_tensors(found.url), model, out, dtype=dtype, tokenizer_folder=folder)
     say(f"exported {found.url} to {out}" + ("" if folder else ", without a tokenizer"))
     if note is not None:

@@ -24,8 +24,10 @@ NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    """Return all divisors, ascending; of a number above 2**40, which may be anybody's, those below 2**20 with their
+    counterparts."""
+    largest = min(math.isqrt(number), 2**20)
+    small = [n for n in range(1, largest + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 

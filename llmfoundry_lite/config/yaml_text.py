@@ -154,3 +154,9 @@ def read_record(text: str | bytes) -> Any:
         return found[1][: len(found[1]) // 2] + "${"
 
     return map_texts(read_yaml(text, PlainLoader), lambda one: BEFORE_REFERENCE.sub(unescape, one))
+
+
+def block_in(config: Any, key: str) -> dict[str, Any]:
+    """Return a block of a recorded configuration, which may be anybody's; {} for none, and for what is no block."""
+    value = config.get(key) if isinstance(config, dict) else None
+    return value if isinstance(value, dict) else {}

@@ -41,7 +41,8 @@ from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
 from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from llmfoundry_lite.errors import ExportError, either
-from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.flops import find_excess
+from llmfoundry_lite.models.parameters import parameter_shapes
 
 KINDS = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Values of config.json's model_type whose folders become our model. A companion reads all but the first."""
@@ -75,7 +76,7 @@ def export_model(
         raise ExportError(f"{folder}: {reason}")
     if dtype not in DTYPES:
         raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
-    check_tensors(state_dict, our_shapes(config), str(folder))
+    check_tensors(state_dict, parameter_shapes(config), str(folder))
     torch_dtype = DTYPES[dtype]
 
     with published(Path(folder)) as draft:
@@ -192,11 +193,10 @@ def from_hugging_face(
         config = read_config(hf_config, state, layout, where)
         build_block(ModelConfig, asdict(config), "model")  # a file may not set what a YAML may not
         check_model(config)
-        if config.n_layers > len(state):  # refuse before so many blocks are built
-            raise ExportError(
-                f"{where}: config.json has {config.n_layers:,} layers, and there are {len(state):,} tensors"
-            )
-        our_shapes(config)
+        # Refuse before anything of that size is built.
+        if problem := find_excess(config, {name: tensor.shape for name, tensor in state.items()}):
+            raise ExportError(f"{where}: config.json describes another model than its tensors: {problem}")
+        parameter_shapes(config)
     except ExportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
@@ -204,11 +204,11 @@ def from_hugging_face(
         raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
     # LLM Foundry's folders have every tensor of ours, under our names.
     is_mpt = layout is MPT_LAYOUT
-    sources = {name: Source((name,)) for name in our_shapes(config)} if is_mpt else layout_sources(config, layout)
+    sources = {name: Source((name,)) for name in parameter_shapes(config)} if is_mpt else layout_sources(config, layout)
     embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
     state = without_tied_head(state, embedding, config, where)
     check_tensors(state, layout_shapes(config, sources), where)
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in our_shapes(config)}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in parameter_shapes(config)}
     for name, source in sources.items():
         if source.names[0] in parts:
             parts[source.names[0]].append(state[name].t().contiguous() if source.is_transposed else state[name])
@@ -233,13 +233,8 @@ def without_tied_head(
 # ------------------------------------------------------------------------------------------------------- shapes
 
 
-def our_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in MPT(config).state_dict().items()}
-
-
 def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, torch.Size]:
-    ours = {name: torch.empty(shape, device="meta") for name, shape in our_shapes(config).items()}
+    ours = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(config).items()}
     return {name: layout_tensor(ours, config, source).shape for name, source in sources.items()}
 
 

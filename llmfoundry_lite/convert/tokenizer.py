@@ -12,6 +12,7 @@ from llmfoundry_lite.data.tokenizer import (
     tokenizer_from_files,
 )
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.ranks.codec import shorten
 
 
 def find_tokenizer(
@@ -23,7 +24,7 @@ def find_tokenizer(
     differs from the checkpoint's; without a fingerprint nothing is compared. `where` names the weights in errors.
     """
     trained_with = checkpoint.manifest.fingerprints.get("tokenizer") if checkpoint is not None else None
-    name, others = asked_for or (config.get("tokenizer") or {}).get("name"), []
+    name, others = asked_for or name_of_tokenizer(config, where), []
     if name is not None and (asked_for or is_local_or_cached(name)):
         found = load_tokenizer(name)
         if trained_with in (None, found.fingerprint):
@@ -40,3 +41,15 @@ def find_tokenizer(
             "of the right one: --tokenizer … to export, tokenizer=… to evaluate, tokenizer.name=… to show data"
         )
     return None
+
+
+def name_of_tokenizer(config: dict[str, Any], where: str) -> str | None:
+    """Return the name in a recorded configuration; None without one. Raises DataError for what is no name."""
+    block = config.get("tokenizer")
+    name = block.get("name") if isinstance(block, dict) else block
+    if name is not None and (not isinstance(name, str) or "\0" in name):
+        raise DataError(
+            f"{where}: its configuration has {shorten(name)} for the tokenizer's name, expected text; name the place "
+            "of the right one: --tokenizer … to export, tokenizer=… to evaluate, tokenizer.name=… to show data"
+        )
+    return name

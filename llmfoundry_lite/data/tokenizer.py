@@ -7,6 +7,7 @@ Everything goes through the `tokenizers` library and `tokenizer.json`. A compani
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     read, when the Hub cannot be reached, and when it has no end-of-text token to put between documents.
     """
     name = str(name_or_folder)
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         check_has_vocabulary(Path(name))
         files = read_folder(Path(name))
     elif looks_like_a_path(name):
@@ -203,7 +204,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 def is_local_or_cached(name: str | Path) -> bool:
     """Return whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # false, and no error, for a name that is too long for a file system
         return (Path(name) / TOKENIZER_FILE).is_file()
     if looks_like_a_path(str(name)):
         return False

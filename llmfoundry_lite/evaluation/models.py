@@ -30,12 +30,13 @@ from llmfoundry_lite.checkpoint.store import (
     refuse_newer,
 )
 from llmfoundry_lite.checkpoint.verify import check_structure
-from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.yaml_text import block_in
+from llmfoundry_lite.convert.checkpoint_model import misfit, read_model, shapes_in
 from llmfoundry_lite.convert.files import check_no_adapter
 from llmfoundry_lite.convert.huggingface import KINDS, import_model, layout_named, read_hf_config
 from llmfoundry_lite.convert.layout import check_keys
-from llmfoundry_lite.convert.tokenizer import find_tokenizer
+from llmfoundry_lite.convert.tokenizer import find_tokenizer, name_of_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
@@ -43,7 +44,11 @@ from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hid
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.parameters import find_misfit
+from llmfoundry_lite.ranks.codec import shorten
 
+MAX_TOKEN_IDS = 1 << 31
+"""Limit of the ids that a recorded configuration may name."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
@@ -138,7 +143,7 @@ def find_subject(
     manifest, config = checkpoint.manifest, model_config_of(checkpoint)
     found = find_tokenizer(manifest.config, checkpoint, f"models: {where}", tokenizer)
     if found is None:
-        name = (manifest.config.get("tokenizer") or {}).get("name")
+        name = name_of_tokenizer(manifest.config, f"models: {where}")
         raise DataError(
             f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
         )
@@ -154,11 +159,14 @@ def find_subject(
 
 
 def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the configuration of a checkpoint's model. Raises DataError if another program has saved it."""
-    config = checkpoint.manifest.config
-    if not isinstance(config, dict) or "model" not in config:
-        raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
-    return build_block(ModelConfig, config["model"], "model")
+    """Return the configuration of a checkpoint's model, whose parameters are the checkpoint's tensors.
+
+    Raises DataError if another program has saved it, CheckpointError if it describes another model than it holds.
+    """
+    config = read_model(checkpoint)
+    if problem := find_misfit(config, shapes_in(checkpoint)):
+        raise misfit(checkpoint, problem)
+    return config
 
 
 def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
@@ -172,11 +180,18 @@ def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) 
 
 
 def separator_of(config: dict[str, Any]) -> Separator | None:
-    """Return the token by which training divided documents, if the loader named one."""
-    dataset = (config.get("train_loader") or {}).get("dataset") or {}
-    if dataset.get("bos_token_id") is not None:
-        return Separator(dataset["bos_token_id"], begins=True)
-    return None if dataset.get("eos_token_id") is None else Separator(dataset["eos_token_id"])
+    """Return the token by which training divided documents, if the loader named one. Raises DataError for no id."""
+    dataset = block_in(block_in(config, "train_loader"), "dataset")
+    for key in ("bos_token_id", "eos_token_id"):
+        token_id = dataset.get(key)
+        if token_id is None:
+            continue
+        if type(token_id) is not int or not 0 <= token_id < MAX_TOKEN_IDS:
+            raise DataError(
+                f"models: train_loader.dataset.{key} is {shorten(token_id)}, expected the number of a token"
+            )
+        return Separator(token_id, begins=key == "bos_token_id")
+    return None
 
 
 def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:

@@ -205,7 +205,7 @@ def check_result(facts: Any, path: object) -> None:
 def _check_kinds(values: Record, kinds: Mapping[Any, Any], whose: str) -> None:
     for key, expected in kinds.items():
         value = values.get(key)
-        is_huge = isinstance(value, int | float) and abs(value) > MAX_MAGNITUDE
+        is_huge = isinstance(value, int | float) and not abs(value) <= MAX_MAGNITUDE  # NaN too
         if isinstance(value, bool) or not isinstance(value, expected) or is_huge:
             raise DataError(f"{whose} has {key} {value!r}, which no result has; evaluate it again with redo=true")
 

@@ -22,6 +22,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
+from llmfoundry_lite.convert.checkpoint_model import read_model
 from llmfoundry_lite.data.recorded import Places, given_places
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
@@ -127,6 +128,8 @@ def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = 
     config = later[0].manifest.config if later else run.config
     if not isinstance(config, dict):
         raise DataError(f"{where}: the run's configuration is not there")
+    for checkpoint in later or ([] if start is None else [start]):
+        read_model(checkpoint)  # its tensors say how large the model can be that the ranks will build
     logged = [record for record in records.values() if STATE in record and "state/batch" in record]
     digests = {record["state/batch"]: record[STATE] for record in logged}
     saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}

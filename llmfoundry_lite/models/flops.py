@@ -1,5 +1,8 @@
 """Counts of parameters and floating-point operations of an MPT, without torch."""
 
+import math
+from collections.abc import Mapping, Sequence
+
 from llmfoundry_lite.config.model_schema import ModelConfig
 
 TOKENS_PER_PARAMETER = 20
@@ -27,6 +30,23 @@ def count_parameters(model: ModelConfig) -> int:
     if model.uses_learned_positions:
         embeddings += model.max_seq_len * d
     return embeddings + model.n_layers * (attention + feed_forward + 2 * norm_rows * d) + norm_rows * d
+
+
+MAX_EXCESS = 2
+"""Times the size of its tensors at which a model is refused by size alone, where no tensor can be named."""
+
+
+def find_excess(model: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Describe why a model is far larger than tensors of these shapes; None if it is not.
+
+    A file of somebody else may describe any size: this is asked before anything of that size is built.
+    """
+    if model.n_layers > len(shapes):
+        return f"it has {model.n_layers:,} layers, and there are {len(shapes):,} tensors"
+    num_parameters, num_there = count_parameters(model), sum(math.prod(shape) for shape in shapes.values())
+    if num_parameters > MAX_EXCESS * num_there:
+        return f"it has {num_parameters:,} parameters, and there are {num_there:,} in its tensors"
+    return None
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:

@@ -22,6 +22,8 @@ from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
 
 STATUS = "status.json"
+MAX_BATCH = 1 << 53
+"""Limit of the number of a batch: floats hold whole numbers below it."""
 SAVES_STAND = "the newest save stands, if there is one"
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
@@ -119,10 +121,14 @@ def is_sound(content: Any) -> bool:
     """Return whether a launch can have written this; other content counts as no status."""
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
+    if not isinstance(content.get("reason"), str | None):
+        return False
     kinds = {"host": str, "pid": int}
     process = content.get("process", dict.fromkeys(kinds))
     is_known = isinstance(process, dict) and all(isinstance(process.get(key), kind) for key, kind in kinds.items())
-    return type(content.get("batch")) is int and (is_known or "process" not in content)
+    batch = content.get("batch")
+    is_batch = type(batch) is int and 0 <= batch < MAX_BATCH
+    return is_batch and (is_known or "process" not in content)
 
 
 def _read(folder: Path) -> dict[str, Any] | None:

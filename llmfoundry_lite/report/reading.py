@@ -27,7 +27,7 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.yaml_text import read_record
+from llmfoundry_lite.config.yaml_text import block_in, read_record
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.ranks.status import LAUNCHES
 
@@ -182,7 +182,7 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
         raise
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror or error}") from error
-    launches = [record for _, record in read_lines(statuses) if isinstance(record.get("status"), str)]
+    launches = [record for record in map(sound_launch, read_lines(statuses)) if "status" in record]
     lines = content.splitlines(keepends=True)
     is_run = METRICS in names or CONFIG in names
     saved_in = folder_of_checkpoints(folder, config, opens) if is_run else folder.url
@@ -200,7 +200,7 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     if missing := find_missing_batches(log):
         others = f", and {len(missing) - 1:,} later spans" if len(missing) > 1 else ""
         notes.append(f"{missing[0]}{others}: {METRICS} has no record of them")
-    if len(labels := [*((config or {}).get("eval_loaders") or {})]) > 1:
+    if len(labels := [*block_in(config, "eval_loaders")]) > 1:
         others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
         notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
     if len(log) >= MAX_NAMES:
@@ -219,6 +219,20 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     segments_from = newest.url if newest is not None else None
     digest = newest.manifest.state_digest if newest is not None else None
     return Run(where, folder, name, log, config, segments, saved_in, segments_from, digest, launches, notes)
+
+
+LAUNCH_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("status", "reason", "boot", "host"), str),
+    "has_begun": bool,
+    "batch": int,
+}
+
+
+def sound_launch(line: tuple[bytes, Record]) -> Record:
+    """Return a line of launches.jsonl without values that no launch writes: the file may be anybody's."""
+    _, record = line
+    kept = {key: value for key, value in record.items() if isinstance(value, LAUNCH_KINDS.get(key, int | float))}
+    return {key: value for key, value in kept.items() if isinstance(value, str) or number_of(value) is not None}
 
 
 def what_to_give(instead_of: Path | None) -> str:
@@ -275,7 +289,7 @@ def folder_of_checkpoints(folder: Folder, config: dict[str, Any] | None, opens: 
     protocol, separator, _ = recorded.partition("://")
     is_local = not separator or protocol in ("file", "local")
     may_open = is_local or protocol in opens or recorded.startswith(f"{folder.url.rstrip('/')}/")
-    if may_open and "${" not in recorded:
+    if may_open and "${" not in recorded and "\0" not in recorded:
         return recorded
     return own.url if own.exists() else None
 
