@@ -187,6 +187,7 @@ def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks,
         found.append(add_gradients(trainer))
 
     first, logged = trainers[0], {}
+    assert first.gradient_step.full_weight == (12 if by_tokens else 4)
     weight = first.state.model.model.weight
     weight.grad = torch.stack([gradient for gradient, _ in found]).sum(0)  # as the ranks' all-reduce
     loss_sum = torch.stack([part for _, part in found]).sum(0)
