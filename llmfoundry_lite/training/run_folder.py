@@ -129,6 +129,8 @@ class RunFolder(LoggerDestination):
 
     def post_close(self) -> None:
         if self.file is not None:
+            with contextlib.suppress(OSError):
+                self._mend_files()
             self.file.close()
             self.file = None
         for mirror in self.mirrors:
@@ -187,7 +189,6 @@ class RunFolder(LoggerDestination):
         self._stop_noting()
         if self.is_main:
             with clear_disk_errors(self.folder):
-                self._mend_files()
                 write_status(self.folder, status, self.batch)
         self.is_done = True
 
@@ -196,7 +197,6 @@ class RunFolder(LoggerDestination):
         self._stop_noting()
         if self.is_main:
             with contextlib.suppress(OSError):
-                self._mend_files()
                 self._write_reason(status, reason)
                 self.post_close()
 

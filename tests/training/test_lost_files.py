@@ -29,7 +29,7 @@ class Lose(Callback):
 
 
 class LoseAtEnd(Lose):
-    def fit_end(self, state, logger):
+    def close(self, state, logger):
         globals()[self.what]()
 
     def batch_start(self, state, logger):
@@ -78,7 +78,7 @@ def train_and_lose(tmp_path, data, what: str, kind: type = Lose) -> str:
     ("what", "kind", "said"),
     [
         ("remove_log", Lose, "was removed or renamed while the run trained; 3 records were written again"),
-        ("remove_log", LoseAtEnd, "was removed or renamed while the run trained; 6 records were written again"),
+        ("remove_log", LoseAtEnd, "was removed or renamed while the run trained; 7 records were written again"),
         pytest.param(
             *("replace_log", Lose, "was replaced while the run trained; 3 records were written again"),
             marks=pytest.mark.slow,
