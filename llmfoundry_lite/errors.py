@@ -144,6 +144,16 @@ TRANSIENT_CODES = (
     *("ConditionalRequestConflict", "OperationAborted"),
 )
 """Transient codes of S3 and similar stores. Every code that contains `Throttl` counts too."""
+REFUSED_CODES = (
+    "401",
+    "403",
+    "AccessDenied",
+    "Forbidden",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+)
+"""S3's codes for credentials that are unknown, or do not suffice."""
 TRANSIENT_CLASSES = {
     *("HTTPClientError", "ConnectionError", "CredentialRetrievalError", "TokenRetrievalError"),
     *("MetadataRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "ClientConnectionError"),
@@ -169,6 +179,13 @@ def has_expired(error: BaseException | None) -> bool:
     return any(_code_of(one) in EXPIRED_CODES for one in _causes(error))
 
 
+def needs_credentials(error: BaseException | None) -> bool:
+    """Return whether a server has refused the credentials: they have expired, are unknown, or do not suffice."""
+    if has_expired(error):
+        return True
+    return any(_code_of(one) in REFUSED_CODES or _status_of(one) in (401, 403) for one in _causes(error))
+
+
 def _causes(error: BaseException | None) -> list[BaseException]:
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -187,17 +204,22 @@ def _answer_of(error: BaseException) -> bool | None:
     """Return whether a server's answer is transient; None if `error` is no server's answer."""
     if any(kind.__name__ == "HttpProcessingError" for kind in type(error).__mro__):
         return None  # aiohttp gives a truncated answer the code 400, which no server has sent
-    code, response = _code_of(error), getattr(error, "response", None)
+    code, status = _code_of(error), _status_of(error)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True
-    if isinstance(response, dict):
-        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        asked = ((response, "status_code"), (error, "status_code"), (error, "status"), (error, "code"))
-        status = next((found for where, name in asked if isinstance(found := getattr(where, name, None), int)), None)
-    if not isinstance(status, int) or not 400 <= status < 600:
+    if status is None or not 400 <= status < 600:
         return None
     return status in TRANSIENT_STATUSES or (status >= 500 and status != 501)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of a server's answer."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    asked = ((response, "status_code"), (error, "status_code"), (error, "status"), (error, "code"))
+    return next((found for where, name in asked if isinstance(found := getattr(where, name, None), int)), None)
 
 
 def _is_transient_here(error: BaseException) -> bool:
@@ -226,9 +248,31 @@ class UserError(ValueError):
     def __str__(self) -> str:
         return mask_credentials(super().__str__())
 
+    _needs_credentials = False
+
     @property
     def is_transient(self) -> bool:
         return is_transient(self.__cause__)
+
+    @property
+    def needs_credentials(self) -> bool:
+        """Whether new credentials may mend it."""
+        return self._needs_credentials or needs_credentials(self.__cause__)
+
+    @needs_credentials.setter
+    def needs_credentials(self, value: bool) -> None:
+        self._needs_credentials = value
+
+    @property
+    def remedy(self) -> str:
+        """What follows from the cause, for the end of a message; empty if nothing does."""
+        if self.needs_credentials and self.is_transient:
+            return "; renew the credentials, then run the same command again"
+        if self.needs_credentials:
+            return "; renew the credentials, or ask for access"
+        if self.is_transient:
+            return "; this may pass: run the same command again"
+        return ""
 
     @property
     def exit_code(self) -> int:

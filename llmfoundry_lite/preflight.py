@@ -481,7 +481,9 @@ def _describe_saves(config: TrainConfig) -> str:
     often = (
         "as often as costs 2 %" if config.save_interval == "auto" else f"every {interval.span or config.save_interval}"
     )
-    return f"{config.checkpoint_folder}, {often} and at the end, {'all' if kept == -1 else f'the newest {kept}'} kept"
+    how_many = "all" if kept == -1 else f"the newest {kept}"
+    limit = f"the run ends when saves fail for {config.max_unsaved}"
+    return f"{config.checkpoint_folder}, {often} and at the end, {how_many} kept; {limit}"
 
 
 def _describe_logs(config: TrainConfig) -> str:

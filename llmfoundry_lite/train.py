@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str]) -> None:
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
     """Check the configuration, then train as one rank. Returns the configuration; None after a dry run."""
     here = this_rank()
+    if here.rank == 0:
+        remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", flush=True)
     with checks():
         invocation, layout, found = check(arguments, given)
         hear_of_other_nodes(Path(invocation.config.run_folder))

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+import typer
 
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import (
@@ -22,6 +23,7 @@ from llmfoundry_lite.errors import (
     one_line,
     printable,
 )
+from llmfoundry_lite.ranks.ending import describe
 from llmfoundry_lite.ranks.status import write_status
 
 
@@ -145,6 +147,40 @@ def test_credentials_that_have_expired_are_told_from_other_answers(code, expecte
     assert has_expired(as_s3fs(PermissionError, ClientError(code, 400))) is expected
 
 
+RENEW = "; renew the credentials, "
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        (ClientError("ExpiredToken", 400), RENEW + "then run the same command again"),
+        (ClientError("InvalidAccessKeyId", 403), RENEW + "or ask for access"),
+        (ClientError("AccessDenied", 403), RENEW + "or ask for access"),
+        (HttpError(status=401), RENEW + "or ask for access"),
+        (HttpError(code=403), RENEW + "or ask for access"),
+        (ClientError("SlowDown", 503), "; this may pass: run the same command again"),
+        (ClientError("NoSuchBucket", 404), ""),
+        (of(errno.EACCES), ""),
+    ],
+    ids=str,
+)
+def test_an_error_says_what_mends_credentials_that_were_refused(cause, remedy, capsys):
+    error = UserError("s3://b: cannot be listed")
+    error.__cause__ = as_s3fs(PermissionError, cause)
+    assert describe(error) == f"error: s3://b: cannot be listed{remedy}"
+    assert error.needs_credentials == (RENEW in remedy)
+
+    program = typer.Typer()
+
+    @program.callback(invoke_without_command=True)
+    def refused() -> None:
+        raise error
+
+    assert run([], program) == error.exit_code
+    its_remedy = remedy if RENEW in remedy else ""  # a command's exit code says whether its fault may pass
+    assert capsys.readouterr().err == f"error: s3://b: cannot be listed{its_remedy}\n"
+
+
 MASKED_URLS = {
     "s3://user:hunter2@host:9000/b/k": "s3://user:***@host:9000/b/k",
     "https://u:it's@h/x": "https://u:***@h/x",
@@ -211,7 +247,7 @@ def test_what_is_too_short_to_be_told_from_other_text_is_masked_in_its_url_alone
 
 
 def test_a_folder_that_a_client_refuses_is_named_without_its_password(monkeypatch, capsys):
-    def refuse(url):
+    def refuse(url, **options):
         raise ValueError(QUOTED.format("hunter2"))
 
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)

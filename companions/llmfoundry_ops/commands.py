@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,10 +26,19 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
     logs = log_dir or Path(config.run_folder) / "logs"
 
-    def batch() -> int:
-        return (read_status(Path(config.run_folder)) or {}).get("batch", 0)
+    def status(key: str) -> Any:
+        return (read_status(Path(config.run_folder)) or {}).get(key)
 
-    return Launcher(program, num_ranks, max_restarts, logs, batch, parse_seconds(config.retry_for)).run(arguments)
+    launcher = Launcher(
+        program,
+        num_ranks,
+        max_restarts,
+        logs,
+        progress=lambda: status("last_saved"),  # trained batches that no save holds are trained again
+        begun=lambda: status("batch") or 0,
+        retry_seconds=parse_seconds(config.retry_for),
+    )
+    return launcher.run(arguments)
 
 
 def watch_command(

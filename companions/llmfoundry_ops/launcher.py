@@ -125,7 +125,9 @@ class Launcher:
     logs: Path
     """Folder of rank1.txt, rank2.txt, …, which cover all tries; rank1.before.txt is from the launch before."""
     progress: Callable[[], Any] = lambda: None
-    """Returns any value that changes with the program's progress."""
+    """Returns any value that changes with the progress that a restart keeps, such as the newest save."""
+    begun: Callable[[], Any] = lambda: None
+    """Returns any value that changes once the program has begun its work."""
     retry_seconds: float = 0.0
     _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
     _world: "World | None" = None
@@ -142,16 +144,25 @@ class Launcher:
         self._ending = Ending(self._forward)
         environment = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
         restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
+        begun_before = self.begun()
+        has_lost = False  # whether batches were trained since the newest save
         try:
             while True:
                 outcome = self._try([*arguments, *again], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
+                progress = self.progress()
+                if progress != restarts.progress:
+                    has_lost = False
+                if outcome.code == EXIT_RETRY_LOST:
+                    has_lost = True
                 code = CODES.get(outcome.code, outcome.code)
+                if is_transient and has_lost:  # also if a later try could not even begin
+                    code = EXIT_FAILURE
                 if (outcome.code != EXIT_FAILURE and not is_transient) or self._ending.num_asked:
                     if outcome.was_killed:
                         say(f"{outcome.culprit}; {SAVES_STAND}")
                     return code
-                pause = restarts.pause(is_transient, self.progress(), time.monotonic())
+                pause = restarts.pause(is_transient, progress, time.monotonic())
                 if pause is None:
                     say(self._give_up(outcome, is_transient))
                     return code
@@ -162,7 +173,7 @@ class Launcher:
                     number = f"restart {restarts.num_restarts} of {self.max_restarts}"
                     say(f"{outcome.culprit}; {number}{when}, from the newest save")
                 # If nothing has begun yet, a run that exists already must still be refused.
-                if restarts.num_restarts or restarts.has_progressed:
+                if restarts.num_restarts or restarts.has_progressed or self.begun() != begun_before:
                     again = ["autoresume=true"]
                 self._ending.sleep(pause)
                 if self._ending.num_asked:

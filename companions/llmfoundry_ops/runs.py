@@ -102,6 +102,8 @@ class LiveRun:
             facts.append(f"validation {self.validation[1]:.4f} at batch {self.validation[0]:,}")
         if saved := self.last_checkpoint():
             facts.append(f"saved {saved}")
+        if self.failed_saves:
+            facts.append(f"{self.failed_saves} saves failed: {self.save_error}")
         return f"<{', '.join(facts)}>"
 
     @property
@@ -136,13 +138,26 @@ class LiveRun:
         done = self.batch if key == "batch" else self.last.get(key, 0)
         return min(1.0, done / float(self.max_duration.value))
 
+    @property
+    def failed_saves(self) -> int:
+        """Number of saves that have failed since the last one that did not."""
+        count = self.status.get("failed_saves")
+        return count if isinstance(count, int) else 0
+
+    @property
+    def save_error(self) -> str:
+        """Why the last of the failed saves failed."""
+        return str(self.status.get("save_error") or "")
+
     def last_checkpoint(self) -> str | None:
-        """Return `ba200`; None if there is none, or if they lie behind a URL."""
+        """Return `ba200`; None if there is none. If they lie behind a URL, it is the one that status.json names."""
         where = folder_of_checkpoints(self._opened, self.config, opens=())
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
             candidates = CheckpointStore(where).candidates() if where is not None else []
-            return next((f"ba{one.batch}" for one in candidates if one.head is not None), None)
-        return None
+            if where is not None:
+                return next((f"ba{one.batch}" for one in candidates if one.head is not None), None)
+        saved = self.status.get("last_saved")
+        return saved if isinstance(saved, str) and COMMITTED.fullmatch(saved) else None
 
 
 class SavedRun(LiveRun):

@@ -64,6 +64,8 @@ def line_of(run: LiveRun) -> str:
         parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
     if (saved := run.last_checkpoint()) is not None:
         parts.append(f"saved {saved}")
+    if run.failed_saves:
+        parts.append(f"{run.failed_saves} saves failed: {run.save_error}")
     if run.trouble is not None:
         parts.append(run.trouble)
     if not run.has_ended and (reason := run.status.get("reason")):

@@ -15,6 +15,8 @@ Record = dict[str, Any]
 METRICS = "metrics.jsonl"
 SAVED = "checkpoint/bytes"
 """Key in the record of the batch after which a save was found to be published."""
+FAILED_SAVES, UNSAVED_BATCHES = "checkpoint/failed_saves", "checkpoint/unsaved_batches"
+"""Keys in the records of batches while saves fail: how many in a row, and how many batches no save holds."""
 POSITIONS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
 """Unit of a duration -> key of how many are done."""
 MAX_NUMBER = 2**128
@@ -88,6 +90,8 @@ def console_line(record: Record, max_duration: Duration) -> str:
             parts.append(form.format(record[key]))
     if "time/remaining_seconds" in record:
         parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
+    if record.get(FAILED_SAVES):
+        parts.append(f"{record[FAILED_SAVES]:.0f} saves failed, {record.get(UNSAVED_BATCHES, 0):.0f} batches unsaved")
     return " · ".join(parts)
 
 

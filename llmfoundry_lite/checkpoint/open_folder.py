@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.local_folder import NO_FILE, LocalFolder
@@ -20,6 +21,9 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.retry import first_line
+
+BOTOCORE_ATTEMPTS, S3_ATTEMPTS = 2, 3
+"""Attempts of botocore at a request, and of s3fs at a request of botocore."""
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
@@ -49,14 +53,26 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
     import fsspec
 
     try:
-        filesystem, path = fsspec.core.url_to_fs(text)
+        filesystem, path = fsspec.core.url_to_fs(text, **_options_of(protocol))
     except ImportError as error:
         is_s3 = protocol in ("s3", "s3a")
         remedy = "pip install 'llmfoundry-lite[s3]'" if is_s3 else f"install the package it names: {error}"
         raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
     except Exception as error:  # an unknown protocol, or a client that connects to its server at once
         raise CheckpointError(f"{text}: {first_line(error)}") from error
-    return RemoteFolder(RenewingFilesystem(filesystem), path, text.rstrip("/"))
+    if hasattr(filesystem, "call_s3"):
+        type(filesystem).retries = S3_ATTEMPTS  # s3fs takes it from the class
+    url = text.rstrip("/")
+    return RemoteFolder(RenewingFilesystem(filesystem, url), path, url)
+
+
+def _options_of(protocol: str) -> dict[str, Any]:
+    """Return options of the client. Unless the user has set a number of attempts, botocore makes few, because s3fs and
+    `retry_transient_errors` repeat them: by default all three together make 100, and take minutes to report a bucket
+    that is down."""
+    if protocol not in ("s3", "s3a") or "AWS_MAX_ATTEMPTS" in os.environ:
+        return {}
+    return {"config_kwargs": {"retries": {"total_max_attempts": BOTOCORE_ATTEMPTS, "mode": "standard"}}}
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:

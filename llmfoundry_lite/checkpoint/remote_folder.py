@@ -6,7 +6,7 @@ No torch, and fsspec when such a folder is opened.
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,22 @@ MAX_PARTS = 10_000
 """S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
 
 REMOVALS_AT_ONCE = 16
+WAIT_SECONDS = 2.0
+"""Time after which the user is told which folder does not answer."""
+note_wait: Callable[[str], None] | None = None
+"""Function that tells the user, given the folder's URL; programs set it."""
 
 
 class RenewingFilesystem:
     """A file system of fsspec's that is made again, and called again, when its credentials have expired. The new one
     reads the credentials anew; fsspec itself would return the cached one with the old credentials."""
 
-    def __init__(self, filesystem: Any):
+    def __init__(self, filesystem: Any, url: str = ""):
+        self.url = url
+        """URL of the folder that is opened."""
         self._filesystem = filesystem
         self._lock = threading.Lock()
+        self._has_noted = False
 
     def __getattr__(self, name: str) -> Any:
         before = self._filesystem
@@ -37,7 +44,8 @@ class RenewingFilesystem:
 
         def asked(*arguments: Any, **options: Any) -> Any:
             try:
-                return call(*arguments, **options)
+                with self._noting_a_wait():
+                    return call(*arguments, **options)
             except Exception as error:
                 if not has_expired(error):
                     raise
@@ -45,6 +53,27 @@ class RenewingFilesystem:
             return getattr(self._filesystem, name)(*arguments, **options)
 
         return asked if callable(call) else call
+
+    @contextlib.contextmanager
+    def _noting_a_wait(self) -> Iterator[None]:
+        """Say once what the user waits for, if an answer takes longer than WAIT_SECONDS. In background threads nobody
+        waits."""
+        is_waited_for = note_wait is not None and threading.current_thread() is threading.main_thread()
+        if not is_waited_for or self._has_noted:
+            yield
+            return
+        timer = threading.Timer(WAIT_SECONDS, self._note_wait)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _note_wait(self) -> None:
+        self._has_noted = True
+        if note_wait is not None:
+            note_wait(self.url)
 
     def renew(self, before: Any = None) -> None:
         """Replace the file system, unless another thread has done so since it was `before`."""

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from llmfoundry_lite import companions
+from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.cli import checkpoint, data, listing, results
 from llmfoundry_lite.cli import run as runs
 from llmfoundry_lite.cli.examples import EXAMPLES, add_examples
@@ -61,6 +62,7 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> NoReturn:
     """Run the `llmfoundry-lite` program."""
+    remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", file=sys.stderr, flush=True)
     run_program(app, "llmfoundry-lite")
 
 
@@ -84,7 +86,8 @@ def run_program(program: typer.Typer, name: str) -> NoReturn:
 def tell(error: UserError) -> int:
     """Print a user's error in a line, unless the reader of the command's output has left. Returns the exit code."""
     if error.exit_code != EXIT_UNREAD:
-        print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        remedy = error.remedy if error.needs_credentials else ""
+        print(f"error: {printable(' '.join(str(error).split()))}{remedy}", file=sys.stderr)
     return error.exit_code
 
 

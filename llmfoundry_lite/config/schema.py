@@ -25,7 +25,14 @@ from llmfoundry_lite.config.fields import (
     span,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.spans import TIME_UNITS, Duration, SaveInterval, describe_span, parse_seconds
+from llmfoundry_lite.config.spans import (
+    TIME_UNITS,
+    Duration,
+    SaveInterval,
+    describe_span,
+    parse_limit,
+    parse_seconds,
+)
 from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_urls
 
@@ -575,6 +582,9 @@ class TrainConfig:
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
     """A span, a time such as 5m, 90s or 1h, or auto. auto saves as often as costs 2 % of training time, by the measured
     cost of saves, and more often in a run that has failed often. The end of a launch always saves."""
+    max_unsaved: str | int = setting("30m", parse_limit, change="freely")
+    """How far the run trains on while every save fails: a time or a span such as 200ba, from the first failed save on.
+    Then the launch ends as failed, with the reason."""
     digest_interval: str | int | None = span(None, change="freely")
     """Span at which a digest of weights and optimizer is logged, besides each save. It is the same in every layout."""
     save_num_checkpoints_to_keep: int = setting(

@@ -56,6 +56,18 @@ class SaveInterval:
         return found
 
 
+def parse_limit(text: str | int) -> SaveInterval:
+    """Read a span of training or a time: `200ba`, `30m`. Raises ValueError, saying what was expected."""
+    expected = "a time such as 30m, 90s or 1h, or a span such as 200ba"
+    try:
+        limit = SaveInterval.parse(text)
+    except ValueError:
+        raise ValueError(expected) from None
+    if limit == SaveInterval():  # auto
+        raise ValueError(expected)
+    return limit
+
+
 def describe_span(units: Sequence[str]) -> str:
     *others, last = units
     listed = f"{', '.join(others)} or {last}" if others else last

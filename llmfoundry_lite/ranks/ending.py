@@ -209,8 +209,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, AnotherFailedError):
         return str(error)
     if isinstance(error, UserError):
-        again = "; this may pass: run the same command again" if error.is_transient else ""
-        return f"error: {printable(str(error))}{again}"
+        return f"error: {printable(str(error))}{error.remedy}"
     if is_lost_peer(error):
         return (
             "error: lost contact with another rank, which has died or lost its network; "

@@ -25,6 +25,8 @@ STATUS = "status.json"
 MAX_BATCH = 1 << 53
 """Limit of the number of a batch: floats hold whole numbers below it."""
 SAVES_STAND = "the newest save stands, if there is one"
+SAVES = ("last_saved", "failed_saves", "save_error")
+"""Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
@@ -57,7 +59,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     asked = content.get("reason")
     gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
-    return {"status": status, "batch": content.get("batch", 0), "reason": reason}
+    ended = {"status": status, "batch": content.get("batch", 0), "reason": reason}
+    return ended | {key: content[key] for key in SAVES if key in content}
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
@@ -69,7 +72,10 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **more)
+    if before.get("status") == "failed" and before.get("failed_saves"):
+        status = "failed"  # batches that no save holds are no preemption, though this launch has lost none itself
+    saves = {key: before[key] for key in SAVES if key in before}
+    write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **saves, **more)
 
 
 @contextlib.contextmanager

@@ -71,6 +71,7 @@ def build_and_restore(
     agreement = Agreement(ranks, preemption, partners.move_on, meter)
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.eval_interval != 0 else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
+    checkpointing.on_saves = run.note_saves
     trainer = ParallelTrainer(
         ranks=ranks,
         agreement=agreement,

@@ -19,7 +19,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
-from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED
+from llmfoundry_lite.checkpoint.log_lines import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES
 from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
@@ -30,14 +30,15 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkp
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.config.spans import parse_seconds
+from llmfoundry_lite.config.spans import parse_limit, parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, UserError, printable
+from llmfoundry_lite.errors import CheckpointError, TransientError, UserError, printable
 from llmfoundry_lite.ranks.ending import Preempted
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
@@ -102,6 +103,9 @@ class Checkpointing(Callback):
         """Size of the run's microbatches, if exact sums require this launch to have the same."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
+        self.failed_saves = FailedSaves(parse_limit(self.config.max_unsaved))
+        self.on_saves: Callable[[dict[str, Any]], None] = lambda saves: None
+        """Called with `describe_saves` when that has changed."""
         self.in_use: set[str] = set()
         """On rank 0: names of checkpoints that a process of this launch reads, and that are not removed meanwhile."""
 
@@ -151,6 +155,8 @@ class Checkpointing(Callback):
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
         self.preemption.what_stands = self.what_stands
+        self.preemption.why_unsaved = self.failed_saves.describe
+        self.on_saves(self.describe_saves())
 
     def announce_stop(self, state: State) -> bool:
         """Print that there is nothing to train for this launch, though the run is not done. Returns whether so."""
@@ -228,10 +234,11 @@ class Checkpointing(Callback):
         """Agree with the other ranks on what comes next; then evaluate. Composer evaluates the validation loss next."""
         assert state.max_duration is not None
         timer = self.policy.timer
+        wants_save = timer is not None and timer.note_batch_end(self.saver.has_flight)
         self.agreement.end_batch(
             is_last=state.timestamp >= state.max_duration,
             is_busy=self.saver.is_busy,
-            wants_save=timer is not None and timer.note_batch_end(self.saver.has_flight),
+            wants_save=wants_save or self.failed_saves.wants_save(),
         )
         if self.agreement.joules:  # the counters of some cards stand still
             logger.log_metrics({"energy/joules": self.agreement.joules})
@@ -254,7 +261,8 @@ class Checkpointing(Callback):
         self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), logger)
+        num_failed = self.failed_saves.count
+        self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), state, logger)
         is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
         if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])
@@ -262,8 +270,14 @@ class Checkpointing(Callback):
             logger.log_metrics(metrics)
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
+        is_last = decision.stops or bool(decision.preempted_by) or self.policy.is_last(state)
         if decision.saves:
-            self._save(state, logger)
+            self._save(state, logger, waits=is_last or not self.failed_saves.count)
+        if self.failed_saves.count > num_failed and not is_last:
+            self._leave_if_unsaved_for_too_long(state)
+        if self.failed_saves.count:
+            unsaved = int(state.timestamp.batch) - self.saved_batch
+            logger.log_metrics({FAILED_SAVES: self.failed_saves.count, UNSAVED_BATCHES: unsaved})
         if not is_digest_due:
             self._log_digest_of_save(logger)
         self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
@@ -296,10 +310,22 @@ class Checkpointing(Callback):
         why = self.preemption.because(self.was_preempted_by)
         return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
+    @property
+    def saved_batch(self) -> int:
+        """The newest batch that is in a save, or from which this launch began."""
+        return max(self.published_batch, self.first_batch - 1)
+
     def would_lose(self, state: State) -> bool:
-        """Return whether batches have been trained and the run has no checkpoint."""
-        has_trained = int(state.timestamp.batch) >= self.first_batch
-        return self.partners.saves_here and self.published_batch < 0 and has_trained
+        """Return whether batches have been trained that no save holds."""
+        return self.partners.saves_here and int(state.timestamp.batch) > self.saved_batch
+
+    def describe_saves(self) -> dict[str, Any]:
+        """Return what status.json says of saves."""
+        return {
+            "last_saved": f"ba{self.published_batch}" if self.published_batch > 0 else None,
+            "failed_saves": self.failed_saves.count,
+            "save_error": self.failed_saves.reason or None,
+        }
 
     # ----------------------------------------------------------------------------------------------------- save
 
@@ -309,43 +335,72 @@ class Checkpointing(Callback):
             self._save(state, logger)
         self.fit_end(state, logger)
 
-    def _save(self, state: State, logger: Logger) -> None:
+    def _save(self, state: State, logger: Logger, *, waits: bool = True) -> None:
+        """Begin a save. Without `waits`, leave it out if the one before still goes on."""
+        if self.saver.has_flight and not waits:
+            return
         if not self.partners.may_save():
             if self.policy.timer is not None:  # another launch saves
                 self.policy.timer.note_begun()
             return
         if not self.saver.has_lease and self._advance_save(
-            partial(self.saver.take_lease, steal_from_live_writer=True), logger
+            partial(self.saver.take_lease, steal_from_live_writer=True), state, logger
         ):
             return
         save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
-        if self._advance_save(save, logger) is not None:  # the save before failed, so this one has not begun
+        if self._advance_save(save, state, logger) is not None:  # the save before failed, so this one has not begun
             save()
         self.begun_batch = int(state.timestamp.batch)
         if self.policy.timer is not None:
             self.policy.timer.note_begun()
 
-    def _advance_save(self, step: Callable[[], Saved | None], logger: Logger) -> UserError | None:
-        """Take a step of a save. Prints and returns a transient error: the run carries on, and the next save retries.
-        Raises other errors."""
+    def _advance_save(self, step: Callable[[], Saved | None], state: State, logger: Logger) -> UserError | None:
+        """Take a step of a save. Prints and returns an error that may pass, also with new credentials: the run carries
+        on, and the next save retries. Raises other errors."""
         try:
             self._log(step(), logger)
         except UserError as error:
-            if not error.is_transient:
+            if not (error.is_transient or error.needs_credentials):
                 raise
-            stands = f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
-            self.print_on_rank_0(f"warning: {error}; {stands}, and the next save tries again")
+            self.failed_saves.note_failure(error, state.timestamp)
+            self.print_on_rank_0(f"warning: {self._describe_failed_save()}, and the next save tries again")
             self.begun_batch = self.published_batch
+            self.on_saves(self.describe_saves())
             return error
         return None
+
+    def _describe_failed_save(self) -> str:
+        parts = [self.failed_saves.describe()]
+        parts.append(f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet")
+        if self.failed_saves.count > 1:
+            parts.append(f"{self.failed_saves.count} saves in a row have failed")
+        return "; ".join(parts)
+
+    def _leave_if_unsaved_for_too_long(self, state: State) -> None:
+        """Raise an error that may pass if saves have failed for longer than `max_unsaved`. Collective."""
+        if not broadcast_json(self.failed_saves.is_over_limit(state)):
+            return
+        num_batches = int(state.timestamp.batch) - self.saved_batch
+        text = (
+            f"{num_batches} batches are not saved: {self.failed_saves.count} saves in a row have failed, which "
+            f"max_unsaved limits to {self.config.max_unsaved}; the last one: {self.failed_saves.reason}"
+        )
+        raise self._unsaved_error(text)
+
+    def _unsaved_error(self, text: str) -> CheckpointError:
+        """Return an error that may pass: saves succeeded before, or the lease could not have been taken."""
+        error = CheckpointError(text)
+        error.__cause__ = TransientError(text)
+        error.needs_credentials = self.failed_saves.needs_credentials
+        return error
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
         budget = Budget(RETRY_PAUSES_SECONDS, seconds=parse_seconds(self.config.retry_for), began=time.monotonic())
-        while (error := self._advance_save(self.saver.wait, logger)) is not None:
+        while (error := self._advance_save(self.saver.wait, state, logger)) is not None:
             pause = broadcast_json(budget.pause(time.monotonic()))
             if pause is None:
-                raise error
+                raise self._unsaved_error(str(error))
             self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
             time.sleep(pause)
             self._save(state, logger)
@@ -360,6 +415,8 @@ class Checkpointing(Callback):
             return
         self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
+        self.failed_saves.note_published()
+        self.on_saves(self.describe_saves())
         self.digest_of_save = {"state/digest": saved.state_digest, "state/batch": self.published_batch}
         metrics: dict[str, Any] = {
             "checkpoint/stall_seconds": saved.stall_seconds,

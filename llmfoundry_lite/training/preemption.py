@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.ranks.ending import (
     LAUNCHED_AT,
     announce_preemption,
@@ -67,6 +67,8 @@ class Preemption:
     """On rank 0: this launch has published a save."""
     what_stands: Callable[[], str] = lambda: "nothing was trained yet"
     """Says what is left of a run that leaves without a save, where this launch has published none."""
+    why_unsaved: Callable[[], str] = lambda: ""
+    """Says why the last save failed, if it did."""
     release_lease: Callable[[], None] = lambda: None
     """Lets another launch carry on at once, just before the process is ended."""
 
@@ -179,6 +181,11 @@ class Preemption:
             self._leave("failed", describe_failure(self.failure), self.failure.code)
             return
         because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
+        why_unsaved = self.why_unsaved()
+        if why_unsaved and self.saved is None:  # 75 would promise that the state is saved
+            text = f"{because}, but saves fail: {why_unsaved}; {self.stands()}"
+            self._leave("failed", text, EXIT_FAILURE)
+            return
         text = f"{because}: nothing could be saved within {seconds}; {self.stands()}"
         if self.saved is not None:
             text = f"{because}: saved as {self.saved}; closing the run took more than the rest of {seconds}"

@@ -49,6 +49,8 @@ class RunFolder(LoggerDestination):
         """None until the run has been restored."""
         self.asked_by: str | None = None
         """The reason why the launch is asked to leave."""
+        self.saves: dict[str, Any] = {}
+        """What status.json says of saves, once the run has been restored."""
         self.is_running = False
         self.is_done = False
         self.launch = 0
@@ -78,7 +80,8 @@ class RunFolder(LoggerDestination):
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
                 self.written_once[CONFIG] = dump_record(as_dict(self.config)).encode()
                 write_atomically(self.folder / CONFIG, self.written_once[CONFIG])
-                write_status(self.folder, "running", int(trainer.state.timestamp.batch), self.asked_by)
+                batch = int(trainer.state.timestamp.batch)
+                write_status(self.folder, "running", batch, self.asked_by, **self.saves)
                 duration = Duration.parse(self.config.max_duration)
                 self.written_once[LAUNCHES] = (self.folder / LAUNCHES).read_bytes()
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
@@ -178,18 +181,23 @@ class RunFolder(LoggerDestination):
         note.start()
         note.join(1.0)  # the caller must not hang if the disk does
 
+    def note_saves(self, saves: dict[str, Any]) -> None:
+        """Note at once which save is the last, or that saves fail."""
+        self.saves = saves
+        self._note()
+
     def _note(self) -> None:
         """Write batch and status to status.json. Ignores errors."""
         with contextlib.suppress(OSError), self._writing:
             if self.is_running:
-                write_status(self.folder, "running", self.batch, self.asked_by)
+                write_status(self.folder, "running", self.batch, self.asked_by, **self.saves)
         self._noted_at = time.monotonic()
 
     def finish(self, status: str) -> None:
         self._stop_noting()
         if self.is_main:
             with clear_disk_errors(self.folder):
-                write_status(self.folder, status, self.batch)
+                write_status(self.folder, status, self.batch, **self.saves)
         self.is_done = True
 
     def fail(self, status: str, reason: str) -> None:
@@ -217,7 +225,7 @@ class RunFolder(LoggerDestination):
         if self.trainer is None:
             write_ended_early(self.folder, status, reason)
         elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
-            write_status(self.folder, status, self.batch, reason)
+            write_status(self.folder, status, self.batch, reason, **self.saves)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class SavePolicy:
     def decide(self, state: State) -> Decision:
         """Decide after a batch. Returns the same on every rank."""
         is_last, is_launch_over = self.is_last(state), self.is_launch_over(state)
-        is_due = self.agreement.save_is_due if self.span is None else has_passed(state, self.span)
+        is_due = self.agreement.save_is_due or (self.span is not None and has_passed(state, self.span))
         agreed = REASONS[self.preemption.agreed]
         owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)
         preempted_by = agreed if not is_last or owes_evaluation else ""

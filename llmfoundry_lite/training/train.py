@@ -142,8 +142,9 @@ def report(
 ) -> BaseException:
     """Write to status.json how this launch ends. Returns what to raise for `error`."""
     reported, reason = error, REASONS[preemption.reason] or announced_preemption()
+    saves_fail = checkpointing is not None and checkpointing.failed_saves.count > 0
     if (
-        reason and preemption.failure is None and is_lost_peer(error)
+        reason and preemption.failure is None and is_lost_peer(error) and not saves_fail
     ):  # a peer that was asked to leave has left without waiting for us
         reported = Preempted(f"{leaving_because(reason)} while another rank was leaving; {preemption.stands()}")
     elif is_out_of_memory(error):

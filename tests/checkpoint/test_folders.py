@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,17 +17,19 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite import retry
-from llmfoundry_lite.checkpoint import local_folder, shards
+from llmfoundry_lite.checkpoint import local_folder, remote_folder, shards
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.remote_folder import part_bytes
+from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem, part_bytes
 from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.save import About, Saver, aligned_memory, as_bytes
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.cli import main as cli_main
+from llmfoundry_lite.errors import CheckpointError, UserError
+from llmfoundry_lite.train import launch
 from tests.checkpoint.saves import names, save
 from tests.helpers.bombs import MIB, little_memory
 
@@ -208,3 +211,57 @@ def test_an_answer_of_a_web_server_is_read_up_to_the_limit():
         with little_memory(16):
             assert len(folder.read("manifest.json", MIB)) == MIB + 1
         server.shutdown()
+
+
+class SlowAnswers:
+    """A file system whose answers come when `answered` is set."""
+
+    protocol = "slow"
+
+    def __init__(self) -> None:
+        self.answered = threading.Event()
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def ls(self, path, detail):
+        assert self.answered.wait(30)
+        return []
+
+
+def test_a_user_is_told_at_once_which_folder_does_not_answer_and_told_once(monkeypatch):
+    slow, said = SlowAnswers(), []
+
+    def note(url: str) -> None:
+        said.append(url)
+        slow.answered.set()
+
+    monkeypatch.setattr(remote_folder, "WAIT_SECONDS", 0.01)
+    folder = RemoteFolder(RenewingFilesystem(slow, "slow://b/run"), "b/run", "slow://b/run")
+    slow.answered.set()
+    folder.names()  # a library's caller has its own words
+    slow.answered.clear()
+    monkeypatch.setattr(remote_folder, "note_wait", note)
+    assert folder.names() == []
+    assert said == ["slow://b/run"]
+    assert folder.names() == [] and len(said) == 1
+
+    behind_training = threading.Thread(target=folder.names)
+    folder.filesystem._has_noted = False
+    behind_training.start()
+    behind_training.join()
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("program", ["command", "launch"])
+def test_programs_say_what_they_wait_for(monkeypatch, capfd, program):
+    monkeypatch.setattr(remote_folder, "note_wait", None)
+    with suppress(SystemExit, UserError):
+        if program == "command":
+            monkeypatch.setattr("sys.argv", ["llmfoundry-lite", "--version"])
+            cli_main.main()
+        else:
+            launch(["no-such-file.yaml"])
+    assert remote_folder.note_wait is not None
+    remote_folder.note_wait("s3://b/run")
+    assert "waiting for s3://b/run\n" in "".join(capfd.readouterr())

@@ -450,3 +450,17 @@ def test_through_random_faults_nothing_is_lost_and_what_is_restored_was_committe
     run.restore()
     run.prune()
     assert len(names(CheckpointStore(proxy.url))) == 2
+
+
+@pytest.mark.fault
+def test_a_bucket_that_refuses_everything_is_reported_after_a_few_requests(server, connect):
+    """Three layers repeat a request: by their defaults a hundred times, for minutes."""
+    proxy = RefusingProxy(server)
+    try:
+        store, lease = saved(connect(proxy.port), 1)
+        proxy.refuses = lambda method, path, headers: "SlowDown"
+        with pytest.raises(OSError, match="SlowDown"):
+            write_draft(store, lease, 2)
+        assert proxy.num_refused <= 6
+    finally:
+        proxy.close()

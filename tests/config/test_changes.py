@@ -48,7 +48,8 @@ TABLE = {
             save_folder save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path load_weights_only
             load_ignore_keys load_cast stop_after stop_at max_wall_time preemption_grace_seconds compile_config
             deterministic digest_interval dist_timeout environment progress_bar log_to_console console_log_interval
-            export_at_end python_log_level variables metadata retry_for takeover""",
+            export_at_end python_log_level variables metadata retry_for takeover
+            max_unsaved""",
         "callbacks.speed_monitor.": "window_size",
         "callbacks.": """lr_monitor memory_monitor runtime_estimator profiler hf_checkpointer generate_callback
             early_stopper kill_loss_spike extra""",

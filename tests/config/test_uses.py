@@ -172,10 +172,9 @@ ALWAYS = {
         run_name run_folder seed precision eval_loader eval_loaders loss_chunk_mib icl_tasks
         device_train_microbatch_size accumulate_train_batch_on_tokens exact_sums algorithms callbacks loggers
         fsdp_config tp_config cp_config pp_config on_non_finite save_folder save_interval digest_interval
-        save_num_checkpoints_to_keep autoresume
-        takeover load_path stop_after stop_at max_wall_time preemption_grace_seconds
-        retry_for compile_config deterministic dist_timeout environment progress_bar log_to_console export_at_end
-        python_log_level variables metadata""",
+        save_num_checkpoints_to_keep autoresume load_path stop_after stop_at max_wall_time preemption_grace_seconds
+        takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar
+        log_to_console export_at_end python_log_level variables metadata""",
     # `_build_task` refuses the others that a task's type does not have.
     "TaskConfig": "label icl_task_type dataset_uri num_fewshot metric has_categories cluster",
 }

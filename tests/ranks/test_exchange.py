@@ -1,5 +1,8 @@
 """Exchanges between ranks, without a process group."""
 
+import pytest
+
+from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.exchange import all_gather_distinct
 
@@ -10,3 +13,24 @@ def test_each_distinct_value_is_told_by_a_rank_that_has_it(monkeypatch):
     monkeypatch.setattr(exchange, "all_gather_bytes", lambda raw: [bytes([value]) for value in values])
     monkeypatch.setattr(exchange, "broadcast_json", lambda value, *, source: values[source])
     assert all_gather_distinct(1) == [(1, [0, 2]), (7, [1])]
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied"])
+def test_refused_credentials_of_one_rank_are_known_to_all(monkeypatch, code):
+    """Else one rank would go on after a failed save, and another would end."""
+    answer = OSError("refused")
+    answer.response = {"Error": {"Code": code}}  # type: ignore[attr-defined]
+    theirs = CheckpointError("s3://b/ba4: not written")
+    theirs.__cause__ = answer
+    told = []
+    monkeypatch.setattr(exchange, "all_reduce_max", lambda values: [1])
+    monkeypatch.setattr(exchange, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(exchange, "all_gather_json", lambda report: told.append(report) or [None, report])
+    with pytest.raises(CheckpointError):
+        exchange.raise_on_all_ranks(theirs)
+    monkeypatch.setattr(exchange, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(exchange, "all_gather_json", lambda report: [report, told[0]])
+    with pytest.raises(CheckpointError) as caught:
+        exchange.raise_on_all_ranks(None)
+    assert caught.value.needs_credentials
+    assert (str(caught.value), caught.value.is_transient) == (str(theirs), theirs.is_transient)

@@ -38,6 +38,24 @@ def test_a_launch_that_ended_early_keeps_the_batch_and_a_finished_run(tmp_path, 
     assert told(tmp_path) == after
 
 
+SAVES = {"last_saved": "ba4", "failed_saves": 3, "save_error": "s3://b/ba6: not written"}
+
+
+def test_a_launch_that_cannot_begin_makes_no_preemption_of_batches_that_no_save_holds(tmp_path):
+    status.write_status(tmp_path, "failed", 9, "max_unsaved", **SAVES)
+    status.write_ended_early(tmp_path, "preempted", "s3://b: cannot be listed")
+    assert told(tmp_path) == {"status": "failed", "batch": 9, "reason": "s3://b: cannot be listed", **SAVES}
+
+
+def test_what_a_killed_launch_has_said_of_its_saves_stands(tmp_path):
+    status.write_status(tmp_path, "running", 9, **SAVES)
+    content = told(tmp_path)
+    content["process"]["pid"] = 2**22 + 1
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    found = status.read_status(tmp_path)
+    assert found is not None and found["status"] == "failed" and SAVES.items() <= found.items()
+
+
 @pytest.mark.parametrize(("first", "expected"), [(1, "failed"), (0, "preempted")])
 def test_the_first_rank_of_a_node_to_fail_records_why(tmp_path, monkeypatch, first, expected):
     """Rank 1 alone misses a mount, and its launcher then ends rank 0. The other way round, rank 0 records it."""

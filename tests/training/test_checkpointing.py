@@ -76,7 +76,8 @@ def test_a_finished_run_launched_again_is_done(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="3ba")
     run(tmp_path, config, "done")
     run(tmp_path, config, "done")
-    assert status(tmp_path, "done") == {"status": "done", "batch": 3, "reason": None}
+    saves = {"last_saved": "ba3", "failed_saves": 0, "save_error": None}
+    assert status(tmp_path, "done") == {"status": "done", "batch": 3, "reason": None, **saves}
     assert len(metrics(tmp_path, "done")) == 3
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.config.spans import parse_seconds
+from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.signals import leaving_because
@@ -260,7 +261,8 @@ def test_ctrl_c_again_leaves_at_once(tmp_path, data):
     assert result.exit_codes == [130]
     text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
     assert result.output.splitlines()[-1] == text
-    assert status(tmp_path) == {"status": "failed", "batch": 5, "reason": text}
+    told = status(tmp_path)
+    assert (told["status"], told["batch"], told["reason"]) == ("failed", 5, text)
 
 
 def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came_in_first(tmp_path):
@@ -420,3 +422,23 @@ def test_the_launcher_may_be_the_one_who_is_told(tmp_path, data, launcher, name,
 )
 def test_times_are_read_as_people_and_slurm_write_them(text, seconds):
     assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"), [(None, ("failed", EXIT_FAILURE)), ("ba4", ("preempted", EXIT_PREEMPTED))]
+)
+def test_who_leaves_late_while_saves_fail_does_not_promise_that_all_is_saved(tmp_path, monkeypatch, saved, expected):
+    left, released = [], []
+    monkeypatch.setattr(preemption_module, "leave", left.append)
+    preemption = Preemption(tmp_path, 20.0, None, print, lambda status, why: left.extend([status, why]))
+    preemption.why_unsaved = lambda: "" if saved else "s3://b/ba6: not written: the token has expired"
+    preemption.what_stands = lambda: "ba4 stands"
+    preemption.release_lease = lambda: released.append(True)
+    preemption._request(REASONS.index("SIGTERM"))
+    preemption.saved = saved
+    assert preemption.leave_by is not None
+    preemption._leave_if_late(preemption.leave_by)
+    assert (left[0], left[2]) == expected and len(left) == 3 and released
+    if not saved:
+        why = "preempted by SIGTERM, but saves fail: s3://b/ba6: not written: the token has expired; ba4 stands"
+        assert left[1] == why

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -114,3 +115,36 @@ def test_storms_at_the_start_and_in_the_middle_of_a_save_cost_a_launcher_nothing
     assert "met a fault that may pass; next try in 1 s, for 1800 s in all (retry_for)" in found.stdout
     assert "ba2 stands, and the next save tries again" in found.stdout
     assert "saved ba6" in found.stdout and "saved ba4" not in found.stdout
+
+
+class TokenExpires:
+    """The token has expired from the first shard of batch 4 on, until three saves have failed."""
+
+    def __init__(self, num_saves: int):
+        self.num_saves, self.seen, self.has_expired = num_saves, set[str](), False
+
+    def __call__(self, method, path, headers):
+        save = re.search(r"/e1-(ba\d+)-", path)
+        if method in ("PUT", "POST") and save is not None and save[1] != "ba2":
+            self.seen.add(save[1])
+            self.has_expired = len(self.seen) <= self.num_saves
+        return "ExpiredToken" if self.has_expired else None
+
+
+@pytest.mark.parametrize(("num_saves", "code"), [(3, 0), (99, 1)], ids=["renewed", "never renewed"])
+def test_saves_after_a_token_has_expired_ask_for_new_credentials_and_do_not_end_as_saved(
+    tmp_path, data, proxy, num_saves, code
+):
+    proxy.refuses = TokenExpires(num_saves)
+    config = tiny_config(data, max_duration="40ba", save_interval="2ba", save_folder="s3://runs/{run_name}")
+    path = write_config(tmp_path / "expires.yaml", {**config, "run_name": f"expires{code}", "max_unsaved": "12ba"})
+    result = train([path], tmp_path, env=credentials(proxy.port))
+    status = json.loads((tmp_path / f"runs/expires{code}/status.json").read_text())
+    assert result.exit_codes == [code], result.output
+    assert "renew the credentials; ba2 stands, and the next save tries again\n" in result.output
+    assert "run the same command again" not in result.output.replace("renew the credentials, then run the same", "")
+    if code == 0:
+        assert (status["status"], status["last_saved"], status["failed_saves"]) == ("done", "ba40", 0)
+    else:
+        assert (status["status"], status["last_saved"]) == ("failed", "ba2")
+        assert status["reason"].endswith("; renew the credentials, then run the same command again")

@@ -155,7 +155,8 @@ def test_a_run_ends_when_its_duration_is_reached(tmp_path, data, duration):
     assert sorted({record["batch"] for record in records}) == list(range(1, batches + 1))
     assert "eval/loss" in records[-1]
     status = json.loads((tmp_path / "runs/short/status.json").read_text())
-    assert status == {"status": "done", "batch": batches, "reason": None}
+    saves = {"last_saved": f"ba{batches}", "failed_saves": 0, "save_error": None}
+    assert status == {"status": "done", "batch": batches, "reason": None, **saves}
 
 
 def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):

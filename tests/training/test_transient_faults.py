@@ -3,16 +3,22 @@
 import errno
 import json
 import os
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from composer.core import Callback
+from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint import local_folder
+from llmfoundry_lite.checkpoint.log_lines import FAILED_SAVES
 from llmfoundry_lite.checkpoint.save import Saved
+from llmfoundry_lite.config.spans import parse_limit
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.training import checkpointing
+from llmfoundry_lite.ranks.ending import describe
+from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.save_policy import Decision
 from tests.helpers.launch import train
@@ -42,11 +48,12 @@ class Run:
         parts.config = SimpleNamespace(retry_for=retry_for)
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
+        parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
         parts.digest_of_save = {}
         parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
-        parts._save = lambda state, logger: self.saves.append(4)
+        parts._save = lambda state, logger, **options: self.saves.append(4)
         self.parts, self.state = parts, SimpleNamespace(timestamp=SimpleNamespace(batch=4))
         monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
 
@@ -66,7 +73,7 @@ class Run:
 
 def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(monkeypatch):
     run = Run(monkeypatch, not_written())
-    error = run.parts._advance_save(run.parts.saver.wait, None)
+    error = run.parts._advance_save(run.parts.saver.wait, run.state, None)
     assert error is not None and run.parts.begun_batch == run.parts.published_batch == 2
     text = "warning: run/ba4: not written: No space left on device; ba2 stands, and the next save tries again"
     assert run.said == [text]
@@ -75,7 +82,7 @@ def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(mon
 def test_a_save_that_meets_another_error_ends_the_run(monkeypatch):
     run = Run(monkeypatch, not_written(PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(CheckpointError, match="not written"):
-        run.parts._advance_save(run.parts.saver.wait, None)
+        run.parts._advance_save(run.parts.saver.wait, run.state, None)
 
 
 def test_the_last_save_is_made_again_until_it_is_published(monkeypatch):
@@ -94,10 +101,10 @@ def test_the_last_save_is_given_up_when_the_time_is_spent(monkeypatch):
 
 @pytest.mark.parametrize(
     ("batch", "published_batch", "expected"),
-    [(4, 2, False), (4, -1, True), (0, -1, False)],
-    ids=["a save stands", "no save stands", "nothing was trained"],
+    [(4, 4, False), (4, 2, True), (4, -1, True), (0, -1, False)],
+    ids=["all is saved", "an older save stands", "no save stands", "nothing was trained"],
 )
-def test_batches_are_lost_only_where_no_save_stands(monkeypatch, batch, published_batch, expected):
+def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch, expected):
     run = Run(monkeypatch)
     run.parts.published_batch, run.state.timestamp.batch = published_batch, batch
     assert run.parts.would_lose(run.state) is expected
@@ -112,6 +119,84 @@ def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_i
     assert run.parts.preempted_text(run.state) == text
 
 
+def refused_by_s3(code: str) -> CheckpointError:
+    answer = OSError("The provided token has expired.")
+    answer.response = {"Error": {"Code": code}}  # type: ignore[attr-defined]
+    return not_written(answer)
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId", "AccessDenied"])
+def test_a_save_whose_credentials_are_refused_asks_for_new_ones_and_the_run_goes_on(monkeypatch, code):
+    run = Run(monkeypatch, refused_by_s3(code))
+    assert run.parts._advance_save(run.parts.saver.wait, run.state, None) is not None
+    words = "renew the credentials; ba2 stands, and the next save tries again"
+    assert run.said == [f"warning: run/ba4: not written: No space left on device; {words}"]
+
+
+def test_a_last_save_whose_credentials_stay_refused_fails_the_run_and_is_no_mistake(monkeypatch):
+    run = Run(monkeypatch, *[refused_by_s3("AccessDenied") for _ in range(5)], retry_for="10s")
+    with pytest.raises(CheckpointError) as caught:
+        run.finish()
+    caught.value.has_lost = run.parts.would_lose(run.state)
+    assert caught.value.exit_code == 1
+    assert describe(caught.value).endswith("; renew the credentials, then run the same command again")
+
+
+def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is_the_last(monkeypatch):
+    run = Run(monkeypatch)
+    run.parts.saver = SimpleNamespace(has_flight=True, has_lease=True, poll=lambda all_idle: None)
+    run.parts.agreement, run.parts.run_state = SimpleNamespace(all_idle=False), SimpleNamespace()
+    begun, logger = [], SimpleNamespace(log_metrics=lambda metrics: None)
+    run.parts._advance_save = lambda step, state, logger: begun.append(step)
+    run.parts._about = lambda state: None
+    run.parts.model, run.state.optimizers = SimpleNamespace(model=None), [None]
+    run.parts.saver.save = begun.append
+    del run.parts._save
+
+    def begins_a_save(**decided: Any) -> bool:
+        begun.clear()
+        decision = Decision(saves=True, preempted_by="", stops=False, owes_evaluation=False)._replace(**decided)
+        run.parts.policy = SimpleNamespace(
+            timer=None, digest_span=None, decide=lambda state: decision, is_last=lambda state: False
+        )
+        run.state.stop_training = lambda: None
+        run.parts.batch_checkpoint(run.state, logger)
+        return len(begun) == 2  # `poll`, and then `save`
+
+    assert begins_a_save()
+    run.parts.failed_saves.note_failure(not_written(), Timestamp(batch=4))
+    assert not begins_a_save()
+    assert begins_a_save(stops=True)
+    assert begins_a_save(preempted_by="SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("limit", "save_at", "is_over_at"),
+    [("30m", [60, 120], 1800), ("90s", [60, 90], 90), ("10s", [10], 10), ("5ba", [60, 120], None)],
+)
+def test_saves_that_fail_are_made_again_each_minute_and_once_at_the_limit(monkeypatch, limit, save_at, is_over_at):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(failed_saves, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    failed, tried, over = FailedSaves(parse_limit(limit)), [], None
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=4))
+    assert not failed.wants_save() and not failed.is_over_limit(state)
+    failed.note_failure(not_written(), Timestamp(batch=4))
+    while over is None and clock.now < 2000:
+        clock.now += 1
+        if failed.wants_save():
+            tried.append(int(clock.now))
+            failed.note_failure(not_written(), Timestamp(batch=4))
+            if failed.is_over_limit(state):
+                over = int(clock.now)
+    assert tried[: len(save_at)] == save_at and over == is_over_at
+    assert not failed.is_over_limit(state) or over
+    if limit == "5ba":
+        assert not failed.is_over_limit(SimpleNamespace(timestamp=Timestamp(batch=8)))  # type: ignore[arg-type]
+        assert failed.is_over_limit(SimpleNamespace(timestamp=Timestamp(batch=9)))  # type: ignore[arg-type]
+    failed.note_published()
+    assert (failed.count, failed.wants_save(), failed.is_over_limit(state)) == (0, False, False)
+
+
 def digests_by_record(
     monkeypatch, num_batches: int, digest_interval: int, save_at: list[int], polls_at: list[int] | None = None
 ) -> dict[int, int]:
@@ -123,11 +208,13 @@ def digests_by_record(
         return published(run.parts.begun_batch) if len(polls) == 2 else None
 
     run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "")
-    run.parts.policy = SimpleNamespace(timer=None, digest_span=digest_interval, decide=lambda state: decision)
+    run.parts.policy = SimpleNamespace(
+        timer=None, digest_span=digest_interval, decide=lambda state: decision, is_last=lambda state: False
+    )
     run.parts.published_batch = -1
     run.parts.agreement, run.parts.model = SimpleNamespace(all_idle=True), SimpleNamespace(model=None)
     run.parts.run_state, run.state.optimizers = SimpleNamespace(), [None]
-    run.parts._save = lambda state, logger: (
+    run.parts._save = lambda state, logger, waits: (
         polls.clear(),
         setattr(run.parts, "begun_batch", state.timestamp.batch),
     )
@@ -193,11 +280,31 @@ def test_a_disk_that_is_full_for_a_while_costs_a_save_and_no_batch(tmp_path, dat
 
 
 @pytest.mark.multiprocess
+def test_a_run_whose_saves_fail_for_too_long_says_so_and_leaves_as_failed(tmp_path, data):
+    """A checkpoint stands, but it holds none of the last batches, so this is no preemption."""
+    disk = {"rank": 0, "batches": list(range(4, 40, 2)), "times": 99}
+    result, status = run_with(tmp_path, data, disk=disk, max_duration="40ba", max_unsaved="5ba")
+    assert result.exit_codes == [1]
+    assert (status["status"], status["last_saved"]) == ("failed", "ba2")
+    assert status["failed_saves"] >= 3 and status["save_error"].endswith("not written: No space left on device")
+    last = result.output.strip().splitlines()[-1]
+    unsaved = status["batch"] - 2
+    assert last.startswith(
+        f"error: {unsaved} batches are not saved: {status['failed_saves']} saves in a row have failed"
+    )
+    assert "which max_unsaved limits to 5ba; the last one: " in last
+    assert "; ba2 stands; 3 saves in a row have failed, and the next save tries again\n" in result.output
+    assert re.search(r"batch .*/40 .* 1 saves failed, \d batches unsaved\n", result.output)
+    failed = [record[FAILED_SAVES] for record in read_metrics(tmp_path / "runs/tiny") if FAILED_SAVES in record]
+    assert failed and sorted(failed) == failed
+
+
+@pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize(("batches", "code", "how"), [([4, 6], 75, "preempted"), ([2, 4, 6], 1, "failed")])
-def test_a_disk_that_stays_full_ends_the_run_by_what_stands(tmp_path, data, batches, code, how):
+@pytest.mark.parametrize("batches", [[4, 6], [2, 4, 6]])
+def test_a_disk_that_stays_full_to_the_end_is_no_preemption(tmp_path, data, batches):
     result, status = run_with(tmp_path, data, disk={"rank": 0, "batches": batches, "times": 9}, retry_for=0)
-    assert result.exit_codes == [code]
-    assert (status["status"], status["batch"]) == (how, 6)
+    assert result.exit_codes == [1]
+    assert (status["status"], status["batch"]) == ("failed", 6)
     assert status["reason"].endswith("No space left on device; this may pass: run the same command again")
     assert (tmp_path / "runs/tiny/checkpoints/ba2").is_dir() == (2 not in batches)

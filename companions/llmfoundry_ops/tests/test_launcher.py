@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops import launcher as module
+from llmfoundry_ops.commands import train_ranks
 from llmfoundry_ops.launcher import (
     Launcher,
     Program,
@@ -376,3 +378,27 @@ def test_ctrl_c_does_not_end_the_server_that_still_imports(tmp_path):
     channel.close()
     assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_launch_that_has_lost_batches_is_no_preemption_though_its_last_try_could_not_begin(launched):
+    """The first try trains and can save nothing, and the second one finds that the bucket is still down."""
+    code, _, words = launched(1, 0, "0.0=exit:71", "0.1=exit:74", "0.2=exit:74", RETRY_SECONDS="0.5").end()
+    assert code == 1
+    assert words.splitlines()[-1].startswith("launcher: rank 0 met a fault that may pass; tried again for 0.5 s")
+
+
+def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch):
+    """Else a run whose bucket is gone would be tried again for ever, with the same batches."""
+    seen = []
+
+    def run(launcher: Launcher, arguments):
+        for batch, saved in ((0, None), (20, None), (20, "ba20"), (30, "ba20")):
+            write_status(tmp_path, "running", batch, last_saved=saved)
+            seen.append((launcher.progress(), launcher.begun()))
+        return 0
+
+    monkeypatch.setattr(Launcher, "run", run)
+    config = SimpleNamespace(run_folder=str(tmp_path), retry_for="60s", environment={}, has_own_components=False)
+    monkeypatch.setattr("llmfoundry_lite.train.check", lambda arguments: (SimpleNamespace(config=config),))
+    assert train_ranks(["run.yaml"], 2, 3, None) == 0
+    assert seen == [(None, 0), (None, 20), ("ba20", 20), ("ba20", 30)]

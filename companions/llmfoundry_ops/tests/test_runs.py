@@ -11,6 +11,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops.runs import LiveRun
 from llmfoundry_ops.tests.buckets import save_with_log
+from llmfoundry_ops.watch import line_of
 from tests.checkpoint.saves import save as save_checkpoint
 from tests.helpers.reported import record, write_run
 
@@ -46,6 +47,22 @@ def test_a_run_that_has_ended_is_as_far_as_its_status_says(run):
     write_status(run, "failed", 2, "out of memory")
     found.look()
     assert (found.batch, found.progress) == (2, 0.5)
+
+
+def test_a_run_that_saves_to_a_bucket_says_its_last_save_and_those_that_failed(run):
+    """Its status.json tells: nobody asks the bucket."""
+    (run / "config.yaml").write_text("max_duration: 4ba\nsave_folder: s3://bucket/run\n")
+    failed = {"failed_saves": 3, "save_error": "s3://bucket/run/ba3: not written: the token has expired"}
+    write_status(run, "running", 3, last_saved="ba2", **failed)
+    (run / "metrics.jsonl").write_text(json.dumps({"batch": 3, "loss/train/total": 4.5}) + "\n")
+    found = LiveRun(run)
+    found.look()
+    assert found.last_checkpoint() == "ba2"
+    assert repr(found).endswith(f", saved ba2, 3 saves failed: {failed['save_error']}>")
+    assert line_of(found).endswith(f" · saved ba2 · 3 saves failed: {failed['save_error']}")
+    write_status(run, "running", 3, last_saved="\x1b[2J", failed_saves="many")
+    found.look()
+    assert (found.last_checkpoint(), found.failed_saves) == (None, 0)
 
 
 def test_checkpoints_of_a_run_that_saved_to_a_variable_are_looked_for_in_its_own_folder(run):

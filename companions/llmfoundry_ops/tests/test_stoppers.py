@@ -21,7 +21,8 @@ def test_a_loss_that_stands_still_ends_the_run_saved_and_stays_ended(tmp_path, d
     first = run(tmp_path, config, "run", 2).output
     why = "early_stopper: eval/loss has not fallen for more than 2ba since batch 1"
     assert first.count(why) == 1
-    assert status(tmp_path, "run") == {"status": "stopped", "batch": 4, "reason": None}
+    told = status(tmp_path, "run")
+    assert (told["status"], told["batch"], told["reason"], told["last_saved"]) == ("stopped", 4, None, "ba4")
     assert saved_names(tmp_path, "run") == {"ba4"}
     assert f"{why}: it is at batch 4\n" in run(tmp_path, config, "run", 2).output
     assert len(metrics(tmp_path, "run")) == 4
