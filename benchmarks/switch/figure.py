@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.report.figure import plt, write
+from llmfoundry_lite.report.canvas import our_settings, plt
+from llmfoundry_lite.report.figure import write
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
 
 
+@our_settings()
 def plot_switch(names: Mapping[str, str], report: dict[str, Any], path: Path) -> None:
     """Draw one run on cluster A, on B, and switching between all; below, deviations against the band. As PNG.
 

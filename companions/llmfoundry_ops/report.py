@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.report.canvas import our_settings
 from llmfoundry_lite.report.figure import clean, color, stack, write
 from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
@@ -196,6 +197,7 @@ def ending(ended: str, reason: str | None) -> str:
     return f"{ended}: {reason}" if reason else ended
 
 
+@our_settings()
 def plot(path: Path, allocations: Sequence[dict[str, Any]], *, title: str) -> None:
     """Plot batches over hours since the first allocation began, and below which site had the run."""
     sites = list(dict.fromkeys(one["site"] for one in allocations))

@@ -15,20 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # pyplot without a screen
-import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
-from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogFormatter
 from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.files import write_atomically
-
-matplotlib.rcParams["text.parse_math"] = False  # names are text: "$" is no formula
+from llmfoundry_lite.report.canvas import EngFormatter, LogFormatter, Patch, Text, our_settings, plt
 
 TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
 CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
@@ -118,6 +110,7 @@ class Difference:
     digests_part_at: int | None = None
 
 
+@our_settings()
 def plot_run(
     path: Path,
     curve: Curve,
@@ -158,6 +151,7 @@ def plot_run(
     write(figure, path)
 
 
+@our_settings()
 def plot_comparison(
     path: Path,
     curves: Sequence[Curve],
@@ -325,6 +319,7 @@ def smooth(values: Floats, reach: int | None = None) -> Floats:
 # ---------------------------------------------------------------------------------------------- evaluations
 
 
+@our_settings()
 def plot_differences(
     panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float, bool]]]], path: Path, *, title: str
 ) -> None:
@@ -407,9 +402,8 @@ def escape_texts(figure: Any) -> None:
 def write(figure: Any, path: Path) -> None:
     """Write and close a figure. Equal figures are equal bytes; text stays text in SVG and PDF."""
     escape_texts(figure)
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "llmfoundry-lite"}):
-        undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-        form, content = path.suffix.removeprefix("."), io.BytesIO()
-        figure.savefig(content, format=form, metadata=undated[form])
-        write_atomically(path, content.getbuffer())
+    undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    form, content = path.suffix.removeprefix("."), io.BytesIO()
+    figure.savefig(content, format=form, metadata=undated[form])
+    write_atomically(path, content.getbuffer())
     plt.close(figure)

@@ -27,6 +27,7 @@ from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparis
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
 from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
+from llmfoundry_lite.report.tables import csv_text
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT
@@ -148,11 +149,13 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
         for _, record in read_lines(run.log.lines):
             keys |= dict.fromkeys(record)
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        writer = csv.DictWriter(file, list(keys))
-        writer.writeheader()
+        writer = csv.writer(file)
+        writer.writerow(map(csv_text, keys))
         for run, name in zip(runs, names, strict=True):
             for (_, record), launch in zip(read_lines(run.log.lines), run.log.launch.tolist(), strict=True):
-                writer.writerow({**record, "run": name, "launch": launch})
+                values = {**record, "run": name, "launch": launch}
+                cells = (values.get(key, "") for key in keys)
+                writer.writerow(csv_text(cell) if isinstance(cell, str) else cell for cell in cells)
 
 
 # ------------------------------------------------------------------------------------------------ several runs

@@ -18,6 +18,11 @@ PIPE_WIDTH = 160
 """Columns of a line that goes to a file or pipe, where nothing says how wide it may be."""
 
 
+FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""Characters with which a formula begins in spreadsheets, some of which skip white space before it."""
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?")
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Columns of text under a title."""
@@ -90,7 +95,7 @@ class Table:
 
     def csv(self) -> str:
         content = io.StringIO(newline="")
-        csv.writer(content).writerows([self.columns, *self.rows])
+        csv.writer(content).writerows([csv_text(cell) for cell in row] for row in (self.columns, *self.rows))
         return content.getvalue()
 
     def json(self) -> dict[str, Any]:
@@ -104,6 +109,12 @@ def console() -> "Console":
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def csv_text(text: str) -> str:
+    """Return text for a cell of a CSV file. What a spreadsheet would run as a formula begins with an apostrophe, which
+    makes it text. Names may come from anybody. Numbers stay numbers."""
+    return f"'{text}" if text.startswith(FORMULA_SIGNS) and not NUMBER.fullmatch(text) else text
 
 
 def markdown_list(texts: Sequence[str]) -> list[str]:

@@ -1,8 +1,12 @@
 """Figures have no numbers to compare; what is drawn is looked at through matplotlib's own objects."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -17,11 +21,48 @@ from llmfoundry_lite.report.figure import (
     smooth,
     thin,
 )
+from tests.helpers.launch import ROOT
 
 
 def curve(num=100, name="run", **more):
     batches = np.arange(1, num + 1)
     return Curve(name=name, batches=batches, losses=5 / batches, tokens_per_second=np.full(num, 900.0), **more)
+
+
+THEIRS = {"text.usetex": True, "savefig.dpi": 5000, "figure.dpi": 2000, "font.size": 40, "text.parse_math": True}
+
+
+def test_a_figure_obeys_no_settings_but_ours(tmp_path):
+    """A `matplotlibrc`, or the program around a call, may have set others: TeX, or a figure of gigabytes."""
+    first, second = curve(name="a_$x"), curve(name="b")
+    apart = Difference(name="b", batches=first.batches, absolute=np.full(100, 1e-5))
+    plots = {
+        "run.png": lambda path: plot_run(path, first, title="a_$x"),
+        "comparison.png": lambda path: plot_comparison(path, [first, second], [apart], title="both"),
+    }
+    for name, plot in plots.items():
+        plot(tmp_path / name)
+        with matplotlib.rc_context(THEIRS):
+            plot(tmp_path / f"theirs-{name}")
+            assert matplotlib.rcParams["font.size"] == 40, "the program has its own back"
+        assert (tmp_path / name).read_bytes() == (tmp_path / f"theirs-{name}").read_bytes()
+
+
+DRAW = """
+import numpy as np
+from pathlib import Path
+from llmfoundry_lite.report.figure import Curve, plot_run
+batches = np.arange(1, 9)
+plot_run(Path("loss.svg"), Curve(name="a", batches=batches, losses=1 / batches, tokens_per_second=batches), title="a")
+"""
+
+
+def test_a_file_of_settings_in_the_working_directory_is_not_even_opened(tmp_path):
+    """Here it is a pipe, at which matplotlib would wait for ever. Its backend would be imported from beside it."""
+    os.mkfifo(tmp_path / "matplotlibrc")
+    command = [sys.executable, "-P", "-c", DRAW]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    assert (tmp_path / "loss.svg").exists()
 
 
 def test_each_kind_of_hardware_has_a_shade_and_its_name_below(tmp_path, drawn):

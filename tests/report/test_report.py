@@ -283,6 +283,17 @@ def test_the_csv_has_a_row_for_each_batch_and_run_and_no_repeats(tmp_path):
     assert (rows[3]["checkpoint/bytes"], rows[4]["eval/loss"], rows[0]["eval/loss"]) == ("5", "3.5", "")
 
 
+def test_no_cell_of_the_csv_is_a_formula(tmp_path):
+    """A run's name, its numbers' names and its texts are its author's."""
+    formula = "=HYPERLINK(1)"
+    where = write_run(tmp_path / formula, [record(1, -4.0) | {"@SUM(1)": 5, "data/digest": "+1+cmd|x"}])
+    report([where], out=tmp_path / "out", with_csv=True)
+    with (tmp_path / "out/report.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["run"], row["data/digest"], row["'@SUM(1)"]) == (f"'{formula}", "'+1+cmd|x", "5")
+    assert row["loss/train/total"] == "-4.0"
+
+
 def test_figures_come_in_the_format_and_along_the_axis_asked_for(tmp_path, capsys):
     where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)])
     assert main.run(["report", where, "--format", "svg", "--x", "flops", "--smooth", "3", "--csv"]) == 0

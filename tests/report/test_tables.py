@@ -1,5 +1,7 @@
+import csv
 import io
 
+import pytest
 from rich.console import Console
 
 from llmfoundry_lite.report.tables import Table, markdown_text
@@ -15,6 +17,18 @@ def test_names_stay_text_in_markdown():
 
 def test_a_backslash_in_a_name_does_not_make_a_link_or_a_column():
     assert markdown_text(r"\[y](http://z) a\|b \\| C:\dir") == r"\\\[y](http://z) a\\\|b \\\\\| C:\dir"
+
+
+@pytest.mark.parametrize("sign", ["=", "+", "-", "@", "\t=", "\r=", "\n="])
+def test_a_name_in_a_csv_is_no_formula(sign):
+    name = f'{sign}HYPERLINK("http://x","y")'
+    rows = list(csv.reader(io.StringIO(Table("", ["model", name], [[name, "1"]]).csv(), newline="")))
+    assert rows == [["model", f"'{name}"], [f"'{name}", "1"]]
+
+
+def test_a_number_in_a_csv_stays_a_number():
+    numbers = ["-0.5", "+3", "-1e-05", ".5", "-12%", "1,024", "", "ba-1=2"]
+    assert list(csv.reader(io.StringIO(Table("", numbers, []).csv()))) == [numbers]
 
 
 def test_numbers_are_to_the_right_where_they_are_said_to_be():

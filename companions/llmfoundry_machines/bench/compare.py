@@ -64,7 +64,8 @@ def read(path: Path) -> dict[str, Any]:
     are_tables = isinstance(tables, list) and all(
         isinstance(one, dict) and {"title", "columns", "rows", "num_keys"} <= {*one} for one in tables
     )
-    if not are_tables or not isinstance(report["asked"], dict):
+    is_named = re.fullmatch(r"[\w-]+", name) is not None  # the name is part of a file's name
+    if not are_tables or not is_named or not isinstance(report["asked"], dict):
         raise DataError(f"{path}: is no report of a bench; {again}")
     return report
 

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_answer_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, REPORT_SCHEMA
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.report.tables import Table, markdown_list
 
 T = TypeVar("T")
 PIPE_WIDTH = 140
@@ -177,11 +177,11 @@ def show(console: Console, *parts: Table | Sequence[str] | str) -> None:
     """Print tables and lists of notes; paragraphs are for files alone."""
     for part in parts:
         if isinstance(part, Table):
-            console.print(f"\n{part.title}", markup=False, style="italic")
+            console.print(f"\n{printable(part.title)}", markup=False, style="italic")
             part.print(console)
         elif not isinstance(part, str):
             for note in part:
-                console.print(note, markup=False)
+                console.print(printable(note), markup=False)
 
 
 def tell(
@@ -227,7 +227,7 @@ def markdown_page(*parts: Table | Sequence[str] | str) -> str:
             blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
             lines = part.markdown()
         else:
-            lines = [part] if isinstance(part, str) else [f"- {note}" for note in part]
+            lines = [part] if isinstance(part, str) else markdown_list(part)
         blocks += ["\n".join(lines)] if lines else []
     return "\n\n".join(blocks) + "\n"
 
@@ -235,13 +235,16 @@ def markdown_page(*parts: Table | Sequence[str] | str) -> str:
 @contextmanager
 def drawn(path: Path, num_panels: int, size: tuple[float, float], title: str = "", **options: Any) -> Iterator[Any]:
     """Write a figure of so many panels side by side after the caller has drawn into them."""
-    from llmfoundry_lite.report.figure import plt, write
+    from llmfoundry_lite.report.canvas import our_settings, plt
+    from llmfoundry_lite.report.figure import write
 
-    figure, panels = plt.subplots(1, num_panels, figsize=size, layout="constrained", dpi=150, squeeze=False, **options)
-    yield panels[0]
-    if title:
-        figure.suptitle(title, fontsize=10)
-    write(figure, path)
+    look = {"figsize": size, "layout": "constrained", "dpi": 150, "squeeze": False, **options}
+    with our_settings():
+        figure, panels = plt.subplots(1, num_panels, **look)
+        yield panels[0]
+        if title:
+            figure.suptitle(title, fontsize=10)
+        write(figure, path)
 
 
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:

@@ -1,0 +1,54 @@
+"""matplotlib as every figure of ours uses it: without a screen, and by our own settings alone.
+
+matplotlib reads `matplotlibrc` in the working directory before the user's own. That folder may be somebody else's, and
+its settings can start TeX or make a figure of gigabytes. So that file is not read, and no settings but ours have an
+effect while a figure is drawn.
+"""
+
+# ruff: noqa: E402
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def _without_file_of_working_directory() -> Iterator[None]:
+    """Let `matplotlibrc` in the working directory count as missing. It may be a pipe, which would never end."""
+    exists = os.path.exists
+
+    def exists_elsewhere(path: int | str | bytes | os.PathLike) -> bool:
+        return path != "matplotlibrc" and exists(path)
+
+    os.path.exists = exists_elsewhere
+    try:
+        yield
+    finally:
+        os.path.exists = exists
+
+
+with _without_file_of_working_directory():
+    import matplotlib
+
+matplotlib.use("Agg")  # pyplot without a screen
+import matplotlib.pyplot as plt
+import matplotlib.style
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+from matplotlib.ticker import EngFormatter, LogFormatter
+
+__all__ = ["EngFormatter", "LogFormatter", "Patch", "Text", "our_settings", "plt"]
+
+SETTINGS = {
+    "text.parse_math": False,  # names are text: "$" is no formula
+    "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "llmfoundry-lite",  # equal figures are equal bytes
+}
+
+
+@contextmanager
+def our_settings() -> Iterator[None]:
+    """Draw by matplotlib's defaults and SETTINGS, whatever a file or the program has set. It is a decorator, too."""
+    with matplotlib.style.context("default"), matplotlib.rc_context(SETTINGS):
+        yield
