@@ -10,6 +10,7 @@ effect while a figure is drawn.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -39,7 +40,7 @@ from matplotlib.ticker import EngFormatter, LogFormatter
 
 __all__ = ["EngFormatter", "LogFormatter", "Patch", "Text", "our_settings", "plt"]
 
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,  # names are text: "$" is no formula
     "svg.fonttype": "none",  # text stays text
     "pdf.fonttype": 42,

@@ -172,6 +172,9 @@ class WandbMirror(Mirror):
         run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
         (run_folder / WANDB_ID).write_text(run_id + "\n")
         sys.argv[1:] = map(mask_urls, sys.argv[1:])  # wandb records them
+        # Else wandb reads wandb/settings in the working directory. That may be somebody else's folder, and a `base_url`
+        # there would get this user's API key. The user's own settings in ~/.config/wandb and the environment stay.
+        wandb.Settings.settings_workspace = property(lambda self: os.devnull)  # type: ignore[assignment]
         try:
             self.run = wandb.init(
                 project=config.project,

@@ -1,5 +1,7 @@
 """Nothing that a launch writes or prints has a secret from the environment or from a URL."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from llmfoundry_lite.config.schema import WandbConfig
 from llmfoundry_lite.train import check
 from llmfoundry_lite.training.mirrors import WandbMirror
 from llmfoundry_lite.training.run_state import build_segment, find_differences, with_references
-from tests.helpers.launch import train
+from tests.helpers.launch import PATHS, train
 from tests.helpers.recorded import HERE, write_run
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -115,6 +117,29 @@ def test_no_file_of_a_run_and_no_line_of_a_launch_has_a_secret(tmp_path, data):
     assert again.exit_codes == [2] and "save_folder: memory://user:***@host" in again.output
     assert "credentials are not recorded; give them here, by ${oc.env:NAME}" in again.output
     assert secrets_in(run, again.output) == []
+
+
+SETTINGS_OF_WANDB = """
+from pathlib import Path
+from llmfoundry_lite.config.schema import WandbConfig
+from llmfoundry_lite.training.mirrors import WandbMirror
+mirror = WandbMirror(WandbConfig(), "run", Path("run"), {})
+print("settings:", mirror.run.settings.base_url, mirror.run.project)
+mirror.close()
+"""
+
+
+@pytest.mark.slow
+def test_wandb_obeys_no_settings_of_the_working_directory(tmp_path):
+    """A `base_url` there would get the API key of whoever trains in somebody's folder."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nbase_url = http://theirs.invalid\nproject = theirs\n")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment = own | {"PYTHONPATH": PATHS, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    command = [sys.executable, "-P", "-c", SETTINGS_OF_WANDB]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "settings: " in ended.stdout and "theirs" not in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow
