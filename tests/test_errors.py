@@ -235,9 +235,10 @@ def test_a_secret_that_an_error_quotes_without_its_url_is_masked(tmp_path, url, 
     text = QUOTED.format(quoted)
     masked = QUOTED.format("***")
     assert mask_credentials(text) == printable(text) == str(UserError(text)) == one_line(ValueError(text)) == masked
-    write_status(tmp_path, "failed", 3, text)
+    write_status(tmp_path, "failed", 3, text, save_error=text)
     for name in ("status.json", "launches.jsonl"):
         assert json.loads((tmp_path / name).read_text())["reason"] == masked
+    assert json.loads((tmp_path / "status.json").read_text())["save_error"] == masked
     assert printable(f"a{quoted}") == f"a{quoted}", "a part of another word"
 
 

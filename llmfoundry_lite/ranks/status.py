@@ -39,7 +39,7 @@ def write_status(
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
-    content |= more
+    content |= {key: mask_credentials(value) if isinstance(value, str) else value for key, value in more.items()}
     is_known = False
     if status == "running":
         content["process"] = describe_this_process()
