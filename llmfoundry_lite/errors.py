@@ -320,7 +320,11 @@ class ExportError(UserError):
     """Weights cannot be written in, or read from, the layout that was asked for."""
 
 
-class NonFiniteError(UserError):
+class DivergedError(UserError):
+    """The weights may have been ruined by training, so that a save of them would displace a better one."""
+
+
+class NonFiniteError(DivergedError):
     """The loss or gradient of a batch is not finite and the policy is to stop, or logits are not finite."""
 
 

@@ -23,6 +23,7 @@ from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, places_of
+from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
@@ -42,6 +43,7 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_training_memory
+from llmfoundry_lite.evaluation.tasks import SEPARATE, check_task
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
@@ -163,17 +165,54 @@ def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
 
 
 def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
-    for task in load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes):
+    """Check that the run can ask all of its tasks. Else an evaluation in mid-run would meet the mistake."""
+    tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes)
+    has_tokenizer = is_local_or_cached(config.tokenizer.name)
+    if tasks and must_exist and not has_tokenizer:
+        raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
+    for task in tasks:
         is_local = not task.dataset_uri.startswith("hf://")
         if not is_local:
             companions.require("readers", "hf:// data sets of tasks")
-        if must_exist and is_local and not Path(task.dataset_uri).exists():
+        is_here = is_local and Path(task.dataset_uri).exists()
+        if must_exist and is_local and not is_here:
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
                 "`python scripts/fetch_tasks.py` fetches it"
             )
-    if config.icl_tasks and must_exist and not is_local_or_cached(config.tokenizer.name):
-        raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
+        if not has_tokenizer or not (is_here or must_exist):
+            missing = task.dataset_uri if has_tokenizer else "the tokenizer"
+            found.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
+        elif config.eval_interval != 0:
+            _check_task(task, config)
+
+
+def _check_task(task: TaskConfig, config: TrainConfig) -> None:
+    index = Path(task.dataset_uri, "index.json")
+    if task.icl_task_type == "perplexity" and index.is_file():
+        _check_split(task, index)
+        return
+    try:
+        check_task(
+            task,
+            load_tokenizer(config.tokenizer.name),
+            tokenization=SEPARATE,
+            max_seq_len=config.model.max_seq_len,
+            limit=config.icl_limit,
+        )
+    except DataError as error:
+        raise DataError(f"icl_tasks: {error}") from error
+
+
+def _check_split(task: TaskConfig, index: Path) -> None:
+    """Check an MDS split by its index alone, because only a launch can read shards."""
+    try:
+        num_samples, types = _count_samples(index)
+    except ValueError as error:
+        raise DataError(f"icl_tasks: {task.label}: {index} is not an MDS index ({error}); make it again") from None
+    if not num_samples or "tokens" not in types:
+        found = f"{num_samples} samples of {list_names(types)}"
+        raise DataError(f"icl_tasks: {task.label}: {index.parent} has {found}; expected samples of tokens")
 
 
 def _check_import_paths(config: TrainConfig) -> None:

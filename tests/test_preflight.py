@@ -441,3 +441,58 @@ def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     assert second.startswith("ranks 2-3: block 1, block 4, last norm, head and loss; ")
     assert ["the fullest: about" in line for line in (first, second)].count(True) == 1
     assert "4 = 2 stages of blocks (pipeline) x 2 shares of a copy (shard)" in text
+
+
+# ------------------------------------------------------------------------------------- what an evaluation will ask
+
+
+GOOD = {"context": "a b", "continuation": " c"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "message"),
+    [
+        ([GOOD] * 2, {"num_fewshot": [0, 5]}, "has 2 rows, too few for 5 examples and a question"),
+        ([GOOD, {"context": "a"}], {}, "line 2: no column 'continuation'"),
+        ([], {}, "has no rows"),
+        ([{**GOOD, "continuation": ""}], {}, "no item can be asked of a model of 32 tokens: 1 with an answer without"),
+        ([{"text": "a"}, {"txt": "b"}], {"icl_task_type": "perplexity"}, "line 2: text is None, expected a text"),
+        ([{"text": ""}], {"icl_task_type": "perplexity"}, "has no text"),
+        ([{"context": "a", "answer": "b " * 90}], {"icl_task_type": "generation_task_with_answers"}, "longer than the"),
+    ],
+)
+@pytest.mark.parametrize("must_exist", [True, False])
+def test_a_task_that_can_never_be_asked_is_refused_before_training(
+    tmp_path, data, spelling, rows, task, message, must_exist
+):
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"label": "mine", "icl_task_type": "language_modeling", "dataset_uri": str(tmp_path / "mine.jsonl"), **task}
+    config = tiny_config(data, icl_tasks=[asked], eval_interval="2ba", **spelling)
+    with pytest.raises(DataError, match=message) as refused:
+        check(tmp_path, config, must_exist=must_exist)
+    assert str(refused.value).startswith("icl_tasks: mine: ")
+    check(tmp_path, config | {"eval_interval": 0}, must_exist=must_exist)  # never asks it
+
+
+def test_a_task_that_can_be_asked_is_no_hindrance(tmp_path, data, spelling):
+    too_long = {"context": "a", "continuation": " b" * 90}
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [too_long, GOOD]))
+    asked = {"label": "mine", "icl_task_type": "language_modeling", "dataset_uri": str(tmp_path / "mine.jsonl")}
+    text = {"label": "text", "icl_task_type": "perplexity", "dataset_uri": str(data / "val")}
+    config = tiny_config(data, icl_tasks=[asked, text], eval_interval="2ba", **spelling)
+    _, found = check(tmp_path, config)
+    assert not any("icl_tasks" in line for line in found.not_checked)
+    absent = {**asked, "label": "absent", "dataset_uri": "nowhere.jsonl"}
+    _, found = check(tmp_path, {**config, "icl_tasks": [absent]}, must_exist=False)
+    assert "icl_tasks: absent: whether it can be asked, without nowhere.jsonl" in found.not_checked
+    with pytest.raises(
+        DataError, match="icl_tasks: mine: no item can be asked of a model of 32 tokens: 1 with an answer"
+    ):
+        check(tmp_path, {**config, "icl_limit": 1})
+
+
+@pytest.fixture(scope="module")
+def spelling(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["a b c d"] * 3, 300).save(str(folder))
+    return {"tokenizer__name": str(folder), "model__vocab_size": 384}

@@ -14,7 +14,7 @@ from composer.loggers import Logger
 from llmfoundry_lite.checkpoint.log_lines import METRICS, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, UserError, either
+from llmfoundry_lite.errors import ConfigError, DivergedError, either
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradient_step import LOSS
@@ -93,7 +93,7 @@ class EarlyStopper(Callback):
 
 
 class KillLossSpike(Callback):
-    """Warns, or raises UserError, when the loss has been an outlier for more than `patience` batches, or half of a
+    """Warns, or raises DivergedError, when the loss has been an outlier for more than `patience` batches, or half of a
     window is high (from the second window on). A loss that is not finite is skipped."""
 
     def __init__(self, config: TrainConfig, checkpointing: Checkpointing):
@@ -116,7 +116,7 @@ class KillLossSpike(Callback):
         if not self.block.log_only:
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
-            raise UserError(f"{self.problem}; lower the learning rate, and carry on from a checkpoint before it")
+            raise DivergedError(f"{self.problem}; lower the learning rate, and carry on from a checkpoint before it")
         if not before:
             self.checkpointing.print_on_rank_0(f"warning: {self.problem}")
 

@@ -22,6 +22,7 @@ from llmfoundry_lite.evaluation.results import ResultFiles, Results, code_versio
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
 from llmfoundry_lite.evaluation.tasks import (
     GENERATION,
+    SEPARATE,
     NothingToAsk,
     Prepared,
     Request,
@@ -51,7 +52,7 @@ def evaluate(
     results: Results,
     files: ResultFiles | None = None,
     *,
-    tokenization: str = "separate",
+    tokenization: str = SEPARATE,
     max_batch_tokens: int = 2048,
     max_seq_len: int | None = None,
     limit: int | None = None,

@@ -37,12 +37,16 @@ COLUMNS = {
     "language_modeling": ("context", "continuation"),
     "generation_task_with_answers": ("context", "answer"),
 }
+SEPARATE = "separate"
+"""Tokenization of context and answer where nothing else is said, as in a run's own evaluations."""
 CHOICES = ("multiple_choice", "schema")
 GENERATION = ("generation_task_with_answers",)
 TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
 """Settings that all held-out text shares."""
 LINES = (".jsonl", ".json", ".ndjson")
 """Suffixes of text files with a row on each line, as `data prepare` reads them."""
+CHECKED_CHARACTERS = 10_000
+"""Beginning of a text that is tokenised to see whether it has tokens."""
 THOUGHT_ALLOWANCE = 10
 """Tokens by which a model's reasoning may exceed the longest in the file, as in LLM Foundry."""
 
@@ -213,33 +217,17 @@ def prepare_task(
 ) -> Prepared:
     """Render and tokenise every item. Raises DataError when there are too few rows, or none that can be asked."""
     config = resolve_settings(config, num_fewshot, tokenization)
-    groups, askable = groups_of(config, rows), find_askable(config, rows, num_fewshot)
-    group_of = {index: group for group in groups for index in group}
-    if num_fewshot >= max(map(len, groups)):
-        raise DataError(
-            f"{config.label}: {config.dataset_uri} has {max(map(len, groups))} rows"
-            f"{' in its largest category' if config.has_categories else ''}, "
-            f"too few for {num_fewshot} examples and a question"
-        )
-    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, len(askable)))
+    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, len(find_askable(config, rows, num_fewshot))))
     if config.icl_task_type in GENERATION and (stops := stop_tokens_of(tokenizer)):
         settings["stop_tokens"] = stops  # only where there are any, or older results would differ
     if config.icl_task_type in GENERATION and config.max_new_tokens is None:
         config = replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
     clusters = find_clusters(config, rows)
-    encode = _Encoding(tokenizer, config, max_seq_len)
-    items, skipped = [], dict[str, list[int]]()
-    for index in askable[:limit]:
-        examples = choose_examples(config, group_of[index], index, num_fewshot)
-        try:
-            item = _build_item(config, rows, index, examples, encode)
-            missing = num_fewshot - len(examples)
-            items.append(replace(item, num_missing_examples=missing, cluster=clusters.get(index)))
-        except _Unaskable as reason:
-            skipped.setdefault(str(reason), []).append(index)
-    if not items:
-        reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped.items())
-        raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
+    skipped = dict[str, list[int]]()
+    items = [
+        replace(item, cluster=clusters.get(item.index))
+        for item in _build_items(config, rows, num_fewshot, tokenizer, max_seq_len, limit, skipped)
+    ]
     if skipped or any(request.num_trimmed for item in items for request in item.requests):
         settings["max_seq_len"] = max_seq_len  # it cut a prompt; otherwise it changes nothing
     return Prepared(
@@ -255,6 +243,66 @@ def prepare_task(
         skipped={f"{reason}, first in row {found[0] + 1}": len(found) for reason, found in skipped.items()},
         config=config,
     )
+
+
+def check_task(
+    config: TaskConfig, tokenizer: Tokenizer, *, tokenization: str, max_seq_len: int, limit: int | None
+) -> None:
+    """Raise DataError where `prepare_task` or `prepare_text` would: for rows that cannot be read or used, and where
+    nothing can be asked. All rows are read, and tokenised only up to the first item that can be asked. Not for MDS
+    splits."""
+    if config.icl_task_type == "perplexity":
+        _check_text(config, tokenizer)
+        return
+    rows = read_rows(config)
+    for num_fewshot in config.num_fewshot:
+        task = resolve_settings(config, num_fewshot, tokenization)
+        if task.icl_task_type in GENERATION and task.max_new_tokens is None:
+            task = replace(task, max_new_tokens=longest_answer(task, rows, tokenizer))
+        next(_build_items(task, rows, num_fewshot, tokenizer, max_seq_len, limit, {}))
+
+
+def _check_text(config: TaskConfig, tokenizer: Tokenizer) -> None:
+    is_lines = Path(config.dataset_uri).suffix in LINES
+    has_tokens = False
+    for text in _texts(config) if is_lines else [read_text(config)]:
+        has_tokens = has_tokens or bool(tokenizer.encode(text[:CHECKED_CHARACTERS]))
+    if not has_tokens:
+        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+
+
+def _build_items(
+    config: TaskConfig,
+    rows: list[dict[str, Any]],
+    num_fewshot: int,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    limit: int | None,
+    skipped: dict[str, list[int]],
+) -> Iterator[Item]:
+    """Yield the items that can be asked, one at least; `skipped` gets the others by reason. Raises DataError."""
+    groups = groups_of(config, rows)
+    if num_fewshot >= max(map(len, groups)):
+        raise DataError(
+            f"{config.label}: {config.dataset_uri} has {max(map(len, groups))} rows"
+            f"{' in its largest category' if config.has_categories else ''}, "
+            f"too few for {num_fewshot} examples and a question"
+        )
+    group_of = {index: group for group in groups for index in group}
+    encode = _Encoding(tokenizer, config, max_seq_len)
+    is_empty = True
+    for index in find_askable(config, rows, num_fewshot)[:limit]:
+        examples = choose_examples(config, group_of[index], index, num_fewshot)
+        try:
+            item = _build_item(config, rows, index, examples, encode)
+        except _Unaskable as reason:
+            skipped.setdefault(str(reason), []).append(index)
+            continue
+        is_empty = False
+        yield replace(item, num_missing_examples=num_fewshot - len(examples))
+    if is_empty:
+        reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped.items())
+        raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
 
 
 def fingerprint(content: Any) -> str:

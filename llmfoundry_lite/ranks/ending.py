@@ -294,6 +294,35 @@ def first_error(error: BaseException) -> FirstError:
     return _parse(mine if told is None else told)
 
 
+FAILING, ALL_FAIL = "llmfoundry_lite/failing", "llmfoundry_lite/all_fail"
+TOGETHER_SECONDS = 2.0
+"""Time within which ranks that meet the same error are expected to have met it."""
+
+
+def all_ranks_fail(batch: int) -> bool:
+    """Return whether every rank has met an error after that batch: then none waits for another in a collective, and all
+    can still act together. Every rank that has met one calls this; all get the same answer."""
+    world_size = this_rank().world_size
+    if world_size == 1:
+        return True
+
+    def ask(store: Any) -> bool:
+        decision = f"{ALL_FAIL}/{batch}"
+        if store.add(f"{FAILING}/{batch}", 1) == world_size:
+            return store.compare_set(decision, "", "yes") == b"yes"  # unless one has given up by now
+        end = time.monotonic() + TOGETHER_SECONDS
+        while time.monotonic() < end:
+            if told := store.compare_set(decision, "", ""):
+                return told == b"yes"
+            time.sleep(0.02)
+        return store.compare_set(decision, "", "no") == b"yes"
+
+    try:
+        return bool(_ask_store(ask, TOGETHER_SECONDS + STORE_SECONDS))
+    except RuntimeError:  # rank 0, which keeps the store, is gone
+        return False
+
+
 def known_failure() -> FirstError | None:
     """Return the first failure of another rank, because of which a launcher ends this one. None if there is none, or a
     rank was preempted before it."""

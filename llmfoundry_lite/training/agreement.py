@@ -12,7 +12,7 @@ import torch
 
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import batch_digest
-from llmfoundry_lite.ranks.exchange import all_reduce_sum
+from llmfoundry_lite.ranks.exchange import all_reduce_sum, raise_on_all_ranks
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
 
@@ -73,6 +73,9 @@ class Agreement:
         self._batches: Iterator[Any] | None = None
         self._batch: Any = None
         self._error: Exception | None = None
+        """Why this rank could not read the next batch."""
+        self._has_failed = False
+        """Some rank could not read it."""
 
     def begin_epoch(self, batches: Iterator[Any]) -> None:
         """Read the first batch. Every rank must call this together."""
@@ -81,10 +84,10 @@ class Agreement:
 
     def take(self) -> Any:
         """Return this rank's share of the next batch; None at the end of the epoch, which all ranks reach together.
-        Raises the loader's error."""
+        Raises the loader's error, on all ranks, so that they can save what they have trained."""
         error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._has_failed:
+            raise_on_all_ranks(error)
         batch, self._batch = self._batch, None
         self.current = self.upcoming
         return batch if self.current.is_there else None
@@ -125,9 +128,11 @@ class Agreement:
         """Sum over ranks. Returns the highest reason to leave that any rank has."""
         counts = [int(number) if self.ranks.is_counted else 0 for number in counted[1:]]
         reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        sums = all_reduce_sum([*counts, int(not counted.is_there), int(is_busy), int(wants_save), *energy, *reasons])
+        flags = [not counted.is_there, self._error is not None, is_busy, wants_save]
+        sums = all_reduce_sum([*counts, *map(int, flags), *energy, *reasons])
         filled, tokens, losses, rows, digest = sums[: len(counts)]
-        missing, busy, wanting, millijoules, unmetered, *having = sums[len(counts) :]
+        missing, failed, busy, wanting, millijoules, unmetered, *having = sums[len(counts) :]
+        self._has_failed = failed > 0
         self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))
         self.all_idle, self.save_is_due = busy == 0, wanting > 0
         self.joules = None if unmetered else millijoules / 1000

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from composer import Trainer
 from composer.core import Callback, DataSpec, Evaluator
 from torch.optim import Optimizer
 
@@ -50,7 +49,7 @@ from llmfoundry_lite.training.trainer import ParallelTrainer
 
 def build_and_restore(
     config: TrainConfig, run: RunFolder, preemption: Preemption, start: Start, partners: Partners
-) -> tuple[Trainer, Checkpointing]:
+) -> tuple[ParallelTrainer, Checkpointing]:
     """Build all objects of a run. Composer's Trainer fires AFTER_LOAD while it is constructed;
     `Checkpointing.after_load` restores there."""
     layout = layout_here(config)

@@ -8,6 +8,7 @@ agree, evaluate, and save when `save_policy` decides so. `run_state` has the sta
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,8 @@ from llmfoundry_lite.config.changes import Change, find_changes, find_model_chan
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import parse_limit, parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
-from llmfoundry_lite.errors import CheckpointError, TransientError, UserError, printable
-from llmfoundry_lite.ranks.ending import Preempted
+from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
+from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
@@ -43,7 +44,7 @@ from llmfoundry_lite.training.gradient_step import GradientStep
 from llmfoundry_lite.training.in_context import InContext
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from llmfoundry_lite.training.run_folder import log_until
+from llmfoundry_lite.training.run_folder import RunFolder, log_until
 from llmfoundry_lite.training.run_state import (
     RunState,
     build_segment,
@@ -53,6 +54,7 @@ from llmfoundry_lite.training.run_state import (
 )
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
+from llmfoundry_lite.training.trainer import ParallelTrainer
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
@@ -99,6 +101,8 @@ class Checkpointing(Callback):
         """What the log is to say of a published save's digest, in the next record that has none of its own."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
+        self.has_failed_save = False
+        """The launch ends because a save has failed, so that it tries no other one."""
         self.microbatch_of_run: int | None = None
         """Size of the run's microbatches, if exact sums require this launch to have the same."""
         self.newest_url: str | None = None
@@ -301,6 +305,30 @@ class Checkpointing(Callback):
                 destination.fit_end(state, logger)
         raise Preempted(self.preempted_text(state), orderly=True)
 
+    def keep_batches(self, error: Exception, trainer: ParallelTrainer, run: RunFolder) -> None:
+        """Record and save the batches that no save holds yet, before the launch ends with `error`.
+
+        This is possible where every rank has met an error while the state was that of a whole batch: a task's file has
+        changed, validation data or the next shard are missing, a callback has failed. A rank that fails alone saves
+        nothing, because the others wait for it in a collective. Where the weights may be the cause, nothing is saved.
+        """
+        state = trainer.state
+        batch = int(state.timestamp.batch)
+        is_unsaved = self.first_batch <= batch and self.published_batch < batch
+        is_whole = trainer.last_stepped_batch <= batch and self.config.trains_alone
+        is_possible = not (self.has_failed_save or isinstance(error, DivergedError) or is_lost_peer(error))
+        if not (is_unsaved and is_whole and is_possible) or not all_ranks_fail(batch):
+            return
+        try:
+            with suppress(UserError):  # the log may be the cause, or its disk
+                run.write_once(state)
+            self.run_state.owes_evaluation = is_evaluation_due(self.config, state)
+            self.save_now(state, trainer.logger)
+            with suppress(UserError):
+                run.fit_end(state, trainer.logger)
+        except Exception as failure:
+            self.print_on_rank_0(f"warning: batch {batch} was not saved: {one_line(failure)}")
+
     def preempted_text(self, state: State) -> str:
         """Return the message of a launch that leaves early."""
         saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
@@ -361,6 +389,7 @@ class Checkpointing(Callback):
             self._log(step(), logger)
         except UserError as error:
             if not (error.is_transient or error.needs_credentials):
+                self.has_failed_save = True
                 raise
             self.failed_saves.note_failure(error, state.timestamp)
             self.print_on_rank_0(f"warning: {self._describe_failed_save()}, and the next save tries again")
@@ -389,6 +418,7 @@ class Checkpointing(Callback):
 
     def _unsaved_error(self, text: str) -> CheckpointError:
         """Return an error that may pass: saves succeeded before, or the lease could not have been taken."""
+        self.has_failed_save = True
         error = CheckpointError(text)
         error.__cause__ = TransientError(text)
         error.needs_credentials = self.failed_saves.needs_credentials

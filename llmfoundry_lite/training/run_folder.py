@@ -114,6 +114,11 @@ class RunFolder(LoggerDestination):
         self.last = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
         self._publish(self.last)
 
+    def write_once(self, state: State) -> None:
+        """Write the record of the last batch, unless that has been done."""
+        if self.last.get("batch") != int(state.timestamp.batch):
+            self.write(state)
+
     def record_of(self, batch: int) -> Record:
         """Return the log's record of a batch, or one without metrics if there is none."""
         self._mend_files()

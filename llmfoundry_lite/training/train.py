@@ -94,6 +94,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         partners.close(has_finished=not checkpointing.was_stopped)
     except BaseException as error:
         ignore_signals()
+        if trainer is not None and checkpointing is not None and isinstance(error, Exception):
+            checkpointing.keep_batches(error, trainer, run)
         partners.close()
         reported = report(error, config, run, preemption, trainer, checkpointing)
         if not isinstance(reported, Preempted):

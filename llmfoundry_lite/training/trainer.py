@@ -35,6 +35,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.loader import format_digest
 from llmfoundry_lite.parallel.exact import round_loss
+from llmfoundry_lite.ranks.exchange import all_reduce_max, raise_on_all_ranks
 from llmfoundry_lite.training.agreement import Agreement, count_rows
 from llmfoundry_lite.training.gradient_step import LOSS, GradientStep
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
@@ -67,6 +68,8 @@ class ParallelTrainer(Trainer):
         self.gradient_step = gradient_step
         self.partners = partners
         self.device_batch_size = device_batch_size
+        self.last_stepped_batch = 0
+        """The last batch whose step has begun: until Composer counts it, the state is that of no batch."""
         super().__init__(**options)
         devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
 
@@ -77,7 +80,7 @@ class ParallelTrainer(Trainer):
 
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
         if trainer_mode.name != "TRAIN":
-            yield from super()._iter_dataloader(trainer_mode)
+            yield from self._read_validation()
             return
         self._begin_epoch()
         try:
@@ -90,6 +93,26 @@ class ParallelTrainer(Trainer):
                 yield batch
         finally:
             self.agreement.end_epoch()
+
+    def _read_validation(self) -> Iterator[Any]:
+        """Yield the batches of a validation until one rank has no more. An error of one rank's loader is raised on all
+        ranks, so that they can save what they have trained; Composer would let the others wait. Collective."""
+        assert self.state.dataloader is not None
+        length = self.state.dataloader_len
+        batches = islice(self.state.dataloader, None if length is None else int(length))
+        while True:
+            batch, error = None, None
+            try:
+                batch = next(batches, None)
+            except Exception as caught:
+                error = caught
+            is_finished = batch is None and error is None
+            any_error, any_finished = all_reduce_max([int(error is not None), int(is_finished)])
+            if any_error:
+                raise_on_all_ranks(error)
+            if any_finished:
+                return
+            yield batch
 
     def _begin_epoch(self) -> None:
         batches, length = self.partners.batches(), self.state.dataloader_len
@@ -119,6 +142,7 @@ class ParallelTrainer(Trainer):
                 break
             self._begin_epoch()  # again, with the rows that this launch has now
             state.batch = self.agreement.take()
+        self.last_stepped_batch = int(state.timestamp.batch) + 1
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
         self.logger.log_metrics(metrics)

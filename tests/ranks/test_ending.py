@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -181,6 +182,19 @@ def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monk
     lost = RuntimeError("Connection closed by peer")
     assert ending.exit_code_of(lost) == 75
     assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
+
+
+@pytest.mark.parametrize("batches", [(7, 7, 7), (7, 7), (7, 7, 8)])
+def test_ranks_act_together_after_an_error_if_all_have_met_it(batches, monkeypatch):
+    """One that is missing waits for the others in a collective, so they must not start another one."""
+    store = dist.HashStore()
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(ending, "_process_group_store", lambda: store)
+    monkeypatch.setattr(ending, "TOGETHER_SECONDS", 60.0 if batches == (7, 7, 7) else 0.2)
+    with ThreadPoolExecutor(3) as ranks:
+        answers = list(ranks.map(ending.all_ranks_fail, batches))
+    assert answers == [batches == (7, 7, 7)] * len(batches)
+    assert ending.all_ranks_fail(7) == (len(batches) == 3 and answers[0]), "a late one gets the same answer"
 
 
 def test_a_rank_that_meets_its_own_error_in_its_checks_is_not_preempted(monkeypatch):

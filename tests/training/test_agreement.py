@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.training import agreement
-from llmfoundry_lite.training.agreement import Agreement, count_filled, count_rows, count_tokens
+from llmfoundry_lite.training.agreement import Agreement, Upcoming, count_filled, count_rows, count_tokens
 from llmfoundry_lite.training.preemption import REASONS
 
+FULL = Upcoming(True, 3, 7, 5, 2, 0)
 BATCH = {"input_ids": torch.tensor([[1, 2, 3, -100], [4, 5, 6, 7], [-100, -100, -100, -100]])}
 
 
@@ -107,6 +109,17 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
     assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it
     with pytest.raises(OSError, match="the shard is gone"):
         one.take()
+
+
+def test_a_batch_that_one_rank_cannot_read_is_an_error_of_all(monkeypatch):
+    ranks = rank([BATCH]), rank([BATCH], number=1)
+    ranks[1]._read_ahead = lambda: setattr(ranks[1], "_error", DataError("the shard is gone")) or FULL
+    end_batch(monkeypatch, *ranks)
+    met = []
+    monkeypatch.setattr(agreement, "raise_on_all_ranks", met.append)
+    for one in ranks:
+        one.take()
+    assert list(map(str, met)) == ["None", "the shard is gone"]
 
 
 def test_a_token_has_a_loss_when_its_row_has_one_before_it():
