@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.data.tokenizer_bounds import is_panic
 from llmfoundry_lite.errors import DataError
 
 SAMPLES = (
@@ -54,7 +55,9 @@ def find_difference(folder: Path, ours: Tokenizer) -> str | None:
                 return f"{name} makes {len(their_ids)} tokens of {_excerpt(text)} and the run {len(our_ids)}, or others"
         if theirs.eos_token_id != ours.eos_token_id:
             return f"{type(theirs).__name__} ends texts with id {theirs.eos_token_id}, the run with {ours.eos_token_id}"
-    except Exception as error:  # it raises almost anything for files that it cannot read
+    except BaseException as error:  # it raises almost anything for files that it cannot read
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         return f"AutoTokenizer cannot use it ({reason[:200]})"
     finally:

@@ -182,12 +182,14 @@ class Speller:
         if normaliser is None:
             return text
         parts = self._kept.split(text)
-        return "".join(part if n % 2 else normaliser.normalize_str(part) for n, part in enumerate(parts))
+        with self.tokenizer.naming_failures():
+            return "".join(part if n % 2 else normaliser.normalize_str(part) for n, part in enumerate(parts))
 
     def _spelled(self, normal: str) -> bytearray:
         """Return 1 for each character of a normalised text that a token stands for."""
         marking, unknown_id = self._marking
-        encoding = marking.encode(normal, add_special_tokens=False)
+        with self.tokenizer.naming_failures():
+            encoding = marking.encode(normal, add_special_tokens=False)
         is_spelled, unknown = bytearray(len(normal)), []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_spelled[start:end] = b"\1" * (end - start)

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_TOKENIZER_BYTES, read_at_most
+from llmfoundry_lite.data.tokenizer_bounds import check_bounds, is_panic
 from llmfoundry_lite.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -117,7 +118,14 @@ def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
     """Make a tokenizer from the contents of its files. Raises DataError."""
     try:
         backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
-    except Exception as error:  # the Rust side raises a bare Exception for whatever is wrong with the file
+        check_bounds(backend, name)
+    except DataError:
+        raise
+    except (
+        BaseException
+    ) as error:  # the Rust side raises a bare Exception for whatever is wrong with the file, or panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise DataError(f"tokenizer {name}: {TOKENIZER_FILE} cannot be read ({error})") from error
     return build_tokenizer(name, backend, read_config(files, name), read_generation(files, name))
 
@@ -250,20 +258,25 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of one text. A special token spelled out in the text becomes ordinary tokens."""
-        with self._naming_what_has_no_token():
+        with self.naming_failures():
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
-        with self._naming_what_has_no_token():
+        with self.naming_failures():
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     @contextlib.contextmanager
-    def _naming_what_has_no_token(self) -> Iterator[None]:
-        """Raise DataError where the library raises a bare Exception: for text without a token, and no unknown token."""
+    def naming_failures(self) -> Iterator[None]:
+        """Raise DataError where the library raises a bare Exception, for text without a token and no unknown token, or
+        panics, for example where a regular expression of the tokenizer takes too long."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if is_panic(error):
+                raise DataError(
+                    f"tokenizer {self.name} fails on a text ({str(error).splitlines()[0]}); choose another tokenizer"
+                ) from error
             if type(error) is not Exception:  # such as a TypeError for a number
                 raise
             raise DataError(
@@ -292,7 +305,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self.backend.decode(ids, skip_special_tokens=False)
+        with self.naming_failures():
+            return self.backend.decode(ids, skip_special_tokens=False)
 
     @property
     def prefix_token_id(self) -> int:
@@ -302,7 +316,8 @@ class Tokenizer:
     @property
     def beginning(self) -> list[int]:
         """Ids that the template puts before every text, such as Llama's `<s>`. Evaluation uses them, as others do."""
-        whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))
+        with self.naming_failures():
+            whole, plain = (self.backend.encode("a", add_special_tokens=templated).ids for templated in (True, False))
         return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
     @cached_property

@@ -54,3 +54,35 @@ def test_a_tokenizers_own_code_is_never_run(tokenizer: Tokenizer, tmp_path, monk
         f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
     )
     assert not (tmp_path / "ran").exists()
+
+
+MANY = {"2147483646": {"content": "<x>", "special": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("added_tokens.json", {"<x>": 2**31 - 1}, "added_tokens.json: its tokens need 2,147,483,648 ids, expected at"),
+        ("vocab.json", {"a": 0, "b": 2**31}, "vocab.json: its tokens need 2,147,483,649 ids, expected at most"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": MANY},
+            "tokenizer_config.json: its tokens need 2,147,483,647",
+        ),
+        ("vocab.txt", "\n" * 4_200_000, "vocab.txt has more than 4,194,304 lines"),
+        ("spiece.model", None, "spiece.model cannot be read"),
+    ],
+    ids=["added", "vocabulary", "decoder", "lines", "size"],
+)
+def test_files_without_a_bound_are_refused_before_they_are_converted(name, content, message, tmp_path, monkeypatch):
+    (tmp_path / "vocab.txt").write_text("a\n[UNK]\n")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    if content is None:  # a hole that is larger than any tokenizer, and takes no room on the disk
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(300 << 20)
+    else:
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it is an error
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(tmp_path)
+    assert str(refused.value).startswith(f"tokenizer {tmp_path}: ") and message in str(refused.value)
