@@ -320,6 +320,10 @@ class ExportError(UserError):
     """Weights cannot be written in, or read from, the layout that was asked for."""
 
 
+class MissingRanksError(UserError):
+    """The ranks of a launch did not find each other in time."""
+
+
 class DivergedError(UserError):
     """The weights may have been ruined by training, so that a save of them would displace a better one."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.ranks.ending import checks, run_and_exit
-from llmfoundry_lite.ranks.rank import set_environment, this_rank
+from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 
 if TYPE_CHECKING:
     from llmfoundry_lite.evaluation.results import Results
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> None:
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
     """Check the configuration, then evaluate as one rank."""
     with checks():
+        check_launch()
         config, tasks, notes = load_eval_config(arguments, given)
     prepare_environment(config)
     from llmfoundry_lite.evaluation.suite import run_suite  # imports torch

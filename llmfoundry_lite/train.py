@@ -28,7 +28,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, printable
 from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
-from llmfoundry_lite.ranks.rank import set_environment, this_rank
+from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 from llmfoundry_lite.ranks.status import hear_of_other_nodes, refusals_recorded
 
 EXIT_CODES = "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
@@ -92,6 +92,8 @@ def check(
     """Check all that needs no heavy import. Raises UserError, which is also recorded in an earlier launch's status."""
     is_dry = bool(DRY_RUNS.keys() & set(arguments))
     with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments, given=given)):
+        if not is_dry:  # WORLD_SIZE=16 with --dry-run asks how 16 ranks would divide the run
+            check_launch()
         invocation = load_train_config(arguments, given=given)
         config = invocation.config
         must_exist = invocation.dry_run not in ("plan", "full")

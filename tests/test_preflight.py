@@ -88,7 +88,8 @@ def test_a_launch_across_nodes_warns_of_slow_groups(tmp_path, data, monkeypatch)
     monkeypatch.chdir(tmp_path)
     groups = {"tp_config": {"tensor_parallel_degree": 4}, "device_train_microbatch_size": 2}
     path = write_config(tmp_path / "run.yaml", tiny_config(data, **groups))
-    for key, value in {"WORLD_SIZE": 8, "RANK": 0, "LOCAL_RANK": 0}.items():
+    place = {"WORLD_SIZE": 8, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "n1", "MASTER_PORT": 29500}
+    for key, value in place.items():
         monkeypatch.setenv(key, str(value))
     for node_size, num_warnings in ((2, 1), (4, 0)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node_size))

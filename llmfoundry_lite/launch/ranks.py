@@ -31,7 +31,7 @@ sys.exit(launcher.main())
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError inside another launcher: each of its ranks would start all ranks again."""
-    under_srun = int(environment.get("SLURM_STEP_NUM_TASKS") or 1) > 1
+    under_srun = (environment.get("SLURM_STEP_NUM_TASKS") or "1") != "1"
     if under_srun or "RANK" in environment:
         other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
         raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")

@@ -6,9 +6,12 @@ import platform
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from llmfoundry_lite.errors import ConfigError
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables that say a process's place in its launch, in the order of `Rank`."""
 
 
 class Rank(NamedTuple):
@@ -38,8 +41,9 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     ranks: local ranks, and which ranks share a node, are computed from both. SLURM_STEP_NUM_TASKS is set for the tasks
     of a step, not for the batch script around it, which would otherwise look like the first task of many.
     """
-    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if "RANK" in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
+    check_srun(environment)
     num_tasks, num_nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(num_tasks // num_nodes)))
     is_told = "MASTER_ADDR" in environment
@@ -75,6 +79,60 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
             f"srun: rank 0 is on {here}, and {environment['MASTER_ADDR']} is the first of SLURM's list of nodes; "
             f"set MASTER_ADDR={here}"
         )
+
+
+def check_srun(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if SLURM's variables are not those that `srun` sets for a task, such as a rest of them."""
+    numbers = ("STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID")
+    for name in (*(f"SLURM_{number}" for number in numbers), "SLURM_STEP_NODELIST"):
+        value = environment.get(name)
+        if value is None:
+            tasks = environment["SLURM_STEP_NUM_TASKS"]
+            raise ConfigError(
+                f"SLURM_STEP_NUM_TASKS is {tasks}, and {name} is not set; start the ranks with srun, or unset "
+                "SLURM_STEP_NUM_TASKS"
+            )
+        if name != "SLURM_STEP_NODELIST" and not value.isdecimal():
+            raise ConfigError(f"{name}: {value!r} given, expected a whole number, as srun sets it")
+
+
+def check_launch(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if a launcher's variables make this process no rank of a launch, such as a rest of them that a
+    scheduler or a shell has set. A rank would wait for the others until its timeout."""
+    numbers = rank_variables(0, 1)
+    for name, alone in numbers.items():
+        text = environment.get(name, alone)
+        if not text.isdecimal():
+            raise ConfigError(f"{name}: {text!r} given, expected a whole number; unset it, or use a launcher")
+        numbers[name] = text
+    rank, world_size, local_rank, local_world_size = (int(numbers[name]) for name in PLACE)
+
+    def describe(name: str) -> str:
+        return f"{name} is {environment[name]}" if name in environment else f"{name} is not set"
+
+    def refuse(first: str, second: str, remedy: str) -> NoReturn:
+        raise ConfigError(f"{describe(first)}, and {describe(second)}; {remedy}")
+
+    if world_size > 1 and "RANK" not in environment:
+        refuse("WORLD_SIZE", "RANK", f"unset WORLD_SIZE, or start {world_size} ranks")
+    if rank >= world_size:
+        refuse("RANK", "WORLD_SIZE", "unset RANK, or set WORLD_SIZE to the number of ranks, which count from 0")
+    if not 0 < local_world_size <= world_size:
+        remedy = "unset LOCAL_WORLD_SIZE, or set it to the number of ranks on this machine"
+        refuse("LOCAL_WORLD_SIZE", "WORLD_SIZE", remedy)
+    if local_rank >= local_world_size:
+        remedy = "unset LOCAL_RANK, or set LOCAL_WORLD_SIZE to the number of ranks on this machine"
+        refuse("LOCAL_RANK", "LOCAL_WORLD_SIZE", remedy)
+    if world_size == 1:
+        return
+
+    port = environment.get("MASTER_PORT", "29500")
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"MASTER_PORT: {port!r} given, expected a free port of rank 0's machine, up to 65535")
+    if local_world_size < world_size:  # one machine has defaults
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                refuse("WORLD_SIZE", name, f"set {name} to that of rank 0, or unset WORLD_SIZE and RANK")
 
 
 def step_over_nodes(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -126,6 +184,16 @@ def rendezvous() -> dict[str, str]:
 
 
 def this_rank() -> Rank:
-    """Read this process's rank from the environment; rank 0 of 1 without a launcher."""
-    alone, names = rank_variables(0, 1), ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Rank(*(int(os.environ.get(name, alone[name])) for name in names))
+    """Read this process's rank from the environment; rank 0 of 1 without a launcher.
+
+    What is no number, or no place on a machine, counts as not set, because errors are told by a machine's first rank.
+    `check_launch` refuses both.
+    """
+    numbers = []
+    for name in PLACE:
+        text = os.environ.get(name, "")
+        numbers.append(int(text if text.isdecimal() else rank_variables(0, 1)[name]))
+    found = Rank(*numbers)
+    if found.local_rank < found.local_world_size <= found.world_size:
+        return found
+    return found._replace(local_rank=0, local_world_size=1)

@@ -58,9 +58,8 @@ def leave_now(number: int, frame: Any) -> None:
 
 def _has_siblings() -> bool:
     """Return whether a launcher has started other ranks, by the variables of `srun` or the others'."""
-    if "RANK" not in os.environ:
-        return int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1
-    return int(os.environ.get("WORLD_SIZE") or 1) > 1
+    num_ranks = os.environ.get("WORLD_SIZE" if "RANK" in os.environ else "SLURM_STEP_NUM_TASKS", "1")
+    return num_ranks.isdecimal() and int(num_ranks) > 1
 
 
 @contextmanager

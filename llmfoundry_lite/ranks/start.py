@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import socket
 import sys
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import EXIT_FAILURE, ConfigError
-from llmfoundry_lite.ranks.ending import ending_in_time
+from llmfoundry_lite.errors import ConfigError, MissingRanksError, TransientError
+from llmfoundry_lite.ranks.ending import describe, ending_in_time, exit_code_of
 from llmfoundry_lite.ranks.exchange import open_host_group
-from llmfoundry_lite.ranks.rank import count_usable_cores, rank_variables, this_rank
+from llmfoundry_lite.ranks.rank import check_launch, count_usable_cores, rank_variables, this_rank
 
 RENDEZVOUS_GRACE_SECONDS = 5.0
 """How long a rank that is asked to leave still waits for others: they may have left without it."""
@@ -20,31 +21,58 @@ RENDEZVOUS_GRACE_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-def start_process_group(device_type: str, timeout_seconds: float, exit_code: int = EXIT_FAILURE) -> None:
+def start_process_group(device_type: str, timeout_seconds: float, exit_code: int | None = None) -> None:
     """Start the process group, unless there is one. A process without a launcher is a world of one, on no network.
 
-    torch raises after the timeout when a rank is missing. When rank 0 is frozen torch waits for ever: the process then
-    ends after twice the timeout, with `exit_code`.
+    Raises ConfigError for variables that make no launch, and MissingRanksError when a rank is missing after the
+    timeout. When rank 0 is frozen torch waits for ever: the process then ends after twice the timeout, with `exit_code`
+    [that of a fault that may pass].
     """
     if dist.is_initialized():
         return
+    check_launch()
     here, backend = this_rank(), "nccl" if device_type == "cuda" else "gloo"
     if here.world_size > 1:
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if address := os.environ.get("MASTER_ADDR"):
             check_address(address)
-        apart = (
-            f"error: rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
-            f"{os.environ.get('MASTER_ADDR')} does not answer: it is frozen, or its node is out of reach; look there"
+        apart = MissingRanksError(
+            f"rank {here.rank}: the ranks have not met in {2 * timeout_seconds:g} s, and rank 0 at "
+            f"{os.environ.get('MASTER_ADDR', LOOPBACK)} does not answer: it is frozen, or its node is out of reach; "
+            "look there, or unset RANK and WORLD_SIZE if this process is alone"
         )
-        with ending_in_time(RENDEZVOUS_GRACE_SECONDS, 2 * timeout_seconds, apart, exit_code):
-            dist.init_process_group(backend, timeout=timeout, **loopback_store(timeout))
+        apart.__cause__ = TransientError()
+        code = exit_code_of(apart) if exit_code is None else exit_code
+        with ending_in_time(RENDEZVOUS_GRACE_SECONDS, 2 * timeout_seconds, describe(apart), code):
+            try:
+                dist.init_process_group(backend, timeout=timeout, **loopback_store(timeout))
+            except (dist.DistStoreError, dist.DistNetworkError) as error:
+                raise MissingRanksError(describe_missing(str(error), timeout_seconds)) from TransientError(str(error))
             if backend != "gloo":
                 open_host_group(timeout)
         return
     for name, value in rank_variables(0, 1).items():
         os.environ.setdefault(name, value)  # Composer and StreamingDataset read these
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def describe_missing(said: str, timeout_seconds: float) -> str:
+    """Say how many ranks joined, by torch's words on rank 0, or that rank 0 does not answer this one."""
+    here = this_rank()
+    address = f"{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', '29500')}"
+    remedy = "start the others at the same time, or unset RANK and WORLD_SIZE"
+    if "EADDRINUSE" in said or "already in use" in said:
+        return f"MASTER_PORT: {address} is in use by another program; end that, or set MASTER_PORT to another port"
+    if joined := re.search(r"(\d+)/\d+ clients joined|num_workers_joined=(\d+)", said):
+        number = joined[1] or joined[2]
+        return (
+            f"RANK is {here.rank} and WORLD_SIZE is {here.world_size}, but {number} of {here.world_size} ranks joined "
+            f"within {timeout_seconds:g} s at {address}; {remedy}"
+        )
+    return (
+        f"RANK is {here.rank} and WORLD_SIZE is {here.world_size}, but rank 0 did not answer within "
+        f"{timeout_seconds:g} s at {address}; {remedy}"
+    )
 
 
 def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
@@ -57,7 +85,15 @@ def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}  # torchrun has opened it already
     port = int(os.environ.get("MASTER_PORT", "29500"))
-    listener = socket.create_server((LOOPBACK, port)).detach() if here.rank == 0 else None  # the store closes it
+    listener: int | None = None
+    if here.rank == 0:
+        try:
+            listener = socket.create_server((LOOPBACK, port)).detach()  # the store closes it
+        except OSError as error:
+            raise MissingRanksError(
+                f"MASTER_PORT: {LOOPBACK}:{port} cannot be listened on: {os.strerror(error.errno or 0)}; end the "
+                "program that does, or set MASTER_PORT to another port"
+            ) from TransientError(str(error))
     store = dist.TCPStore(LOOPBACK, port, here.world_size, here.rank == 0, timeout, master_listen_fd=listener)
     return {"store": store, "rank": here.rank, "world_size": here.world_size}
 

@@ -21,6 +21,7 @@ samples, `row_weights` let a short row count as much as a full one.
 
 import atexit
 import datetime
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
@@ -71,6 +72,8 @@ class ParallelTrainer(Trainer):
         self.last_stepped_batch = 0
         """The last batch whose step has begun: until Composer counts it, the state is that of no batch."""
         super().__init__(**options)
+        # Composer's loop says so of a run that carries on at the end of an epoch. Data without batches are refused.
+        warnings.filterwarnings("ignore", message="No batches were trained", category=UserWarning)
         devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def test_a_rank_that_waits_for_others_leaves_though_they_never_come(number):
 def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch, capsys):
     """torch connects, as the kernel does that for a frozen process, and then waits for an answer for ever."""
     left, codes = threading.Event(), []
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
     monkeypatch.setattr(ending, "leave", lambda code: (codes.append(code), left.set()))

@@ -1,9 +1,11 @@
 """srun's variables under torch's names, and the steps that are refused."""
 
+import re
+
 import pytest
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.ranks.rank import adopt_srun, first_host, rank_variables
+from llmfoundry_lite.ranks.rank import adopt_srun, check_launch, first_host, rank_variables
 
 
 def adopted(others: dict[str, str] | None = None, **step: str) -> dict[str, str]:
@@ -93,3 +95,42 @@ def test_ranks_are_numbered_node_after_node():
     names = ("RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert [rank_variables(6, 8, 4)[name] for name in names] == ["6", "8", "1", "2", "4"]
     assert [rank_variables(6, 8)[name] for name in names] == ["6", "8", "0", "6", "8"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE is 2, and RANK is not set; unset WORLD_SIZE, or start 2 ranks"),
+        ("RANK=1", "RANK is 1, and WORLD_SIZE is not set; unset RANK, or set WORLD_SIZE"),
+        ("RANK=2 WORLD_SIZE=2", "RANK is 2, and WORLD_SIZE is 2; "),
+        ("RANK=x WORLD_SIZE=2", "RANK: 'x' given, expected a whole number; "),
+        ("RANK=0 WORLD_SIZE=", "WORLD_SIZE: '' given, expected a whole number; "),
+        ("LOCAL_WORLD_SIZE=2", "LOCAL_WORLD_SIZE is 2, and WORLD_SIZE is not set; unset LOCAL_WORLD_SIZE, "),
+        ("LOCAL_RANK=1", "LOCAL_RANK is 1, and LOCAL_WORLD_SIZE is not set; unset LOCAL_RANK, "),
+        ("RANK=0 WORLD_SIZE=2", "WORLD_SIZE is 2, and MASTER_ADDR is not set; set MASTER_ADDR to that of rank 0"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1", "WORLD_SIZE is 2, and MASTER_PORT is not set; "),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_PORT=http", "MASTER_PORT: 'http' given, expected a free port "),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT: '65536' given, "),
+    ],
+)
+def test_variables_that_make_no_launch_are_named(variables, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        check_launch(dict(variable.split("=") for variable in variables.split()))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, rank_variables(0, 1), rank_variables(1, 2), {"RANK": "0"}, {"MASTER_PORT": "tcp://10.0.0.1:80"}],
+    ids=["none", "one rank", "one machine", "rank 0 alone", "a service of Kubernetes"],
+)
+def test_a_launch_and_a_process_alone_are_not_refused(variables):
+    check_launch(variables)
+
+
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST"])
+def test_a_rest_of_slurm_s_variables_is_refused(missing):
+    names = ("STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID", "STEP_NODELIST")
+    rest = {f"SLURM_{name}": "2" for name in names}
+    del rest[missing]
+    with pytest.raises(ConfigError, match=f"^SLURM_STEP_NUM_TASKS is 2, and {missing} is not set; start .* with srun"):
+        adopt_srun(rest)

@@ -7,8 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, MissingRanksError
+from llmfoundry_lite.eval import launch as launch_eval
+from llmfoundry_lite.ranks.ending import run_and_exit
+from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
+from llmfoundry_lite.train import launch as launch_train
 from tests.helpers.launch import launch
 
 
@@ -16,7 +20,8 @@ from tests.helpers.launch import launch
 def met(monkeypatch):
     """Calls of `init_process_group` by one rank of two, which do nothing."""
     calls = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **options: calls.append(args))
     return calls
 
@@ -48,6 +53,72 @@ def test_a_name_server_that_does_not_answer_ends_no_run(monkeypatch, met, capsys
     start_process_group("cpu", 600)
     assert met == [("gloo",)]
     assert "MASTER_ADDR: 'n1' does not resolve on" in capsys.readouterr().err
+
+
+JOINED = "Timed out after 601 seconds waiting for clients. 1/2 clients joined."
+SILENT = "The client socket has timed out after 600000ms while trying to connect to (127.0.0.1, 29500)."
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "said"),
+    [
+        (0, dist.DistStoreError(JOINED), "1 of 2 ranks joined within 600 s at 127.0.0.1:29500; start the others"),
+        (1, dist.DistNetworkError(SILENT), "rank 0 did not answer within 600 s at 127.0.0.1:29500; start the others"),
+    ],
+    ids=["rank 0", "rank 1"],
+)
+def test_ranks_that_do_not_come_are_told_with_the_variables_that_expect_them(monkeypatch, rank, error, said):
+    """As for a process that has the variables of a launcher from its shell. It may pass, so the exit code is 75."""
+
+    def meet(*arguments, **options):
+        raise error
+
+    for name, value in (rank_variables(rank, 2) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "TCPStore", meet)
+    with pytest.raises(MissingRanksError, match=f"^RANK is {rank} and WORLD_SIZE is 2, but {said}") as caught:
+        start_process_group("cpu", 600)
+    assert caught.value.exit_code == 75
+
+
+def meet_for_ten_seconds() -> None:
+    run_and_exit(lambda arguments: start_process_group("cpu", 10))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_torch_s_words_for_ranks_that_do_not_come_are_understood(tmp_path):
+    missing = launch(meet_for_ten_seconds, (), tmp_path, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert missing.exit_codes == [75]
+    assert "error: RANK is 0 and WORLD_SIZE is 2, but 1 of 2 ranks joined within 10 s" in missing.output
+    assert "Traceback" not in missing.output
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for name, value in (rank_variables(0, 2) | {"MASTER_PORT": str(other.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(MissingRanksError, match=r"^MASTER_PORT: 127\.0\.0\.1:\d+ cannot be listened on: Addr"):
+            start_process_group("cpu", 600)
+
+
+@pytest.mark.parametrize("start", ["train", "evaluate", "group"])
+def test_every_way_to_begin_refuses_variables_that_make_no_launch(monkeypatch, start):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    calls = {
+        "train": lambda: launch_train(["nowhere.yaml"]),
+        "evaluate": lambda: launch_eval(["nowhere.yaml"]),
+        "group": lambda: start_process_group("cpu", 600),
+    }
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, and RANK is not set"):
+        calls[start]()
+
+
+def test_a_dry_run_asks_how_other_ranks_would_divide_a_run(monkeypatch):
+    """`WORLD_SIZE=16 … --dry-run`, without a rank."""
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        launch_train(["nowhere.yaml", "--dry-run"])
 
 
 def listen() -> None:
@@ -86,6 +157,7 @@ def test_the_ranks_of_a_node_share_the_cores_that_they_may_use(monkeypatch, devi
     """That holds with GPUs too: else a save's check would take all cores, in each of 8 ranks."""
     threads = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr("os.cpu_count", lambda: 96)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)), raising=False)

@@ -62,7 +62,8 @@ def test_other_ranks_workers_and_stops_read_the_same_batches(whole, tmp_path, co
 def test_an_epoch_ends_with_its_stage_for_intervals_too(tmp_path, config):
     run(tmp_path, config, "epochs", eval_interval="1ep", save_interval="1ep", stop_after="1ep")
     assert [one["batch"] for one in metrics(tmp_path, "epochs") if "eval/loss" in one] == [6]
-    run(tmp_path, config, "epochs", eval_interval="1ep", save_interval="1ep")
+    carried_on = run(tmp_path, config, "epochs", eval_interval="1ep", save_interval="1ep")
+    assert "No batches were trained" not in carried_on.output, "Composer's words where nothing of an epoch is left"
     assert [one["batch"] for one in metrics(tmp_path, "epochs") if "eval/loss" in one] == [6, 10]
     assert sorted(one.name for one in saves(tmp_path, "epochs").glob("ba*")) == ["ba10", "ba6"]
 

@@ -180,7 +180,7 @@ def test_the_table_keeps_every_word_at_any_width(width):
 @pytest.mark.parametrize(
     ("arguments", "message", "world_size"),
     [
-        (["--folder", "s3:/bucket/run"], "is not a folder of this machine", "1"),
+        (["--folder", "s3:/bucket/run"], "did you mean s3://bucket/run?", "1"),
         (["--folder", "s4://bucket/run"], "s4://bucket/run", "1"),
         (["--json", "none/doctor.json"], "--json: none is not a folder", "1"),
         (["--json", "none/doctor.json"], "--json: none is not a folder", "2"),
