@@ -173,6 +173,14 @@ def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
     assert [len(plan) for plan in plans] == [4, 4, 4, 4]
 
 
+def test_replicas_share_tensors_of_unlike_sizes_evenly():
+    """The largest tensor is placed first, though its name comes last."""
+    sizes = {"model/a": 1, "model/b": 1, "model/c": 2}
+    whole = {name: torch.zeros(size, 8) for name, size in sizes.items()}
+    plans = plan_simulated(whole, dict.fromkeys(whole, None), (2,))
+    assert [sum(box.num_bytes for box in plan.mine.values()) for plan in plans] == [2 * 8 * 4] * 2
+
+
 def test_tensors_need_not_be_on_every_rank(tmp_path):
     """Under pipeline parallelism each stage has its own tensors, and two have the embedding."""
     whole = {"model/embed": torch.randn(12, 4), "model/first": torch.randn(6, 4), "model/last": torch.randn(5, 4)}

@@ -133,6 +133,17 @@ def test_saves_in_a_row_use_one_buffer_and_know_their_parents(tmp_path):
     assert [m.parent_save_id for m in manifests] == ids[:-1]
 
 
+def test_a_save_with_other_tensors_than_the_one_before_has_all_of_them(tmp_path):
+    model, opt = train()
+    saver = Saver(CheckpointStore(tmp_path))
+    saver.take_lease()
+    save_now(saver, model, None, 1)
+    save_now(saver, model, opt, 2)
+    fresh, fresh_opt = build("plain", "adamw", seed=5)
+    load(f"{tmp_path}/ba2", fresh, fresh_opt)
+    assert_same(whole_state(fresh, fresh_opt), whole_state(model, opt))
+
+
 # ---------------------------------------------------------------------------------------------------------- strictness
 
 

@@ -171,6 +171,15 @@ def test_leases_of_many_launches_do_not_pile_up(url):
     assert len(store.leases.folder.names()) <= 8
 
 
+def test_a_listing_that_misses_the_newest_claim_gives_no_number_twice(url, monkeypatch):
+    store = CheckpointStore(url)
+    for _ in range(3):
+        store.acquire()
+    list_names = store.leases.folder.names
+    monkeypatch.setattr(store.leases.folder, "names", lambda: sorted(list_names())[:-1])
+    assert store.acquire().epoch == 4
+
+
 @pytest.mark.fault
 def test_the_epoch_outlives_a_lost_lease_file(url):
     store = CheckpointStore(url)

@@ -369,6 +369,43 @@ def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
     assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
 
 
+def test_a_shard_that_the_remote_has_lost_stays_and_makes_room_once_alone(tmp_path):
+    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+    limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
+    cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
+    for shard in range(4):
+        cache.bring(shard)
+    (remote / Path(cache.path(0)).name).unlink()
+    for shard in (4, 5):
+        cache.bring(shard)
+    assert [os.path.exists(cache.path(shard)) for shard in range(6)] == [True, False, True, True, True, True]
+
+
+def test_a_shard_that_is_still_coming_takes_its_room_already(tmp_path, monkeypatch):
+    remote = write_shards(tmp_path / "remote", num_samples=600, size_limit=2_000)
+    limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
+    cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
+    for shard in range(4):
+        cache.bring(shard)
+    has_begun, may_come = threading.Event(), threading.Event()
+    bring = cache.folders[0].bring
+
+    def bring_the_first_late(reader, *, again):
+        if not has_begun.is_set():
+            has_begun.set()
+            assert may_come.wait(60)
+        return bring(reader, again=again)
+
+    monkeypatch.setattr(cache.folders[0], "bring", bring_the_first_late)
+    other = threading.Thread(target=cache.bring, args=(4,))
+    other.start()
+    assert has_begun.wait(60)
+    cache.bring(5)
+    may_come.set()
+    other.join()
+    assert [os.path.exists(cache.path(shard)) for shard in range(6)] == [False, False, True, True, True, True]
+
+
 def test_a_rank_downloads_only_the_shards_of_its_row_indices(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
@@ -739,6 +776,18 @@ def test_a_shard_that_is_replaced_while_it_is_read_is_named(tmp_path):
     shutil.rmtree(shards)
     write_shards(shards, first=1, hashes=["xxh64"])
     assert f"{shards}/shard.000" in (message := message_of(numbers_of, dataset)) and "is damaged: its xxh64" in message
+
+
+def test_a_shard_that_rots_after_it_was_verified_is_named(tmp_path):
+    """Size and time of the file are as before, so that nothing but its bytes tells."""
+    shards = write_shards(tmp_path / "mds", hashes=["xxh64"])
+    dataset = open_data(shards)
+    numbers_of(dataset)
+    for path in shards.glob("*.mds"):
+        status, content = path.stat(), path.read_bytes()
+        path.write_bytes(content[:4] + bytes([255]) * (len(content) - 4))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert "is damaged: its xxh64" in message_of(numbers_of, dataset)
 
 
 def test_a_disk_that_fails_is_named_with_its_node(shards, monkeypatch):

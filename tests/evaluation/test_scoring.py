@@ -141,6 +141,14 @@ def test_after_a_separator_nothing_before_it_is_seen(name, implementation):
             assert abs(value.log_probability - seen[first].log_probability) > 1e-3
 
 
+def test_a_separator_that_begins_a_document_is_seen_in_it():
+    model, begin, rest, answer = build(MODELS["ALiBi"][0], "sdpa"), 49, [3, 4], [6, 8]
+    expected = one_by_one(model, [[request([begin, *rest], answer)]])[0]
+    whole = [[request([5, 7, 9, begin, *rest], answer)]]
+    (found,) = score(model, whole, 64, separator=Separator(begin, begins=True))
+    assert found[0].log_probability == pytest.approx(expected.log_probability, abs=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("implementation", ["sdpa", "flex"])

@@ -77,3 +77,18 @@ def test_a_row_of_a_model_drops_the_same_in_any_microbatch_and_again(where):
     torch.testing.assert_close(model(tokens_bt[1:], drop_keys_b=keys_b[1:]), whole[1:])
     assert not torch.equal(model(tokens_bt, drop_keys_b=row_keys(tokens_bt, 8)), whole)
     torch.testing.assert_close(model.eval()(tokens_bt, drop_keys_b=keys_b), model(tokens_bt))
+
+
+class Ones(torch.nn.Module):
+    def forward(self, x_btd, *_):
+        return torch.ones_like(x_btd)
+
+
+def test_attention_and_feed_forward_of_a_block_drop_different_numbers():
+    """With one mask for both, the sum of both would be all or nothing."""
+    block = random_model(replace(BASE, resid_pdrop=0.5)).train().transformer.blocks[0]
+    block.attn, block.ffn = Ones(), Ones()
+    keys_bt = place_keys(row_keys(TOKENS_BT, 3), POSITIONS_T)
+    added_btd = block(torch.zeros(*TOKENS_BT.shape, BASE.d_model), None, None, drop_keys_bt=keys_bt)
+    shares = [(added_btd == total).float().mean().item() for total in (0, 2, 4)]
+    assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.02)

@@ -7,14 +7,21 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_lite.parallel.exact import (
     GRID_BITS,
     LARGEST_SUM,
     ExactSums,
     as_summands,
+    is_first_copy,
     norm_of,
     round_loss,
+    round_tied_gradients,
+    round_unembedding,
     sum_squares,
 )
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
@@ -83,6 +90,21 @@ def test_one_microbatch_that_is_not_rounded_breaks_it():
     assert not torch.equal(sum(parts, torch.zeros_like(parts[0])), in_fp32)
 
 
+def test_each_use_of_a_tied_weight_has_a_gradient_on_the_grid():
+    """Another rank may hold the other use, and add its part after rounding it."""
+    scale = math.pi * 1e-9  # not on the grid
+    wte = torch.nn.Embedding(5, 3)
+    round_tied_gradients(wte)
+    (wte(torch.tensor([1, 2])) * scale).sum().backward()
+    unembedding_vd = torch.ones(5, 3, requires_grad=True)
+    sum_loss = round_unembedding(lambda hidden_td, weight_vd: (hidden_td @ weight_vd.T).sum())
+    sum_loss(torch.full((1, 3), scale), unembedding_vd).backward()
+    for gradient in (wte.weight.grad, unembedding_vd.grad):
+        assert gradient is not None and gradient.max() == pytest.approx(scale, rel=1e-5)
+        units = gradient.double() * 2.0**GRID_BITS
+        assert torch.equal(units, units.round())
+
+
 @pytest.mark.parametrize("value", [40.0, -40.0, math.inf, math.nan])
 def test_an_element_that_cannot_be_added_exactly_is_counted(value):
     parts, sums = [torch.full((3,), 0.5), torch.tensor([0.0, value, 0.0])], ExactSums()
@@ -115,6 +137,22 @@ def test_the_norm_is_the_root_of_an_exact_sum_however_it_is_divided():
     assert norm_of(sum(pieces, torch.zeros(3).double()).tolist(), int(exponent)) == norm
     exact = math.sqrt(sum(Fraction(number) ** 2 for number in numbers.tolist()))
     assert norm == pytest.approx(exact, rel=2e-7)
+
+
+def test_one_of_equal_parts_on_several_ranks_counts():
+    """Of the four ranks, two have each part."""
+    counted = []
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=dist.HashStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            gradient = DTensor.from_local(torch.zeros(3, 2), mesh, (Replicate(), Shard(0)), run_check=False)
+            if is_first_copy(gradient):
+                counted.append(rank)
+        finally:
+            dist.destroy_process_group()
+    assert counted == [0, 1]
+    assert is_first_copy(torch.zeros(1)) and not is_first_copy(None)
 
 
 def test_small_elements_count_in_the_norm_beside_large_ones():

@@ -105,6 +105,21 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     assert ending.cause_of(caught.value) == "a shard is damaged"
 
 
+@pytest.mark.parametrize(("announced", "expected"), [("", FAILURE), ("SIGTERM", None)])
+def test_a_failure_that_follows_a_preemption_is_not_the_reason(monkeypatch, announced, expected):
+    """A rank that is preempted leaves others without it, who then fail."""
+
+    said = {ending.PREEMPTED: announced, ending.FIRST_ERROR: "5 1 error: lost contact"}
+
+    class Store:
+        def compare_set(self, key, *_):
+            return said[key].encode()
+
+    monkeypatch.setattr(ending, "_process_group_store", Store)
+    monkeypatch.setattr(ending.siblings, "failure_of_another", lambda: FAILURE)
+    assert ending.known_failure() == expected
+
+
 def test_a_signal_while_modules_are_imported_ends_at_once_and_is_heard_by_nobody_else(monkeypatch):
     """Composer's engine installs handlers that raise SystemExit(143), which others swallow."""
     before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}

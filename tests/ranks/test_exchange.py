@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.exchange import all_gather_distinct
 
@@ -34,3 +34,26 @@ def test_refused_credentials_of_one_rank_are_known_to_all(monkeypatch, code):
         exchange.raise_on_all_ranks(None)
     assert caught.value.needs_credentials
     assert (str(caught.value), caught.value.is_transient) == (str(theirs), theirs.is_transient)
+
+
+@pytest.mark.parametrize(
+    ("own_error", "raised"),
+    [
+        (None, "rank 0 cannot read it"),
+        (CheckpointError("rank 1 cannot read it either"), "rank 0 cannot read it"),
+        (ConfigError("rank 1 has another configuration"), "rank 1 has another configuration"),
+    ],
+)
+def test_a_checkpoint_error_of_the_first_rank_is_raised_in_the_same_words(monkeypatch, own_error, raised):
+    """So it is printed once. An error of another kind is a rank's own."""
+    told = []
+    monkeypatch.setattr(exchange, "all_reduce_max", lambda values: [1])
+    monkeypatch.setattr(exchange, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(exchange, "all_gather_json", lambda report: told.append(report) or [report, None])
+    with pytest.raises(CheckpointError):
+        exchange.raise_on_all_ranks(CheckpointError("rank 0 cannot read it"))
+    monkeypatch.setattr(exchange, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(exchange, "all_gather_json", lambda report: [told[0], report])
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        exchange.raise_on_all_ranks(own_error)
+    assert str(caught.value) == raised

@@ -122,6 +122,23 @@ def test_a_batch_that_one_rank_cannot_read_is_an_error_of_all(monkeypatch):
     assert list(map(str, met)) == ["None", "the shard is gone"]
 
 
+def test_an_error_in_reading_ahead_ends_with_its_epoch(monkeypatch):
+    """A callback may end an epoch early: the batch that could not be read is not needed any more."""
+
+    def broken():
+        yield BATCH
+        raise OSError("the shard is gone")
+
+    one = rank([])
+    monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
+    one.begin_epoch(broken())
+    assert one.take() is BATCH
+    one.end_batch(is_last=False, is_busy=False, wants_save=False)
+    one.end_epoch()
+    one.begin_epoch(iter([BATCH]))
+    assert one.take() is BATCH
+
+
 def test_a_token_has_a_loss_when_its_row_has_one_before_it():
     assert count_tokens(BATCH) == {"total": 7, "loss_generating": 5}
     assert count_filled(BATCH) == count_rows(BATCH) == 2

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from composer.core import Timestamp
 
 from llmfoundry_lite.config.layout import DataRanks
+from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -30,13 +31,17 @@ def alone():
 class Run:
     """Batches of one weight, whose gradient and loss each test gives. AdamW has moments since the first batch."""
 
-    def __init__(self, on_non_finite="skip", max_skipped_batches=10, scaler=None):
+    def __init__(self, on_non_finite="skip", max_skipped_batches=10, scaler=None, clipping=None):
         self.model = torch.nn.Linear(1, 1, bias=False)
         self.model.model, self.model.num_stages, self.model.shared_parameters = self.model, 1, ()
         self.weight = self.model.weight
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.step = GradientStep(
-            model=self.model, on_non_finite=on_non_finite, max_skipped_batches=max_skipped_batches, scaler=scaler
+            model=self.model,
+            clipping=clipping,
+            on_non_finite=on_non_finite,
+            max_skipped_batches=max_skipped_batches,
+            scaler=scaler,
         )
         self.logged = {}
         self.batch = 0
@@ -88,15 +93,29 @@ def test_a_gradient_is_unscaled_before_it_is_measured():
     assert run.weight.grad.item() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("clipping_type", "expected"),
+    [("norm", {0.25: 0.25, -0.25: -0.25, 4.0: 1.0, -4.0: -1.0}), ("value", {0.25: 0.25, 4.0: 1.0, -4.0: -1.0})],
+)
+def test_a_gradient_within_the_threshold_is_not_clipped(clipping_type, expected):
+    """Clipping makes gradients smaller, never larger. The logged norm is the one before clipping."""
+    run = Run(clipping=GradientClippingConfig(clipping_type=clipping_type, clipping_threshold=1.0))
+    for gradient, clipped in expected.items():
+        run.train(gradient)
+        assert run.weight.grad.item() == pytest.approx(clipped, rel=1e-5)
+        assert run.logged["grad_norm"] == pytest.approx(abs(gradient))
+
+
 def test_the_loss_scale_doubles_after_an_interval_of_sound_batches():
     scaler = LossScaler(scale=4.0)
     scaler.growth_interval = 3
     run = Run(scaler=scaler)  # which trains the first batch
     scales = [scaler.scale]
-    for gradient in (1.0, 1.0, 1.0, math.nan, 1.0, 1.0, 1.0):
+    for gradient in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0, 1.0):
         run.train(gradient)
         scales.append(scaler.scale)
-    assert scales == [4, 4, 8, 8, 4, 4, 4, 8]  # the overflow has begun the interval anew
+    # Each doubling begins the interval anew, and so does the overflow.
+    assert scales == [4, 4, 8, 8, 8, 16, 16, 8, 8, 8, 16]
     assert LossScaler().growth_interval == 2000
 
 

@@ -1,5 +1,6 @@
 """Records of a launch, and which differences between two launches change the last digits."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,8 @@ from composer.core import Timestamp
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.data.dataset import TextDataset
-from llmfoundry_lite.training.run_state import _data_state, find_differences
+from llmfoundry_lite.training.gradient_step import LossScaler
+from llmfoundry_lite.training.run_state import RunState, _data_state, find_differences
 
 
 def test_each_setting_that_changes_digits_is_named():
@@ -48,3 +50,20 @@ def test_the_place_in_the_data_counts_the_padding_of_an_epoch_s_last_batch(monke
     others = SimpleNamespace(state_dict=lambda num_samples, *_: {"samples": num_samples})
     state.train_dataloader.dataset = others
     assert _data_state(state) == {"samples": 21}
+
+
+def test_restored_scalars_are_those_that_were_collected(tmp_path):
+    config: Any = SimpleNamespace(run_folder=str(tmp_path), seed=17, callbacks=SimpleNamespace(extra={}))
+
+    def state_at(timestamp: Timestamp) -> Any:
+        return SimpleNamespace(timestamp=timestamp, train_dataloader=None, callbacks=[])
+
+    step: Any = SimpleNamespace(scaler=LossScaler(scale=8.0, num_sound_batches=3))
+    saved = RunState(config, step, owes_evaluation=True).collect(state_at(Timestamp(batch=13, sample=104)))
+    scaler, state = LossScaler(), state_at(Timestamp())
+    next_step: Any = SimpleNamespace(scaler=scaler)
+    next_launch = RunState(config, next_step)
+    next_launch.restore(json.loads(json.dumps(saved)), state)
+    assert next_launch.owes_evaluation
+    assert (scaler.scale, scaler.num_sound_batches) == (8.0, 3)
+    assert (int(state.timestamp.batch), int(state.timestamp.sample)) == (13, 104)

@@ -212,6 +212,14 @@ def test_auto_counts_the_stall_where_batches_are_no_slower_and_forgets_the_first
     assert timer.seconds == pytest.approx(0.51 / 0.02)
 
 
+def test_a_save_is_charged_for_its_own_batches_alone(clock):
+    timer = SaveTimer(None)
+    save(timer, clock, disturbed=[12.0, 11.0])
+    assert timer.cost_seconds == pytest.approx(3.0)
+    save(timer, clock, disturbed=[11.0])  # the first save's cost is forgotten
+    assert timer.cost_seconds == pytest.approx(1.0)
+
+
 def test_auto_never_begins_a_save_before_the_last_has_ended(clock):
     timer = SaveTimer(None)
     save(timer, clock, stall=0.01, durable=40.0)

@@ -1,6 +1,6 @@
 import pytest
 
-from llmfoundry_islands.coordination.division import Pace, divide
+from llmfoundry_islands.coordination.division import Pace, Rate, divide
 from llmfoundry_lite.errors import ConfigError
 
 
@@ -50,3 +50,23 @@ def test_large_batches_are_divided_at_once_and_into_full_microbatches():
     assert rows(1 << 16, a=(1, 4096, 5.0), b=(1, 4096, 7.0)) == {"a": 28672, "b": 36864}
     many = dict.fromkeys("abcdefgh", (1, 1 << 30, 1.0))
     assert set(rows(1 << 31, **many)) == set(many)
+
+
+def rate_after(*measurements):
+    rate = Rate()
+    for found in measurements:
+        rate.add(found)
+    return rate.value
+
+
+def test_a_rate_follows_a_large_change_that_is_measured_twice_in_a_row():
+    assert rate_after(100.0) == 100
+    assert rate_after(100.0, 110.0) == pytest.approx(103), "small changes count by their weight"
+    assert rate_after(100.0, 200.0) == 100, "one large change is noise"
+    assert rate_after(100.0, 200.0, 220.0) == pytest.approx(210)
+    assert rate_after(100.0, 50.0, 40.0) == pytest.approx(45)
+
+
+def test_large_changes_that_are_apart_or_in_both_directions_are_noise():
+    assert rate_after(100.0, 200.0, 50.0) == 100
+    assert rate_after(100.0, 200.0, 100.0, 200.0) == 100

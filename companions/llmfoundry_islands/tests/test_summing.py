@@ -1,7 +1,9 @@
 """The sum of a gradient over islands of unlike sharding, all to all and with owners, in threads of one process."""
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -216,6 +218,20 @@ def test_another_batch_s_numbers_are_not_taken(ranks):
         rank.meet(1, ranks[:3])
         with pytest.raises(OSError):
             rank.sum(rank.cut(gradients(1)), label=64 * (rank.island == "b"))
+
+    at_once(work, ranks[:3])
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
+def test_numbers_with_a_weight_that_none_can_have_are_not_taken(ranks, weight):
+    def work(rank):
+        rank.meet(1, ranks[:3])
+        if rank.island == "b":
+            with suppress(OSError):  # the others may end it first
+                rank.sum(rank.cut(gradients(1)), weight=weight)
+            return
+        with pytest.raises(OSError):
+            rank.sum(rank.cut(gradients(1)), weight=1.0)
 
     at_once(work, ranks[:3])
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_layouts import zero
-from llmfoundry_layouts.zero import rows_of, step_together
+from llmfoundry_layouts.zero import rows_of, share_optimizer, step_together
 from llmfoundry_lite.checkpoint.state import parameter_names
 from llmfoundry_lite.config.layout import divide_devices, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
@@ -207,5 +207,22 @@ def test_replicas_divide_the_rows_that_others_have_left(divided, expected, shape
         whole = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, (Replicate(), divided), src_data_rank=None)
         (rows,) = rows_of([torch.nn.Parameter(whole)])
         assert (rows.placements, rows.shape, rows.to_local().shape) == ((expected, divided), (6, 4), shape)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_gradient_is_kept_after_a_step_for_the_rows_of_a_rank():
+    """Clearing the parameters' gradients frees their memory only if nothing else refers to it."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+        whole = distribute_tensor(torch.ones(6, 4), mesh, (Replicate(),), src_data_rank=None)
+        parameter = torch.nn.Parameter(whole)
+        optimizer = share_optimizer({"w": parameter}, lambda named: torch.optim.SGD(list(named.values()), lr=0.1))
+        parameter.grad = torch.ones_like(whole)
+        optimizer.step()
+        (rows,) = optimizer.param_groups[0]["params"]
+        assert rows.shape == (6, 4) and rows.to_local().shape == (3, 4)
+        assert rows.grad is None
     finally:
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ from llmfoundry_ops import launcher as module
 from llmfoundry_ops.commands import train_ranks
 from llmfoundry_ops.launcher import (
     Launcher,
+    Outcome,
     Program,
     Restarts,
     World,
@@ -359,6 +360,25 @@ def test_a_fault_that_passes_is_no_restart_and_is_tried_with_the_same_words(laun
         "launcher: rank 0 met a fault that may pass; next try in 1 s, for 60 s in all (retry_for)\n",
     )
     assert "autoresume" not in (run.logs / "began-0.1").read_text()
+
+
+@pytest.mark.parametrize(("progress", "added"), [((0, 0), []), ((0, 5), ["autoresume=true"])])
+def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypatch, progress, added):
+    """One that had not must still be refused where a run of its name exists."""
+    outcomes, told = [Outcome(74), Outcome(0)], []
+
+    def run_ranks(self, arguments, environment):
+        told.append(arguments)
+        return outcomes.pop(0)
+
+    monkeypatch.setattr(module, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(Launcher, "_try", run_ranks)
+    monkeypatch.setattr("llmfoundry_ops.processes.listen", lambda handler: None)
+    launcher = Launcher(
+        Program("json", "json"), 1, 0, tmp_path, progress=lambda: progress[min(len(told), 1)], retry_seconds=60.0
+    )
+    assert launcher.run(["a.yaml"]) == 0
+    assert told == [["a.yaml"], ["a.yaml", *added]]
 
 
 @pytest.mark.parametrize(("left_with", "expected"), [pytest.param(74, 75, marks=pytest.mark.slow), (71, 1)])

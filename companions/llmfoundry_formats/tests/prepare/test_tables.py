@@ -170,7 +170,24 @@ def test_a_row_of_csv_has_a_bound_over_all_its_lines(tmp_path: Path, monkeypatch
         texts_of(plain(tmp_path / "a.csv.gz", content))
 
 
+def test_a_csv_file_may_be_longer_than_a_row_may_be(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(formats, "MAX_DOCUMENT_BYTES", 1000)
+    rows = [f"row {number}" for number in range(400)]
+    assert texts_of(plain(tmp_path / "a.csv", "\n".join(["text", *rows]).encode())) == rows
+
+
 # Arrow, and data sets that `datasets` saved
+
+
+def test_units_of_an_arrow_file_account_for_all_its_bytes(tmp_path: Path) -> None:
+    """The progress bar ends at 100 %, though the record batches are smaller than the file."""
+    path, table = tmp_path / "a.arrow", pa.table({"text": ["ten bytes."] * 1000})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=300)
+    size_bytes = path.stat().st_size
+    units = list(formats.table_units(path, size_bytes, 3000))
+    assert [(unit.start, unit.end) for unit in units] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert sum(unit.num_bytes for unit in units) == size_bytes
 
 
 def test_a_saved_data_set_is_read_in_its_order(tmp_path: Path, monkeypatch) -> None:
