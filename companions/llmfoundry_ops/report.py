@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.canvas import our_settings
 from llmfoundry_lite.report.figure import clean, color, stack, write
 from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
 from llmfoundry_lite.report.tables import Table
-from llmfoundry_ops.journal import Allocation, read_allocations
-from llmfoundry_ops.launches import MIN_FAILURES, describe_failures
+from llmfoundry_ops.journal import Allocation
+from llmfoundry_ops.launches import MIN_FAILURES, describe_failures, find_allocations
 
 MAX_LAUNCHES = 20
 """Launches in a table: the newest ones."""
@@ -99,12 +99,7 @@ def advise_saves(run: Facts) -> list[str]:
 
 def describe_relay(run: Run) -> Facts | None:
     """Return facts of a run's relay; None for a run that no relay has moved."""
-    allocations = []
-    if run.folder.path_here is not None:
-        try:
-            allocations = read_allocations(run.folder.path_here)
-        except (ConfigError, OSError) as error:
-            run.notes.append(f"no sites and no allocations: {error}")
+    allocations = find_allocations(run)
     if not allocations:
         return None
     held = [hold(run, one, allocations[0].began) for one in allocations]

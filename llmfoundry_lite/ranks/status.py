@@ -29,16 +29,27 @@ SAVES = ("last_saved", "failed_saves", "save_error")
 """Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
-`has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot."""
+`has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot. The line
+of a launch that begins also has "launch", its number in metrics.jsonl."""
 
 
 def write_status(
-    folder: Path, status: str, batch: int, reason: str | None = None, *, has_begun: bool = True, **more: Any
+    folder: Path,
+    status: str,
+    batch: int,
+    reason: str | None = None,
+    *,
+    has_begun: bool = True,
+    launch: int | None = None,
+    **more: Any,
 ) -> None:
-    """Write both files; `more` goes into status.json. The `reason` of a `running` run is why it was asked to leave."""
+    """Write both files; `launch` goes into launches.jsonl alone, `more` into status.json. The `reason` of a `running`
+    run is why it was asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
+    if launch is not None:
+        event["launch"] = launch
     content |= {key: mask_credentials(value) if isinstance(value, str) else value for key, value in more.items()}
     is_known = False
     if status == "running":

@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Collection
 from dataclasses import InitVar, dataclass
 from itertools import pairwise, repeat
@@ -102,6 +102,8 @@ class Log(Rows):
 
     num_launches: int
     """Number of launches, including those whose every batch was lost."""
+    launches_in_file: dict[int, int]
+    """Number of each launch -> its number in the file, which launches that knew nothing of each other may share."""
     digest: list[str | None]
     validation: Floats
     """The loss of the first of eval_loaders."""
@@ -345,6 +347,9 @@ class Line(NamedTuple):
     launch: int
     """Numbered as in `Rows`."""
     launch_in_file: int
+    num_fields: int
+    """A line that adds to an earlier one has all that that one has."""
+    loss: Any
     digest: str | None
     clock: float | None
     validation: float | None
@@ -356,55 +361,124 @@ class Line(NamedTuple):
         """Identify one training of a batch. A line that adds to an earlier one has the same."""
         return self.batch, self.launch_in_file, self.clock
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Identify one training of a batch wherever its lines stand. Without a clock only equal lines are."""
+        if self.clock is None:
+            return (self.content,)
+        return (*self.training, repr(self.loss))
+
+
+class LaunchNumbers:
+    """Numbers launches from 1 on, in the order in which the log first names them.
+
+    Logs of several folders are laid over each other each time the run moves, so that lines of one launch may stand
+    apart, and two launches that knew nothing of each other may have the same number in the file. A launch trains each
+    batch once, and its clock goes up with the batches.
+    """
+
+    def __init__(self) -> None:
+        self.in_file: dict[int, int] = {}
+        """Number -> the launch's number in the file."""
+        self._same_number: dict[int, list[int]] = {}
+        """Number in the file -> the launches that have it."""
+        self._clocks: dict[int, list[tuple[int, float]]] = {}
+        """Number -> (batch, clock) of its lines, by batch."""
+        self._known: dict[tuple[Any, ...], int] = {}
+        """Training of a batch -> number of its launch."""
+        self._last: Line | None = None
+
+    def number_of(self, line: Line) -> int:
+        """Return the number of a line's launch. The lines are given in the file's order."""
+        number = self._known.get(line.identity)
+        if number is None:
+            number = self._find(line)
+            if number is None:
+                number = len(self.in_file) + 1
+                self.in_file[number] = line.launch_in_file
+                self._same_number.setdefault(line.launch_in_file, []).append(number)
+                self._clocks[number] = []
+            if line.clock is not None:
+                insort(self._clocks[number], (line.batch, line.clock))
+            self._known[line.identity] = number
+        self._last = line._replace(launch=number)
+        return number
+
+    def _find(self, line: Line) -> int | None:
+        last = self._last
+        if line.clock is None:  # only the order can tell
+            is_next = last is not None and last.launch_in_file == line.launch_in_file and last.batch <= line.batch
+            return last.launch if last is not None and is_next else None
+        nearest: tuple[float, int] | None = None
+        """(the batch that it trained before this one, number): of several launches that fit, the nearest is taken."""
+        for number in self._same_number.get(line.launch_in_file, []):
+            clocks = self._clocks[number]
+            at = bisect_left(clocks, (line.batch, line.clock))
+            before = clocks[at - 1] if at > 0 else (-1, -math.inf)
+            after = clocks[at] if at < len(clocks) else (math.inf, math.inf)
+            if before[0] < line.batch < after[0] and before[1] <= line.clock <= after[1]:
+                nearest = max(nearest or (before[0], number), (before[0], number))
+        return nearest[1] if nearest is not None else None
+
+
+def merge_lines(lines: list[Line]) -> list[Line]:
+    """Return one line for each training of a batch: the fullest, where the last one stands.
+
+    A log that came with a checkpoint repeats lines of ours, and may have them as they were before something was added.
+    """
+    fullest: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        known = fullest.pop(line.identity, None)  # and set again, at the end
+        fullest[line.identity] = known if known is not None and known.num_fields > line.num_fields else line
+    return list(fullest.values())
+
 
 def parse_log(lines: list[bytes]) -> Log:
     """Split lines into the live branch and the dead ones, from before which a later launch carried on."""
-    # A log that came with a checkpoint may have repeated lines of ours: each counts where it stands last.
-    lines = [*reversed(dict.fromkeys(line for line in reversed(lines) if line.strip()))]
-    live: list[Line] = []  # batches ascend
-    dead: list[list[Line]] = []
+    lines = [line for line in lines if line.strip()]
     columns: dict[str, array[float]] = {}
-    num_launches, num_whole, last = 0, 0, None
+    numbers = LaunchNumbers()
+    whole: list[Line] = []
     for content, record in read_lines(lines):
         line = Line(
-            index=num_whole,
+            index=len(whole),
             batch=record["batch"],
             launch=0,
             launch_in_file=record.get("launch", 0),
+            num_fields=len(record),
+            loss=record.get(LOSS),
             digest=record.get("data/digest"),
             clock=number_of(record.get(ELAPSED)),
             validation=number_of(next(iter(validation_losses(record).values()), None)),
             is_not_finite=LOSS in record and number_of(record[LOSS]) is None,
             content=content,
         )
-        add_numbers(columns, num_whole, record)
-        num_whole += 1
+        add_numbers(columns, len(whole), record)
+        whole.append(line._replace(launch=numbers.number_of(line)))
+
+    live: list[Line] = []  # batches ascend
+    dead: list[list[Line]] = []
+    for line in merge_lines(whole):
         at = len(live)
         if live and line.batch <= live[-1].batch:
             at = bisect_left(live, line.batch, key=lambda other: other.batch)
         tail = live[at:]
         if tail and line.training == tail[0].training:
-            line, tail = line._replace(launch=tail[0].launch), tail[1:]
-        else:
-            # A launch that knew nothing of the others' log counts from 1 as they did; its clock starts again.
-            is_next = last is not None and not tail and line.launch_in_file == last.launch_in_file
-            if last is None or not is_next or (line.clock or 0.0) < (last.clock or 0.0):
-                num_launches += 1
-            line = line._replace(launch=num_launches)
+            tail = tail[1:]
         if tail:
             dead.append(tail)
         live[at:] = [line]
-        last = line
     found = columns_of(live, columns)
     return Log(
         columns=found,
-        num_launches=num_launches,
+        num_launches=len(numbers.in_file),
+        launches_in_file=numbers.in_file,
         digest=[line.digest for line in live],
         validation=np.array([line.validation for line in live], np.float64),
         tokens=count_tokens(found["batch"].tolist(), found.get(TOKENS, np.full(len(live), np.nan))),
         not_finite=[line.batch for line in live if line.is_not_finite],
-        num_unreadable=len(lines) - num_whole,
-        dead=[Rows(columns=columns_of(branch, columns)) for branch in dead],
+        num_unreadable=len(lines) - len(whole),
+        dead=[Rows(columns=columns_of(branch, columns)) for branch in sorted(dead, key=lambda lines: lines[0].launch)],
         lines=[line.content for line in live],
     )
 

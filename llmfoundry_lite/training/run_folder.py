@@ -80,13 +80,13 @@ class RunFolder(LoggerDestination):
                     (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
                 self.written_once[CONFIG] = dump_record(as_dict(self.config)).encode()
                 write_atomically(self.folder / CONFIG, self.written_once[CONFIG])
+                missed = take_over(self.log, history) if history else []
+                self.launch = 1 + last_launch(self.log)
                 batch = int(trainer.state.timestamp.batch)
-                write_status(self.folder, "running", batch, self.asked_by, **self.saves)
+                write_status(self.folder, "running", batch, self.asked_by, launch=self.launch, **self.saves)
                 duration = Duration.parse(self.config.max_duration)
                 self.written_once[LAUNCHES] = (self.folder / LAUNCHES).read_bytes()
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
-                missed = take_over(self.log, history) if history else []
-                self.launch = 1 + last_launch(self.log)
                 for mirror in self.mirrors:
                     mirror.begin(self.log, in_order(missed))
                 self.file = LogFile(self.log)
