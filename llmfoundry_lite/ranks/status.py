@@ -41,22 +41,23 @@ def write_status(
     *,
     has_begun: bool = True,
     launch: int | None = None,
+    is_update: bool = False,
     **more: Any,
 ) -> None:
-    """Write both files; `launch` goes into launches.jsonl alone, `more` into status.json. The `reason` of a `running`
-    run is why it was asked to leave."""
+    """Write both files, of an update status.json alone: the launch has neither begun nor ended, even if somebody has
+    removed status.json meanwhile. `launch` goes into launches.jsonl alone, `more` into status.json. The `reason` of a
+    `running` run is why it was asked to leave."""
     content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
     if launch is not None:
         event["launch"] = launch
     content |= {key: mask_credentials(value) if isinstance(value, str) else value for key, value in more.items()}
-    is_known = False
     if status == "running":
         content["process"] = describe_this_process()
-        is_known = (read_status(folder) or {}).get("process") == content["process"]
+        is_update = is_update or (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
-    if not is_known:
+    if not is_update:
         with (folder / LAUNCHES).open("a") as file:
             file.write(json.dumps(event) + "\n")
 

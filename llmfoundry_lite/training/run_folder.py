@@ -170,8 +170,7 @@ class RunFolder(LoggerDestination):
 
         lost = [name for name in self.written_once if not (self.folder / name).exists()]
         if self.is_running and not (self.folder / STATUS).exists():
-            self._note()  # which adds a second beginning to launches.jsonl
-            write_atomically(self.folder / LAUNCHES, self.written_once[LAUNCHES])
+            self._note()
         for name in lost:
             path = self.folder / name
             write_atomically(path, self.written_once[name])
@@ -195,7 +194,7 @@ class RunFolder(LoggerDestination):
         """Write batch and status to status.json. Ignores errors."""
         with contextlib.suppress(OSError), self._writing:
             if self.is_running:
-                write_status(self.folder, "running", self.batch, self.asked_by, **self.saves)
+                write_status(self.folder, "running", self.batch, self.asked_by, is_update=True, **self.saves)
         self._noted_at = time.monotonic()
 
     def finish(self, status: str) -> None:

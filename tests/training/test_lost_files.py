@@ -69,7 +69,8 @@ def train_and_lose(tmp_path, data, what: str, kind: type = Lose) -> str:
         callbacks={f"python:{__name__}:{kind.__name__}": {"what": what}},
     )
     output = run(tmp_path, config, "run").output
-    assert status(tmp_path, "run") == {"status": "done", "batch": 6, "reason": None}
+    ended = status(tmp_path, "run")
+    assert (ended["status"], ended["batch"], ended["reason"]) == ("done", 6, None)
     return output
 
 
