@@ -65,7 +65,8 @@ class Source:
 def _check_spelling(source: str) -> None:
     """Raise DataError for a URL, also a misspelt one, unless it is the name of something here."""
     url = meant_url(source) or source
-    if "://" not in url or os.path.exists(source):
+    hub_folder = source.removeprefix(HUB_PREFIX)  # `hf:` may name a folder here, by its absolute path too
+    if "://" not in url or os.path.exists(source) or os.path.exists(hub_folder):
         return
     if url.startswith("hf://"):
         raise DataError(f"{source}: no such file or folder; did you mean {HUB_PREFIX}{url.removeprefix('hf://')}?")

@@ -795,7 +795,7 @@ def test_what_someone_else_has_removed_is_removed(url):
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    def refuse(url):
+    def refuse(url, **options):
         raise ImportError("Install s3fs")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
