@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
-from llmfoundry_lite.checkpoint.start import Start, choose_start
+from llmfoundry_lite.checkpoint.start import Start, choose_start, has_reached
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
@@ -454,7 +454,7 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
     """Say that a launch trains nothing, if the checkpoint is already at the run's end or at `stop_at`; else empty."""
     for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
         span = getattr(config, key)
-        if span is not None and start.done[(end := Duration.parse(span)).unit] >= end.value:
+        if span is not None and has_reached(span, start.done):
             return f", {words}: nothing is trained"
     return ""
 

@@ -3,6 +3,7 @@
 Reads manifests and the log; no torch. `training/checkpointing.py` restores from there; `--dry-run` prints where.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +19,16 @@ from llmfoundry_lite.checkpoint.store import (
     open_checkpoint,
     refuse_newer,
 )
-from llmfoundry_lite.config.changes import find_changes, refuse_changes
+from llmfoundry_lite.config.changes import find_changes, refuse_changes, rule_of
 from llmfoundry_lite.config.fields import RUN_NAME
 from llmfoundry_lite.config.layout import find_data_ranks, layout_here, name_data_ranks
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, either
+
+KEYS_OF_WHEN = ("max_duration", "eval_interval", "save_interval")
+"""Keys that say when something happens in a run. A finished run, whose numbers they do not change, may be launched with
+other ones."""
 
 
 class Start(NamedTuple):
@@ -115,8 +121,8 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
         if newest is None:  # restoring prints the reason for each
             return start
         check_fit(config, fingerprints, newest.manifest)
-        at = newest.manifest.timestamp
-        return start._replace(name=newest.name, done={"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token})
+        _refuse_changes_after_the_end(config, newest)
+        return start._replace(name=newest.name, done=training_done(newest))
     store.check_is_new()
     note = _check_log(config, store.root.url)
     url, is_one = None, False
@@ -125,6 +131,34 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     elif config.autoresume:
         note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
     return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
+
+
+def training_done(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the training done at a checkpoint, by unit. Epochs are whole."""
+    at = checkpoint.manifest.timestamp
+    return {"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token}
+
+
+def has_reached(span: str | int, done: Mapping[str, int]) -> bool:
+    """Return whether the training done, by unit, is at the end of a span or beyond it."""
+    end = Duration.parse(span)
+    return done[end.unit] >= end.value
+
+
+def _refuse_changes_after_the_end(config: TrainConfig, newest: Checkpoint) -> None:
+    """Raise CheckpointError for changes of a finished run that would have an effect only if it trained. A launch of it
+    trains nothing, so it would record them beside numbers that came without them."""
+    if not has_reached(config.max_duration, training_done(newest)):
+        return
+    changes = find_changes(newest.manifest.config or {}, as_dict(config))["logged"]
+    lost = [change for change in changes if rule_of(change.key) == "logged" and change.key not in KEYS_OF_WHEN]
+    if not lost:
+        return
+    raise CheckpointError(
+        f"{newest.url} is the end of the run {config.run_name} (max_duration={config.max_duration}), so nothing is "
+        f"trained with {', '.join(map(str, lost))}; choose another run_name for another run, or a longer max_duration, "
+        "or leave the change out"
+    )
 
 
 def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
@@ -194,4 +228,10 @@ def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, st
         )
     if not config.load_weights_only:
         check_fit(config, fingerprints, newest.manifest)
+        if has_reached(config.max_duration, training_done(newest)):
+            raise CheckpointError(
+                f"load_path: {newest.url} is at batch {newest.manifest.timestamp.batch}, where a run with "
+                f"max_duration={config.max_duration} is done, so nothing would be trained; set a longer max_duration, "
+                "or begin a new run with its weights (load_weights_only=true)"
+            )
     return url, is_one

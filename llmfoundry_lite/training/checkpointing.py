@@ -163,8 +163,13 @@ class Checkpointing(Callback):
         self.on_saves(self.describe_saves())
 
     def announce_stop(self, state: State) -> bool:
-        """Print that there is nothing to train for this launch, though the run is not done. Returns whether so."""
-        is_there = self.policy.is_launch_over(state) and not self.policy.is_last(state)
+        """Print why there is nothing to train for this launch, if so. Returns whether the run is not done even so."""
+        if self.policy.is_last(state):
+            done = f"the run is done at batch {int(state.timestamp.batch)}, with max_duration={self.config.max_duration}"
+            self.print_on_rank_0(f"nothing is trained: {done}")
+            return False
+
+        is_there = self.policy.is_launch_over(state)
         if is_there:
             why = self.policy.stop_reason or f"the run has reached stop_at, {self.config.stop_at}"
             self.print_on_rank_0(f"{why}: it is at batch {int(state.timestamp.batch)}")

@@ -75,7 +75,8 @@ def test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_
 def test_a_finished_run_launched_again_is_done(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="3ba")
     run(tmp_path, config, "done")
-    run(tmp_path, config, "done")
+    again = run(tmp_path, config, "done")
+    assert "nothing is trained: the run is done at batch 3, with max_duration=3ba" in again.output
     saves = {"last_saved": "ba3", "failed_saves": 0, "save_error": None}
     assert status(tmp_path, "done") == {"status": "done", "batch": 3, "reason": None, **saves}
     assert len(metrics(tmp_path, "done")) == 3

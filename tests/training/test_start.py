@@ -114,6 +114,49 @@ def test_a_renamed_run_that_has_carried_on_here_goes_on(tmp_path, has_copy_of_lo
     assert choose_start(config, {}).name == "ba2"
 
 
+def finish(folder: Path) -> CheckpointStore:
+    """Publish ba4 of the run `tiny`, which is then at its end."""
+    store = CheckpointStore(folder / "run/checkpoints")
+    lease = store.acquire()
+    config = config_of(folder, max_duration="4ba")
+    state = {"config": as_dict(config), "optimizer": {}, "scalars": {"timestamp": {}}, "run_name": config.run_name}
+    store.publish(replace(write_draft(store, lease, 4), **state), lease)
+    return store
+
+
+def test_a_finished_run_is_not_launched_with_what_it_has_not_trained_with(tmp_path):
+    """A sweep whose run_name is forgotten: the second run would train nothing, say done, and record its own lr."""
+    finish(tmp_path)
+    own = {"autoresume": True, "max_duration": "4ba"}
+    optimizer = config_of(tmp_path).optimizer
+    changed = {"name": optimizer.name, "lr": 2 * optimizer.lr}
+    assert refusal(tmp_path, **own, optimizer=changed) == (
+        "run/checkpoints/ba4 is the end of the run tiny (max_duration=4ba), so nothing is trained with optimizer.lr "
+        f"{optimizer.lr} -> {2 * optimizer.lr}; choose another run_name for another run, or a longer max_duration, or "
+        "leave the change out"
+    )
+    assert "eval_subset_num_batches -1 -> 3" in refusal(tmp_path, **own, eval_subset_num_batches=3)
+    longer = config_of(tmp_path, **{**own, "max_duration": "8ba"}, optimizer=changed)
+    for config in (config_of(tmp_path, **own, save_interval="2ba"), longer):
+        assert choose_start(config, {}).name == "ba4"
+
+
+def test_a_new_run_does_not_begin_at_the_end_of_the_one_it_loads(tmp_path):
+    """A sweep that fine-tunes a finished run: each run would train nothing, and say done."""
+    store = finish(tmp_path)
+    loaded = {"run_folder": str(tmp_path / "next"), "run_name": "next", "load_path": store.root.url}
+    values = tiny_config(tmp_path / "data", **loaded, max_duration="4ba")
+
+    def start(**changes):
+        path = write_config(tmp_path / "next.yaml", {**values, **changes})
+        return choose_start(load_train_config([path]).config, {})
+
+    with pytest.raises(CheckpointError, match=r"ba4 is at batch 4, where a run with max_duration=4ba is done, so noth"):
+        start()
+    assert start(max_duration="8ba").url == store.root.url
+    assert start(load_weights_only=True).url == store.root.url
+
+
 def test_weights_of_others_are_answered_with_how_to_import_them(tmp_path):
     torch.save({"state": {}}, tmp_path / "ep0-ba10-rank0.pt")
     words = refusal(tmp_path, load_path=str(tmp_path / "ep0-ba10-rank0.pt"))
