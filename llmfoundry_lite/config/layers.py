@@ -43,6 +43,10 @@ UNFILLED = "???"
 """OmegaConf's mark of a value that must be given."""
 GIVEN = "the configuration"
 """Source of a mapping that a program gives."""
+COMMAND_LINE = "command line"
+"""Source of the `key=value` arguments."""
+VARIABLES_OF_OURS = ("tokens_per_second",)
+"""Variables that the plan reads without a reference: `init --hours` has measured it."""
 HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
@@ -80,7 +84,7 @@ def read_layers(
     if check_overlays:
         layers = [_check_overlay(layer, is_first=layer is layers[0]) for layer in layers]
     if dotlist:
-        layers.append(Layer("command line", _read_dotlist(dotlist)))
+        layers.append(Layer(COMMAND_LINE, _read_dotlist(dotlist)))
         if "overlay" in layers[-1].values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
     if for_training:
@@ -106,6 +110,7 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
         try:
             # YAML would read the beginning of a mapping in `{run_name}/x`, a folder, and a comment in `a #1`.
             value = text if re.match(r"\{run_name\}|\{\w*\}[\w./-]|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
+            _refuse_text_lost_by_yaml(key, text, value)
             OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
@@ -115,6 +120,16 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
             key = getattr(error, "full_key", None) or "a key"
             raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
+
+
+def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
+    """Raise ConfigError for text of which YAML keeps something else: nothing of `&a` or `---`, and a space for the end
+    of a line. Where a shell has put such text, it is a name or a path."""
+    given = text.strip()
+    if value is None and given.lower() not in ("null", "~"):
+        raise ConfigError(f"command line: {key}: {text!r} given, of which YAML reads nothing; write it in quotes")
+    if isinstance(value, str) and "\n" in given and given[0] not in "\"'|>":
+        raise ConfigError(f"command line: {key}: {text!r} given, several lines; give one, or write them in quotes")
 
 
 def read_file(name: str) -> Layer:
@@ -252,6 +267,7 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
 def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
     """Lay later layers over earlier ones, resolve `${…}`, read scalars as `block` wants them. Raises ConfigError."""
     _refuse_unfilled(layers)
+    _refuse_unused_variables(layers)
     given = [layer.values for layer in layers]
     for number in range(len(given)):
         for later in given[number + 1 :]:
@@ -283,6 +299,38 @@ def _refuse_unfilled(layers: Sequence[Layer]) -> None:
             is_filled = any(_gives(later.values, key) for later in layers[number + 1 :])
             if get(layer.values, key)[1] == UNFILLED and not is_filled:
                 raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
+
+
+def _refuse_unused_variables(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError for a variable that the command line sets and no `${…}` names. A sweep over it would train the
+    same run each time. In a YAML file it is no mistake: several files may share their variables."""
+    arguments = next((layer for layer in layers if layer.source == COMMAND_LINE), None)
+    variables = get(arguments.values, "variables")[1] if arguments is not None else None
+    if not isinstance(variables, dict):
+        return
+    references = [text for layer in layers for text in _texts(layer.values) if "${" in text]
+    if any(re.search(r"\$\{\s*variables\s*\}", text) for text in references):
+        return  # the whole block
+
+    # A reference may be relative, or end at a block around the variable, so one common name is enough.
+    named = {name for text in references for name in re.findall(r"[\w-]+", text)}
+    for key in leaf_keys(variables):
+        if named.isdisjoint(key.split(".")) and key not in VARIABLES_OF_OURS:
+            meant = [name for text in references for name in re.findall(r"variables\.([\w.-]+)", text)]
+            near = nearest(key, meant)
+            hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
+            raise ConfigError(
+                f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"
+            )
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """Yield every value within blocks and lists, as text."""
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _texts(value)
+    else:
+        yield str(values)
 
 
 def _gives(values: dict[str, Any], key: str) -> bool:

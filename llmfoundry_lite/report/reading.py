@@ -194,11 +194,11 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     if newest is not None:
         config = config if config is not None else newest.manifest.config
         lines = add_carried_log(content, newest, notes)
-    if not is_run and not lines:
+    if not is_run and not lines and not launches:
         raise DataError(f"{where}: no {METRICS} here; {what_to_give(folder.path_here)}")
     log = parse_log(lines)
     if not len(log.batch):
-        raise DataError(f"{where}: {METRICS} has no batch in it yet")
+        raise DataError(f"{where}: {METRICS} has no batch in it yet{describe_last_launch(launches)}")
     if missing := find_missing_batches(log):
         others = f", and {len(missing) - 1:,} later spans" if len(missing) > 1 else ""
         notes.append(f"{missing[0]}{others}: {METRICS} has no record of them")
@@ -221,6 +221,18 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
     segments_from = newest.url if newest is not None else None
     digest = newest.manifest.state_digest if newest is not None else None
     return Run(where, folder, name, log, config, segments, saved_in, segments_from, digest, launches, notes)
+
+
+def describe_last_launch(launches: list[Record]) -> str:
+    """Say how the last launch of a run without batches ended, such as one of a sweep that was refused; empty if that is
+    not known."""
+    if not launches:
+        return ""
+    status, reason = launches[-1]["status"], launches[-1].get("reason")
+    if status == "running":
+        return ""
+    why = f", {reason}" if reason else ""
+    return f"; its last launch: {status}{why}; leave this run out, or launch it again"
 
 
 LAUNCH_KINDS: dict[str, type | tuple[type, ...]] = {

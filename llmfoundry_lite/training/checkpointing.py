@@ -165,7 +165,9 @@ class Checkpointing(Callback):
     def announce_stop(self, state: State) -> bool:
         """Print why there is nothing to train for this launch, if so. Returns whether the run is not done even so."""
         if self.policy.is_last(state):
-            done = f"the run is done at batch {int(state.timestamp.batch)}, with max_duration={self.config.max_duration}"
+            done = (
+                f"the run is done at batch {int(state.timestamp.batch)}, with max_duration={self.config.max_duration}"
+            )
             self.print_on_rank_0(f"nothing is trained: {done}")
             return False
 

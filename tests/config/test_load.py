@@ -196,6 +196,32 @@ def test_arguments_that_cannot_be_read_are_named(arguments, message):
     assert refusal(*arguments) == f"command line: {message}"
 
 
+@pytest.mark.parametrize("text", ["&a", "---", "!!null x"])
+def test_a_name_of_which_yaml_reads_nothing_is_not_taken_for_null(text):
+    """Such as a name that a script has made. With null the run would have the YAML's name."""
+    words = f"command line: run_name: {text!r} given, of which YAML reads nothing; write it in quotes"
+    assert refusal("run.yaml", f"run_name={text}") == words
+
+
+def test_several_lines_are_not_joined_to_one_value():
+    """Such as the output of a command that has found two folders: YAML reads the end of a line as a space."""
+    words = "command line: save_folder: 'saves/a\\nsaves/b' given, several lines; give one, or write them in quotes"
+    assert refusal("run.yaml", "save_folder=saves/a\nsaves/b") == words
+    assert load("save_folder=saves/a\n").config.save_folder == "saves/a"
+
+
+def test_a_variable_on_the_command_line_that_nothing_names_is_refused():
+    """A sweep over it would train the same run each time."""
+    words = "command line: variables.{0}: no value names ${{variables.{0}}}, so it has no effect; {1}"
+    assert refusal("run.yaml", "variables.lr=0.1") == words.format("lr", "set the key itself")
+    assert refusal("run.yaml", "variables.lenght=32") == words.format("lenght", "did you mean variables.length?")
+    assert load("variables.lr=0.1", "optimizer.lr=${variables.lr}").config.optimizer.lr == 0.1
+    assert load("variables.length=32", "variables.tokens_per_second=7").config.max_seq_len == 32
+    Path("more.yaml").write_text("variables: {other: 1}\n")
+    assert load("more.yaml", "metadata=${variables}", "variables.lr=0.1").config.metadata["lr"] == 0.1
+    assert load("more.yaml").config.variables["other"] == 1
+
+
 def test_defaults_give_way_to_files_in_order_and_files_to_arguments():
     Path("second.yaml").write_text("seed: 2\noptimizer: {lr: 2.0}\nmodel: {n_layers: 3}\n")
     config = load("second.yaml", "seed=3").config

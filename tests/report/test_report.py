@@ -14,6 +14,7 @@ import pytest
 from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.ranks.status import write_ended_early
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import first_words, prompt_in, report
@@ -231,6 +232,13 @@ def test_what_is_no_run_is_refused_and_a_folder_of_islands_says_which_of_them_to
         report([str(tmp_path)])
     with pytest.raises(DataError, match="has no batch in it yet"):
         report([write_run(tmp_path / "empty", [])])
+    (tmp_path / "refused").mkdir()
+    write_ended_early(tmp_path / "refused", "failed", "saves: another process is saving here")
+    words = (
+        "refused: metrics.jsonl has no batch in it yet; its last launch: failed, saves: another process is saving here"
+    )
+    with pytest.raises(DataError, match=words):
+        report([str(tmp_path / "refused")])
     write_run(tmp_path / "run/a", [record(1)])
     write_run(tmp_path / "run/b", [record(1), record(2)])
     words = f"no metrics.jsonl here; its folders a, b are runs, such as islands of one; give {tmp_path}/run/b"
