@@ -123,9 +123,9 @@ def test_what_fails_in_the_background_stops_the_run_at_the_next_batch_with_its_c
 def test_a_disk_that_stays_full_costs_saves_and_what_comes_after_the_last_is_trained_again(tmp_path, data, whole):
     full = callback(FullDisk, batch=4, rank=1)
     left = attempt(tmp_path, config_for(data, retry_for=0), "run", 2, callbacks=full)
-    assert left.exit_codes == [75, 75]
+    assert left.exit_codes == [1, 1]
     assert left.output.count("shard-00001.safetensors: not written: No space left on device; ba2 stands") == 3
-    assert (status(tmp_path, "run")["status"], status(tmp_path, "run")["batch"]) == ("preempted", 8)
+    assert (status(tmp_path, "run")["status"], status(tmp_path, "run")["batch"]) == ("failed", 8)
     assert saved_names(tmp_path, "run") == {"ba2"}
     run(tmp_path, config_for(data), "run", 2)
     assert losses(tmp_path, "run") == whole

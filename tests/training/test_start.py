@@ -173,3 +173,13 @@ def test_weights_of_others_are_answered_with_how_to_import_them(tmp_path):
     assert words == (
         "load_path: nowhere holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run directory"
     )
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("autoresume", [True, False])
+def test_a_run_whose_checkpoints_were_all_set_aside_is_never_started_over(tmp_path, autoresume):
+    (tmp_path / "run/checkpoints/.damaged-ba4-c0ffee").mkdir(parents=True)
+    assert refusal(tmp_path, autoresume=autoresume) == (
+        "run/checkpoints holds no checkpoint but .damaged-ba4-c0ffee, set aside as damaged; rename one to its ba… to "
+        "try it again, or move the folder away to start again from batch 1"
+    )

@@ -3,19 +3,28 @@
 import json
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from composer.core import Timestamp
 from safetensors.torch import load_file
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
+from llmfoundry_lite.checkpoint.start import Start
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.preemption import Preemption
 from llmfoundry_ops.after_saves import AfterSaves, Job
 from tests.checkpoint.s3_server import s3_server
+from tests.checkpoint.saves import names, save
 from tests.helpers.runs import run, saved_names, status
-from tests.helpers.tiny import build_tokenizer, tiny_config
+from tests.helpers.tiny import build_tokenizer, tiny_config, write_config
 
 WORDS: Any = {"function": "", "arguments": {}, "done": "", "missed": "not exported", "remedy": "do it"}
 EXPORTED = {"hf_checkpointer": {"save_interval": "3ba"}}
@@ -90,6 +99,45 @@ def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd)
     assert capfd.readouterr().out == "not exported: ba1 is still being read; do it\n"
     callback._add(max_waiting=4)
     assert [job.name for job in callback.jobs][-1] == "ba5"
+
+
+class Reads(AfterSaves):
+    """Its process reads ba3 until its input ends, and others at once."""
+
+    def _start(self, job: Job) -> None:
+        code = "import sys; sys.stdin.read()" if job.name == "ba3" else ""
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with its process
+        self.child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=self.output)
+
+
+def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monkeypatch):
+    """The names that `AfterSaves` notes are those that retention keeps."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    changes = {"run_folder": str(tmp_path / "run"), "save_num_checkpoints_to_keep": 1}
+    config = load_train_config([write_config(tmp_path / "tiny.yaml", tiny_config(tmp_path / "data", **changes))]).config
+    preemption = Preemption(tmp_path, 30.0, None, print, print)
+    nothing: Any = SimpleNamespace()
+    there = Checkpointing(config, nothing, nothing, preemption, nothing, Start(), Partners())
+    there.published_batch, there.saver = -1, nothing
+    there.saver.lease = lease = there.store.acquire()
+    callback = Reads("1ba", there, lambda name, url: Job(name=name, **WORDS))
+
+    def train_batch(batch: int) -> None:
+        save(there.store, lease, batch)
+        there.published_batch = batch
+        state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch), previous_timestamp=Timestamp(batch=batch - 1))
+        callback.batch_checkpoint(state, nothing)
+        there.remove_old(lease)
+
+    callback.span = Duration.parse("3ba")
+    for batch in range(1, 6):
+        train_batch(batch)
+    assert names(there.store) == ["ba5", "ba3"]
+
+    assert callback.child is not None and callback.child.stdin is not None
+    callback.child.stdin.close()
+    callback.close(nothing, nothing)
+    assert names(there.store) == ["ba5"] and not there.in_use
 
 
 def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capfd):

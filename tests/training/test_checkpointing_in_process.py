@@ -1,0 +1,112 @@
+"""What `Checkpointing` asks of the store, the saver and the restore, with a real store and a real saver."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from composer.core import Timestamp
+
+from llmfoundry_lite.checkpoint.save import Saver
+from llmfoundry_lite.checkpoint.start import Start
+from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.training import checkpointing as module
+from llmfoundry_lite.training.agreement import Agreement
+from llmfoundry_lite.training.checkpointing import Checkpointing
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.preemption import Preemption
+from tests.checkpoint.ranks import build, save_now, step, whole_state
+from tests.checkpoint.saves import names, save
+from tests.helpers.tiny import tiny_config, write_config
+
+
+def checkpointing(folder: Path, start: Start, model: Any = None, **changes: Any) -> Checkpointing:
+    """A run's checkpointing, whose agreement has no batches to read."""
+    changes = {"run_folder": str(folder / "run"), "save_folder": str(folder / "saves"), **changes}
+    config = load_train_config([write_config(folder / "tiny.yaml", tiny_config(folder / "data", **changes))]).config
+    preemption = Preemption(folder, 30.0, None, print, print)
+    agreement = Agreement(SimpleNamespace(), preemption, lambda: None)  # type: ignore[arg-type]
+    return Checkpointing(
+        config,
+        SimpleNamespace(model=model),
+        SimpleNamespace(),
+        preemption,
+        agreement,
+        start,
+        Partners(),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_own", "batch", "saved", "stands"),
+    [
+        (True, 4, "saved as ba4", "what was saved stands"),
+        (
+            False,
+            4,
+            "nothing to save yet",
+            "nothing was saved yet, and the same command with autoresume=true starts over",
+        ),
+        (
+            True,
+            0,
+            "nothing to save yet",
+            "nothing was saved yet, and the same command with autoresume=true starts over",
+        ),
+    ],
+    ids=["carries on", "begins from another run's state", "begins"],
+)
+def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(tmp_path, is_own, batch, saved, stands):
+    parts = checkpointing(tmp_path, Start(is_own=is_own, url=str(tmp_path)))
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch))
+    parts.begin(state)
+    parts.was_preempted_by = "SIGTERM"
+    again = "run the same command again with autoresume=true"
+    assert parts.preempted_text(state) == f"preempted by SIGTERM at batch {batch}, {saved}; {again}"
+    assert parts.preemption.stands() == stands
+    assert parts.describe_saves()["last_saved"] == ("ba4" if saved == "saved as ba4" else None)
+    assert not parts.would_lose(state), "nothing was trained"
+    assert parts.would_lose(SimpleNamespace(timestamp=Timestamp(batch=batch + 1)))  # type: ignore[arg-type]
+
+
+@pytest.mark.fault
+def test_a_launch_sets_damaged_checkpoints_of_its_own_folder_aside(tmp_path, monkeypatch):
+    """One whose file is too short is seen in the listing, one with a wrong byte when it is read."""
+    model, optimizer = build("plain")
+    parts = checkpointing(tmp_path, Start(is_own=True, url=str(tmp_path / "saves")), model)
+    parts.saver = saver = Saver(parts.store)
+    expected = {}
+    for batch in (1, 2, 3):
+        step(model, optimizer, batch)
+        save_now(saver, model, optimizer, batch)
+        expected.setdefault(batch, {name: tensor.clone() for name, tensor in whole_state(model, optimizer).items()})
+    shards = [tmp_path / f"saves/ba{batch}/shard-00000.safetensors" for batch in (2, 3)]
+    content = bytearray(shards[0].read_bytes())
+    content[-1] ^= 1
+    shards[0].write_bytes(content)
+    os.truncate(shards[1], shards[1].stat().st_size - 1)
+
+    monkeypatch.setattr(module, "check_fit", lambda *arguments: None)
+    restored = parts._restore(SimpleNamespace(optimizers=[optimizer]))  # type: ignore[arg-type]
+    assert restored is not None and restored.url == f"{tmp_path}/saves/ba1"
+    assert all((expected[1][name] == tensor).all() for name, tensor in whole_state(model, optimizer).items())
+    set_aside = sorted(name for name in os.listdir(tmp_path / "saves") if name.startswith(".damaged-"))
+    assert [name.split("-")[1] for name in set_aside] == ["ba2", "ba3"]
+    assert [f"now {name}" in note for name, note in zip(set_aside, reversed(restored.notes), strict=True)] == [True] * 2
+
+
+def test_retention_keeps_what_a_process_of_this_launch_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    parts = checkpointing(tmp_path, Start(), save_num_checkpoints_to_keep=1)
+    lease = parts.store.acquire()
+    for batch in (1, 2, 3):
+        save(parts.store, lease, batch)
+    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
+    parts.in_use.add("ba1")
+    parts.remove_old(lease)
+    assert names(parts.store) == ["ba3", "ba1"]
+    parts.in_use.clear()
+    parts.remove_old(lease)
+    assert names(parts.store) == ["ba3"]
