@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from composer.core import Timestamp
+from composer.core import Time, Timestamp
 
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.start import Start
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training import checkpointing as module
+from llmfoundry_lite.training import failed_saves
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
@@ -110,3 +112,27 @@ def test_retention_keeps_what_a_process_of_this_launch_reads(tmp_path, monkeypat
     parts.in_use.clear()
     parts.remove_old(lease)
     assert names(parts.store) == ["ba3"]
+
+
+def test_a_failed_save_is_made_again_before_the_next_interval(tmp_path, monkeypatch):
+    """By rank 0's clock, on which ranks agree at the end of a batch."""
+    parts, asked = checkpointing(tmp_path, Start(), save_interval="1000ba"), []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(failed_saves, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def end_batch(*, is_last: bool, is_busy: bool, wants_save: bool) -> None:
+        asked.append(wants_save)
+        parts.agreement.save_is_due = wants_save
+
+    monkeypatch.setattr(parts.agreement, "end_batch", end_batch)
+    parts.saver = SimpleNamespace(is_busy=False)  # type: ignore[assignment]
+    state: Any = SimpleNamespace(
+        timestamp=Timestamp(batch=4), previous_timestamp=Timestamp(batch=3), max_duration=Time(10, "ba")
+    )
+    monkeypatch.setattr(parts, "evaluates_now", lambda state: False)
+    parts.begin(state)
+    parts.failed_saves.note_failure(CheckpointError("s3://b/ba2: not written"), Timestamp(batch=2))
+    for clock.now in (59.0, 60.0):
+        parts.batch_end(state, SimpleNamespace())  # type: ignore[arg-type]
+        assert parts.policy.decide(state).saves == asked[-1]
+    assert asked == [False, True]
