@@ -1,10 +1,14 @@
-"""Exchanges between ranks, without a process group."""
+"""Exchanges between ranks, with and without a process group."""
+
+import json
 
 import pytest
 
-from llmfoundry_lite.errors import CheckpointError, ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, TransientError, UserError
 from llmfoundry_lite.ranks import exchange
-from llmfoundry_lite.ranks.exchange import all_gather_distinct
+from llmfoundry_lite.ranks.exchange import all_gather_distinct, raise_on_all_ranks, rank_and_size
+from llmfoundry_lite.ranks.start import start_process_group
+from tests.helpers.launch import launch
 
 
 def test_each_distinct_value_is_told_by_a_rank_that_has_it(monkeypatch):
@@ -57,3 +61,61 @@ def test_a_checkpoint_error_of_the_first_rank_is_raised_in_the_same_words(monkey
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         exchange.raise_on_all_ranks(own_error)
     assert str(caught.value) == raised
+
+
+def transient(kind, text):
+    error = kind(text)
+    error.__cause__ = TransientError(text)
+    return error
+
+
+FAULTS = {
+    "nowhere": {},
+    "may pass": {1: transient(CheckpointError, "a disk is full")},
+    "lasts": {1: ConfigError("a key is misspelt")},
+    "a bug": {1: KeyError("loss")},
+    "on two ranks": {1: CheckpointError("ba4 is damaged"), 2: transient(CheckpointError, "ba4 cannot be read")},
+    "another on a later rank": {1: transient(CheckpointError, "a disk is full"), 2: DataError("a shard is missing")},
+    "an error of a library": {2: type("BucketError", (UserError,), {})("no such bucket")},
+}
+"""Where an error is met -> the errors, by rank."""
+EXPECTED = {
+    "nowhere": [None] * 3,
+    "may pass": [["CheckpointError", "a disk is full", True]] * 3,
+    "lasts": [["ConfigError", "a key is misspelt", False]] * 3,
+    "a bug": [
+        ["CheckpointError", "rank 1: KeyError: 'loss'", False],
+        ["KeyError", "'loss'", None],
+        ["CheckpointError", "rank 1: KeyError: 'loss'", False],
+    ],
+    "on two ranks": [["CheckpointError", "ba4 is damaged", False]] * 3,
+    "another on a later rank": [
+        *[["CheckpointError", "a disk is full", True]] * 2,
+        ["DataError", "a shard is missing", False],
+    ],
+    "an error of a library": [
+        *[["CheckpointError", "rank 2: BucketError: no such bucket", False]] * 2,
+        ["BucketError", "no such bucket", False],
+    ],
+}
+"""What each of three ranks raises: its class, its text, and whether it may pass."""
+
+
+def tell_each_other() -> None:
+    start_process_group("cpu", 60.0)
+    raised = {}
+    for name, errors in FAULTS.items():
+        try:
+            raise_on_all_ranks(errors.get(rank_and_size()[0]))
+            raised[name] = None
+        except Exception as error:
+            raised[name] = [type(error).__name__, str(error), getattr(error, "is_transient", None)]
+    print(json.dumps(raised))
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_raise_the_first_rank_s_error_and_know_whether_it_may_pass(tmp_path):
+    """One rank that retries while another ends would wait for it."""
+    outputs = launch(tell_each_other, (), tmp_path, 3).check().outputs
+    raised = [json.loads(output) for output in outputs]
+    assert {name: [rank[name] for rank in raised] for name in FAULTS} == EXPECTED

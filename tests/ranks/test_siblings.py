@@ -31,12 +31,13 @@ def become(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
-def run_rank(rank, *ends):
-    """Run a rank that enrols and notes these ends, to its end."""
+def run_rank(rank, *ends, enrols=True):
+    """Run a rank that enrols and notes these ends, to its end. Without `enrols` it has done so before."""
     pid = os.fork()
     if pid == 0:
         become(rank)
-        siblings.enrol()
+        if enrols:
+            siblings.enrol()
         for code, text in ends:
             siblings.note_end(code, text)
         os._exit(0)
@@ -46,6 +47,26 @@ def run_rank(rank, *ends):
 def test_a_rank_that_is_asked_to_leave_knows_who_has_failed_first():
     run_rank(2, (2, TEXT), (2, ""))
     run_rank(1, (1, "Traceback"))
+    assert siblings.failure_of_another() == (2, 2, TEXT)
+
+
+def test_the_first_to_fail_is_told_whoever_enrolled_or_ended_first():
+    """Every rank is told the same one, so that it is printed once."""
+    for rank in (1, 2, 3):
+        run_rank(rank)
+    run_rank(1, (0, ""), enrols=False)
+    run_rank(3, (2, TEXT), enrols=False)
+    run_rank(2, (1, "Traceback"), enrols=False)
+    assert siblings.failure_of_another() == (3, 2, TEXT)
+    assert siblings.note_end(1, "error: lost contact") == (3, 2, TEXT)
+
+
+def test_a_rank_that_fails_a_second_time_keeps_its_place_and_its_first_text():
+    for rank in (1, 2):
+        run_rank(rank)
+    run_rank(2, (2, TEXT), enrols=False)
+    run_rank(1, (1, "Traceback"), enrols=False)
+    run_rank(2, (2, "error: lost contact"), enrols=False)
     assert siblings.failure_of_another() == (2, 2, TEXT)
 
 
@@ -82,8 +103,10 @@ def test_a_note_of_a_failure_needs_no_room_on_a_disk_that_has_become_full(tmp_pa
 
 
 def test_ranks_that_were_asked_too_or_are_done_have_not_failed():
+    """Ctrl-C twice ends a rank with 130."""
     run_rank(1, (75, ""))
     run_rank(2, (0, ""))
+    run_rank(3, (130, ""))
     assert siblings.failure_of_another() is None
 
 
