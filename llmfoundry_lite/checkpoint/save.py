@@ -233,7 +233,7 @@ class Saver:
         except BaseException:
             self._flight = None
             if self.rank == 0 and flight.task.done():  # else interrupted while it is being published
-                self.store.abandon(flight.save_id)
+                self._abandon(flight.save_id)
             raise
         self._flight = None
         self.parent_save_id = flight.save_id
@@ -245,6 +245,14 @@ class Saver:
             num_bytes=flight.manifest.num_bytes,
             state_digest=flight.manifest.state_digest or "",
         )
+
+    def _abandon(self, save_id: str) -> None:
+        """Remove a failed save's draft, in the background behind a URL: a store that is down would hold the training
+        for as long as the save took to fail."""
+        if self.store.root.path_here is None:
+            self._background.submit(self.store.abandon, save_id)
+        else:
+            self.store.abandon(save_id)
 
     def wait(self) -> Saved | None:
         """Wait until the save in flight is published. Collective, and raises, as `poll`."""

@@ -30,6 +30,7 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main as cli_main
 from llmfoundry_lite.errors import CheckpointError, UserError
 from llmfoundry_lite.train import launch
+from tests.checkpoint.ranks import build, save_now
 from tests.checkpoint.saves import names, save
 from tests.helpers.bombs import MIB, little_memory
 
@@ -265,3 +266,28 @@ def test_programs_say_what_they_wait_for(monkeypatch, capfd, program):
     assert remote_folder.note_wait is not None
     remote_folder.note_wait("s3://b/run")
     assert "waiting for s3://b/run\n" in "".join(capfd.readouterr())
+
+
+def test_the_draft_of_a_failed_save_is_removed_behind_the_training(monkeypatch):
+    """A store that is down answers as late to this as to the save."""
+    model, optimizer = build("plain")
+    store, answers, removed = CheckpointStore(f"memory://{uuid.uuid4().hex}"), threading.Event(), []
+    saver = Saver(store)
+    saver.take_lease()
+
+    def refuse(save_id: str) -> Any:
+        raise CheckpointError(f"{save_id}: not written")
+
+    def abandon(save_id: str) -> None:
+        assert answers.wait(30)
+        removed.append(save_id)
+
+    monkeypatch.setattr(store, "abandon", abandon)
+    with monkeypatch.context() as down:
+        down.setattr(store, "open_draft", refuse)
+        with pytest.raises(CheckpointError, match="not written"):
+            save_now(saver, model, optimizer, 1)
+    assert not removed
+    answers.set()
+    save_now(saver, model, optimizer, 2)
+    assert len(removed) == 1 and names(store) == ["ba2"]
