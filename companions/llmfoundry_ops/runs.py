@@ -103,7 +103,7 @@ class LiveRun:
         if saved := self.last_checkpoint():
             facts.append(f"saved {saved}")
         if self.failed_saves:
-            facts.append(f"{self.failed_saves} saves failed: {self.save_error}")
+            facts.append(f"failed saves {self.failed_saves}: {self.save_error}")
         return f"<{', '.join(facts)}>"
 
     @property

@@ -65,7 +65,7 @@ def line_of(run: LiveRun) -> str:
     if (saved := run.last_checkpoint()) is not None:
         parts.append(f"saved {saved}")
     if run.failed_saves:
-        parts.append(f"{run.failed_saves} saves failed: {run.save_error}")
+        parts.append(f"failed saves {run.failed_saves}: {run.save_error}")
     if run.trouble is not None:
         parts.append(run.trouble)
     if not run.has_ended and (reason := run.status.get("reason")):

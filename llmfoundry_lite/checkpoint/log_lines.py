@@ -91,7 +91,8 @@ def console_line(record: Record, max_duration: Duration) -> str:
     if "time/remaining_seconds" in record:
         parts.append("ETA " + duration_text(record["time/remaining_seconds"]))
     if record.get(FAILED_SAVES):
-        parts.append(f"{record[FAILED_SAVES]:.0f} saves failed, {record.get(UNSAVED_BATCHES, 0):.0f} batches unsaved")
+        parts.append(f"failed saves {record[FAILED_SAVES]:.0f}")
+        parts.append(f"unsaved batches {record.get(UNSAVED_BATCHES, 0):.0f}")
     return " · ".join(parts)
 
 

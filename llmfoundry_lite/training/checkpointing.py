@@ -418,8 +418,8 @@ class Checkpointing(Callback):
             return
         num_batches = int(state.timestamp.batch) - self.saved_batch
         text = (
-            f"{num_batches} batches are not saved: {self.failed_saves.count} saves in a row have failed, which "
-            f"max_unsaved limits to {self.config.max_unsaved}; the last one: {self.failed_saves.reason}"
+            f"max_unsaved: saves have failed for {self.config.max_unsaved}; unsaved batches {num_batches}, "
+            f"failed saves {self.failed_saves.count}, the last one: {self.failed_saves.reason}"
         )
         raise self._unsaved_error(text)
 

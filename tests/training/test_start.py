@@ -151,7 +151,9 @@ def test_a_new_run_does_not_begin_at_the_end_of_the_one_it_loads(tmp_path):
         path = write_config(tmp_path / "next.yaml", {**values, **changes})
         return choose_start(load_train_config([path]).config, {})
 
-    with pytest.raises(CheckpointError, match=r"ba4 is at batch 4, where a run with max_duration=4ba is done, so nothing"):
+    with pytest.raises(
+        CheckpointError, match=r"ba4 is at batch 4, where a run with max_duration=4ba is done, so nothing"
+    ):
         start()
     assert start(max_duration="8ba").url == store.root.url
     assert start(load_weights_only=True).url == store.root.url

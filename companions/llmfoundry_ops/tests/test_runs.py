@@ -58,8 +58,8 @@ def test_a_run_that_saves_to_a_bucket_says_its_last_save_and_those_that_failed(r
     found = LiveRun(run)
     found.look()
     assert found.last_checkpoint() == "ba2"
-    assert repr(found).endswith(f", saved ba2, 3 saves failed: {failed['save_error']}>")
-    assert line_of(found).endswith(f" · saved ba2 · 3 saves failed: {failed['save_error']}")
+    assert repr(found).endswith(f", saved ba2, failed saves 3: {failed['save_error']}>")
+    assert line_of(found).endswith(f" · saved ba2 · failed saves 3: {failed['save_error']}")
     write_status(run, "running", 3, last_saved="\x1b[2J", failed_saves="many")
     found.look()
     assert (found.last_checkpoint(), found.failed_saves) == (None, 0)
