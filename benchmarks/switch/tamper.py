@@ -55,7 +55,7 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
     place = content.scalars["timestamp"]
     about = About(
         timestamp=Timestamp(**{name: place[name] for name in ("epoch", "batch", "sample", "token")}),
-        run_name=manifest.run_name,
+        run_name=None,  # a run of any name may carry it on
         fingerprints=manifest.fingerprints,
         config=manifest.config,
         segments=manifest.segments,

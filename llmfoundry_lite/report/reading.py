@@ -456,7 +456,7 @@ def parse_log(lines: list[bytes]) -> Log:
             index=len(whole),
             batch=record["batch"],
             launch=0,
-            launch_in_file=record.get("launch", 0),
+            launch_in_file=record["launch"] if type(record.get("launch")) is int else 0,
             num_fields=len(record),
             loss=record.get(LOSS),
             digest=record.get("data/digest"),

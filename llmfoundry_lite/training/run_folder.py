@@ -191,7 +191,9 @@ class RunFolder(LoggerDestination):
         self._note()
 
     def _note(self) -> None:
-        """Write batch and status to status.json. Ignores errors."""
+        """Write batch and status to status.json, if the launch has begun. Ignores errors."""
+        if not self.is_running:
+            return  # the first batch is noted at once
         with contextlib.suppress(OSError), self._writing:
             if self.is_running:
                 write_status(self.folder, "running", self.batch, self.asked_by, is_update=True, **self.saves)

@@ -622,7 +622,7 @@ def test_depth_is_no_reason_for_a_traceback(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        *({"acc_per_token": value} for value in (2, math.nan)),
+        {"acc_per_token": 2},
         *({"acc_norm": value} for value in (-0.5, True, "1")),
         *({"index": value} for value in (3, -1, 2.0)),
         *({"cluster": value} for value in ("a", ["a"])),
@@ -636,6 +636,15 @@ def test_an_item_that_no_evaluation_writes_is_refused(tmp_path, change):
     with contextlib.suppress(TypeError):  # as if the result agreed
         record["acc_per_token"] = float(np.mean(values))
     refuse_items(tmp_path, record, items)
+
+
+def test_an_item_that_is_no_number_is_refused_by_the_score_that_it_gives(tmp_path):
+    record, items = choice(TEN)
+    items[2]["acc_per_token"] = math.nan
+    record["acc_per_token"] = math.nan
+    path = write_result(tmp_path, "ours", {"t/0-shot": (record, items)})
+    with pytest.raises(DataError, match="t/0-shot has acc_per_token nan, which no result has; evaluate it again"):
+        load_results([path])
 
 
 @pytest.mark.parametrize(

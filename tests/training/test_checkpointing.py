@@ -114,6 +114,7 @@ def test_another_model_tokenizer_data_or_batch_size_is_refused_by_name(tmp_path,
         data, max_duration="2ba", tokenizer=make_tokenizer(tmp_path / "ours", "abcabcabd"), model__vocab_size=320
     )
     run(tmp_path, config, "base")
+    config["max_duration"] = "3ba"
     config["load_path"] = str(saves(tmp_path, "base") / "ba2")
 
     def dataset(**changes):
@@ -133,7 +134,7 @@ def test_another_model_tokenizer_data_or_batch_size_is_refused_by_name(tmp_path,
         assert refused.exit_codes == [2], words
         assert words in refused.output
         assert "Traceback" not in refused.output
-    run(tmp_path, config, "same", max_duration="3ba")
+    run(tmp_path, config, "same")
 
 
 def test_weights_alone_begin_a_new_run(tmp_path, data):

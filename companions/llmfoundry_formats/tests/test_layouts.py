@@ -68,7 +68,11 @@ ROPE = "rope_parameters"
         (SMALL, {"n_head": None}, "n_head is null in config.json; expected a whole number"),
         (SMALL, {"n_layer": 2}, "tensor transformer.h.2.ln_1.weight has no place"),
         (SMALL, {"n_layer": 4}, "tensor transformer.h.3.ln_1.weight is missing"),
-        (SMALL, {"n_layer": 10**9}, "config.json has 1,000,000,000 layers, and there are 40 tensors"),
+        (
+            SMALL,
+            {"n_layer": 10**9},
+            "config.json describes another model than its tensors: it has 1,000,000,000 layers, and there are 40",
+        ),
         (SMALL, {"n_inner": "x"}, 'n_inner is "x" in config.json; expected a whole number above 0'),
         (SMALL, {"resid_pdrop": None}, IMPOSSIBLE),
         (SMALL, {"embd_pdrop": 1.5}, IMPOSSIBLE),
