@@ -28,6 +28,7 @@ from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.spans import Duration, SaveInterval
+from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
@@ -43,6 +44,7 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_training_memory
+from llmfoundry_lite.estimate.model_memory import knows_optimizer
 from llmfoundry_lite.evaluation.tasks import SEPARATE, check_task
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device
@@ -88,6 +90,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
             _check_data(key, loader, config, found, must_exist=must_exist)
     _check_tokenizer(config, found, must_exist=must_exist)
     _check_tasks(config, found, must_exist=must_exist)
+    _check_loggers(config, found, must_exist=must_exist)
     num_samples, batch = _samples_per_epoch(config, found), config.global_train_batch_size
     if num_samples is not None and num_samples < batch and config.train_loader.drop_last:
         raise DataError(
@@ -107,12 +110,16 @@ def _parts_of_companions(config: TrainConfig, layout: Layout) -> Iterator[str]:
 
 def check_installed(*packages: str) -> None:
     """Raise ConfigError for Composer or mosaicml-streaming, which a plain installation leaves out."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise ConfigError(
             f"{' and '.join(missing)} not installed, which training needs; `pip install 'llmfoundry-lite[train]'`, "
             f"then `{SECOND_STEP}`"
         )
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def check_compiler() -> None:
@@ -213,6 +220,18 @@ def _check_split(task: TaskConfig, index: Path) -> None:
     if not num_samples or "tokens" not in types:
         found = f"{num_samples} samples of {list_names(types)}"
         raise DataError(f"icl_tasks: {task.label}: {index.parent} has {found}; expected samples of tokens")
+
+
+def _check_loggers(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+    wandb = config.loggers.wandb
+    if wandb is None:
+        return
+    arguments = init_arguments(wandb, config.run_name, config.run_folder, known_id=None)
+    found.notes.extend(line for variable, line in describe_unused_variables(arguments) if variable != RUN_ID)
+    if must_exist or is_installed("wandb"):
+        check_wandb(wandb)
+    else:
+        found.not_checked.append("loggers.wandb: wandb is not installed")
 
 
 def _check_import_paths(config: TrainConfig) -> None:
@@ -393,7 +412,6 @@ def describe(
     model, length = config.model, config.max_seq_len
     batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
     start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
-    at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
     among = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
     lines = [
         f"run            {config.run_name} in {config.run_folder}{among}",
@@ -408,7 +426,7 @@ def describe(
         *_describe_data(config, found),
         f"precision      {_describe_precision(config)}",
         f"optimizer      {_describe_optimizer(config)}",
-        f"memory         {estimate_training_memory(config, layout)}{at}",
+        *_under("memory", _describe_memory(config, layout)),
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
     ]
@@ -509,10 +527,26 @@ def _describe_optimizer(config: TrainConfig) -> str:
     optimizer, clipping = config.optimizer, config.algorithms.gradient_clipping
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
     facts += [] if optimizer.adamw_lr is None else [f"adamw_lr {optimizer.adamw_lr:g}"]
-    facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
+    if optimizer.name.startswith("python:"):
+        given = [f"{key} {value}" for key, value in as_dict(config)["optimizer"]["kwargs"].items()]
+        facts += [*given, "its own defaults for all else", config.scheduler.name]
+    else:
+        facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
     facts += [f"warm-up {config.scheduler.t_warmup}"] if Duration.parse(config.scheduler.t_warmup).value else []
     facts += [f"gradients clipped at {clipping.clipping_threshold:g}"] if clipping else []
     return ", ".join(facts)
+
+
+def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
+    estimate = estimate_training_memory(config, layout)
+    at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
+    lines = [f"{estimate}{at}"]
+    if not knows_optimizer(config):
+        lines.append(
+            f"how much {config.optimizer.name} keeps is not known; `optimizer` is assumed to be two numbers for each "
+            "parameter, as of AdamW"
+        )
+    return lines
 
 
 def _describe_saves(config: TrainConfig) -> str:

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import re
 import shutil
@@ -442,6 +443,54 @@ def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     assert second.startswith("ranks 2-3: block 1, block 4, last norm, head and loss; ")
     assert ["the fullest: about" in line for line in (first, second)].count(True) == 1
     assert "4 = 2 stages of blocks (pipeline) x 2 shares of a copy (shard)" in text
+
+
+# ------------------------------------------------------------------------------------- a user's optimizer, wandb
+
+
+def test_a_dry_run_says_what_is_not_known_of_a_user_s_own_optimizer(tmp_path, data):
+    own = {"name": "python:my.optim:Own", "lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.3}
+    config, found = check(tmp_path, tiny_config(data))
+    assert "assumed" not in preflight.describe(config, Layout(), found)
+    config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(data, optimizer=own))]).config
+    text = preflight.describe(config, Layout(), found)
+    assert (
+        "optimizer      python:my.optim:Own, lr 0.01, betas [0.9, 0.99], weight_decay 0.3, its own defaults for all "
+        "else, cosine_with_warmup"
+    ) in text
+    assert "\n               how much python:my.optim:Own keeps is not known; `optimizer` is assumed to be two" in text
+
+
+@pytest.mark.parametrize("must_exist", [True, False])
+def test_a_name_that_wandb_does_not_take_is_refused_with_the_nearest(tmp_path, data, must_exist):
+    config = tiny_config(data, loggers={"wandb": {"init_kwargs": {"projct": "x"}}})
+    with pytest.raises(ConfigError) as refused:
+        check(tmp_path, config, must_exist=must_exist)
+    assert str(refused.value) == (
+        "loggers.wandb.init_kwargs.projct: wandb.init has no such argument; did you mean project?"
+    )
+    check(tmp_path, tiny_config(data, loggers={"wandb": {"init_kwargs": {"project": "x", "job_type": "y"}}}))
+
+
+def test_a_variable_of_wandb_that_has_no_effect_is_told(tmp_path, data, monkeypatch):
+    for name, value in {"RESUME": "must", "PROJECT": "theirs", "TAGS": "a,b", "ENTITY": "team", "DIR": "x"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb = {"project": "ours", "tags": ["a", "b"], "init_kwargs": {"dir": "y"}}
+    _, found = check(tmp_path, tiny_config(data, loggers={"wandb": wandb}))
+    assert found.notes == [
+        "loggers.wandb: WANDB_PROJECT=theirs has no effect: project is ours",
+        "loggers.wandb: WANDB_DIR=x has no effect: dir is y",
+        "loggers.wandb: WANDB_RESUME=must has no effect: resume is allow",
+    ]
+
+
+def test_wandb_that_is_not_installed_is_said_before_training(tmp_path, data, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    config = tiny_config(data, loggers={"wandb": {}})
+    with pytest.raises(ConfigError, match=r"loggers\.wandb: wandb is not installed; pip install wandb"):
+        check(tmp_path, config)
+    assert "loggers.wandb: wandb is not installed" in check(tmp_path, config, must_exist=False)[1].not_checked
 
 
 # ------------------------------------------------------------------------------------- what an evaluation will ask

@@ -11,7 +11,7 @@ from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import REQUIRED, Rule, keys_of, settings_along
 from llmfoundry_lite.config.layers import get, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig, keys_of_optimizer
 from llmfoundry_lite.errors import CheckpointError
 
 
@@ -35,6 +35,9 @@ def find_changes(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[Rule
     """
     absent = [Change(key, there[key], None) for key in missing_blocks(there)]
     found: dict[Rule, list[Change]] = {"freely": absent, "logged": [], "never": []}
+    optimizer = there.get("optimizer")
+    if isinstance(optimizer, dict):  # other releases recorded keys that a user's own optimizer is not given
+        there = {**there, "optimizer": keys_of_optimizer(optimizer)}
     has_dropout = bool(get(here, "model.attn_config.attn_pdrop")[1])
     for change in _compare(TrainConfig, there, here, ""):
         is_drawn = has_dropout and any(one.shapes_dropout for one in settings_along(TrainConfig, change.key))

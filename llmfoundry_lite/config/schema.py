@@ -388,11 +388,12 @@ class WandbConfig:
     entity: str | None = None
     group: str | None = None
     name: str | None = None
-    """Default: the run name."""
+    """Default: $WANDB_NAME, else the run name."""
     tags: list[str] = setting(list)
     names: str = setting("ours", choices="ours llm_foundry")
     """Names of metrics; llm_foundry writes those of LLM Foundry, in its units. metrics.jsonl has ours."""
     init_kwargs: dict[str, Any] = setting(dict)
+    """Other arguments of wandb.init. Those that are null come from wandb's own variables, such as WANDB_PROJECT."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -773,4 +774,13 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
 
     values = map_texts(with_keys(config), recorded)
     values["optimizer"]["weight_decay"] = config.optimizer.decay  # recorded: the default may change
+    values["optimizer"] = keys_of_optimizer(values["optimizer"])
     return values
+
+
+def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recorded optimizer that it is given: a user's own is given no `betas` and `weight_decay` of
+    ours, but what the YAML says, which is in `kwargs`."""
+    if not str(block.get("name")).startswith("python:"):
+        return block
+    return {key: block[key] for key in ("name", "lr", "kwargs") if key in block}

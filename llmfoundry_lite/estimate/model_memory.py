@@ -56,6 +56,11 @@ def slots_of(config: TrainConfig) -> tuple[int, ...]:
     return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
+def knows_optimizer(config: TrainConfig) -> bool:
+    """Return whether it is known what the optimizer keeps; of a user's own it is assumed."""
+    return not config.optimizer.name.startswith("python:")
+
+
 def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     """Estimate a device in the loss, and in the backward pass at its first block, its last, and the embeddings."""
     model = p.model

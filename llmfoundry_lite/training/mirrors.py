@@ -13,7 +13,8 @@ from typing import Any, TextIO
 from llmfoundry_lite.checkpoint.log_lines import Record, console_line, read_lines, validation_losses
 from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls
+from llmfoundry_lite.config.wandb_init import RUN_ID, describe_unused_variables, init_arguments
+from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls, printable
 
 WANDB_ID = "wandb_id"
 
@@ -169,24 +170,20 @@ class WandbMirror(Mirror):
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
         import wandb
 
-        run_id = wandb_run_id(run_folder) or secrets.token_hex(4)
-        (run_folder / WANDB_ID).write_text(run_id + "\n")
+        known_id = wandb_run_id(run_folder)
+        arguments = init_arguments(config, run_name, str(run_folder), known_id)
+        arguments["id"] = arguments["id"] or known_id or secrets.token_hex(4)
+        (run_folder / WANDB_ID).write_text(arguments["id"] + "\n")
+        unused = dict(describe_unused_variables(arguments))
+        if RUN_ID in unused:  # preflight has told of the others
+            print(printable(unused[RUN_ID]), flush=True)
         sys.argv[1:] = map(mask_urls, sys.argv[1:])  # wandb records them
         # Else wandb reads wandb/settings in the working directory. That may be somebody else's folder, and a `base_url`
         # there would get this user's API key. The user's own settings in ~/.config/wandb and the environment stay.
         wandb.Settings.settings_workspace = property(lambda self: os.devnull)  # type: ignore[assignment]
         try:
-            self.run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                name=config.name or run_name,
-                tags=config.tags or None,
-                dir=str(run_folder),
-                config=settings,
-                **{"id": run_id, "resume": "allow", **config.init_kwargs},
-            )
-        except wandb.Error as error:
+            self.run = wandb.init(**{"config": settings, **arguments})
+        except (wandb.Error, TypeError, ValueError) as error:  # the last two are of an argument's value
             reason = " ".join(str(error).partition("\nConsider")[0].split()).rstrip(".")
             # wandb retries a failed link or a 5xx; any other answer of a server, such as 403, ends it at once.
             cause = TransientError(reason) if "while retrying" in reason else error

@@ -212,3 +212,15 @@ def test_launches_of_one_run_share_what_may_change_by_being_said_and_not_what_ma
     here, there = (trained_values(resolved(*more)) for more in ([], ["optimizer.lr=1e-5", "seed=4", "run_name=b"]))
     assert {key for key in here if here[key] != there[key]} == {"optimizer.lr", "seed"}
     assert not {"run_name", "precision", "device_train_microbatch_size", "save_folder"} & here.keys()
+
+
+def test_a_user_s_own_optimizer_is_recorded_with_what_it_is_given():
+    own = ["optimizer={name: 'python:my.optim:Own', lr: 0.1, betas: [0.9, 0.99, 0.999], weight_decay: 0.3}"]
+    recorded = resolved(*own)
+    given = {"betas": [0.9, 0.99, 0.999], "eps": 1e-8, "weight_decay": 0.3}
+    assert recorded["optimizer"] == {"name": "python:my.optim:Own", "lr": 0.1, "kwargs": given}
+    ours = {"betas": None, "eps": 1e-8, "weight_decay": 0.0, "momentum": None}  # other releases recorded these too
+    before = {**recorded, "optimizer": {**recorded["optimizer"], **ours}}
+    assert find_changes(before, recorded) == {"freely": [], "logged": [], "never": []}
+    changed = find_changes(before, resolved(own[0].replace("0.3", "0.5")))
+    assert list(map(str, changed["logged"])) == ["optimizer.kwargs.weight_decay 0.3 -> 0.5"]

@@ -16,8 +16,9 @@ from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.log_lines import console_line, duration_text, validation_losses
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import TensorboardConfig
+from llmfoundry_lite.config.schema import TensorboardConfig, WandbConfig
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.mirrors import (
     ConsoleLine,
@@ -297,6 +298,44 @@ def test_tensorboard_voids_the_steps_that_a_launch_trains_again(tmp_path, monkey
             mirror({"batch": batch, "loss/train/total": 1.0})
         mirror.close()
     assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.fixture
+def wandb_init(monkeypatch):
+    """Calls of `wandb.init`, which starts nothing; and no variable of wandb's is set."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    calls = []
+
+    def init(**arguments):
+        calls.append(arguments)
+        if arguments.get("mode") == "offlin":
+            raise ValueError("mode\n  Input should be 'online', 'offline' or 'disabled'")
+
+    fake = SimpleNamespace(init=init, Error=RuntimeError, Settings=type("Settings", (), {}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return calls
+
+
+def test_wandb_s_variables_are_obeyed_where_the_yaml_says_nothing(tmp_path, monkeypatch, capsys, wandb_init):
+    def start(folder=tmp_path, **changes):
+        WandbMirror(WandbConfig(**changes), "mpt", folder, {"seed": 1})
+        return {key: value for key, value in wandb_init[-1].items() if value is not None}
+
+    plain = start()
+    assert plain == {"config": {"seed": 1}, "dir": str(tmp_path), "id": plain["id"], "name": "mpt", "resume": "allow"}
+    for name, value in {"RUN_ID": "mine", "DIR": "/scratch", "NAME": "theirs", "PROJECT": "wandb reads it"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert start() == {**plain, "dir": "/scratch", "name": "theirs"}, "the id of the run's first launch stays"
+    assert capsys.readouterr().out == f"loggers.wandb: WANDB_RUN_ID=mine has no effect: id is {plain['id']}\n"
+    (tmp_path / "new").mkdir()
+    assert start(tmp_path / "new")["id"] == wandb_run_id(tmp_path / "new") == "mine"
+    given = start(name="ours", init_kwargs={"project": "p", "dir": "here", "job_type": "a"})
+    assert given == {**plain, "name": "ours", "project": "p", "dir": "here", "job_type": "a"}
+    with pytest.raises(
+        ConfigError, match=r"loggers\.wandb: mode Input should be 'online', 'offline' or 'disabled'; set"
+    ):
+        start(init_kwargs={"mode": "offlin"})
 
 
 def test_wandb_is_given_what_it_lost_and_nothing_that_it_has(tmp_path):

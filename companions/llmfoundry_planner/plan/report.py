@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llmfoundry_lite.config.layout import Layout
+from llmfoundry_lite.estimate.model_memory import knows_optimizer
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.report.tables import Table
@@ -172,6 +173,9 @@ def _explain(plan: Plan) -> list[str]:
         "time      "
         + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
     ]
+    if not knows_optimizer(plan.config):
+        name = plan.config.optimizer.name
+        lines.insert(1, f"          of it assumed: {name} keeps two numbers for each parameter, as AdamW does")
     low, high = plan.interval
     rate = best.time.tokens_per_second
     lines.append(f"interval  {low * rate:,.0f} to {high * rate:,.0f} tokens/s, in nine cases of ten (docs/plan.md)")
