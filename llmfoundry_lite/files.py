@@ -25,9 +25,9 @@ URL_SCHEMES = (
     *("sftp", "ssh", "ftp", "http", "https", "hdfs", "webhdfs", "file", "memory"),
 )
 """Schemes of URLs by which fsspec, or the transport of data sets, finds folders that runs use."""
-RIGHT_SEPARATORS = {"hf": ("://", ":"), "dbfs": ("://", ":/"), "file": (":///", "://")}
+RIGHT_SEPARATORS = {"hf": ("://", ":", ":///"), "dbfs": ("://", ":/"), "file": (":///", "://")}
 """Scheme -> what may follow it, the usual first, where that is not `://` alone: `hf:NAME` is a model or a data set,
-`dbfs:/` a folder of Databricks."""
+`hf:///folder` a folder in the Hub's format, `dbfs:/` a folder of Databricks."""
 LOCAL_WORDS = ("file", "memory", "ssh", "azure")
 """Schemes that are also usual names of folders, so that `file//x` is one."""
 

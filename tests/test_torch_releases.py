@@ -5,7 +5,6 @@ everything else from the exported requirements. Composer's own metadata permits 
 installed with `--no-deps`; torchvision, which Composer imports, is the release made for that torch.
 """
 
-import shutil
 from itertools import product
 
 import pytest
@@ -15,6 +14,7 @@ from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.helpers import releases
 from tests.helpers.releases import PINS, RELEASES, losses, train
 from tests.helpers.resave import assert_same_state, resave_into
+from tests.helpers.runs import copy_save
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
 pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
@@ -33,7 +33,7 @@ def folder(interpreters, tmp_path_factory):
     for here, interpreter in interpreters.items():
         names = [f"{there}-{here}" for there in RELEASES]
         for there, name in zip(RELEASES, names, strict=True):
-            shutil.copytree(folder / f"runs/{there}/checkpoints/ba4", folder / f"runs/{name}/checkpoints/ba4")
+            copy_save(folder, there, 4, name)
             resaved = resave_into(folder / f"resaved/{name}")
             write_config(folder / f"{name}.yaml", {**config, "run_name": name, "callbacks": resaved})
         train(interpreter, folder, *([f"{name}.yaml"] for name in names))

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmfoundry_lite.checkpoint.manifest import MANIFEST, encode
+from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.helpers.launch import Launch, train
 from tests.helpers.resave import resave_into
 from tests.helpers.tiny import read_metrics, values, write_config
@@ -30,9 +33,16 @@ def carry_on(
     tmp_path: Path, config: dict[str, Any], there: str, batch: int, here: str, num_ranks: int = 1, **changes: Any
 ) -> None:
     """Run `here` begins with a copy of what `there` saved at `batch`; what it found goes to `resaved/<here>`."""
-    shutil.copytree(saves(tmp_path, there) / f"ba{batch}", saves(tmp_path, here) / f"ba{batch}")
+    copy_save(tmp_path, there, batch, here)
     callbacks = {**config.get("callbacks", {}), **resave_into(tmp_path / "resaved" / here)}
     run(tmp_path, config, here, num_ranks, **{"callbacks": callbacks, **changes})
+
+
+def copy_save(tmp_path: Path, there: str, batch: int, here: str) -> None:
+    """Give run `here` a copy of what `there` saved at `batch`, as its own: a checkpoint of another run is refused."""
+    copy = saves(tmp_path, here) / f"ba{batch}"
+    shutil.copytree(saves(tmp_path, there) / f"ba{batch}", copy)
+    (copy / MANIFEST).write_bytes(encode(replace(open_checkpoint(copy).manifest, run_name=here)))
 
 
 def saves(tmp_path: Path, name: str) -> Path:

@@ -113,6 +113,8 @@ def test_a_second_sigterm_ends_composer_with_143_and_the_run_is_saved(begin, tmp
         assert launcher.poll() is None
     ranks = psutil.Process(launcher.pid).children()
     ranks[-1].suspend()  # so that the launcher still waits for it when the second signal comes
+    while ranks[-1].status() != psutil.STATUS_STOPPED:  # of two pending signals SIGTERM would be heard before SIGSTOP
+        assert launcher.poll() is None
     launcher.terminate()
     while not has_pending(ranks[-1], signal.SIGTERM):
         assert launcher.poll() is None

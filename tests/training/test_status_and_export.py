@@ -22,7 +22,7 @@ from llmfoundry_lite.ranks.status import read_status, write_status
 from llmfoundry_lite.training import run_folder
 from llmfoundry_lite.training import train as training
 from tests.helpers.present import needs
-from tests.helpers.runs import run, saved_names, status
+from tests.helpers.runs import copy_save, run, saved_names, status
 from tests.helpers.tiny import tiny_config
 
 pytestmark = pytest.mark.multiprocess
@@ -106,15 +106,15 @@ FINISHED_ON: dict[str, tuple[int, dict[str, Any]]] = {
 @needs("pp_config.pipeline_parallel_degree")
 @pytest.mark.slow
 def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data):
-    """Also where its own folder has no save: nothing is left to train."""
-    config = tiny_config(data, max_duration="2ba", export_at_end=True, model__n_layers=4)
+    config = tiny_config(data, max_duration="2ba", autoresume=True, export_at_end=True, model__n_layers=4)
     run(tmp_path, config, "whole")
     expected = load_file(tmp_path / "runs/whole/huggingface/model.safetensors")
     for name, (num_ranks, changes) in FINISHED_ON.items():
         folder = name.replace(", ", "-").replace(" ", "-")
-        said = run(tmp_path, config, folder, num_ranks, load_path="runs/whole", **changes).output
+        copy_save(tmp_path, "whole", 2, folder)
+        said = run(tmp_path, config, folder, num_ranks, **changes).output
         assert f"exported to runs/{folder}/huggingface" in said, f"{name}: {said}"
-        assert not saved_names(tmp_path, folder)
+        assert saved_names(tmp_path, folder) == {"ba2"}
         found = load_file(tmp_path / f"runs/{folder}/huggingface/model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name

@@ -76,7 +76,7 @@ def rehearse(arguments: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     # Torch has looked at its part of the environment when it was imported.
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    replace(Checkpointing, _save=lambda self, state, logger: None)
+    replace(Checkpointing, _save=lambda self, state, logger, **options: None)
     record()
     began = time.monotonic()
     found: dict[str, Any] = {}
