@@ -39,8 +39,14 @@ def out_folder(help: str) -> Any:
     return typer.Option(help=help, callback=_check_folder)
 
 
+def expand_home(path: Path | None) -> Path | None:
+    """Return a path with the user's home folder for `~`, which shells leave alone in `--option=~/folder`."""
+    return None if path is None else path.expanduser()
+
+
 def _check_folder(context: typer.Context, path: Path | None) -> Path | None:
     """Raise ConfigError for one that cannot be made or written, or where somebody's own file has an answer's name."""
+    path = expand_home(path)
     if path is None:
         return None
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

@@ -60,15 +60,15 @@ IS_WITHIN = must_be(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TokenizerConfig:
-    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"))
+    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"), is_place=True)
     kwargs: dict[str, Any] = setting(dict)
     """LLM Foundry's options. Only model_max_length is used: it is checked against max_seq_len."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StreamConfig:
-    local: str | None = setting(None, local_folder("remote", is_read=True), hardware=True)
-    remote: str | None = setting(None, check_source, _REMOTE, hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
+    remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     proportion: float | None = setting(None, POSITIVE)
     """Share of this stream in an epoch; given for all streams or for none."""
@@ -110,9 +110,9 @@ DIVIDING_DOCUMENTS = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TextDatasetConfig:
-    local: str | None = setting(None, local_folder("remote", is_read=True), hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
-    remote: str | None = setting(None, check_source, _REMOTE, hardware=True)
+    remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""

@@ -41,7 +41,7 @@ class TaskConfig:
     icl_task_type: str = setting(
         choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
     )
-    dataset_uri: str = setting(REQUIRED, check_source)
+    dataset_uri: str = setting(REQUIRED, check_source, is_place=True)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
     num_fewshot: list[int] = setting(
         lambda: [0], must_be("one number or more, 0 or above", lambda value: value and min(value) >= 0)
@@ -150,7 +150,7 @@ class ListedModel:
 class EvalConfig:
     """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    models: dict[str, str] = setting(written=dict[str, str] | list[ListedModel])
+    models: dict[str, str] = setting(written=dict[str, str] | list[ListedModel], is_place=True)
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
     icl_tasks: list[Any] | str = setting(written=list[TaskConfig | str] | str)
@@ -162,10 +162,10 @@ class EvalConfig:
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False
     """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
-    results_folder: str = setting("results", local_folder())
+    results_folder: str = setting("results", local_folder(), is_place=True)
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
-    task_folder: str = "evals"
-    data_root: str = "."
+    task_folder: str = setting("evals", is_place=True)
+    data_root: str = setting(".", is_place=True)
     """Folder for relative paths of data, and of YAMLs that a YAML names, if there is no such file here. For example
     `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
@@ -178,7 +178,7 @@ class EvalConfig:
     """Default: the model's."""
     limit: int | None = setting(None, POSITIVE)
     """Only so many first items of each task: a trial, not a result."""
-    tokenizer: str | None = None
+    tokenizer: str | None = setting(None, is_place=True)
     """Default: the model's own."""
     fsdp: bool = False
     """Shard each model over all ranks instead of keeping it whole on each."""

@@ -68,6 +68,8 @@ class Setting:
     """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
     written: Any = None
     """The type by which its scalars are read, for a field whose own type takes anything. Default: the field's own."""
+    is_place: bool = False
+    """Whether it is a folder or a URL, in which `~` stands for the user's home folder."""
     hardware: bool = False
     """Whether an overlay may set the key. Such a key changes freely: it says how and where the run is computed."""
 

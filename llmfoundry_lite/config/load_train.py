@@ -62,6 +62,9 @@ def load_train_config(
     notes += without_effect if dry_run or len(without_effect) < 2 else [foundry.in_one_line(without_effect)]
     foundry.refuse_left_out_keys(values, layers)
     foundry.drop_variables(values, layers, TrainConfig)
+    if values.get("run_name") is None and "RUN_NAME" in environ:
+        name = environ["RUN_NAME"]
+        notes.append(f"run_name: {name}, by the environment variable RUN_NAME; run_name=NAME names another")
     _fill_in_names(values, layers, environ)
     _gather_extras(values)
     config = build_block(TrainConfig, values, "", layers)

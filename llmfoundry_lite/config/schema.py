@@ -287,7 +287,9 @@ class ProfilerConfig:
     """Batches that are traced."""
     repeat: int = setting(1, NON_NEGATIVE)
     """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
-    folder: str | None = setting(None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder())
+    folder: str | None = setting(
+        None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder(), is_place=True
+    )
     """Folder of the traces; default: <run_folder>/traces."""
     all_ranks: bool = False
     """A trace of each rank, not of rank 0 alone."""
@@ -303,7 +305,7 @@ class HFCheckpointerConfig:
 
     save_interval: str | int = span(REQUIRED)
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place
+        None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place, is_place=True
     )
     """Folders are <save_folder>/huggingface/ba<batch>. Default: where the run's checkpoints are."""
     precision: str = setting("float32", choices="float32 bfloat16")
@@ -399,7 +401,7 @@ class WandbConfig:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorboardConfig:
     log_dir: str | None = setting(
-        None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place
+        None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place, is_place=True
     )
     """Default: <run directory>/tensorboard."""
     names: str = setting("ours", choices="ours llm_foundry")
@@ -467,7 +469,7 @@ class TrainConfig:
 
     run_name: str = setting(change="freely")
     """Default: $RUN_NAME, else the first YAML file's name."""
-    run_folder: str = setting(REQUIRED, local_folder("save_folder"), change="freely")
+    run_folder: str = setting(REQUIRED, local_folder("save_folder"), is_place=True, change="freely")
     """Default: runs/<run_name>. Always local."""
     seed: int = setting(
         17,
@@ -530,7 +532,7 @@ class TrainConfig:
     8,192 tokens hold. The loss does not depend on it."""
     icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
-    icl_task_folder: str = setting("evals", change="freely", uses=IN_CONTEXT)
+    icl_task_folder: str = setting("evals", is_place=True, change="freely", uses=IN_CONTEXT)
     icl_limit: int | None = setting(None, POSITIVE, change="logged", uses=IN_CONTEXT)
     """Only so many first items of each task."""
     device_train_microbatch_size: int | str | None = setting(
@@ -577,7 +579,11 @@ class TrainConfig:
     )
     """Skipped batches of one launch after which `skip` gives up."""
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"), check_place, change="freely"
+        None,
+        not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"),
+        check_place,
+        is_place=True,
+        change="freely",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
@@ -613,6 +619,7 @@ class TrainConfig:
         None,
         not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
         check_source,
+        is_place=True,
         change="freely",
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""

@@ -5,6 +5,7 @@ YAML reads the git hash 5e12345 as infinity. Only the schema knows that it is a 
 """
 
 import dataclasses
+import os
 import re
 import types
 import typing
@@ -27,10 +28,10 @@ class PlainScalar(str):
 
 
 class FromEnvironment(str):
-    """Text that came from an environment variable."""
+    """Text that depends on who starts the run: of an environment variable, or a place in the user's home folder."""
 
     written: str
-    """The text as it was written, with `${oc.env:…}` for the variable."""
+    """The text as it was written, with `${oc.env:…}` for the variable, or with `~`."""
 
     def __new__(cls, text: str, written: str) -> "FromEnvironment":
         made = super().__new__(cls, text)
@@ -45,6 +46,12 @@ class FromEnvironment(str):
 
     def replace(self, old: str, new: str, count: typing.SupportsIndex = -1, /) -> "FromEnvironment":
         return FromEnvironment(super().replace(old, new, count), self.written)
+
+
+def expand_home(place: str) -> str:
+    """Return a folder or URL with the user's home folder for `~`, marked with the text as it was written."""
+    expanded = os.path.expanduser(place)
+    return place if expanded == place else FromEnvironment(expanded, getattr(place, "written", place))
 
 
 VARIABLE = re.compile(r"\$\{oc\.env:([^,{}]+)")
@@ -128,6 +135,8 @@ def _choose(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> A
         raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
     if isinstance(value, str):
         learn_credentials(value)
+    if setting.is_place and isinstance(value, str):
+        value = expand_home(value)
     if isinstance(value, FromEnvironment):
         is_secret = is_secret_name(path) or any(map(is_secret_name, VARIABLE.findall(value.written)))
         if is_secret:

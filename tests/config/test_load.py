@@ -285,6 +285,27 @@ def test_the_run_is_named_by_its_key_the_environment_or_its_file():
     assert (config.run_folder, config.save_folder) == ("a", "a/x")
 
 
+def test_a_name_that_the_environment_gives_is_said():
+    """The variable may be left in the shell by an earlier run, whose folder this one would take."""
+    note = "run_name: old, by the environment variable RUN_NAME; run_name=NAME names another"
+    assert note in load(RUN_NAME="old").notes
+    assert not any("RUN_NAME" in note for note in [*load("run_name=new", RUN_NAME="old").notes, *load().notes])
+
+
+def test_a_tilde_is_the_home_folder_and_is_recorded_as_it_was_written(monkeypatch):
+    """Shells replace it in `key=~/folder`, YAML files do not."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    data = ("train_loader.dataset.local=~/data", "tokenizer.name=~/tokenizer")
+    given = ("run_folder=~/runs/{run_name}", "save_folder=~/saves", "load_path=~/other", *data)
+    config = load(*given, "run_name=x").config
+    assert (config.run_folder, config.save_folder, config.load_path) == (
+        *("/home/ada/runs/x", "/home/ada/saves", "/home/ada/other"),
+    )
+    assert (config.train_loader.dataset.local, config.tokenizer.name) == ("/home/ada/data", "/home/ada/tokenizer")
+    recorded = as_dict(config)
+    assert (recorded["save_folder"], recorded["train_loader"]["dataset"]["local"]) == ("~/saves", "~/data")
+
+
 def test_an_empty_name_does_not_become_the_yaml_s():
     """As of a shell variable that is not set, in a sweep of runs."""
     wanted = "'' given, expected the name of a folder: letters and digits, and . _ - after the first"
