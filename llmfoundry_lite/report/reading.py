@@ -148,6 +148,10 @@ class Run:
         return f"<{self.where}: {span(self.log.batch[0], self.log.batch[-1])}>"
 
 
+class NoBatchesError(DataError):
+    """Raised for a run that has not trained a batch yet."""
+
+
 def read_run(where: str | os.PathLike[str]) -> Run:
     """Read a run's log, configuration and history, from a run directory, its URL or a folder of its checkpoints.
 
@@ -198,7 +202,7 @@ def read_recorded(where: str, opens: Collection[str] = OBJECT_STORES) -> Run:
         raise DataError(f"{where}: no {METRICS} here; {what_to_give(folder.path_here)}")
     log = parse_log(lines)
     if not len(log.batch):
-        raise DataError(f"{where}: {METRICS} has no batch in it yet{describe_last_launch(launches)}")
+        raise NoBatchesError(f"{where}: {METRICS} has no batch in it yet{describe_last_launch(launches)}")
     if missing := find_missing_batches(log):
         others = f", and {len(missing) - 1:,} later spans" if len(missing) > 1 else ""
         notes.append(f"{missing[0]}{others}: {METRICS} has no record of them")

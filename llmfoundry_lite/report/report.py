@@ -25,7 +25,17 @@ from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mas
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
-from llmfoundry_lite.report.reading import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS, Run, read_run
+from llmfoundry_lite.report.reading import (
+    DEVICE_RATE,
+    FLOPS,
+    LOSS,
+    RATE,
+    SECONDS,
+    TOKENS,
+    NoBatchesError,
+    Run,
+    read_run,
+)
 from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
 from llmfoundry_lite.report.tables import csv_text
 
@@ -61,10 +71,12 @@ def report(
     `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
     is the width of the running mean, 1 for none.
 
-    Raises DataError if there is no run at one of `places`, ConfigError for a price that cannot be read.
+    Of several runs, those that have not trained a batch yet are left out and named.
+
+    Raises DataError if a place has no run, or no run has a batch, and ConfigError for a price that cannot be read.
     """
     by_device = parse_prices(prices)
-    runs = [read_run(where) for where in places]
+    runs, left_out = read_runs(places)
     folder = out or runs[0].folder.path_here
     if folder is None:
         raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
@@ -84,6 +96,8 @@ def report(
         "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
         **added.facts,
     }
+    if left_out:
+        facts["left_out"] = left_out
     for name in unused_prices(runs, by_device):
         facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
     differences = add_comparisons(facts, runs)
@@ -104,7 +118,26 @@ def report(
     print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
     if with_csv:
         print(printable(f"every batch: {folder / 'report.csv'}"))
+    for reason in left_out:
+        print(printable(f"left out: {reason}"))
     return facts
+
+
+def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Return the runs, and why others are left out: those of a sweep whose turn has not come have no batch yet.
+
+    Raises DataError if a place has no run, and if no run has a batch.
+    """
+    runs: list[Run] = []
+    without_batches: list[NoBatchesError] = []
+    for where in places:
+        try:
+            runs.append(read_run(where))
+        except NoBatchesError as error:
+            without_batches.append(error)
+    if not runs:
+        raise without_batches[0]
+    return runs, [str(error) for error in without_batches]
 
 
 def note_on_relays(runs: Sequence[Run]) -> None:

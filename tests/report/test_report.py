@@ -246,6 +246,18 @@ def test_what_is_no_run_is_refused_and_a_folder_of_islands_says_which_of_them_to
         report([str(tmp_path / "run")])
 
 
+def test_a_run_of_a_sweep_that_has_no_batch_yet_is_left_out_and_named(tmp_path, capsys):
+    waiting = write_run(tmp_path / "a", [])
+    others = [write_run(tmp_path / name, [record(1), record(2)]) for name in "bc"]
+    facts = report([waiting, *others])
+    assert [run["name"] for run in facts["runs"]] == ["b", "c"]
+    assert len(facts["comparisons"]) == 1
+    assert facts["left_out"] == [f"{waiting}: metrics.jsonl has no batch in it yet"]
+    assert capsys.readouterr().out.splitlines()[-1] == f"left out: {waiting}: metrics.jsonl has no batch in it yet"
+    with pytest.raises(DataError, match=r"nowhere: no metrics.jsonl here"):
+        report([waiting, *others, str(tmp_path / "nowhere")])
+
+
 @pytest.mark.parametrize("price", ["H100", "H100=", "=2", "H100=cheap", "H100=-1", "H100=inf"])
 def test_a_price_that_cannot_be_read_is_refused(tmp_path, price):
     with pytest.raises(ConfigError, match="expected DEVICE=PRICE per device-hour"):
