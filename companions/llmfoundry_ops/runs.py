@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
-from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError
 from llmfoundry_lite.ranks.identity import lives
 from llmfoundry_lite.ranks.status import STATUS, read_status
 from llmfoundry_lite.report.reading import (
@@ -60,7 +60,7 @@ class LiveRun:
         """(batch, loss)"""
         self.max_duration: Duration | None = None
         self.trouble: str | None = None
-        """Why the last look could not read the checkpoints."""
+        """Why the last look could not read the checkpoints, or not the newest one."""
         self._offset = 0
         self._opened = open_folder(str(folder))
         if not any((folder / name).is_file() for name in (STATUS, METRICS)):
@@ -186,7 +186,6 @@ class SavedRun(LiveRun):
         notes the `trouble`, as a bucket that does not answer now may answer at the next look."""
         try:
             self._read_newest()
-            self.trouble = None
         except (CheckpointError, OSError) as error:
             if self._newest is None:
                 raise
@@ -197,10 +196,21 @@ class SavedRun(LiveRun):
         listed = [candidate for candidate in self._store.candidates() if candidate.head is not None]
         if not listed:
             raise DataError(f"{self._store.root.url}: no checkpoint here can be read")
-        assert listed[0].head is not None
-        if listed[0].head.save_id != before:
-            self._newest = listed[0].open()
+        damaged: CheckpointError | None = None
+        for candidate in listed:
+            assert candidate.head is not None
+            if candidate.head.save_id == before:
+                break
+            try:
+                self._newest = candidate.open()
+            except (DamagedCheckpointError, IncompleteCheckpointError) as error:
+                damaged = damaged or error  # the run would carry on from an older one, which tells of it
+                continue
             self._read_log(self._newest)
+            break
+        if damaged is not None and self._newest is None:
+            raise damaged
+        self.trouble = str(damaged) if damaged is not None else None
         self.status = self._tell_status()
 
     def _read_log(self, newest: Checkpoint) -> None:

@@ -207,9 +207,11 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
 
 def report(findings: Sequence[Finding], shown: Sequence[Finding], json_file: Path | None) -> int:
     """Write the JSON of all findings, print the table of those that are `shown`, and return the exit code."""
-    if json_file is not None:
-        write_atomically(json_file, mask_urls(json.dumps(as_dict(findings), indent=1)) + "\n")
-    print_table(shown, Console())
+    try:
+        if json_file is not None:
+            write_atomically(json_file, mask_urls(json.dumps(as_dict(findings), indent=1)) + "\n")
+    finally:  # what was found is shown, whether or not it can be written
+        print_table(shown, Console())
     return exit_code(findings)
 
 

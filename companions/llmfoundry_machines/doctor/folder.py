@@ -2,8 +2,8 @@
 
 Behind a URL: a file is put, read, listed and removed as a save does it, in a folder of its own that goes again.
 
-Leases of checkpoints compare times of several machines, so the file server's clock is compared with this one's.
-(`collectives.py` compares the ranks' clocks.)
+Files of several machines are read beside each other, by their dates, so the file server's clock is compared with this
+one's. (`collectives.py` compares the ranks' clocks.) No lease of a run depends on a wall clock.
 """
 
 import contextlib

@@ -362,8 +362,12 @@ def test_a_fault_that_passes_is_no_restart_and_is_tried_with_the_same_words(laun
     assert "autoresume" not in (run.logs / "began-0.1").read_text()
 
 
-@pytest.mark.parametrize(("progress", "added"), [((0, 0), []), ((0, 5), ["autoresume=true"])])
-def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypatch, progress, added):
+@pytest.mark.parametrize(
+    ("saved", "batch", "added"),
+    [((0, 0), (0, 0), []), ((0, 5), (0, 0), ["autoresume=true"]), ((0, 0), (0, 3), ["autoresume=true"])],
+    ids=["nothing", "saved", "trained"],
+)
+def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypatch, saved, batch, added):
     """One that had not must still be refused where a run of its name exists."""
     outcomes, told = [Outcome(74), Outcome(0)], []
 
@@ -375,7 +379,13 @@ def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypa
     monkeypatch.setattr(Launcher, "_try", run_ranks)
     monkeypatch.setattr("llmfoundry_ops.processes.listen", lambda handler: None)
     launcher = Launcher(
-        Program("json", "json"), 1, 0, tmp_path, progress=lambda: progress[min(len(told), 1)], retry_seconds=60.0
+        Program("json", "json"),
+        1,
+        0,
+        tmp_path,
+        progress=lambda: saved[min(len(told), 1)],
+        begun=lambda: batch[min(len(told), 1)],
+        retry_seconds=60.0,
     )
     assert launcher.run(["a.yaml"]) == 0
     assert told == [["a.yaml"], ["a.yaml", *added]]

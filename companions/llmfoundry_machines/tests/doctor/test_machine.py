@@ -237,3 +237,10 @@ def test_a_torch_that_cannot_be_imported_is_found_and_not_a_traceback(tmp_path):
     assert status["disk write"] in ("pass", "warn")  # how fast this machine's disk is does not matter
     first = next(finding for finding in record["findings"] if finding["status"] == "fail")
     assert "libcudnn.so.9: cannot open" in first["detail"] and "make install" in first["fix"]
+
+
+def test_what_was_examined_is_shown_where_its_json_cannot_be_written(tmp_path, capsys):
+    found = [Finding("disk write", Status.PASS, detail="32 MiB with fsync")]
+    with pytest.raises(OSError):
+        examination.report(found, found, tmp_path / "removed" / "doctor.json")
+    assert "32 MiB with fsync" in capsys.readouterr().out
