@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.cli.options import out_folder, refuse_beside
+from llmfoundry_lite.cli.options import expand_home, out_folder, refuse_beside
 from llmfoundry_lite.errors import ConfigError
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -216,7 +216,9 @@ def bench_memory(
 
 def doctor_command(
     context: typer.Context,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings there too, for fleets.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings there too, for fleets.", callback=expand_home)
+    ] = None,
     folder: Annotated[str, typer.Option(help="Check the folder where checkpoints will go; may be a URL.")] = ".",
     num_ranks: Annotated[int | None, typer.Option(min=1, help="Run so many ranks [one per device; CPU: 2].")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="Check this machine alone, in a launch too.")] = False,

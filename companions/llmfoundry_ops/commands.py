@@ -1,6 +1,5 @@
 """`init`, `watch`, `relay`, and what `train -n` of the core calls."""
 
-import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llmfoundry_lite.cli.options import expand_home
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import set_environment
@@ -52,9 +52,7 @@ def watch_command(
     """
     from llmfoundry_ops.watch import exit_code_of, watch
 
-    with contextlib.suppress(KeyboardInterrupt):
-        status = watch(run)
-        raise typer.Exit(exit_code_of(status))
+    raise typer.Exit(exit_code_of(watch(run)))
 
 
 def relay_command(
@@ -88,7 +86,9 @@ def init(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write this file [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml]."),
+        typer.Option(
+            help="Write this file [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml].", callback=expand_home
+        ),
     ] = None,
     trust_pickle: Annotated[
         bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin, which is a pickle, with --like.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from llmfoundry_lite.cli.options import refuse_beside
+from llmfoundry_lite.cli.options import expand_home, refuse_beside
 from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class PlanOptions:
         typer.Option(min=1, help="Set a batch's samples for each device [the run's batch, whatever the devices]."),
     ] = None
     top: Annotated[int, typer.Option(min=1, help="Show this many layouts.")] = 5
-    write: Annotated[Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.")] = None
+    write: Annotated[
+        Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.", callback=expand_home)
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import (
+    COMMITTED,
     DAMAGED,
     HINT,
     LOG,
@@ -187,6 +188,18 @@ class CheckpointStore:
         with _os_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.set_aside_names()
         return sorted(names, key=batch_of_set_aside)
+
+    def renamed_saves(self) -> list[str]:
+        """Return the names of checkpoints that have no name of ours, such as `final`. No search finds these."""
+        with _os_errors(f"{self.root.url}: cannot be listed"):
+            names = [name for name in self.root.names() if not (name.startswith(".") or COMMITTED.fullmatch(name))]
+            return sorted(name for name in names if name != LOG and self._has_manifest(name))
+
+    def _has_manifest(self, name: str) -> bool:
+        try:
+            return MANIFEST in self.root.child(name).names()
+        except OSError:  # a file
+            return False
 
     # ---------------------------------------------------------------------------------------------------- publish
 

@@ -67,8 +67,9 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
     store = CheckpointStore(folder_of_checkpoints(where))
     candidates = store.candidates()
     if not candidates:
-        left = store.set_aside_saves()
-        but = f" but {', '.join(left)}, set aside as damaged" if left else ""
+        others = [f"{name}, set aside as damaged" for name in store.set_aside_saves()]
+        others += [f"{name}, which is no batch's name" for name in store.renamed_saves()]
+        but = f" but {'; '.join(others)}" if others else ""
         raise CheckpointError(
             f"{store.root.url}: no checkpoints here{but}; expected one (…/ba200), a folder of them, or a run directory"
         )
@@ -101,6 +102,8 @@ def list_checkpoints(where: Where) -> None:
             say(f"{candidate.name} is {kind_of(fault)}: {fault}")
     for name in store.set_aside_saves():
         say(f"{name} was set aside as damaged; `checkpoint prune` removes it once all saves that it keeps are newer")
+    for name in store.renamed_saves():
+        say(f"{name} is a checkpoint by another name: runs pass it over; give its own path, or rename it to ba<batch>")
 
 
 def find_fault(candidate: Candidate) -> CheckpointError | None:

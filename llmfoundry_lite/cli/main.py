@@ -80,7 +80,19 @@ def run_program(program: typer.Typer, name: str) -> NoReturn:
     failure = output.failure if output is not None and output.drops else None
     if failure is not None and not isinstance(failure, BrokenPipeError):
         print(f"warning: standard output: {failure.strerror}; some lines were not written", file=sys.stderr)
+    if code == EXIT_INTERRUPTED:
+        end_by_ctrl_c()
     sys.exit(code)
+
+
+def end_by_ctrl_c() -> NoReturn:
+    """End this process as Python ends on Ctrl-C, by the signal itself, but without a traceback.
+
+    A shell reports this as 130. It leaves a loop for no other end: of a command that exits with 130 it assumes that the
+    command has dealt with Ctrl-C, and the loop goes on.
+    """
+    sys.excepthook = lambda *error: None
+    raise KeyboardInterrupt
 
 
 def tell(error: UserError) -> int:

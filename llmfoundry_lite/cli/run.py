@@ -1,16 +1,16 @@
 """Commands that run a model: `train`, `eval`, `generate`, `replay`."""
 
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from llmfoundry_lite import companions
+from llmfoundry_lite.cli.options import expand_home
 from llmfoundry_lite.config.load_train import DRY_RUNS
 from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserError, printable
 
@@ -21,7 +21,10 @@ Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start so m
 Restarts = Annotated[
     int | None, typer.Option("--max-restarts", min=0, help="Restart dead or frozen ranks so often [3 with -n].")
 ]
-LogDir = Annotated[Path | None, typer.Option(help="Write rank1.txt, … here, with -n [logs in the run's folder].")]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Write rank1.txt, … here, with -n [logs in the run's folder].", callback=expand_home),
+]
 
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
@@ -72,7 +75,7 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 
 def generate(
     where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Where the model lies, or hf:NAME.")],
-    prompt: Annotated[str | None, typer.Option(help="Start the text with this [asked for, again and again].")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Start the text with this [each line of standard input].")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Write so many tokens at most.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 takes the likeliest.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest.")] = 50,
@@ -100,22 +103,35 @@ def generate(
             print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
 
-    if prompt is not None:
-        answer(prompt)
-        return
-    if sys.stdin.isatty():
+    for text in [prompt] if prompt is not None else read_prompts():
+        answer(text)
+
+
+def read_prompts() -> Iterator[str]:
+    """Yield the lines of standard input. At a terminal an empty line is the end; elsewhere empty lines are left out.
+
+    Raises UserError if there is no prompt, as in a script or a job, and for a line in another encoding.
+    """
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
         print("a prompt a line; an empty one or Ctrl-D ends", file=sys.stderr)
-    with contextlib.suppress(EOFError):
-        while line := read_prompt():
-            answer(line)
 
-
-def read_prompt() -> str:
-    """Read a line of standard input. Raises EOFError at its end, and UserError for a line in another encoding."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except UnicodeDecodeError as error:
-        raise UserError(f"standard input: {error}; send text as {error.encoding}, or set PYTHONIOENCODING") from None
+    has_prompt = is_terminal
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, RuntimeError):  # RuntimeError: it was closed at the start
+            break
+        except UnicodeDecodeError as error:
+            advice = f"send text as {error.encoding}, or set PYTHONIOENCODING"
+            raise UserError(f"standard input: {error}; {advice}") from None
+        if line:
+            has_prompt = True
+            yield line
+        elif is_terminal:
+            break
+    if not has_prompt:
+        raise UserError("standard input: no prompt there; give --prompt TEXT, or a line for each prompt")
 
 
 def replay_command(

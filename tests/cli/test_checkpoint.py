@@ -1,6 +1,7 @@
 """`llmfoundry-lite checkpoint …`: what is printed, what is refused, and that looking needs no torch."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -97,6 +98,22 @@ def test_ls_names_saves_whose_files_are_not_there_or_not_of_their_size(folder, c
     assert f"ba2 is damaged: {saves}/ba2/shard-00000.safetensors: has 1,000 bytes, expected" in out
     assert f"ba1 is damaged: {saves}/ba1/manifest.json: " in out
     assert ".damaged-ba2-0a1b2c was set aside as damaged; `checkpoint prune` removes it" in out
+
+
+def test_a_checkpoint_that_was_renamed_is_named(folder, capsys):
+    saves = folder / "checkpoints"
+    (saves / "ba3").rename(saves / "final")
+    (saves / "notes").mkdir()
+    (saves / "notes.txt").write_text("lr 0.001")
+    code, out, _ = run(capsys, "ls", folder)
+    assert code == 0 and "ba3" not in out
+    assert out.splitlines()[-1] == (
+        "final is a checkpoint by another name: runs pass it over; give its own path, or rename it to ba<batch>"
+    )
+    for name in ("ba1", "ba2"):
+        shutil.rmtree(saves / name)
+    code, _, err = run(capsys, "ls", folder)
+    assert code == 2 and "no checkpoints here but final, which is no batch's name; expected one" in err
 
 
 def test_only_damaged_saves_are_no_empty_folder(tmp_path, capsys):

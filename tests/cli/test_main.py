@@ -1,12 +1,17 @@
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.cli.options import expand_home
+from llmfoundry_lite.cli.run import read_prompts
+from llmfoundry_lite.errors import ConfigError, UserError
 from llmfoundry_lite.files import check_answer_replaceable
 from tests.helpers.present import needs, present
 
@@ -148,3 +153,52 @@ def test_an_answer_is_not_written_through_a_link(tmp_path):
     (tmp_path / "mfu.md").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"mfu\.md: a link, which would be written through; name another folder"):
         check_answer_replaceable(tmp_path, "mfu")
+
+
+PRESSES_CTRL_C = """
+import os, signal, typer
+from llmfoundry_lite.cli import main
+program = typer.Typer()
+@program.command()
+def wait():
+    print("waiting", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+main.run_program(program, "wait")
+"""
+
+
+def test_ctrl_c_ends_a_command_and_the_loop_of_the_shell_around_it(tmp_path):
+    """A shell goes on with a loop whose command exits with 130, and ends it when the signal has ended the command."""
+    command = [sys.executable, "-c", PRESSES_CTRL_C]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGINT, "waiting\n")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("stdin", ["", "\n\n"])
+def test_generating_without_a_prompt_is_said(stdin, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    with pytest.raises(UserError, match="standard input: no prompt there; give --prompt TEXT"):
+        next(read_prompts())
+
+
+def test_a_closed_standard_input_has_no_prompt(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="standard input: no prompt there"):
+        next(read_prompts())
+
+
+def test_an_empty_line_of_a_file_of_prompts_is_not_its_end(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert [*read_prompts()] == ["one", "two"]
+
+
+def test_options_for_files_know_the_home_folder(tmp_path, monkeypatch):
+    """A shell leaves `~` alone in `--out=~/folder`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_home(Path("~/logs")) == tmp_path / "logs"
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    monkeypatch.setattr("llmfoundry_lite.report.report.report", lambda runs, out, **_: folders.append(out))
+    assert main.run(["report", "--out=~/written", "runs/a"]) == 0
+    assert folders == [tmp_path / "written"]

@@ -11,8 +11,10 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
+from llmfoundry_ops import watch as watching
+from llmfoundry_ops.runs import list_runs
 from llmfoundry_ops.tests.buckets import end_last_writer, save_with_log
-from llmfoundry_ops.watch import watch
+from llmfoundry_ops.watch import line_of, watch
 from tests.checkpoint.saves import save as save_checkpoint
 
 LINE = {
@@ -150,6 +152,26 @@ def test_a_run_that_left_no_status_does_not_count_as_done(run, capsys):
     append(run, 3)
     assert main.run(["watch", str(run)]) == 1
     assert "unknown at batch 3" in capsys.readouterr().out
+
+
+def test_a_watch_that_ctrl_c_ends_does_not_count_as_a_run_that_is_done(run, monkeypatch):
+    def press(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching, "watch", press)
+    assert main.run(["watch", str(run)]) == 130
+
+
+def test_a_bucket_whose_newest_save_is_damaged_is_told_by_the_one_before():
+    url = "memory://watch/damaged/tiny"
+    lease = save_with_log(url, 2)
+    save_with_log(url, 3, lease)
+    newest = CheckpointStore(url).root.child("ba3")
+    manifest = newest.read("manifest.json", 1 << 20)
+    newest.put("manifest.json", manifest[: len(manifest) // 2])
+    (found,) = list_runs("memory://watch/damaged")
+    assert (found.batch, found.last_checkpoint()) == (2, "ba2")
+    assert "saved ba2 · memory://watch/damaged/tiny/ba3/manifest.json: the checksum does not match" in line_of(found)
 
 
 def test_a_bucket_is_watched_by_its_checkpoints_until_the_run_is_done():
