@@ -20,6 +20,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
+from llmfoundry_lite.config.replayed import PLAIN_COMPILE_KEYS
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.written import FromEnvironment, choose_readings
@@ -180,7 +181,10 @@ def _read_overlay(name: str) -> Layer:
     if name == "auto":
         values, note = choose_overlay()
         if isinstance(values, Path):
-            return read_file(str(values))._replace(note=note)
+            layer = read_file(str(values))._replace(note=note)
+            if shipped_folder("yamls").resolve() not in values.parents:
+                _refuse_trusted_keys(layer)
+            return layer
         return Layer(AUTO, {"overlay": "hardware", **values}, note)
     layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
@@ -189,6 +193,23 @@ def _read_overlay(name: str) -> Layer:
             f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or {ours}"
         )
     return layer
+
+
+def _refuse_trusted_keys(layer: Layer) -> None:
+    """Raise ConfigError for an overlay that nobody has named, in a working directory that may be somebody else's, if it
+    has keys that start programs, name folders to write into, or connect to other machines."""
+    path = Path(layer.source)
+    for key in leaf_keys(layer.values):
+        block, _, name = key.partition(".")
+        may_start_programs = block == "environment" or (
+            block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
+        )
+        names_places = block == "islands" or ".dataset." in key
+        if may_start_programs or names_places:
+            raise ConfigError(
+                f"{AUTO}: {path} sets {key}, which {AUTO} does not take from the working directory, because nobody has "
+                f"named that file; if you trust it, give hardware=yamls/hardware/{path.name}"
+            )
 
 
 def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry_lite.config import layers
 from llmfoundry_lite.config.auto_hardware import choose_overlay, find_devices
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
@@ -81,6 +82,37 @@ def test_an_overlay_is_named_by_cards_of_which_two_devices_are_one(tmp_path, mon
     for devices, cards in ((2, 1), (4, 2), (8, 4)):
         values, _ = choose_overlay(amd(tmp_path / str(devices), *[(0x740C, 104)] * devices), {})
         assert values == own / f"mi250-{cards}.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("environment: {CXX: ./theirs}", "environment.CXX"),
+        ("compile_config: {mode: default, options: {cpp.cxx: ./theirs}}", "compile_config.options.cpp.cxx"),
+        ("train_loader: {dataset: {local: /elsewhere}}", "train_loader.dataset.local"),
+        ("eval_loader: {dataset: {remote: 'http://theirs'}}", "eval_loader.dataset.remote"),
+        ("islands: {coordinator: theirs:7070}", "islands.coordinator"),
+    ],
+)
+def test_an_overlay_that_nobody_named_runs_nothing_and_names_no_place(tmp_path, monkeypatch, text, key):
+    """The working directory may be somebody else's, and `auto` looks there by itself."""
+    own = tmp_path / "yamls/hardware"
+    own.mkdir(parents=True)
+    overlay = own / "h200-8.yaml"
+    overlay.write_text(f"overlay: hardware\nprecision: amp_bf16\n{text}\n")
+    monkeypatch.chdir(tmp_path)
+    chosen = choose_overlay(nvidia(tmp_path / "root", *[H200] * 8), {})
+    monkeypatch.setattr(layers, "choose_overlay", lambda: chosen)
+    run = str(ROOT / "yamls/pretrain/mpt-125m.yaml")
+    expected = f"hardware=auto: {overlay} sets {key}, .*; if you trust it, give hardware=yamls/hardware/h200-8.yaml"
+    for words in (["hardware=auto"], ["yamls/hardware/auto"]):
+        with pytest.raises(ConfigError, match=expected):
+            layers.read_layers([run, *words])
+
+    named = layers.read_layers([run, "hardware=yamls/hardware/h200-8.yaml"])
+    assert named[-1].values["precision"] == "amp_bf16"
+    overlay.write_text("overlay: hardware\nprecision: amp_bf16\ncompile_config: {mode: default}\n")
+    assert layers.read_layers([run, "hardware=auto"])[-1].values["precision"] == "amp_bf16"
 
 
 def test_every_amd_row_is_found_by_one_number_and_its_compute_units(tmp_path):
