@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,17 +29,38 @@ LEFT_OUT = ("mcli", "paramiko", "torchvision", "transformers")
 def import_lean(*names: str) -> None:
     """Import these packages, with stand-ins for those of `LEFT_OUT` that nobody has imported yet."""
     if FULL_IMPORTS in os.environ:
+        with without_matplotlibrc_of_working_directory(), suppress(ModuleNotFoundError):
+            importlib.import_module("matplotlib")
         return
+
     finder = _Finder(tuple(name for name in LEFT_OUT if name not in sys.modules))
     sys.meta_path.insert(0, finder)
     try:
-        with no_collection():
+        with no_collection(), without_matplotlibrc_of_working_directory():
             for name in names:
                 importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
             del sys.modules[name]
+
+
+@contextmanager
+def without_matplotlibrc_of_working_directory() -> Iterator[None]:
+    """Let that file count as missing while matplotlib is imported, which Composer imports through torchmetrics.
+
+    The folder may be somebody else's, and the file a pipe, which would never end.
+    """
+    exists = os.path.exists
+
+    def exists_elsewhere(path: int | str | bytes | os.PathLike) -> bool:
+        return path != "matplotlibrc" and exists(path)
+
+    os.path.exists = exists_elsewhere
+    try:
+        yield
+    finally:
+        os.path.exists = exists
 
 
 @contextmanager

@@ -5,30 +5,13 @@ its settings can start TeX or make a figure of gigabytes. So that file is not re
 effect while a figure is drawn.
 """
 
-# ruff: noqa: E402
-
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from llmfoundry_lite.ranks.lean_imports import without_matplotlibrc_of_working_directory
 
-@contextmanager
-def _without_file_of_working_directory() -> Iterator[None]:
-    """Let `matplotlibrc` in the working directory count as missing. It may be a pipe, which would never end."""
-    exists = os.path.exists
-
-    def exists_elsewhere(path: int | str | bytes | os.PathLike) -> bool:
-        return path != "matplotlibrc" and exists(path)
-
-    os.path.exists = exists_elsewhere
-    try:
-        yield
-    finally:
-        os.path.exists = exists
-
-
-with _without_file_of_working_directory():
+with without_matplotlibrc_of_working_directory():
     import matplotlib
 
 matplotlib.use("Agg")  # pyplot without a screen

@@ -1,6 +1,7 @@
 """Stand-ins for what Composer imports and nobody uses."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -82,3 +83,13 @@ print(json.dumps([missing, torchvision.models.resnet18.__name__, Metric.__module
 """
     output = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert json.loads(output.stdout) == [[], "resnet18", "torchmetrics.metric"], output.stderr
+
+
+@pytest.mark.parametrize("variables", [{}, {FULL_IMPORTS: "1"}], ids=["lean", "full"])
+def test_no_settings_of_figures_in_the_working_directory_are_opened(tmp_path, variables):
+    """Here they are a pipe, at which matplotlib would wait for ever. Composer imports it, through torchmetrics."""
+    os.mkfifo(tmp_path / "matplotlibrc")
+    program = "from llmfoundry_lite.ranks.lean_imports import import_lean; import_lean('matplotlib'); import matplotlib"
+    environment = {name: value for name, value in os.environ.items() if name != FULL_IMPORTS}
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
+    subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, check=True, timeout=60)
