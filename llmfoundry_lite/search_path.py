@@ -1,24 +1,36 @@
 """Where modules come from: never from the working directory, unless a `python:` name of the user's own is found there.
 
 The working directory may be a folder that somebody else made. Python looks there first for `python -m` and `python -c`,
-also in processes that multiprocessing and launchers start, and for an empty entry of PYTHONPATH.
+also in processes that multiprocessing and launchers start, and for an empty entry of PYTHONPATH. The dynamic linker
+looks there for what NVIDIA's libraries load.
 """
 
+import itertools
 import os
 import sys
-from pathlib import Path
 
-HOME = str(Path(__file__).resolve().parents[1])
+# Nothing else is imported before the working directory is off the path: `os` and `sys` are loaded when Python starts,
+# and itertools is a part of it.
+
+HOME = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 """Folder that holds this package: a clone, or site-packages."""
 SAFE_PATH = "PYTHONSAFEPATH"
 SET_BY_US = "llmfoundry_lite"
 """Our value of PYTHONSAFEPATH, for which Python accepts any text. It tells our setting from the user's own."""
+LIBRARIES = ("libcask_profile_interface.so", "libcuda.so.1", "libnvrtc.so.12", "libnvrtc.so.13")
+"""Libraries that NVIDIA's `libcusparseLt.so.0` (0.8.1, which comes with torch 2.13) loads at its own start or later.
+Its RUNPATH is `$ORIGIN:`, whose empty entry is the working directory, so `import torch` runs a `libcuda.so.1` there."""
+LIBRARY_FOLDERS = ("tls", "haswell", "xeon_phi", "avx512_1", "x86_64", "aarch64", "x86_64", "aarch64")
+"""Folders for kinds of processors, any of which the dynamic linker of glibc 2.36 or older joins, in this order."""
+CAPABILITIES = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
+"""Folders of `glibc-hwcaps` where newer ones look."""
 
 
 def leave_out_working_directory() -> None:
     """Remove the working directory from the search path of this process, and of Python processes that it starts.
 
-    It stays if PYTHONPATH names it, or if this package lies there.
+    It stays if PYTHONPATH names it, or if this package lies there. Ends the process with a line where a library lies
+    there that torch would load.
     """
     try:
         here = os.getcwd()
@@ -41,6 +53,39 @@ def leave_out_working_directory() -> None:
     else:
         os.environ.pop("PYTHONPATH", None)
     os.environ.setdefault(SAFE_PATH, SET_BY_US)
+    refuse_libraries_here()
+
+
+def refuse_libraries_here() -> None:
+    """End this process with a line if torch would load a library from the working directory."""
+    library = find_library_here()
+    if library is None:
+        return
+
+    from llmfoundry_lite.errors import EXIT_USER
+
+    print(
+        f"error: {library} lies in the working directory: torch would load it, and run its code; remove it, or work in "
+        "another folder",
+        file=sys.stderr,
+    )
+    sys.exit(EXIT_USER)
+
+
+def find_library_here() -> str | None:
+    """Return a library of the working directory that `import torch` may load from there; None if there is none."""
+    folders: list[tuple[str, ...]] = [("glibc-hwcaps", name) for name in CAPABILITIES]
+    for num_names in range(len(LIBRARY_FOLDERS) + 1):
+        folders += itertools.combinations(LIBRARY_FOLDERS, num_names)
+
+    for names in folders:
+        if names and not os.path.isdir(names[0]):
+            continue
+        for library in LIBRARIES:
+            path = os.path.join(*names, library)
+            if os.path.exists(path):
+                return path
+    return None
 
 
 def environment_of_user() -> dict[str, str]:

@@ -71,6 +71,20 @@ def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(planted):
     assert "mpt-125m" in call(planted, PROGRAMS / "llmfoundry-lite", "list", PYTHONPATH=f":{PATHS}:")
 
 
+@pytest.mark.parametrize(
+    "library", ["libcuda.so.1", "libnvrtc.so.13", "tls/x86_64/libcuda.so.1", "glibc-hwcaps/x86-64-v3/libcuda.so.1"]
+)
+def test_a_library_that_torch_would_load_from_the_working_directory_is_refused(planted, library):
+    """libcusparseLt looks for it there, when torch is imported."""
+    folder, _ = planted
+    (folder / library).parent.mkdir(parents=True, exist_ok=True)
+    (folder / library).write_bytes(b"")
+    for command in ([PROGRAMS / "llmfoundry-lite", "list"], [sys.executable, ROOT / "scripts/train.py"]):
+        said = call(planted, *command, code=2)
+        assert said.startswith(f"error: {library} lies in the working directory: torch would load it") and "\n" in said
+        assert said.count("\n") == 1
+
+
 def test_workers_that_prepare_data_import_nothing_from_the_working_directory(planted):
     folder, _ = planted
     for number in range(2):
