@@ -67,12 +67,15 @@ def check_is_path(path: Path | str) -> None:
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
     """Raise ConfigError if one of the files exists and `record`, the JSON file, is no earlier result of a command.
 
-    Links are refused too, because the folder may be another user's, and a link may lead anywhere.
+    The folder may be another user's, so a link is refused too, which may lead anywhere, and a pipe, which would be
+    waited for.
     """
     check_is_path(record)
     there = [path for path in (record, *others) if os.path.lexists(path)]
     if link := next((path for path in there if path.is_symlink()), None):
         raise ConfigError(f"{link}: a link, which would be written through; name another folder, or remove it")
+    if other := next((path for path in there if not path.is_file()), None):
+        raise ConfigError(f"{other}: exists and is no regular file; name another folder, or remove it")
     if there and not _is_record(record):
         raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
 
