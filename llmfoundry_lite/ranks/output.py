@@ -77,6 +77,15 @@ class StandardStream(io.FileIO):
             raise BlockingIOError(errno.EAGAIN, "its reader does not read")
 
 
+class UnbufferedWriter(io.BufferedWriter):
+    """A buffer that keeps nothing back, for `python -u` and PYTHONUNBUFFERED."""
+
+    def write(self, buffer, /) -> int:  # type: ignore[override]
+        num_bytes = super().write(buffer)
+        self.flush()
+        return num_bytes
+
+
 def prepare_output() -> StandardStream | None:
     """Let standard output and error of this process take every character from now on, and standard error drop what it
     cannot write. Every program of ours calls this first. Streams that were replaced, as in tests, are left alone.
@@ -123,7 +132,9 @@ def _replacing_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
         if options["errors"] not in REPLACING:
             options["errors"] = "replace"
     file = StandardStream(descriptor, was_closed=stream is None)
-    return io.TextIOWrapper(io.BufferedWriter(file), **options)
+    # Text that is written through would otherwise stay in the buffer, and a process that is killed would lose it.
+    buffer = UnbufferedWriter(file) if options.get("write_through") else io.BufferedWriter(file)
+    return io.TextIOWrapper(buffer, **options)
 
 
 def _file_of(stream: Any) -> StandardStream | None:

@@ -59,6 +59,23 @@ def test_characters_that_a_console_cannot_print_are_replaced(encoding):
     assert result.stdout.decode(encoding).startswith(f"a batch {point} has ended ? 1\n")
 
 
+@pytest.mark.parametrize("prepare", ["prepare_output", "ignore_output_errors"])
+@pytest.mark.parametrize(("unbuffered", "printed"), [("1", "a line of a callback\n"), ("", "")])
+def test_text_is_written_at_once_where_python_is_told_so(unbuffered, printed, prepare):
+    """A process that is killed has no time to write what it has kept back. Standard error is never kept back."""
+    program = f"""
+import os, sys
+from llmfoundry_lite.ranks import output
+output.{prepare}()
+print("a line of a callback")
+sys.stderr.write("a warning\\n")
+os._exit(0)
+"""
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == (printed, "a warning\n")
+
+
 def test_a_pipe_that_is_full_holds_no_rank_up():
     """As `| less` does, which reads no more than it shows."""
     program = "import llmfoundry_lite.ranks.output as output; output.STALL_SECONDS = 0.01\n"
