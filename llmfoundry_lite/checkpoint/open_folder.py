@@ -70,9 +70,27 @@ def _options_of(protocol: str) -> dict[str, Any]:
     """Return options of the client. Unless the user has set a number of attempts, botocore makes few, because s3fs and
     `retry_transient_errors` repeat them: by default all three together make 100, and take minutes to report a bucket
     that is down."""
-    if protocol not in ("s3", "s3a") or "AWS_MAX_ATTEMPTS" in os.environ:
+    if protocol not in ("s3", "s3a") or _user_sets_attempts():
         return {}
-    return {"config_kwargs": {"retries": {"total_max_attempts": BOTOCORE_ATTEMPTS, "mode": "standard"}}}
+    from fsspec.config import conf
+
+    # What is given here replaces the option of the user's fsspec configuration, such as path-style addresses.
+    given: dict[str, Any] = {}
+    for name in ("s3", "s3a"):
+        given |= conf.get(name, {}).get("config_kwargs") or {}
+    if "retries" in given:
+        return {}
+    return {"config_kwargs": {**given, "retries": {"total_max_attempts": BOTOCORE_ATTEMPTS, "mode": "standard"}}}
+
+
+def _user_sets_attempts() -> bool:
+    """Return whether a variable or the user's AWS configuration file has a number of attempts."""
+    try:
+        from botocore.session import get_session
+
+        return get_session().get_config_variable("max_attempts") is not None
+    except Exception:  # botocore is not installed, or cannot read that file: the client says so when it is opened
+        return "AWS_MAX_ATTEMPTS" in os.environ
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:

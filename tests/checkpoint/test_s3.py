@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from fsspec.asyn import sync_wrapper
+from fsspec.config import conf
 
 from llmfoundry_lite import retry
 from llmfoundry_lite.checkpoint import commit, remote_folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -278,6 +280,37 @@ def test_dropped_connections_are_retried_or_reported_but_never_damage(connect, s
     assert {f"ba{batch}" for batch in published} <= set(names(CheckpointStore(url)))
     proxy.shutdown()
     proxy.server_close()
+
+
+STYLE = {"s3": {"addressing_style": "path"}, "signature_version": "s3v4"}
+FEW = {"total_max_attempts": 2, "mode": "standard"}
+
+
+@pytest.mark.parametrize(
+    ("configured", "used"),
+    [
+        ({}, {"retries": FEW}),
+        (STYLE, {**STYLE, "retries": FEW}),
+        ({"retries": {"max_attempts": 7}}, {"retries": {"max_attempts": 7}}),
+    ],
+)
+def test_the_users_options_of_the_client_stay(configured, used, monkeypatch):
+    """As a store that knows no other than path-style addresses needs them."""
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS", raising=False)
+    monkeypatch.setitem(conf, "s3", {"config_kwargs": configured})
+    s3fs.S3FileSystem.clear_instance_cache()
+    folder = open_folder("s3://bucket/run")
+    assert folder.filesystem.config_kwargs == used
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_number_of_attempts_in_the_aws_configuration_counts(tmp_path, monkeypatch):
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS", raising=False)
+    (tmp_path / "config").write_text("[default]\nmax_attempts = 9\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert "retries" not in open_folder("s3://bucket/run").filesystem.config_kwargs
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
