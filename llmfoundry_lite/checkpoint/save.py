@@ -127,8 +127,9 @@ class Saver:
         self.lease: Lease | None = None
         """None on all ranks but 0."""
         self.has_lease = False
-        self._renewals: Renewals | None = None
         """Whether rank 0 has one; the same on all ranks."""
+        self._renewals: Renewals | None = None
+        """On rank 0, once it has the lease."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
         """On rank 0: the last save's log; at first that of the checkpoint in this store that the run carries on

@@ -1,6 +1,7 @@
 """metrics.jsonl as rank 0 appends to it. It notices when somebody removes, replaces or cuts off the file in mid-run."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,10 +14,7 @@ class LogFile:
     def __init__(self, path: Path):
         self.path = path
         self.has_lost_folder = False
-        self._open()
-
-    def _open(self) -> None:
-        self.file: BinaryIO = self.path.open("a+b")
+        self.file: BinaryIO = path.open("a+b")
         self.num_bytes = os.fstat(self.file.fileno()).st_size
         """Size of the file after our last line."""
 
@@ -61,15 +59,33 @@ class LogFile:
         except OSError:  # a server does not keep a file that another machine has removed
             ours = []
             outcome = "its records are lost"
-        self.file.close()
 
-        self._open()
-        self.file.seek(0)
-        missing = missing_lines(self.file.read().splitlines(keepends=True), ours)
-        self.file.writelines(missing)
-        self.file.flush()
+        removed = self.file
+        self.file, missing = self._open_with(ours)
+        with suppress(OSError):
+            removed.close()
         self.num_bytes = os.fstat(self.file.fileno()).st_size
         self.has_lost_folder = False
         if what == "replaced" and not missing:  # by a copy; or the file system gives a file another number in time
             return ""
         return f"{self.path} was {what} while the run trained; {outcome}"
+
+    def _open_with(self, ours: list[bytes]) -> tuple[BinaryIO, list[bytes]]:
+        """Open the file of this name, and append those of our lines that it lacks. Returns it, and these.
+
+        If that fails, the file is left as it was, and ours stays open: the next attempt can read all lines again.
+        """
+        file = self.path.open("a+b")
+        size = os.fstat(file.fileno()).st_size
+        try:
+            file.seek(0)
+            missing = missing_lines(file.read().splitlines(keepends=True), ours)
+            file.writelines(missing)
+            file.flush()
+        except OSError:
+            with suppress(OSError):
+                file.close()
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            raise
+        return file, missing

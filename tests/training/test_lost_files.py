@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -181,3 +182,34 @@ def test_a_log_is_cut_off_once_for_each_time_that_it_is(log):
     assert (log.mend(), log.mend()) == (said, "")
     write(log, 3)
     assert batches_in(log.path) == [1, 3] and log.mend() == ""
+
+
+def test_a_log_that_cannot_be_opened_again_keeps_its_records_until_it_can(log):
+    """Somebody has put a folder in its place: the next attempt, such as that of a last save, meets no closed file."""
+    log.append('{"batch": 1}')
+    log.path.unlink()
+    log.path.mkdir()
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            log.mend()
+
+    log.path.rmdir()
+    log.mend()
+    log.append('{"batch": 2}')
+    assert [json.loads(line)["batch"] for line in log.path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_log_that_finds_no_room_to_be_written_again_keeps_its_records(log):
+    for batch in range(1, 200):
+        log.append(json.dumps({"batch": batch}))
+    log.path.unlink()
+    size_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, size_limit[1]))
+        with pytest.raises(OSError, match="File too large"):
+            log.mend()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size_limit)
+
+    log.mend()
+    assert [json.loads(line)["batch"] for line in log.path.read_text().splitlines()] == [*range(1, 200)]
