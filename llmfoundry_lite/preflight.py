@@ -18,6 +18,7 @@ from typing import Any
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import parse_json, read_json
+from llmfoundry_lite.checkpoint.manifest import HIDDEN
 from llmfoundry_lite.checkpoint.start import Start, choose_start, has_reached
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_batch
@@ -32,7 +33,13 @@ from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unus
 from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
-from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, is_local_or_cached, load_tokenizer
+from llmfoundry_lite.data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    find_fingerprints,
+    is_local_or_cached,
+    load_tokenizer,
+)
 from llmfoundry_lite.errors import (
     SECOND_STEP,
     CheckpointError,
@@ -177,6 +184,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
     has_tokenizer = is_local_or_cached(config.tokenizer.name)
     if tasks and must_exist and not has_tokenizer:
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
+    tokenizer: Tokenizer | None = None
     for task in tasks:
         is_local = not task.dataset_uri.startswith("hf://")
         if not is_local:
@@ -191,10 +199,11 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
             found.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
         elif config.eval_interval != 0:
-            _check_task(task, config)
+            tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)  # once: a large one takes a second
+            _check_task(task, config, tokenizer)
 
 
-def _check_task(task: TaskConfig, config: TrainConfig) -> None:
+def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> None:
     index = Path(task.dataset_uri, "index.json")
     if task.icl_task_type == "perplexity" and index.is_file():
         _check_split(task, index)
@@ -202,7 +211,7 @@ def _check_task(task: TaskConfig, config: TrainConfig) -> None:
     try:
         check_task(
             task,
-            load_tokenizer(config.tokenizer.name),
+            tokenizer,
             tokenization=SEPARATE,
             max_seq_len=config.model.max_seq_len,
             limit=config.icl_limit,
@@ -581,10 +590,11 @@ def _describe_variable(name: str, value: str) -> str:
     if isinstance(value, FromEnvironment):
         return f"{name}={value.written}"
     found = os.environ.get(name, value)
+    if is_secret_name(name):
+        return f"{name}={HIDDEN}" + ("" if found == value else ", as the shell has it")
     if found == value:
         return f"{name}={value}"
-    shown = "***" if is_secret_name(name) else found
-    return f"{name}={shown}, as the shell has it, not {value}"
+    return f"{name}={found}, as the shell has it, not {value}"
 
 
 def _describe_duration(config: TrainConfig, found: Preflight) -> str:

@@ -23,6 +23,8 @@ FORMAT = "llmfoundry_lite checkpoint"
 VERSION = 2
 """The major version of the format that this release writes."""
 MANIFEST = "manifest.json"
+HIDDEN = "***"
+"""Text in the place of a secret."""
 DCP_STATE = "torch.distributed.checkpoint"
 """Key of `scalars` in checkpoints that DCP has saved: the `values` that are no tensors, and the `paths` in the nested
 state dict, by name."""
@@ -386,7 +388,7 @@ def decode_segment(item: Item) -> Segment:
 
 
 def _hide_secret(name: str, value: str) -> str:
-    return value if not is_secret_name(name) or value.startswith("${oc.") else "***"
+    return value if not is_secret_name(name) or value.startswith("${oc.") else HIDDEN
 
 
 def _refuse_newer(raw: bytes, where: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from composer.core import Callback, State, Timestamp
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.manifest import Segment
+from llmfoundry_lite.checkpoint.manifest import HIDDEN, Segment
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.written import FromEnvironment
@@ -156,11 +156,11 @@ def recorded_variable(name: str, value: str) -> str:
     """Return the value of a configured environment variable as checkpoints record it.
 
     That is the process's own, which the shell may have set otherwise. But a reference stays a reference, and of a
-    variable that holds a secret by its name, the shell's value is not recorded.
+    variable that holds a secret by its name, no value is recorded.
     """
     if isinstance(value, FromEnvironment):
         return value.written
-    return value if is_secret_name(name) else os.environ.get(name, value)
+    return HIDDEN if is_secret_name(name) else os.environ.get(name, value)
 
 
 def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[Segment, ...]:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from llmfoundry_lite import preflight
+from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import list_missing
 from llmfoundry_lite.config.load_train import load_train_config
@@ -35,18 +36,29 @@ def test_a_segment_has_no_value_that_came_from_a_variable(tmp_path, data, monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     for name, value in {**SECRETS, "HF_TOKEN": "hunter2shell", "NCCL_ALGO": "Tree"}.items():
         monkeypatch.setenv(name, value)
-    given = {"KEY": "${oc.env:FROM_ENV}", "HF_TOKEN": "none", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
+    given = {"KEY": "${oc.env:FROM_ENV}", "HF_TOKEN": "hunter2yaml", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment=given))
     config = load_train_config([path]).config
     assert config.environment["KEY"] == "hunter2env"
     monkeypatch.setenv("KEY", "hunter2env")  # as a launch sets it
     here = build_segment(config, SimpleNamespace(attn_impl="torch"), 1, 2)
-    assert here.environment == {**given, "NCCL_ALGO": "Tree"}, "as the shell has it, but for secrets"
+    assert here.environment == {**given, "NCCL_ALGO": "Tree", "HF_TOKEN": "***"}, "as the shell has it, but for secrets"
 
     before = replace(here, environment={"KEY": "hunter2old", "NCCL_ALGO": "Ring"})
     assert with_references([before], config)[0].environment == {"KEY": "${oc.env:FROM_ENV}", "NCCL_ALGO": "Ring"}
     assert not any("hunter2" in text for text in find_differences(before, here))
     assert "NCCL_ALGO Ring -> Tree" in find_differences(before, here)
+
+
+def test_carrying_on_names_no_secret_that_the_yaml_has(tmp_path, data, monkeypatch):
+    """The line `carrying on from ... (...)` lists what has changed; a save has nothing to compare a secret with."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment={"HF_TOKEN": "hunter2yaml"}))
+    here = build_segment(load_train_config([path]).config, SimpleNamespace(attn_impl="torch"), 1, 2)
+    for name, recorded in {"now": here.environment, "before": {"HF_TOKEN": "hunter2yaml"}}.items():
+        write_run(tmp_path / name, tiny_config(data), (6,), segments=(replace(HERE, environment=recorded),))
+        last = open_checkpoint(str(tmp_path / name / "checkpoints/ba6")).manifest.segments[-1]
+        assert not [text for text in find_differences(last, here) if "HF_TOKEN" in text]
 
 
 def test_a_report_on_a_save_of_an_earlier_release_hides_secrets_by_their_names(tmp_path, data, capsys):
@@ -59,12 +71,15 @@ def test_a_report_on_a_save_of_an_earlier_release_hides_secrets_by_their_names(t
     assert "WANDB_API_KEY=***" in told and "NCCL_ALGO=Ring" in told and "KEY=${oc.env:X}" in told
 
 
-def test_a_dry_run_does_not_print_a_secret_that_the_shell_has(tmp_path, data, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hunter2shell")
-    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment={"HF_TOKEN": "none"}))
+@pytest.mark.parametrize("shell", ["hunter2shell", None])
+def test_a_dry_run_does_not_print_a_secret_that_the_shell_or_the_yaml_has(tmp_path, data, monkeypatch, shell):
+    if shell is not None:
+        monkeypatch.setenv("HF_TOKEN", shell)
+    path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment={"HF_TOKEN": "hunter2yaml"}))
     invocation, layout, found = check([path, "--dry-run"])
     told = preflight.describe(invocation.config, layout, found)
-    assert "HF_TOKEN=***, as the shell has it, not none" in told and "hunter2" not in told
+    assert "HF_TOKEN=***" in told and "hunter2" not in told
+    assert ("HF_TOKEN=***, as the shell has it" in told) == (shell is not None)
 
 
 @pytest.mark.slow
