@@ -253,26 +253,37 @@ from pathlib import Path
 folder = Path("runs/tiny")
 folder.mkdir(parents=True, exist_ok=True)
 path = folder / "status.json"
-path.write_text(json.dumps({"status": sys.argv[-2].removeprefix("metadata.s="), "batch": 4, "reason": "SIGUSR1"}))
+status, *try_again = sys.argv[-2].removeprefix("metadata.s=").split("-")
+path.write_text(json.dumps({"status": status, "batch": 4, "reason": "SIGUSR1", "try_again": bool(try_again)}))
 age = float(sys.argv[-1].removeprefix("metadata.age="))
 os.utime(path, (time.time() - age,) * 2)
+if try_again:
+    sys.exit(1)
 os.abort()
 """
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    ("status", "age_seconds", "is_requeued"), [("preempted", 0, True), ("failed", 0, False), ("preempted", 900, False)]
+    ("status", "age_seconds", "is_requeued"),
+    [
+        ("preempted", 0, True),
+        ("failed", 0, False),
+        ("preempted", 900, False),
+        ("failed-by_a_fault", 0, True),
+        ("failed-by_a_fault", 900, False),
+    ],
 )
-def test_a_job_whose_ranks_abort_is_requeued_if_it_says_that_it_was_preempted(
+def test_a_job_whose_ranks_abort_or_meet_a_fault_is_requeued_if_status_json_says_so(
     tmp_path, status, age_seconds, is_requeued
 ):
-    """NCCL's watchdog aborts a rank whose peer has left; the launcher's exit code is then 134."""
+    """NCCL's watchdog aborts a rank whose peer has left; the launcher's exit code is then 134. After a fault that may
+    pass, with batches that no save holds, it is 1."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/slurm").symlink_to(ROOT / "scripts/slurm")
     (tmp_path / "scripts/train.py").write_text(ABORTED)
     config = write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))
     arguments = [config, f"metadata.s={status}", f"metadata.age={age_seconds}"]
     with Job(BATCH_SCRIPTS[0], tmp_path, *arguments) as job:
-        assert job.wait() == 134, job.output.read_text()
+        assert job.wait() == (1 if "-" in status else 134), job.output.read_text()
         assert job.requeued() == ([f"requeue {job.id}"] if is_requeued else []), job.output.read_text()

@@ -127,15 +127,28 @@ def test_a_composer_that_does_not_listen_yet_is_ended_and_that_is_75_too(node, t
     assert node().wait(30) == 75
 
 
-@pytest.mark.parametrize(("code", "status", "expected"), [(2, None, 2), (1, None, 1), (134, "preempted", 75)])
-def test_codes_that_are_not_75_stay_unless_the_run_says_that_it_was_preempted(node, tmp_path, code, status, expected):
+FAULT = {"status": "failed", "last_saved": "ba3", "failed_saves": 2}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        (2, None, 2),
+        (1, None, 1),
+        (134, {"status": "preempted"}, 75),
+        (1, {**FAULT, "try_again": True}, 75),
+        (1, FAULT, 1),
+        (2, {**FAULT, "try_again": True}, 2),
+    ],
+)
+def test_codes_that_are_not_75_stay_unless_the_run_says_that_it_is_to_go_on(node, tmp_path, code, status, expected):
     from tests.helpers.tiny import tiny_config, write_config
 
     write_config(tmp_path / "run.yaml", tiny_config(tmp_path / "data"))
     if status:
         (tmp_path / "runs/tiny").mkdir(parents=True)
         path = tmp_path / "runs/tiny/status.json"
-        path.write_text(json.dumps({"status": status, "batch": 3, "reason": "SIGTERM"}))
+        path.write_text(json.dumps({**status, "batch": 3, "reason": "SIGTERM"}))
         later = time.time() + 3600
         os.utime(path, (later, later))
     assert node(code=code, OPTIONS="").wait(60) == expected

@@ -27,6 +27,10 @@ MAX_BATCH = 1 << 53
 SAVES_STAND = "the newest save stands, if there is one"
 SAVES = ("last_saved", "failed_saves", "save_error")
 """Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
+TRY_AGAIN = "try_again"
+"""Key of status.json, true where a `failed` launch met a fault that may pass, had saved something before, and has
+trained batches that no save holds. A batch script launches again then. A launch that saved nothing would only repeat
+itself."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot. The line

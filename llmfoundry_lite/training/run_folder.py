@@ -27,7 +27,7 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_urls, printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, write_ended_early, write_status
+from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
@@ -51,6 +51,8 @@ class RunFolder(LoggerDestination):
         """The reason why the launch is asked to leave."""
         self.saves: dict[str, Any] = {}
         """What status.json says of saves, once the run has been restored."""
+        self.has_saved = False
+        """This launch has published a save, so that another one would not begin where this one did."""
         self.is_running = False
         self.is_done = False
         self.launch = 0
@@ -187,6 +189,8 @@ class RunFolder(LoggerDestination):
 
     def note_saves(self, saves: dict[str, Any]) -> None:
         """Note at once which save is the last, or that saves fail."""
+        if self.saves and saves.get("last_saved") != self.saves.get("last_saved"):
+            self.has_saved = True
         self.saves = saves
         self._note()
 
@@ -206,12 +210,13 @@ class RunFolder(LoggerDestination):
                 write_status(self.folder, status, self.batch, **self.saves)
         self.is_done = True
 
-    def fail(self, status: str, reason: str) -> None:
-        """Write the reason to status.json. Ignores errors, which would hide the failure itself."""
+    def fail(self, status: str, reason: str, *, may_pass: bool = False) -> None:
+        """Write the reason to status.json, and whether it is a fault that may pass. Ignores errors, which would hide
+        the failure itself."""
         self._stop_noting()
         if self.is_main:
             with contextlib.suppress(OSError):
-                self._write_reason(status, reason)
+                self._write_reason(status, reason, may_pass=may_pass)
                 self.post_close()
 
     def leave(self, status: str, reason: str) -> None:
@@ -227,11 +232,15 @@ class RunFolder(LoggerDestination):
         if self._writing.acquire(timeout=1.0):
             self._writing.release()
 
-    def _write_reason(self, status: str, reason: str) -> None:
+    def _write_reason(self, status: str, reason: str, *, may_pass: bool = False) -> None:
         if self.trainer is None:
             write_ended_early(self.folder, status, reason)
         elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
-            write_status(self.folder, status, self.batch, reason, **self.saves)
+            more = dict(self.saves)
+            may_pass = may_pass or bool(self.saves.get("failed_saves"))
+            if status == "failed" and may_pass and self.has_saved:
+                more[TRY_AGAIN] = True
+            write_status(self.folder, status, self.batch, reason, **more)
 
 
 @contextlib.contextmanager

@@ -165,7 +165,8 @@ def report(
         run.fail("preempted", str(reported))
     else:
         may_come_back = exit_code_of(reported) in (EXIT_PREEMPTED, EXIT_RETRY)
-        run.fail("preempted" if may_come_back else "failed", cause_of(reported))
+        may_pass = isinstance(reported, UserError) and reported.is_transient
+        run.fail("preempted" if may_come_back else "failed", cause_of(reported), may_pass=may_pass)
     return reported
 
 

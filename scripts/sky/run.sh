@@ -37,8 +37,8 @@ while kill -0 "$launcher" 2> /dev/null; do # a signal ends `wait`, not the launc
 done
 
 # If a signal ended a rank, the launcher's code is not 75 (134: NCCL's watchdog aborts ranks whose peers have left). Then
-# status.json tells.
-if ((code > 128)) && python3 scripts/slurm/was_preempted.py "$started" "${arguments[@]}"; then
+# status.json tells. It also tells of 1 whether a fault that may pass ended a launch that had saved before.
+if ((code == 1 || code > 128)) && python3 scripts/slurm/was_preempted.py "$started" "${arguments[@]}"; then
     code=75
 fi
 ((asked && code == 143)) && code=75 # composer had not begun to listen

@@ -45,11 +45,12 @@ srun --kill-on-bad-exit=0 --wait=120 ${srun_options[@]+"${srun_options[@]}"} \
 code=$?
 
 # 75: preempted, run me again. If a signal ended a rank, the code is another (134: NCCL's watchdog aborts ranks whose peers
-# have left), and status.json tells. Any other code is the end; docs/moving-a-run.md says what each means.
+# have left), and status.json tells. It also tells of 1 whether a fault that may pass ended a launch that had saved before.
+# Any other code is the end; docs/moving-a-run.md says what each means.
 preempted=
 if [[ $code == 75 ]]; then
     preempted=yes
-elif ((code > 128)); then
+elif ((code == 1 || code > 128)); then
     srun --nodes=1 --ntasks=1 ${srun_options[@]+"${srun_options[@]}"} ${container[@]+"${container[@]}"} \
         python3 scripts/slurm/was_preempted.py "$started" "${options[@]}" "$@" && preempted=yes
 fi

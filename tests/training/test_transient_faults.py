@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint import local_folder
@@ -20,7 +21,9 @@ from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import Decision
+from scripts.slurm import was_preempted
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
 
@@ -279,13 +282,40 @@ def test_a_disk_that_is_full_for_a_while_costs_a_save_and_no_batch(tmp_path, dat
     assert len(values(read_metrics(tmp_path / "runs/tiny"), "loss/train/total")) == 6
 
 
+@pytest.mark.parametrize(
+    ("saves", "status", "may_pass", "tries_again"),
+    [
+        ([(None, 0), ("ba2", 0), ("ba2", 1)], "failed", False, True),  # saves fail, also where a thread ends it
+        ([(None, 0), ("ba2", 0)], "failed", True, True),  # another fault that may pass
+        ([(None, 0), ("ba2", 0)], "failed", False, False),  # a bug
+        ([("ba2", 0), ("ba2", 3)], "failed", True, False),  # an earlier launch has saved that: this one was in vain
+        ([(None, 0), ("ba2", 0), ("ba2", 1)], "preempted", True, False),
+    ],
+)
+def test_scripts_launch_again_after_a_fault_unless_the_launch_was_in_vain(
+    tmp_path, monkeypatch, saves, status, may_pass, tries_again
+):
+    """They read status.json, because the exit code is 1, as for a bug."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    folder = RunFolder(SimpleNamespace(run_folder=str(tmp_path / "run")))  # type: ignore[arg-type]
+    for last_saved, num_failed in saves:
+        folder.note_saves({"last_saved": last_saved, "failed_saves": num_failed, "save_error": None})
+    folder.trainer = SimpleNamespace(state=SimpleNamespace(timestamp=Timestamp(batch=9)))  # type: ignore[assignment]
+    folder.fail(status, "a reason", may_pass=may_pass)
+    written = json.loads((tmp_path / "run/status.json").read_text())
+    assert (written["status"], written.get("try_again", False)) == (status, tries_again)
+
+    monkeypatch.setattr(was_preempted, "load_train_config", lambda arguments: SimpleNamespace(config=folder.config))
+    assert was_preempted.is_to_go_on(0.0, []) == (status == "preempted" or tries_again)
+
+
 @pytest.mark.multiprocess
 def test_a_run_whose_saves_fail_for_too_long_says_so_and_leaves_as_failed(tmp_path, data):
     """A checkpoint stands, but it holds none of the last batches, so this is no preemption."""
     disk = {"rank": 0, "batches": list(range(4, 40, 2)), "times": 99}
     result, status = run_with(tmp_path, data, disk=disk, max_duration="40ba", max_unsaved="12ba")
     assert result.exit_codes == [1]
-    assert (status["status"], status["last_saved"]) == ("failed", "ba2")
+    assert (status["status"], status["last_saved"], status["try_again"]) == ("failed", "ba2", True)
     num_failed = status["failed_saves"]
     assert num_failed >= 2 and status["save_error"].endswith("not written: No space left on device")
     last = result.output.strip().splitlines()[-1]
