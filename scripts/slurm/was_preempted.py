@@ -4,7 +4,7 @@
 
 That is a run that was preempted. Batch scripts need this when a signal has ended a rank, because the launcher's exit
 code is then that signal's. It is also a run that failed by a fault that may pass, such as a bucket that was down for
-longer than `max_unsaved`, if that launch had saved something before: the exit code is 1 then, as for a bug.
+longer than `max_unsaved`, if that launch had saved something before.
 """
 
 import sys
