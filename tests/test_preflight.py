@@ -194,8 +194,8 @@ def test_a_dry_run_says_where_a_launch_would_begin(tmp_path, data, monkeypatch):
     ]
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "empty").mkdir()
-    for url in ("~/empty", f"file://{tmp_path}/empty"):
-        assert start(load_path=url).startswith(f"refused: load_path: {url} holds no intact checkpoint")
+    for given, meant in (("~/empty", f"{tmp_path}/empty"), (f"file://{tmp_path}/empty", f"file://{tmp_path}/empty")):
+        assert start(load_path=given).startswith(f"refused: load_path: {meant} holds no intact checkpoint")
     shutil.copytree(ROOT / "tests/checkpoint/fixtures/format-2/1-ranks", tmp_path / "runs/tiny/checkpoints")
     assert start().startswith("refused: runs/tiny/checkpoints already holds ba3 of this run; carry on with autoresume=")
     assert start(autoresume=True).startswith("refused: the checkpoint was not saved by a training run; load_weights_on")
