@@ -52,7 +52,8 @@ from llmfoundry_lite.errors import (
 )
 from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import knows_optimizer
-from llmfoundry_lite.evaluation.tasks import SEPARATE, check_task
+from llmfoundry_lite.evaluation.items import SEPARATE
+from llmfoundry_lite.evaluation.tasks import check_task
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.hardware import GIB, Device
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters

@@ -19,7 +19,7 @@ from llmfoundry_lite.data.recorded import state_of
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.tasks import read_rows
+from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
 from llmfoundry_lite.prepare.listing import list_files, read_object
 from llmfoundry_lite.prepare.summary import load_summary

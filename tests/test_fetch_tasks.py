@@ -7,7 +7,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_tasks
-from llmfoundry_lite.evaluation.tasks import COLUMNS, read_rows
+from llmfoundry_lite.evaluation.task_files import COLUMNS, read_rows
 from scripts.fetch_tasks import ORIGINS, convert_rows, program
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task as ask
-from llmfoundry_lite.evaluation.tasks import read_rows
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
 from scripts import make_tasks as own

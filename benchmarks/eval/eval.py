@@ -37,9 +37,12 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import Row
-from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.scoring import Inputs, Wanted
-from llmfoundry_lite.evaluation.tasks import choose_examples, prepare_task, read_rows, render_example
+from llmfoundry_lite.evaluation.prompts import choose_examples, render_example
+from llmfoundry_lite.evaluation.result_files import ResultFiles
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs
+from llmfoundry_lite.evaluation.task_files import read_rows
+from llmfoundry_lite.evaluation.tasks import prepare_task
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import multiply
@@ -325,7 +328,7 @@ def _forward_rate(model: Any) -> float:
     one = torch.zeros(1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         started, cpu_started = time.perf_counter(), time.process_time()
-        float(model.score(Inputs(tokens, None, None), Wanted(one, one, one, one)).log_probability_n[0])
+        float(model.score(Inputs(tokens, None, None), AnswerTokens(one, one, one, one)).log_probability_n[0])
         return tokens.numel() / _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
 
 

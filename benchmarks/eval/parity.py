@@ -27,8 +27,9 @@ from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
-from llmfoundry_lite.evaluation.results import ResultFiles, Results
-from llmfoundry_lite.evaluation.tasks import read_rows
+from llmfoundry_lite.evaluation.result_files import ResultFiles
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 

@@ -24,10 +24,10 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.fields import POSITIVE, setting
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.harness import Prompt, generate_answers, score_all
+from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.scoring import check_tokens
 from llmfoundry_lite.evaluation.suite import BATCH_TOKENS
-from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.ranks.exchange import user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group

@@ -20,7 +20,7 @@ from llmfoundry_lite.convert.huggingface import read_hf_config
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.models import Placement
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_logits
+from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores, score_logits
 from llmfoundry_lite.models.attention import for_any_width
 from llmfoundry_lite.models.generate import check_finite
 
@@ -155,11 +155,11 @@ class PlainModel:
             if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
                 self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)
 
-    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+    def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
         assert inputs.positions_bt is None, "rows are plain text"
-        columns_c, which_u = wanted.columns_u.unique(return_inverse=True)
+        columns_c, which_u = answers.columns_u.unique(return_inverse=True)
         logits_bcv = self.logits(inputs.tokens_bt, columns_c)
-        return score_logits([logits_bcv[wanted.rows_u, which_u].float()], wanted)
+        return score_logits([logits_bcv[answers.rows_u, which_u].float()], answers)
 
     def logits(self, tokens_bt: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
         """Return logits [b, c, v] of the columns."""

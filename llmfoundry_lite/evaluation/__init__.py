@@ -1,6 +1,11 @@
 """Evaluation of language models. The files, in the order in which an item passes through them:
 
-tasks.py        a file -> rows -> prompts -> token ids; held-out text -> windows of token ids
+items.py        a request, an item, a prepared task
+task_files.py   a file -> rows
+prompts.py      rows -> prompts
+encoding.py     prompts -> token ids
+tasks.py        the three above for each item of a task
+documents.py    held-out text -> windows of token ids
 packing.py      requests -> prefix trees -> batches
 scoring.py      a batch -> log-probabilities
 records.py      log-probabilities -> an item, items -> a task's record; the schema of both

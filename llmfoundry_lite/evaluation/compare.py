@@ -15,8 +15,9 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,29 +38,39 @@ from llmfoundry_lite.evaluation.records import (
     weights_of,
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
+
+MISSING_BYTE_BITS = 8
+"""What a byte of lost text could cost at most, in bits: a byte that is not predicted at all."""
 
 Unit = tuple[str, int | str]
-"""(data, index of an item or name of a cluster): the unit that is independent of others."""
+"""(data, index of an item or name of a cluster): what is independent of others."""
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Comparison]:
-    """Compare each result with the first. Raises DataError for results that cannot be compared, naming task and
-    reason."""
+    """Compare each result with the first, and return one comparison for each of the others.
+
+    `skip` names tasks to leave out. With `all_metrics`, tasks are compared by all their metrics, and not only by the
+    one that tables show.
+
+    Raises DataError for results that cannot be compared, naming the task and the reason, and for a task in `skip` that
+    no result has.
+    """
     known = {task for result in results for task in result.items}
     for task in skip:
         if task not in known:
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known))}")
     pairs = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
-    # Each family is corrected as a whole, because a reader will look at its best number.
-    for family in (
-        [paired for pair in pairs for paired in pair.tasks],
-        [pair.mean for pair in pairs if pair.mean is not None],
-        [paired for pair in pairs for paired in pair.more],
-    ):
-        corrected, levels = significance.holm([paired.p for paired in family])
-        for paired, *found in zip(family, corrected, levels, strict=True):
-            paired.decide(*found)
+
+    # With many tests, some p are small by luck, and a reader looks at the smallest. So p is corrected for the number of
+    # tests, separately among the main metrics, the means and the other metrics.
+    main_metrics = [compared for pair in pairs for compared in pair.tasks]
+    means = [pair.mean for pair in pairs if pair.mean is not None]
+    other_metrics = [compared for pair in pairs for compared in pair.other_metrics]
+    for compared_numbers in (main_metrics, means, other_metrics):
+        corrected, levels = significance.holm([compared.p for compared in compared_numbers])
+        for compared, p_corrected, level in zip(compared_numbers, corrected, levels, strict=True):
+            compared.decide(p_corrected, level)
     return pairs
 
 
@@ -92,6 +103,10 @@ def compare_files(
 
 
 def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
+    """Compare two results by the tasks that both have. Corrections for several tests come later, in `compare`.
+
+    Raises DataError if they have no task in common, or were not asked the same.
+    """
     common = [task for task in first.items if task in other.items and task not in skip]
     if not common:
         raise DataError(
@@ -100,27 +115,45 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
         )
     for task in common:
         refuse_if_different(task, first, other)
-    metrics = {task: str(first.tasks[task]["metric"]) for task in common}
-    if other_tokenizer := has_other_tokenizer(first, other):
-        metrics = {task: "acc_norm" if metric == "acc_per_token" else metric for task, metric in metrics.items()}
-    tasks = [_pair_task(task, metric, first, other) for task, metric in metrics.items()]
-    more = [
-        _pair_task(task, metric, first, other)
-        for task in common
-        for metric in first.tasks[task].get("metrics", ACCURACIES)
-        if all_metrics and metric != metrics[task]
-        if metric in first.tasks[task] and metric in other.tasks[task]
-        if not (other_tokenizer and metric == "acc_per_token")
-    ]
+
+    metrics = {task: _main_metric(task, first, other) for task in common}
+    tasks = [_compare_task(task, metric, first, other) for task, metric in metrics.items()]
+    other_metrics: list[ComparedNumber] = []
+    if all_metrics:
+        for task in common:
+            for metric in _other_metrics(task, first, other):
+                other_metrics.append(_compare_task(task, metric, first, other))
+
     accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
+    mean = _compare_accuracies(accuracies, first, other) if len(accuracies) > 1 else None
     return Comparison(
         first=first.name,
         other=other.name,
         tasks=tasks,
-        mean=_pair_answers(accuracies, first, other) if len(accuracies) > 1 else None,
-        more=more,
+        mean=mean,
+        other_metrics=other_metrics,
         notes=notes_on(first, other, tasks, skip),
     )
+
+
+def _main_metric(task: str, first: Results, other: Results) -> str:
+    """Return the metric by which a task is compared: its own, unless that depends on a tokenizer and those differ."""
+    metric = str(first.tasks[task]["metric"])
+    if metric == "acc_per_token" and has_other_tokenizer(first, other):
+        return "acc_norm"
+    return metric
+
+
+def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
+    """Return the metrics that both records of a task have besides its main one."""
+    main = _main_metric(task, first, other)
+    metrics: list[str] = []
+    for metric in first.tasks[task].get("metrics", ACCURACIES):
+        both_have_it = metric in first.tasks[task] and metric in other.tasks[task]
+        is_comparable = metric != "acc_per_token" or not has_other_tokenizer(first, other)
+        if metric != main and both_have_it and is_comparable:
+            metrics.append(metric)
+    return metrics
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -128,112 +161,180 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 
 def refuse_if_different(task: str, first: Results, other: Results) -> None:
     """Raise DataError unless both models were asked the same questions in the same way."""
-    leave_out = f"leave the task out: --skip {task}"
-    a, b = first.tasks[task], other.tasks[task]
-    ours, theirs = a["settings"], b["settings"]
-    facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if a.get(key) != b.get(key)]
-    found = [f"{key} {a.get(key)!r} against {b.get(key)!r}" for key in facts]
-    other_rows = _first_different("row", task, first, other)
-    for key in {**ours, **theirs}:
-        if key == "prompts" and all(str(one.get(key)).startswith("sha256:") for one in (ours, theirs)):
-            if ours[key] != theirs[key] and not other_rows:  # other rows have other prompts
-                found.append(f"their prompts{_first_different('prompt', task, first, other)}")
-        elif ours.get(key) != theirs.get(key) and key not in facts and key != "stop_tokens":  # a property of the model
-            counts = f" ({a['n']:,} items against {b['n']:,})" if key == "limit" else ""
-            # max_seq_len is recorded only where it cut a prompt.
-            found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}{counts}")
-    is_text, other_tokenizer = a["type"] == "perplexity", has_other_tokenizer(first, other)
-    limit, is_cut_elsewhere = ours.get("limit"), ours.get("limit") != theirs.get("limit")
+    ours, theirs = first.tasks[task], other.tasks[task]
+    is_text = ours["type"] == "perplexity"
+    other_tokenizer = has_other_tokenizer(first, other)
+    other_row = _first_different("row", task, first, other)
+
+    found = _different_settings(task, first, other, has_other_rows=bool(other_row))
+    limit = ours["settings"].get("limit")
+    is_cut_elsewhere = limit != theirs["settings"].get("limit")
     if is_text and other_tokenizer and limit is not None and not is_cut_elsewhere:
         found.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
         is_cut_elsewhere = True
     # The fingerprint covers a text only up to its limit, so other limits give other fingerprints.
-    if a["data_fingerprint"] != b["data_fingerprint"] and not (is_text and is_cut_elsewhere):
-        found.append(f"the data ({a['n']:,} items against {b['n']:,}{other_rows})")
-    same_fingerprint = a["fingerprint"] == b["fingerprint"]
-    if not found and not same_fingerprint and not (is_text and other_tokenizer):
-        found.append(f"what no setting tells (fingerprint {a['fingerprint']} against {b['fingerprint']})")
+    if ours["data_fingerprint"] != theirs["data_fingerprint"] and not (is_text and is_cut_elsewhere):
+        found.append(f"the data ({ours['n']:,} items against {theirs['n']:,}{other_row})")
+    has_same_fingerprint = ours["fingerprint"] == theirs["fingerprint"]
+    if not found and not has_same_fingerprint and not (is_text and other_tokenizer):
+        fingerprints = f"{ours['fingerprint']} against {theirs['fingerprint']}"
+        found.append(f"what no setting tells (fingerprint {fingerprints})")
+
     if found:
         remedy = "evaluate both without limit" if is_cut_elsewhere else "evaluate both with one task file"
         raise DataError(
             f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
-            f"or {leave_out}"
+            f"or leave the task out: --skip {task}"
         )
-    if is_text and other_tokenizer and same_fingerprint:
-        # Windows depend on the tokenizer, but their bytes add up to the same text.
-        sizes = [by_document(result.items[task])[:, 1] for result in (first, other)]
-        if not np.array_equal(sizes[0], sizes[1]):
-            raise DataError(
-                f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
-                f"evaluate both on a text file, or {leave_out}"
-            )
+    if is_text and other_tokenizer and has_same_fingerprint:
+        _refuse_other_bytes(task, first, other)
+
+
+def _different_settings(task: str, first: Results, other: Results, *, has_other_rows: bool) -> list[str]:
+    """Describe the settings of a task in which two results differ."""
+    ours, theirs = first.tasks[task], other.tasks[task]
+    found: list[str] = []
+    facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if ours.get(key) != theirs.get(key)]
+    for key in facts:
+        found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}")
+
+    settings, their_settings = ours["settings"], theirs["settings"]
+    for key in {**settings, **their_settings}:
+        value, their_value = settings.get(key), their_settings.get(key)
+        if value == their_value or key in facts:
+            continue
+        are_hashes = str(value).startswith("sha256:") and str(their_value).startswith("sha256:")
+        if key == "prompts" and are_hashes:
+            if not has_other_rows:  # other rows have other prompts
+                found.append(f"their prompts{_first_different('prompt', task, first, other)}")
+        elif key != "stop_tokens":  # which are a property of the model
+            # max_seq_len is recorded only where it cut a prompt.
+            counts = f" ({ours['n']:,} items against {theirs['n']:,})" if key == "limit" else ""
+            found.append(f"{key} {value!r} against {their_value!r}{counts}")
+    return found
+
+
+def _refuse_other_bytes(task: str, first: Results, other: Results) -> None:
+    """Raise DataError for a text of token ids, which two tokenizers read as different texts.
+
+    Windows depend on the tokenizer, but their bytes add up to those of the same documents.
+    """
+    our_bytes = by_document(first.items[task])[:, 1]
+    their_bytes = by_document(other.items[task])[:, 1]
+    if not np.array_equal(our_bytes, their_bytes):
+        raise DataError(
+            f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
+            f"evaluate both on a text file, or leave the task out: --skip {task}"
+        )
 
 
 def _first_different(what: str, task: str, first: Results, other: Results) -> str:
-    """Name the first item whose row or prompt differs. Logs of other tools have hashes of both. Our items are compared
-    by the lengths, positions or texts of their answers."""
+    """Name the first item whose `what` ("row" or "prompt") differs, as the end of a sentence; empty if none is found.
+
+    Logs of other tools have hashes of both. Our items are compared by the lengths, positions or texts of their answers.
+    """
 
     def facts_of(item: Record) -> object:
+        """Return the facts of an item by which it is compared."""
         if what == "prompt" or "row" in item:
             return item.get(what)
         return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
 
     is_text = first.tasks[task]["type"] == "perplexity"  # whose windows depend on the tokenizer
-    theirs = {item["index"]: item for item in other.items.get(task, [])}
+    their_items = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
-        found = theirs.get(item["index"])
-        if found is not None and ("row" in item or not is_text) and facts_of(item) != facts_of(found):
+        their_item = their_items.get(item["index"])
+        is_comparable = their_item is not None and ("row" in item or not is_text)
+        if is_comparable and facts_of(item) != facts_of(their_item):
             noun = "question" if what == "row" else "prompt"
-            return f"; {item.get('id') or 'row ' + str(item['index'] + 1)} is the first with another {noun}"
+            item_name = item.get("id") or f"row {item['index'] + 1}"
+            return f"; {item_name} is the first with another {noun}"
     return ""
 
 
 def has_other_tokenizer(first: Results, other: Results) -> bool:
-    return bool(first.tokenizer and other.tokenizer) and first.tokenizer != other.tokenizer
+    """Return whether two models are known to have different tokenizers."""
+    are_known = bool(first.tokenizer and other.tokenizer)
+    return are_known and first.tokenizer != other.tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _pair_task(task: str, metric: str, first: Results, other: Results) -> ComparedNumber:
-    return _pair_texts(task, first, other) if metric == BITS else _pair_answers([(task, metric)], first, other)
+def _compare_task(task: str, metric: str, first: Results, other: Results) -> ComparedNumber:
+    """Compare one task by one metric, with the test that suits it."""
+    if metric == BITS:
+        return _compare_texts(task, first, other)
+    return _compare_accuracies([(task, metric)], first, other)
 
 
-def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Results) -> ComparedNumber:
-    """Compare the mean of the accuracies of each (task, metric), with equal weights."""
-    parts: list[tuple[list[Unit], Floats, Floats, Floats]] = []
-    unit_of: dict[Unit, Unit] = {}
-    for task, metric in asked:
-        theirs = {item["index"]: item for item in other.items[task]}
-        ours = [item for item in first.items[task] if item["index"] in theirs]
-        if not ours:
-            raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
-        data = first.tasks[task]["data_fingerprint"]
-        items: list[Unit] = [(data, item["index"]) for item in ours]  # the same in every task that asks them
-        # A cluster that one task knows holds for every task on the same data.
-        unit_of |= {(data, item["index"]): (data, item["cluster"]) for item in ours if "cluster" in item}
-        first_i = np.array([item[metric] for item in ours], np.float64)
-        other_i = np.array([theirs[item["index"]][metric] for item in ours], np.float64)
-        parts.append((items, weights_of(ours, has_categories(first.tasks[task])), first_i, other_i))
-    added, share = dict[Unit, float](), dict[Unit, float]()
-    for items, weights_i, first_i, other_i in parts:
-        weights_i = weights_i / len(parts)
-        for item, change, weight in zip(items, weights_i * (other_i - first_i), weights_i, strict=True):
-            unit = unit_of.get(item, item)
-            added[unit] = added.get(unit, 0.0) + change
-            share[unit] = share.get(unit, 0.0) + weight
+@dataclass(frozen=True, slots=True)
+class TaskAnswers:
+    """The items of a task that both models were asked, as arrays over these items."""
+
+    items: list[Unit]
+    """(data, index) of each item, which is the same in every task that asks it."""
+    weights_i: Floats
+    """They add up to 1."""
+    first_i: Floats
+    """The metric of the first model on each item."""
+    other_i: Floats
+    cluster_of: dict[Unit, Unit]
+    """Item -> its cluster, for items that have one."""
+
+
+def _answers_of(task: str, metric: str, first: Results, other: Results) -> TaskAnswers:
+    """Collect the items of a task that both models were asked. Raises DataError if there are none."""
+    their_items = {item["index"]: item for item in other.items[task]}
+    our_items = [item for item in first.items[task] if item["index"] in their_items]
+    if not our_items:
+        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
+    data = first.tasks[task]["data_fingerprint"]
+    return TaskAnswers(
+        items=[(data, item["index"]) for item in our_items],
+        weights_i=weights_of(our_items, has_categories(first.tasks[task])),
+        first_i=np.array([item[metric] for item in our_items], np.float64),
+        other_i=np.array([their_items[item["index"]][metric] for item in our_items], np.float64),
+        cluster_of={(data, item["index"]): (data, item["cluster"]) for item in our_items if "cluster" in item},
+    )
+
+
+def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> ComparedNumber:
+    """Compare the mean of the accuracies of each (task, metric), with equal weights.
+
+    An item that several tasks ask, or a cluster of items, is one independent unit: its differences are added up first.
+    """
+    tasks = [_answers_of(task, metric, first, other) for task, metric in metrics]
+    # A cluster that one task knows holds for every task on the same data.
+    cluster_of: dict[Unit, Unit] = {}
+    for answers in tasks:
+        cluster_of |= answers.cluster_of
+
+    difference_of: dict[Unit, float] = {}
+    """Unit -> its part of the difference."""
+    share_of: dict[Unit, float] = {}
+    """Unit -> the most that its part could be."""
+    for answers in tasks:
+        shares_i = answers.weights_i / len(tasks)
+        differences_i = shares_i * (answers.other_i - answers.first_i)
+        for item, difference, share in zip(answers.items, differences_i, shares_i, strict=True):
+            unit = cluster_of.get(item, item)
+            difference_of[unit] = difference_of.get(unit, 0.0) + difference
+            share_of[unit] = share_of.get(unit, 0.0) + share
+
     # Rounded, so that differences that cancel out are exactly 0.
-    counts = significance.count(np.round(list(added.values()), 15), np.array(list(share.values())))
-    ours = sum(float(weights_i @ first_i) for _, weights_i, first_i, _ in parts) / len(parts)
-    theirs = sum(float(weights_i @ other_i) for _, weights_i, _, other_i in parts) / len(parts)
-    name, metric = asked[0] if len(asked) == 1 else (f"mean of {len(asked)} tasks", "mean")
+    differences_u = np.round(list(difference_of.values()), 15)
+    counts = significance.count(differences_u, np.array(list(share_of.values())))
+    our_mean = sum(float(answers.weights_i @ answers.first_i) for answers in tasks) / len(tasks)
+    their_mean = sum(float(answers.weights_i @ answers.other_i) for answers in tasks) / len(tasks)
+    name, metric = metrics[0] if len(metrics) == 1 else (f"mean of {len(metrics)} tasks", "mean")
     return ComparedNumber(
         task=name,
         metric=metric,
-        first=ours,
-        other=theirs,
-        difference=theirs - ours,
-        **_count_won(np.concatenate([other_i - first_i for *_, first_i, other_i in parts])),
+        first=our_mean,
+        other=their_mean,
+        difference=their_mean - our_mean,
+        **_count_won(np.concatenate([answers.other_i - answers.first_i for answers in tasks])),
         p=significance.score_p(counts),
         test="score",
         error=math.sqrt(max(0.0, float(counts.variance))),
@@ -242,46 +343,69 @@ def _pair_answers(asked: Sequence[tuple[str, str]], first: Results, other: Resul
     )
 
 
-def _count_won(gains: significance.Floats) -> dict[str, Any]:
-    wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
-    return {"n": len(gains), "wins": wins, "losses": losses, "ties": len(gains) - wins - losses}
+def _count_won(gains: Floats) -> dict[str, int]:
+    """Count the items, and those on which the other model did better (gain above 0), worse and equally well."""
+    num_wins = int((gains > 0).sum())
+    num_losses = int((gains < 0).sum())
+    num_ties = len(gains) - num_wins - num_losses
+    return {"n": len(gains), "wins": num_wins, "losses": num_losses, "ties": num_ties}
 
 
-def _pair_texts(task: str, first: Results, other: Results) -> ComparedNumber:
+def _compare_texts(task: str, first: Results, other: Results) -> ComparedNumber:
     """Compare bits per byte, resampling documents, or the windows of a single document."""
-    a, b, _ = text_units(task, first, other)
-    bits = np.array([1 / math.log(2), 1.0])
+    units = text_units(task, first, other)
+    bits = np.array([1 / math.log(2), 1.0])  # [nats, bytes] -> [bits, bytes]
     # The seed depends on the task alone, so that another task or result changes no other number.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
-    found = significance.difference_of_ratios(a * bits, b * bits, generator)
+    result = significance.difference_of_ratios(units.first * bits, units.other * bits, generator)
+
+    lost_text = 0.0
+    if has_other_tokenizer(first, other):  # equal tokenizers lose the same text
+        lost_text = MISSING_BYTE_BITS * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
+    our_ratios = units.first[:, 0] / units.first[:, 1]
+    their_ratios = units.other[:, 0] / units.other[:, 1]
     return ComparedNumber(
         task=task,
         metric=BITS,
-        first=float(bits_per_byte(a.sum(axis=0))),
-        other=float(bits_per_byte(b.sum(axis=0))),
-        difference=found.difference,
-        **_count_won(a[:, 0] / a[:, 1] - b[:, 0] / b[:, 1]),
-        p=found.p,
+        first=float(bits_per_byte(units.first.sum(axis=0))),
+        other=float(bits_per_byte(units.other.sum(axis=0))),
+        difference=result.difference,
+        **_count_won(our_ratios - their_ratios),
+        p=result.p,
         test="studentised bootstrap",
-        error=found.error,
-        interval=found.interval,
-        # Equal tokenizers lose the same text. A byte that is not predicted counts 8 bits.
-        lost_text=8
-        * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
-        * has_other_tokenizer(first, other),
+        error=result.error,
+        interval=result.interval,
+        lost_text=lost_text,
     )
 
 
-def text_units(task: str, first: Results, other: Results) -> tuple[Floats, Floats, str]:
-    """Return ((n, [nats, bytes]) of the first, of the other, what the n are)."""
-    rows = [[text_row(item) for item in result.items[task]] for result in (first, other)]
-    documents = [sorted({item["index"] for item in result.items[task]}) for result in (first, other)]
-    if documents[0] != documents[1]:
+class TextUnits(NamedTuple):
+    """Independent units of a text, as two models read them."""
+
+    first: Floats
+    """(n, [nats, bytes]) of the first model."""
+    other: Floats
+    are_windows: bool
+    """The units are windows of a single document. Otherwise they are documents."""
+
+
+def text_units(task: str, first: Results, other: Results) -> TextUnits:
+    """Return the units of a text: its documents, or the windows of a single document if both models have the same.
+
+    Raises DataError if the two models did not read the same documents.
+    """
+    our_documents = {item["index"] for item in first.items[task]}
+    their_documents = {item["index"] for item in other.items[task]}
+    if our_documents != their_documents:
         raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
-    same_windows = [row[1] for row in rows[0]] == [row[1] for row in rows[1]]
-    if len(documents[0]) == 1 and same_windows and not has_other_tokenizer(first, other):
-        return np.maximum(rows[0], [-math.inf, 1]), np.maximum(rows[1], [-math.inf, 1]), "windows"
-    return by_document(first.items[task]), by_document(other.items[task]), "documents"
+
+    our_rows = [text_row(item) for item in first.items[task]]
+    their_rows = [text_row(item) for item in other.items[task]]
+    have_same_windows = [row[1] for row in our_rows] == [row[1] for row in their_rows]
+    if len(our_documents) == 1 and have_same_windows and not has_other_tokenizer(first, other):
+        at_least_one_byte = [-math.inf, 1]
+        return TextUnits(np.maximum(our_rows, at_least_one_byte), np.maximum(their_rows, at_least_one_byte), True)
+    return TextUnits(by_document(first.items[task]), by_document(other.items[task]), False)
 
 
 # ------------------------------------------------------------------------------------------------------------ notes
@@ -304,11 +428,13 @@ TASK_FACTS = {
 
 def notes_on(first: Results, other: Results, tasks: Sequence[ComparedNumber], skip: Sequence[str]) -> list[str]:
     """Return notes that a reader of the numbers needs."""
-    names, notes = f"{first.name} and {other.name}", []
+    names = f"{first.name} and {other.name}"
+    notes: list[str] = []
     for key, text in FACTS.items():
-        ours, theirs = getattr(first, key), getattr(other, key)
-        if None not in (ours, theirs) and ours != theirs:
-            notes.append(text.format(first.name, ours, other.name, theirs))
+        our_fact, their_fact = getattr(first, key), getattr(other, key)
+        are_known = our_fact is not None and their_fact is not None
+        if are_known and our_fact != their_fact:
+            notes.append(text.format(first.name, our_fact, other.name, their_fact))
     if has_other_tokenizer(first, other):
         notes.append(
             f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
@@ -316,49 +442,84 @@ def notes_on(first: Results, other: Results, tasks: Sequence[ComparedNumber], sk
         )
     if first.save_id is not None and first.save_id == other.save_id:
         notes.append(f"{names} are the same checkpoint")
-    ours, theirs = (", ".join(sorted({result.tasks[one.task]["code"] for one in tasks})) for result in (first, other))
-    if ours != theirs:
-        notes.append(f"evaluated by different code: {first.name} by {ours}, {other.name} by {theirs}")
-    for one, two in ((first, other), (other, first)):
-        if alone := [task for task in one.items if task not in two.items]:
-            notes.append(f"only in {one.name}, left out: {', '.join(alone)}")
+    our_code, their_code = _code_of(first, tasks), _code_of(other, tasks)
+    if our_code != their_code:
+        notes.append(f"evaluated by different code: {first.name} by {our_code}, {other.name} by {their_code}")
+
+    notes += _note_on_missing_tasks(first, other)
+    notes += _note_on_missing_tasks(other, first)
     if skip:
         notes.append(f"left out, as asked: {', '.join(skip)}")
-    return notes + [f"{paired.task}: {note}" for paired in tasks for note in _notes_on_task(paired, first, other)]
+    for number in tasks:
+        notes += [f"{number.task}: {note}" for note in _notes_on_task(number, first, other)]
+    return notes
 
 
-def _notes_on_task(paired: ComparedNumber, first: Results, other: Results) -> Iterator[str]:
-    task, counts = paired.task, paired.counts
-    if limit := cut_at(first.tasks[task]):
+def _code_of(results: Results, tasks: Sequence[ComparedNumber]) -> str:
+    """Return the versions of the code by which the compared tasks were evaluated."""
+    versions = {results.tasks[number.task]["code"] for number in tasks}
+    return ", ".join(sorted(versions))
+
+
+def _note_on_missing_tasks(results: Results, other: Results) -> list[str]:
+    """Return a note that names the tasks which only `results` has; empty if there are none."""
+    missing = [task for task in results.items if task not in other.items]
+    return [f"only in {results.name}, left out: {', '.join(missing)}"] if missing else []
+
+
+def _notes_on_task(number: ComparedNumber, first: Results, other: Results) -> Iterator[str]:
+    """Yield notes on one task's comparison."""
+    task = number.task
+    limit = cut_at(first.tasks[task])
+    if limit:
         yield f"only its first {limit:,} items (limit): a try, not a result"
     for key, (default, text) in TASK_FACTS.items():
-        ours, theirs = (result.tasks[task].get(key, default) for result in (first, other))
-        if ours != theirs and not (key == "beginning" and has_other_tokenizer(first, other)):
-            yield text.format(first.name, ours, other.name, theirs)
-    for result in (first, other):
-        if share := lost_share(result.tasks[task]):
-            yield f"warning: the tokenizer of {result.name} loses {percent(share)} of the text"
-    if counts is None:
-        found, _, unit = text_units(task, first, other)
-        if len(found) < MIN_DOCUMENTS:
-            is_cut = unit == "windows" and len(found) > 1
-            noun = f"one document of {len(found)} windows" if is_cut else _count(len(found), "document")
-            yield f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}"
-        elif unit == "windows":
-            yield "one document: its windows are resampled, as if they were independent"
-        return
-    asked = [{item["index"] for item in result.items[task]} for result in (first, other)]
-    if alone := len(asked[0] ^ asked[1]):
-        yield f"{alone:,} items that only one could be asked are left out"
-    has_clusters = "cluster" in first.items[task][0]
+        our_fact = first.tasks[task].get(key, default)
+        their_fact = other.tasks[task].get(key, default)
+        follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first, other)
+        if our_fact != their_fact and not follows_from_tokenizer:
+            yield text.format(first.name, our_fact, other.name, their_fact)
+    for results in (first, other):
+        share = lost_share(results.tasks[task])
+        if share:
+            yield f"warning: the tokenizer of {results.name} loses {percent(share)} of the text"
+
+    if number.counts is None:
+        yield from _notes_on_documents(text_units(task, first, other))
+    else:
+        yield from _notes_on_items(number, number.counts, first, other)
+
+
+def _notes_on_documents(units: TextUnits) -> Iterator[str]:
+    """Yield a note where a text has few documents."""
+    num_units = len(units.first)
+    if num_units < MIN_DOCUMENTS:
+        noun = _count(num_units, "document")
+        if units.are_windows and num_units > 1:
+            noun = f"one document of {num_units} windows"
+        yield f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}"
+    elif units.are_windows:
+        yield "one document: its windows are resampled, as if they were independent"
+
+
+def _notes_on_items(number: ComparedNumber, counts: Counts, first: Results, other: Results) -> Iterator[str]:
+    """Yield notes on items that only one model was asked, and on how many of them are independent."""
+    our_items = {item["index"] for item in first.items[number.task]}
+    their_items = {item["index"] for item in other.items[number.task]}
+    num_left_out = len(our_items ^ their_items)
+    if num_left_out:
+        yield f"{num_left_out:,} items that only one could be asked are left out"
+
+    has_clusters = "cluster" in first.items[number.task][0]
     if counts.num_effective < MIN_UNITS:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
         if counts.num_units >= MIN_UNITS:
             noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
         yield f"{noun}: no interval and no verdict below {MIN_UNITS}"
     elif has_clusters:
-        yield f"{paired.n:,} items in {counts.num_units:,} clusters, which are what is independent"
+        yield f"{number.n:,} items in {counts.num_units:,} clusters, which are what is independent"
 
 
 def _count(number: int, noun: str) -> str:
+    """Return a number with its noun: "one document", "3 documents"."""
     return f"one {noun}" if number == 1 else f"{number} {noun}s"

@@ -16,25 +16,30 @@ from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError, either
+from llmfoundry_lite.evaluation.documents import document_of, windows_of
+from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
 from llmfoundry_lite.evaluation.packing import pack
 from llmfoundry_lite.evaluation.scoring import check_tokens, score_tokens, text_separator
-from llmfoundry_lite.evaluation.tasks import Request, document_of, windows_of
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 
 MAX_BATCH_TOKENS = 4096
 """Most tokens of a forward pass, unless one text has more."""
-_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-PRECISIONS = _DTYPES | {name: name for name in _DTYPES.values()}
-"""Names of a dtype -> its precision."""
+PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISIONS = PRECISION_OF_DTYPE | {name: name for name in PRECISION_OF_DTYPE.values()}
+"""What `load` takes as a dtype -> its precision."""
 INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
+MAX_SEED = 2**63 - 1
+"""The largest seed that torch takes."""
 _one_at_a_time = Lock()
 """Lock for forward passes: each sets and restores PyTorch's choice of attention kernels, which is per process."""
 
 
 class Sampling(TypedDict, total=False):
+    """How the next token is drawn."""
+
     temperature: float
     top_k: int | None
     top_p: float | None
@@ -71,8 +76,9 @@ class LoadedModel:
         Without gradients. For those, call the module itself, after `model.model.requires_grad_()`.
         """
         with _one_at_a_time:
-            said = self.model(tokens_bt.to(self._subject.model.device))
-        return getattr(said, "logits", said).float()  # transformers' modules wrap logits
+            output = self.model(tokens_bt.to(self._subject.model.device))
+        logits = getattr(output, "logits", output)  # transformers' modules wrap logits
+        return logits.float()
 
     @overload
     def logprobs(self, texts: str) -> NDArray[np.float32]: ...
@@ -92,23 +98,29 @@ class LoadedModel:
 
         Raises ConfigError for what is no text, DataError for tokens that the model does not have.
         """
-        scorable, owners, requests, asked = self._subject.model, list[int](), list[Request](), _texts("logprobs", texts)
+        asked = _check_texts("logprobs", texts)
+        scorable = self._subject.model
+        requests: list[Request] = []
+        text_of_request: list[int] = []
         for number, text in enumerate(asked):
             document = document_of(text, self.tokenizer)
             check_tokens(scorable, document.ids, self.source)
             for request in windows_of(document, self.tokenizer, scorable.max_seq_len):
-                owners.append(number)
                 requests.append(request)
-        values: list[list[float]] = [[] for _ in requests]
+                text_of_request.append(number)
+
+        values_of_request: list[list[float]] = [[] for _ in requests]
         separator = text_separator(scorable, self.tokenizer.eos_token_id)
+        batches = pack([[request] for request in requests], MAX_BATCH_TOKENS, shares=False)
         with _one_at_a_time:
-            for batch in pack([[request] for request in requests], MAX_BATCH_TOKENS, shares=False):
-                for number, value, _ in score_tokens(scorable, batch, separator):
-                    values[number].append(value)
-        found: list[list[float]] = [[] for _ in asked]
-        for owner, some in zip(owners, values, strict=True):
-            found[owner] += some
-        arrays = [np.array(some, np.float32) for some in found]
+            for batch in batches:
+                for token in score_tokens(scorable, batch, separator):
+                    values_of_request[token.request].append(token.log_probability)
+
+        values_of_text: list[list[float]] = [[] for _ in asked]
+        for number, values in zip(text_of_request, values_of_request, strict=True):
+            values_of_text[number] += values
+        arrays = [np.array(values, np.float32) for values in values_of_text]
         return arrays[0] if isinstance(texts, str) else arrays
 
     @overload
@@ -141,23 +153,44 @@ class LoadedModel:
         Raises DataError for a model that transformers alone can run, ConfigError for settings that cannot be.
         """
         try:
-            num, draws, among = index(max_new_tokens), index(seed), None if top_k is None else index(top_k)
-            can_be = temperature >= 0 and num >= 0 and (among is None or among >= 1) and abs(draws) < 2**63
-            can_be = can_be and (top_p is None or 0 < top_p <= 1)
+            num_tokens = index(max_new_tokens)
+            whole_seed = index(seed)
+            num_likeliest = None if top_k is None else index(top_k)
+            are_possible = (
+                num_tokens >= 0
+                and temperature >= 0
+                and (num_likeliest is None or num_likeliest >= 1)
+                and (top_p is None or 0 < top_p <= 1)
+                and abs(whole_seed) <= MAX_SEED
+            )
         except TypeError:
-            can_be = False
-        if not can_be:
+            are_possible = False
+        if not are_possible:
             raise ConfigError(
                 f"generate: max_new_tokens {max_new_tokens!r}, temperature {temperature!r}, top_k {top_k!r}, top_p "
                 f"{top_p!r}, seed {seed!r} given, expected a whole number from 0 on, 0 or more, a whole number from 1 "
                 "on or None, above 0 and up to 1 or None, and a whole number"
             )
-        model, device, asked = model_of(self._subject), self._subject.model.device, _texts("generate", prompt)
-        for text in asked:
+
+        model = model_of(self._subject)
+        prompts = _check_texts("generate", prompt)
+        for text in prompts:
             check_tokens(self._subject.model, self.tokenizer.encode(text), self.source)
-        sampling = {"temperature": temperature, "top_k": among, "top_p": top_p, "seed": draws, "device": device}
+        texts: list[str] = []
         with _one_at_a_time:
-            texts = ["".join(generate_text(model, self.tokenizer, text, num, **sampling)) for text in asked]
+            for text in prompts:
+                pieces = generate_text(
+                    model,
+                    self.tokenizer,
+                    text,
+                    num_tokens,
+                    temperature=temperature,
+                    top_k=num_likeliest,
+                    top_p=top_p,
+                    seed=whole_seed,
+                    device=self._subject.model.device,
+                )
+                texts.append("".join(pieces))
         return texts[0] if isinstance(prompt, str) else texts
 
 
@@ -189,25 +222,30 @@ def load(
     """
     precision = PRECISIONS.get(str(dtype).removeprefix("torch."))
     if precision is None:
-        raise ConfigError(f"load: dtype {dtype!r} given, expected {either([*_DTYPES])}")
+        raise ConfigError(f"load: dtype {dtype!r} given, expected {either([*PRECISION_OF_DTYPE])}")
     try:
-        chosen = torch.empty(0, device=device_type() if device is None else device).device
+        # torch checks a device only when something is put there.
+        chosen_device = torch.empty(0, device=device_type() if device is None else device).device
     except (RuntimeError, AssertionError) as error:  # torch raises these for a bad name and an absent device
         raise ConfigError(f"load: device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    named = None if tokenizer is None else os.fspath(tokenizer)
-    subject = load_subject(os.fspath(where), tokenizer=named, precision=precision, device=chosen)
+    tokenizer_path = None if tokenizer is None else os.fspath(tokenizer)
+    subject = load_subject(os.fspath(where), tokenizer=tokenizer_path, precision=precision, device=chosen_device)
     for note in subject.notes:
         warnings.warn(note, stacklevel=2)
     return LoadedModel(subject)
 
 
-def _texts(asked_for: str, given: str | Iterable[str]) -> list[str]:
-    """Return the texts. Raises ConfigError for anything else, DataError for halves of surrogate pairs."""
-    texts = [given] if isinstance(given, str | bytes) or not isinstance(given, Iterable) else list(given)
+def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
+    """Return the texts that a caller was given, one or several, as a list.
+
+    Raises ConfigError for anything that is no text, DataError for halves of surrogate pairs.
+    """
+    is_one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
+    texts = [given] if is_one else list(given)
     for text in texts:
         if not isinstance(text, str):
             raise ConfigError(
-                f"{asked_for}: {text!r:.60} given ({type(text).__name__}), expected a text or a list of texts"
+                f"{caller}: {text!r:.60} given ({type(text).__name__}), expected a text or a list of texts"
             )
         try:
             text.encode()
@@ -237,22 +275,28 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield pieces of text that follow `prompt`, up to `max_new_tokens` tokens or the end of text.
 
-    `sampling` is for `models.generate`: temperature, top_k, top_p and seed.
+    A piece is yielded when its last character is complete, because a character may take several tokens. `sampling` is
+    for `models.generate`: temperature, top_k, top_p and seed.
     """
-    asked, written, shown = tokenizer.encode(prompt), list[int](), ""
-    before = tokenizer.decode(asked)
-    begins = torch.tensor(asked or [tokenizer.eos_token_id], device=device)
+    prompt_tokens = tokenizer.encode(prompt)
+    decoded_prompt = tokenizer.decode(prompt_tokens)
+    new_tokens: list[int] = []
 
-    def text() -> str:
-        """Return the text so far, decoded after the prompt, as a decoder may drop the space at a text's beginning."""
-        whole = tokenizer.decode([*asked, *written])
-        return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(written)
+    def new_text() -> str:
+        """Return the new tokens' text. It is decoded after the prompt, as a decoder may drop a text's first space."""
+        whole = tokenizer.decode([*prompt_tokens, *new_tokens])
+        if whole.startswith(decoded_prompt):
+            return whole.removeprefix(decoded_prompt)
+        return tokenizer.decode(new_tokens)
 
-    for token in generate(model, begins, max_new_tokens, **sampling):
+    num_yielded = 0
+    context = torch.tensor(prompt_tokens or [tokenizer.eos_token_id], device=device)
+    for token in generate(model, context, max_new_tokens, **sampling):
         if token in tokenizer.stop_token_ids:
             break
-        written.append(token)
-        if not (now := text()).endswith(INCOMPLETE):
-            yield now[len(shown) :]
-            shown = now
-    yield text()[len(shown) :]
+        new_tokens.append(token)
+        text = new_text()
+        if not text.endswith(INCOMPLETE):
+            yield text[num_yielded:]
+            num_yielded = len(text)
+    yield new_text()[num_yielded:]

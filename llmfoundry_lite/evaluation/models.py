@@ -22,6 +22,7 @@ from llmfoundry_lite.checkpoint import restore
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.store import (
+    Candidate,
     Checkpoint,
     CheckpointStore,
     is_checkpoint,
@@ -40,7 +41,7 @@ from llmfoundry_lite.convert.tokenizer import find_tokenizer, name_of_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted, score_hidden
+from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores, score_hidden
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
@@ -56,103 +57,139 @@ Shard = Callable[[nn.Module], None]
 
 
 class Placement(NamedTuple):
+    """How a model's weights are kept."""
+
     dtype: torch.dtype
     device: torch.device
     shard: Shard | None
+    """None: the whole model is on this rank's device."""
 
 
 @dataclass(kw_only=True)
 class Subject:
-    """A model to be evaluated. It is found first, and loaded later."""
+    """A model to be evaluated. It is found first, and its weights are loaded later."""
 
     source: str
-    save_id: str | None  # the checkpoint's; for a folder a hash of its files' sizes and times
+    """The checkpoint, folder or name on the Hub that it is read from."""
+    save_id: str | None
+    """The checkpoint's. For a folder, a hash of its files' sizes and times."""
     num_tokens_trained: int | None
-    load: Callable[[], Any]  # reads the weights and gives something Scorable
+    load: Callable[[], Any]
+    """Reads the weights and returns something Scorable."""
     tokenizer: Tokenizer
-    manifest: Manifest | None = None  # a checkpoint's
-    notes: list[str] = field(default_factory=list)  # lines for the user on how it was found
-    model: Any = None  # the loaded model, once `load_subject` has read it
+    manifest: Manifest | None = None
+    """The checkpoint's; None for a folder."""
+    notes: list[str] = field(default_factory=list)
+    """Lines for the user on how it was found."""
+    model: Any = None
+    """The loaded model, once `load_subject` has read it."""
 
 
-def find_checkpoint(where: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint at `where`, or the newest intact one of a run or folder, with a line for each newer one.
+# -------------------------------------------------------------------------------------------------------- checkpoints
 
-    Raises DamagedCheckpointError when none is intact.
+
+def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint at `source`, or the newest intact one of a run or folder, with a line for each newer one.
+
+    The checkpoint is None where there is none. Raises DamagedCheckpointError when none of several is intact.
     """
     notes: list[str] = []
-    for url in _places_of(where):
+    for url in _urls_to_try(source):
         if is_checkpoint(url):
             return open_checkpoint(url), []
-        found = CheckpointStore(url).newest_intact(check_structure)
-        notes += found.notes
-        if found.checkpoint is not None:
-            return found.checkpoint, found.notes
+        newest = CheckpointStore(url).newest_intact(check_structure)
+        notes += newest.notes
+        if newest.checkpoint is not None:
+            return newest.checkpoint, newest.notes
     if notes:
-        raise DamagedCheckpointError(f"models: {where} has no intact checkpoint: {notes[0]}")
+        raise DamagedCheckpointError(f"models: {source} has no intact checkpoint: {notes[0]}")
     return None, []
 
 
-def find_all_checkpoints(where: str) -> tuple[list[Checkpoint], list[str]]:
+def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
     """Return a run's checkpoints whose manifest can be read, in order of batch, and a line for each of the others."""
-    stores = (CheckpointStore(url) for url in _places_of(where))
-    candidates = next((found for store in stores if (found := store.candidates())), [])
+    candidates: list[Candidate] = []
+    for url in _urls_to_try(source):
+        candidates = CheckpointStore(url).candidates()
+        if candidates:
+            break
     refuse_newer(candidates)
-    checkpoints = [candidate.checkpoint for candidate in candidates if candidate.checkpoint is not None]
-    errors = [candidate.error for candidate in candidates if candidate.error]
-    notes = [f"passed over {kind_of(error)} checkpoint: {error}" for error in errors]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.manifest.timestamp.batch), notes
+
+    checkpoints: list[Checkpoint] = []
+    notes: list[str] = []
+    for candidate in candidates:
+        if candidate.checkpoint is not None:
+            checkpoints.append(candidate.checkpoint)
+        if candidate.error:
+            notes.append(f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}")
+    checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.timestamp.batch)
+    return checkpoints, notes
 
 
-def _places_of(where: str) -> tuple[str, str]:
-    return where, f"{where.rstrip('/')}/checkpoints"
+def _urls_to_try(source: str) -> tuple[str, str]:
+    """Return where checkpoints may be: in the folder itself, or in the folder of a run."""
+    return source, f"{source.rstrip('/')}/checkpoints"
 
 
-def load_subject(where: str, **options: Any) -> Subject:
+# ------------------------------------------------------------------------------------------------------ find and load
+
+
+def load_subject(source: str, **options: Any) -> Subject:
     """Find a model as `find_subject` does, and load it. Raises CheckpointError for weights that do not verify."""
-    subject = find_subject(where, **options)
+    subject = find_subject(source, **options)
     subject.model = subject.load()
     return subject
 
 
 def find_subject(
-    where: str,
+    source: str,
     *,
     tokenizer: str | None = None,
     precision: str = "fp32",
     device: torch.device,
     shard: Shard | None = None,
 ) -> Subject:
-    """Find a model without reading its weights.
+    """Find a model without reading its weights: `source` is a run, a checkpoint, a folder or hf:NAME.
 
-    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer,
-    ConfigError where a companion is missing.
+    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer, ConfigError
+    where a companion is missing.
     """
-    at = Placement(DTYPES[precision], device, shard)
-    if where.startswith("hf:"):
-        fetch = companions.find("readers", "hf: models to evaluate", f"models: {where}")
-        return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
-    check_url_spelling(where)
-    if "://" not in where and not Path(where).exists():
-        raise DataError(f"models: {where} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME")
-    if "://" not in where and (Path(where) / "config.json").is_file():
-        return _find_folder(where, Path(where), tokenizer, at)
-    checkpoint, notes = find_checkpoint(where)
+    placement = Placement(DTYPES[precision], device, shard)
+    if source.startswith("hf:"):
+        fetch = companions.find("readers", "hf: models to evaluate", f"models: {source}")
+        return _find_folder(source, fetch(source.removeprefix("hf:")), tokenizer, placement)
+
+    check_url_spelling(source)
+    if "://" not in source:
+        folder = Path(source)
+        if not folder.exists():
+            raise DataError(
+                f"models: {source} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"
+            )
+        if (folder / "config.json").is_file():
+            return _find_folder(source, folder, tokenizer, placement)
+    return _find_in_run(source, tokenizer, placement)
+
+
+def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> Subject:
+    """Find the model of a checkpoint, or of a run's newest one."""
+    checkpoint, notes = find_checkpoint(source)
     if checkpoint is None:
-        raise DataError(f"models: {where} holds neither a checkpoint nor the config.json of a Hugging Face model")
-    manifest, config = checkpoint.manifest, model_config_of(checkpoint)
-    found = find_tokenizer(manifest.config, checkpoint, f"models: {where}", tokenizer)
-    if found is None:
-        name = name_of_tokenizer(manifest.config, f"models: {where}")
+        raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")
+    manifest = checkpoint.manifest
+    config = model_config_of(checkpoint)
+    tokenizer = find_tokenizer(manifest.config, checkpoint, f"models: {source}", tokenizer_name)
+    if tokenizer is None:
+        name = name_of_tokenizer(manifest.config, f"models: {source}")
         raise DataError(
-            f"models: {where}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
+            f"models: {source}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
         )
     return Subject(
         source=checkpoint.url,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
-        load=lambda: load_checkpoint(checkpoint, config, at),
-        tokenizer=found,
+        load=lambda: load_checkpoint(checkpoint, config, placement),
+        tokenizer=tokenizer,
         manifest=manifest,
         notes=notes,
     )
@@ -164,19 +201,23 @@ def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
     Raises DataError if another program has saved it, CheckpointError if it describes another model than it holds.
     """
     config = read_model(checkpoint)
-    if problem := find_misfit(config, shapes_in(checkpoint)):
+    problem = find_misfit(config, shapes_in(checkpoint))
+    if problem:
         raise misfit(checkpoint, problem)
     return config
 
 
-def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, at: Placement) -> "TreeModel":
-    """Load a checkpoint's weights. Raises CheckpointError if they do not verify."""
-    model = _build_empty(config, at)
-    if at.shard is None:
-        _fill(model, load_full_tensors(checkpoint.url), at)
+def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, placement: Placement) -> "TreeModel":
+    """Load a checkpoint's weights. Collective where the model is sharded; each rank then reads only its part.
+
+    Raises CheckpointError if they do not verify.
+    """
+    model = _build_empty(config, placement)
+    if placement.shard is None:
+        _fill(model, load_full_tensors(checkpoint.url), placement)
     else:
-        restore.load(checkpoint.url, model, cast=True)  # each rank reads only its part
-    return TreeModel(model, at.device, separator=separator_of(checkpoint.manifest.config))
+        restore.load(checkpoint.url, model, cast=True)
+    return TreeModel(model, placement.device, separator=separator_of(checkpoint.manifest.config))
 
 
 def separator_of(config: dict[str, Any]) -> Separator | None:
@@ -194,86 +235,121 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
     return None
 
 
-def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement) -> Subject:
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placement: Placement) -> Subject:
     """Find a folder's model, and check its config.json before weights are read. Raises ExportError or DataError."""
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
-    kind = hf_config.get("model_type")
-    if not isinstance(kind, str):
-        raise DataError(f"models: {where}: config.json has no model_type, which says what the weights are of")
-    if kind in KINDS:
-        check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))
-        load = partial(_load_folder, folder)
-    elif at.shard is not None:
-        raise DataError(
-            f"models: {where} can only be evaluated whole: its model_type is {kind!r}, not {', '.join(KINDS)}; "
-            "set fsdp=false"
-        )
-    else:
-        try:
-            load = companions.find("readers", "causal models of other types")(folder)
-        except ConfigError as error:
-            raise DataError(f"models: {where}: its model_type is {kind!r}, not {', '.join(KINDS)}; {error}") from error
-    found = load_tokenizer(tokenizer or folder)
+    load = _choose_loader(source, folder, hf_config, placement)
+
+    tokenizer = load_tokenizer(tokenizer_name or folder)
     notes: list[str] = []
-    own = _own_tokenizer(folder, notes) if tokenizer else None
-    if own is not None and own.fingerprint != found.fingerprint:
-        raise DataError(
-            f"models: {where} has another tokenizer of its own ({own.fingerprint}) than {tokenizer} "
-            f"({found.fingerprint}); leave tokenizer=… out"
-        )
+    if tokenizer_name:
+        own_tokenizer = _load_own_tokenizer(folder, notes)
+        if own_tokenizer is not None and own_tokenizer.fingerprint != tokenizer.fingerprint:
+            raise DataError(
+                f"models: {source} has another tokenizer of its own ({own_tokenizer.fingerprint}) than "
+                f"{tokenizer_name} ({tokenizer.fingerprint}); leave tokenizer=… out"
+            )
     return Subject(
-        source=where,
+        source=source,
         save_id=_identify(folder),
         num_tokens_trained=None,
-        load=lambda: load(at),
-        tokenizer=found,
+        load=lambda: load(placement),
+        tokenizer=tokenizer,
         notes=notes,
     )
 
 
-def _own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
+def _choose_loader(
+    source: str, folder: Path, hf_config: dict[str, Any], placement: Placement
+) -> Callable[[Placement], Any]:
+    """Return what loads a folder's weights: our MPT for the layouts that we convert, a companion for other types.
+
+    Raises DataError for a type that nobody loads, or that cannot be sharded.
+    """
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise DataError(f"models: {source}: config.json has no model_type, which says what the weights are of")
+    if model_type in KINDS:
+        check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))
+        return partial(_load_folder, folder)
+    if placement.shard is not None:
+        raise DataError(
+            f"models: {source} can only be evaluated whole: its model_type is {model_type!r}, not {', '.join(KINDS)}; "
+            "set fsdp=false"
+        )
+    try:
+        return companions.find("readers", "causal models of other types")(folder)
+    except ConfigError as error:
+        raise DataError(
+            f"models: {source}: its model_type is {model_type!r}, not {', '.join(KINDS)}; {error}"
+        ) from error
+
+
+def _load_own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
+    """Return a folder's tokenizer, or None if it has none that can be read, which is why the user names one."""
     try:
         return load_tokenizer(folder)
-    except DataError as error:  # the folder has none that can be read, which is why the user names one
+    except DataError as error:
         if isinstance(error.__cause__, ConfigError):  # a companion could read it
             notes.append(f"passed over the model's own {error}")
         return None
 
 
-def _load_folder(folder: Path, at: Placement) -> Any:
-    config, weights = import_model(
-        folder, lambda path: companions.find("readers", "pytorch_model.bin")(path, is_trusted=False)[0]
-    )
-    model = _build_empty(config, at)
-    _fill(model, weights, at)
-    return TreeModel(model, at.device)
+def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
+    """Load a folder's weights into our MPT. Files that contain pickles are read by a companion, which runs nothing."""
+
+    def read_pickled(path: Path) -> Any:
+        """Return the tensors of a pickled file by name."""
+        read = companions.find("readers", "pytorch_model.bin")
+        return read(path, is_trusted=False)[0]
+
+    config, weights = import_model(folder, read_pickled)
+    model = _build_empty(config, placement)
+    _fill(model, weights, placement)
+    return TreeModel(model, placement.device)
 
 
 def _identify(folder: Path) -> str:
     """Hash the names, sizes and times of the files, so that results of other weights differ."""
-    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    text = json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
-    return f"files:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    facts: list[tuple[str, int, int]] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            stat = path.stat()
+            facts.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return f"files:{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def _build_empty(config: ModelConfig, at: Placement) -> MPT:
+# ---------------------------------------------------------------------------------------------------------- our model
+
+
+def _build_empty(config: ModelConfig, placement: Placement) -> MPT:
+    """Build a model without weights: on the meta device, or, if it is sharded, with memory for this rank's part."""
     with torch.device("meta"):
         model = MPT(config)
-    model = model.to(at.dtype).eval().requires_grad_(False)
-    if at.shard is not None:
-        at.shard(model)
-        model.to_empty(device=at.device)
+    model = model.to(placement.dtype).eval().requires_grad_(False)
+    if placement.shard is not None:
+        placement.shard(model)
+        model.to_empty(device=placement.device)
     return model
 
 
-def _fill(model: MPT, weights: dict[str, torch.Tensor], at: Placement) -> None:
-    if names := sorted(model.state_dict().keys() ^ weights.keys()):
-        raise CheckpointError(f"the weights are not those of the model they name: {names[0]} and {len(names) - 1} more")
-    if at.shard is None:
-        model.load_state_dict({name: tensor.to(at.device, at.dtype) for name, tensor in weights.items()}, assign=True)
+def _fill(model: MPT, weights: dict[str, torch.Tensor], placement: Placement) -> None:
+    """Put full weights into a model, by name. Raises CheckpointError if they are another model's."""
+    different_names = sorted(model.state_dict().keys() ^ weights.keys())
+    if different_names:
+        raise CheckpointError(
+            f"the weights are not those of the model they name: {different_names[0]} and {len(different_names) - 1} "
+            "more"
+        )
+    if placement.shard is None:
+        moved = {name: tensor.to(placement.device, placement.dtype) for name, tensor in weights.items()}
+        model.load_state_dict(moved, assign=True)
     else:
-        converted: dict[str, Any] = {name: tensor.to(at.dtype) for name, tensor in weights.items()}
+        converted: dict[str, Any] = {name: tensor.to(placement.dtype) for name, tensor in weights.items()}
         set_model_state_dict(model, converted, options=StateDictOptions(full_state_dict=True))
 
 
@@ -290,13 +366,15 @@ class TreeModel:
         self.vocab_size = model.config.vocab_size
         self.separates_documents = model.config.attn_config.attn_uses_sequence_id
 
-    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+    def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
+        """Return the log-probabilities of the answer tokens. Logits are computed only where they are predicted."""
         return self.model(
             inputs.tokens_bt,
             positions_bt=inputs.positions_bt,
             attention_mask_bts=inputs.attention_mask_bts,
-            head=partial(score_hidden, wanted=wanted),
+            head=partial(score_hidden, answers=answers),
         )
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
+        """Yield the likeliest next token after the context, `max_new_tokens` times. Raises NonFiniteError."""
         return generate(self.model, torch.tensor(context, device=self.device), max_new_tokens, temperature=0)

@@ -1,155 +1,231 @@
-"""Packing of requests into rows of tokens that compute each shared prefix once. No torch.
+"""Packs requests into rows of tokens, so that a prefix shared by several requests is computed once. No torch.
 
-The requests of an item share their context, and where a task fixes its examples, all items share those. A row holds the
-prefix trees of its requests, in an order where each token comes after its parent. A token's position is its depth, and
-it attends to its ancestors and itself. Short items are packed into one row, so there is next to no padding.
+The requests of an item share their context, and where a task has fixed examples, all its items share those. A row
+therefore holds its requests as a tree of prefixes, written out so that each token comes after its parent. A token's
+position is its depth in the tree, and it attends to its ancestors and itself. Several short items share a row, because
+a batch is padded to its longest row.
+
+For example, the requests `A B -> C` and `A B -> D E` become one row, because they share `A B`:
+
+    index       0   1   2            `C` and `E` are predicted and never read, so they are not in the row.
+    token       A   B   D
+    parent     -1   0   1
+    targets    (1, C, request 0), (1, D, request 1), (2, E, request 1)
 """
 
 import bisect
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.evaluation.items import Request
 
 MIN_ROW_TOKENS = 128
-"""Least number of tokens to fill a row with, besides the shared ones."""
+"""Tokens that a row should have at least besides the shared prefix. Below this length attention costs next to nothing
+compared with the rest of the model."""
+
+ATTENTION_LENGTH = 4000
+"""Row length at which attention costs about as much as everything else: 6 times the width of a model, by the count of
+operations, which is some thousand tokens for the models that this library trains."""
+
+EFFICIENT_FRACTION = 4
+"""A batch with 1/4 of the tokens that fit uses a device well enough, so that it may end there."""
+
+MAX_PADDING = 0.08
+"""Share of padding in a row from which another batch is cheaper than a longer one."""
 
 
 class Separator(NamedTuple):
-    """Token that divides documents which do not attend to each other."""
+    """A token that divides documents, so that no token attends across it."""
 
     token: int
-    begins: bool = False  # it is the first token of a document, not the last
+    begins: bool = False
+    """The token is the first one of a document. Otherwise it is the last one."""
+
+
+class Target(NamedTuple):
+    """One token whose probability a row answers."""
+
+    index: int
+    """Index in the row of the token that predicts it."""
+    token: int
+    request: int
+    """Number of the request that asks for it."""
+
+
+class NumberedRequest(NamedTuple):
+    """A request with its number among all requests of a task, by which its score is found again."""
+
+    number: int
+    request: Request
 
 
 class Row:
-    """Prefix trees of requests, as one row of tokens."""
+    """One row of tokens that holds the prefix trees of its requests."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.parents: list[int] = []  # index in the row of the token before; -1 at the beginning
-        self.targets: list[tuple[int, int, int]] = []
-        """(index of a token in the row, the token to predict after it, number of the request)"""
+        """Depth of each token in its tree."""
+        self.parents: list[int] = []
+        """Index in the row of the token before each token; -1 for the first token of a tree."""
+        self.targets: list[Target] = []
+        self._roots: dict[int, int] = {}
+        """First token of a tree -> its index."""
         self._children: list[dict[int, int]] = []
-        self._first: dict[int, int] = {}
+        """For each index: next token -> its index."""
 
     def add(self, request: Request, number: int) -> None:
-        node = -1
+        """Add a request. Its last token is predicted but never read, so it takes no place in the row."""
+        index = -1
         for token in request.context:
-            node = self._step(node, token)
-        for token in request.continuation[:-1]:
-            self.targets.append((node, token, number))
-            node = self._step(node, token)
-        self.targets.append((node, request.continuation[-1], number))
+            index = self._find_or_add(token, parent=index)
 
-    def _step(self, node: int, token: int) -> int:
-        children = self._first if node < 0 else self._children[node]
-        if token not in children:
-            children[token] = len(self.tokens)
+        for token in request.continuation[:-1]:
+            self.targets.append(Target(index, token, number))
+            index = self._find_or_add(token, parent=index)
+        self.targets.append(Target(index, request.continuation[-1], number))
+
+    def _find_or_add(self, token: int, parent: int) -> int:
+        """Return the index of `token` after `parent`, adding it to the row if it is not there yet."""
+        siblings = self._roots if parent < 0 else self._children[parent]
+        if token not in siblings:
+            siblings[token] = len(self.tokens)
             self.tokens.append(token)
-            self.positions.append(self.positions[node] + 1 if node >= 0 else 0)
-            self.parents.append(node)
+            self.positions.append(0 if parent < 0 else self.positions[parent] + 1)
+            self.parents.append(parent)
             self._children.append({})
-        return children[token]
+        return siblings[token]
 
     def __len__(self) -> int:
+        """Return the number of tokens."""
         return len(self.tokens)
 
     def attention_mask(self, length: int, separator: Separator | None = None) -> np.ndarray:
-        """Return bool [length, length]. With a separator, a token attends to its own document only.
+        """Return which tokens each token attends to: bool [length, length].
 
-        Padding attends to itself, because softmax would divide by 0 otherwise.
+        With a separator, a token attends to its own document only. `length` is that of the padded row. Padding
+        attends to itself, because softmax over nothing would divide by 0.
         """
         mask = np.eye(length, dtype=bool)
         for index, parent in enumerate(self.parents):
-            if parent >= 0 and not self._divides(separator, parent, index):
+            if parent >= 0 and not self._begins_document(index, separator):
                 mask[index] |= mask[parent]
         return mask
 
     def is_plain(self, separator: Separator | None = None) -> bool:
-        """Return whether the row has no branches, and one document."""
-        return all(
-            parent == index - 1 and (parent < 0 or not self._divides(separator, parent, index))
-            for index, parent in enumerate(self.parents)
-        )
+        """Return whether the row is ordinary text: one document, without branches."""
+        for index, parent in enumerate(self.parents):
+            if parent != index - 1:
+                return False
+            if parent >= 0 and self._begins_document(index, separator):
+                return False
+        return True
 
-    def _divides(self, separator: Separator | None, parent: int, index: int) -> bool:
-        return separator is not None and self.tokens[index if separator.begins else parent] == separator.token
-
-
-Numbered = tuple[int, Request]
+    def _begins_document(self, index: int, separator: Separator | None) -> bool:
+        """Return whether the separator stands between the token at `index` and its parent."""
+        if separator is None:
+            return False
+        dividing = index if separator.begins else self.parents[index]
+        return self.tokens[dividing] == separator.token
 
 
 def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: bool = True) -> list[list[Row]]:
-    """Put requests, in groups that share a context, into batches of up to about `max_batch_tokens` tokens.
+    """Put requests into batches of rows, and return the batches.
 
-    A batch is rows for one forward pass, padded to the length of the first. Batches depend on the arguments alone, so
-    results are the same on any number of ranks. Requests are numbered in order. Long rows come first, so that memory
-    runs out at the beginning if at all. Without `shares`, every request has a row of plain text to itself.
+    `groups` holds the requests of each item, which share a context. Requests are numbered in order over all groups.
+    With `shares`, a prefix that several requests have in common is in a row once. Otherwise every request has a row of
+    plain text to itself, for models that do not take an attention mask.
+
+    The rows of a batch go through the model together, padded to its first row, which is the longest. A batch has about
+    `max_batch_tokens` tokens with padding, and more only if a single row does. Long rows come first, so that memory, if
+    it runs out, does so at the beginning. Batches depend on the arguments alone and not on the number of ranks.
     """
-    count = itertools.count()
-    numbered = [[(next(count), request) for request in group] for group in groups]
+    numbered_groups: list[list[NumberedRequest]] = []
+    num_requests = 0
+    for group in groups:
+        numbered_groups.append([NumberedRequest(num_requests + i, request) for i, request in enumerate(group)])
+        num_requests += len(group)
+
     if shares:
-        rows = _fill_rows(numbered, _num_shared(groups), max_batch_tokens)
+        rows = _fill_rows(numbered_groups, _shared_length(groups), max_batch_tokens)
     else:
-        rows = [_row([one]) for group in numbered for one in group]
-    rows.sort(key=lambda row: (-len(row), row.targets[0][2]))
+        rows = [_build_row([request]) for group in numbered_groups for request in group]
+    # Longest first. Of equally long rows, the one with the earliest request, so that the order is always the same.
+    rows.sort(key=lambda row: (-len(row), row.targets[0].request))
+
     batches: list[list[Row]] = []
     for row in rows:
-        last = batches[-1] if batches else []
-        width = len(last[0]) if last else 0
-        # Once a batch is large enough to be efficient, it ends before padding costs more than another batch would.
-        is_enough = width * len(last) >= max_batch_tokens // 4 and len(row) < 0.92 * width
-        if not last or is_enough or width * (len(last) + 1) > max_batch_tokens:
+        if not batches or _is_full(batches[-1], row, max_batch_tokens):
             batches.append([])
         batches[-1].append(row)
     return batches
 
 
-def _row(requests: Iterable[Numbered]) -> Row:
+def _is_full(batch: list[Row], next_row: Row, max_batch_tokens: int) -> bool:
+    """Return whether `next_row` should begin another batch: it does not fit, or would be padded for too much."""
+    width = len(batch[0])
+    if width * (len(batch) + 1) > max_batch_tokens:
+        return True
+    is_large_enough = width * len(batch) >= max_batch_tokens // EFFICIENT_FRACTION
+    needs_padding = len(next_row) < (1 - MAX_PADDING) * width
+    return is_large_enough and needs_padding
+
+
+def _build_row(requests: Sequence[NumberedRequest]) -> Row:
+    """Return one row that holds all these requests, sharing the prefixes that they have in common."""
     row = Row()
-    for number, request in requests:
-        row.add(request, number)
+    for numbered in requests:
+        row.add(numbered.request, numbered.number)
     return row
 
 
-def _num_shared(groups: Sequence[Sequence[Request]]) -> int:
-    """Return the length of the prefix that all requests share."""
-    contexts = [request.context for group in groups for request in group]
+def _shared_length(groups: Sequence[Sequence[Request]]) -> int:
+    """Return the number of tokens with which the contexts of all requests begin alike."""
     if len(groups) < 2:
         return 0
-    low, high = min(contexts), max(contexts)  # in sorted order, all between these two share their prefix
-    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    contexts = [request.context for group in groups for request in group]
+    # In sorted order, all contexts between the first and the last share what these two share.
+    first, last = min(contexts), max(contexts)
+    shared = 0
+    for token, other in zip(first, last, strict=False):
+        if token != other:
+            break
+        shared += 1
+    return shared
 
 
-def _fill_rows(groups: list[list[Numbered]], shared: int, max_tokens: int) -> list[Row]:
-    """Pack several groups into one row where they fit, which saves padding and computes the shared prefix once.
+def _fill_rows(groups: list[list[NumberedRequest]], shared_length: int, max_tokens: int) -> list[Row]:
+    """Pack several groups into one row, which saves padding and computes their shared prefix once.
 
-    The longest remaining group opens a row, and the longest groups that still fit fill it.
+    This is best-fit decreasing bin packing: the longest remaining group opens a row, then the longest groups that still
+    fit fill it.
     """
-    room = min(_room(shared), max_tokens - shared)
-    sizes = [len(_row(group)) - shared for group in groups]
-    left = sorted(range(len(groups)), key=lambda i: (sizes[i], -i))
+    capacity = min(_useful_length(shared_length), max_tokens - shared_length)
+    sizes = [len(_build_row(group)) - shared_length for group in groups]
+    # Shortest first, and of equal sizes the later group first, so that `pop` takes the longest and earliest.
+    remaining = sorted(range(len(groups)), key=lambda number: (sizes[number], -number))
+
     rows: list[Row] = []
-    while left:
-        members = [left.pop()]
-        free = room - sizes[members[0]]
-        while left and (at := bisect.bisect_right(left, free, key=sizes.__getitem__)):
-            members.append(left.pop(at - 1))
+    while remaining:
+        members = [remaining.pop()]
+        free = capacity - sizes[members[0]]
+        while True:
+            num_fitting = bisect.bisect_right(remaining, free, key=sizes.__getitem__)
+            if num_fitting == 0:
+                break
+            members.append(remaining.pop(num_fitting - 1))
             free -= sizes[members[-1]]
-        rows.append(_row(one for i in members for one in groups[i]))
+        rows.append(_build_row([request for member in members for request in groups[member]]))
     return rows
 
 
-def _room(shared: int) -> int:
-    """Return how many tokens a row should have besides the shared ones.
+def _useful_length(shared_length: int) -> int:
+    """Return how many tokens a row should have besides the shared prefix.
 
-    A row of p shared and n other tokens costs about (p + n)(1 + (p + n)/c), and answers n tokens. Here c is the length
-    at which attention costs as much as everything else: 6 times the model's width, some thousand tokens. The cost for
-    each of the n tokens is least near n = sqrt(p (p + c)). Below MIN_ROW_TOKENS, attention costs next to nothing.
+    A row of p shared and n other tokens costs about (p + n)(1 + (p + n) / c), where c is `ATTENTION_LENGTH`, and
+    answers n tokens. The cost for each of the n tokens is lowest near n = sqrt(p (p + c)).
     """
-    return max(MIN_ROW_TOKENS, int((shared * (shared + 4000)) ** 0.5))
+    cheapest = int((shared_length * (shared_length + ATTENTION_LENGTH)) ** 0.5)
+    return max(MIN_ROW_TOKENS, cheapest)

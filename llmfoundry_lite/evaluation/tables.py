@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import Benchmark, GauntletConfig
+from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.records import Record, cut_at, error_of_sum, is_accuracy, lost_share, score_of
@@ -20,106 +20,166 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.report.tables import Table, markdown_list
 
 WARNING = "warning: "
-ODD = {
+IRREGULAR_ITEMS = {
     "num_ties": "{} with a tie for the best, where the first counts",
     "num_duplicates": "{} that repeat a choice",
     "num_repeated": "{} that repeat an earlier item",
     "num_trimmed": "{} with a context cut to fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
+"""Count in a task's record -> the note about it."""
+MAX_NAMED_TASKS = 3
+"""A note about more tasks than this names the first and counts them."""
 
-Cell = tuple[str, str]
-"""A number and its standard error, as text; empty where there is none."""
+
+class Cell(NamedTuple):
+    """A number and its standard error, as text; empty where there is none."""
+
+    number: str = ""
+    error: str = ""
+
+
+class Row(NamedTuple):
+    """The numbers of a model, one for each column."""
+
+    model: str
+    cells: list[Cell]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Numbers of models with notes on them."""
+    """Numbers of models, with notes on them."""
 
     title: str
-    columns: dict[str, str]  # name of a column -> its heading, which may have several lines
-    rows: list[tuple[str, list[Cell]]]  # (model, its numbers)
+    columns: dict[str, str]
+    """Name of a column -> its heading, which may have several lines."""
+    rows: list[Row]
     notes: list[str]
 
     def table(self, headings: Sequence[str], between: str) -> Table:
         """Return a table with the text `between` between each number and its error."""
-        rows = [[model, *(between.join(filter(None, cell)) for cell in cells)] for model, cells in self.rows]
+        rows: list[list[str]] = []
+        for model, cells in self.rows:
+            rows.append([model, *(between.join(part for part in cell if part) for cell in cells)])
         return Table(self.title, ["model", *headings], rows)
 
     def print(self, console: Console) -> None:
+        """Print the table, unless it has no columns, and the notes."""
         if self.columns:
             self.table([*self.columns.values()], "\n±").print_blocks(console)
         print_notes(console, self.notes)
 
     def write(self, path: Path) -> list[Path]:
-        """Write PATH.md and PATH.csv with the same numbers."""
-        lines = self.table([heading.replace("\n", " ") for heading in self.columns.values()], " ± ").markdown()
-        notes = ["", *markdown_list(self.notes)] if self.notes else []
-        columns = ["model", *(part for name in self.columns for part in (name, f"{name} stderr"))]
-        rows = [[model, *(part for cell in cells for part in cell)] for model, cells in self.rows]
-        markdown, numbers = path.with_suffix(".md"), path.with_suffix(".csv")
-        write_atomically(markdown, "\n".join([*lines, *notes, ""]))
-        write_atomically(numbers, Table(self.title, columns, rows).csv())
-        return [markdown, numbers]
+        """Write PATH.md and PATH.csv with the same numbers. Returns both."""
+        headings = [heading.replace("\n", " ") for heading in self.columns.values()]
+        lines = self.table(headings, " ± ").markdown()
+        if self.notes:
+            lines = [*lines, "", *markdown_list(self.notes)]
+        markdown_path = path.with_suffix(".md")
+        write_atomically(markdown_path, "\n".join([*lines, ""]))
+
+        csv_path = path.with_suffix(".csv")
+        write_atomically(csv_path, self._with_errors_apart().csv())
+        return [markdown_path, csv_path]
+
+    def _with_errors_apart(self) -> Table:
+        """Return a table with a column for each number and one for its error."""
+        columns = ["model"]
+        for name in self.columns:
+            columns += [name, f"{name} stderr"]
+        rows: list[list[str]] = []
+        for model, cells in self.rows:
+            rows.append([model, *(part for cell in cells for part in cell)])
+        return Table(self.title, columns, rows)
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """Print notes below a table; warnings stand out."""
     for note in notes:
         style = "yellow" if note.startswith(WARNING) else "dim"
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
 def cell_of(number: float | None, error: float | None = None) -> Cell:
-    return "" if number is None else f"{number:.3f}", "" if error is None else f"{error:.3f}"
+    """Return a number and its standard error with three decimals."""
+    number_text = "" if number is None else f"{number:.3f}"
+    error_text = "" if error is None else f"{error:.3f}"
+    return Cell(number_text, error_text)
 
 
-def only_of(some: Sequence[str], num_all: int) -> str:
+def only_of(models: Sequence[str], num_all: int) -> str:
     """Name the models that a note is about; empty if it is about all."""
-    return "" if len(some) == num_all else f" ({', '.join(some)})"
+    return "" if len(models) == num_all else f" ({', '.join(models)})"
 
 
 # ---------------------------------------------------------------------------------------------------------- results
 
 
 def results_table(all_results: Sequence[Results]) -> Scores:
-    """Return every task that any model has, in order, and the average."""
-    # reversed: the first model's record wins
-    records = {name: record for results in reversed(all_results) for name, record in results.tasks.items()}
-    names = list(dict.fromkeys(task for results in all_results for task in results.tasks))
-    suite, rows = all_results[0].suite, []
+    """Return every task that any model has, in order, and the average of each model's accuracies."""
+    records = records_by_task(all_results)
     has_average = any(results.average is not None for results in all_results)
+    columns = {name: _heading(name, record) for name, record in records.items()}
+    if has_average:
+        columns["average"] = "average"
+
+    rows: list[Row] = []
     for results in all_results:
-        cells = [cell(results.tasks[name]) if name in results.tasks else ("", "") for name in names]
-        error = None if results.average is None else average_error(results.tasks, results.averaged)
-        rows.append((results.model, [*cells, *([cell_of(results.average, error)] if has_average else [])]))
+        cells = [cell(results.tasks[name]) if name in results.tasks else Cell() for name in records]
+        if has_average:
+            cells.append(_average_cell(results))
+        rows.append(Row(results.model, cells))
+
+    first = all_results[0]
     return Scores(
-        title=suite if all_results[0].average is None else f"{suite}, accuracy ± standard error",
-        columns={name: _heading(name, records[name]) for name in names}
-        | ({"average": "average"} if has_average else {}),
+        title=first.suite if first.average is None else f"{first.suite}, accuracy ± standard error",
+        columns=columns,
         rows=rows,
         notes=notes(all_results),
     )
 
 
+def records_by_task(all_results: Sequence[Results]) -> dict[str, Record]:
+    """Return each task that any model has, with the record of the first model that has it."""
+    records: dict[str, Record] = {}
+    for results in all_results:
+        for name, record in results.tasks.items():
+            records.setdefault(name, record)
+    return records
+
+
 def print_results(all_results: Sequence[Results], console: Console) -> None:
-    """Print the table. The last row has the scores of guessing."""
-    table, tasks = results_table(all_results), [item for r in reversed(all_results) for item in r.tasks.items()]
-    chances = {name: f"{record['chance']:.3f}" for name, record in tasks if "chance" in record}
-    row = ("chance", [(chances.get(name, ""), "") for name in table.columns])
-    replace(table, rows=[*table.rows, row] if chances else table.rows).print(console)
+    """Print the table. Its last row has the scores of guessing, for tasks with choices."""
+    table = results_table(all_results)
+    records = records_by_task(all_results)
+    chances = {name: record["chance"] for name, record in records.items() if "chance" in record}
+    if chances:
+        chance_row = Row("chance", [cell_of(chances.get(name)) for name in table.columns])
+        table = replace(table, rows=[*table.rows, chance_row])
+    table.print(console)
 
 
 def _heading(name: str, record: Record) -> str:
-    """Return the task, its number of examples, and the metric unless it is an accuracy."""
+    """Return the task, its number of examples, and the metric unless it is an accuracy, each on its own line."""
     label, _, shots = name.rpartition("/")
-    return "\n".join(filter(None, (label, shots, "" if is_accuracy(record) else record["metric"].replace("_", " "))))
+    metric = "" if is_accuracy(record) else record["metric"].replace("_", " ")
+    return "\n".join(line for line in (label, shots, metric) if line)
 
 
 def cell(record: Record) -> Cell:
+    """Return a task's number and its standard error."""
     number, error = score_of(record)
-    if is_accuracy(record) and (record.get("num_clusters") or record["n"]) == 1:
-        error = None  # the error of one item is 0 and means nothing
+    num_independent = record.get("num_clusters") or record["n"]
+    if is_accuracy(record) and num_independent == 1:
+        error = None  # the error of one item is 0, which means nothing
     return cell_of(number, error)
+
+
+def _average_cell(results: Results) -> Cell:
+    """Return the average of a model's accuracies and its standard error; empty if it has none."""
+    if results.average is None:
+        return Cell()
+    return cell_of(results.average, average_error(results.tasks, results.averaged))
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
@@ -129,47 +189,74 @@ def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
 
 
 def notes(all_results: Sequence[Results]) -> list[str]:
-    """Return notes on irregularities, because of which numbers may mislead."""
+    """Return notes on irregularities, because of which numbers may mislead.
+
+    A note that is the same for several tasks stands once, with their names.
+    """
     tasks_of: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys(task for results in all_results for task in results.tasks):
+    """(beginning of the line, text) -> the tasks that it is about."""
+    for name in records_by_task(all_results):
         records = {results.model: results.tasks[name] for results in all_results if name in results.tasks}
-        models_of: dict[str, list[str]] = {}
-        for model, record in records.items():
-            for text in _oddities(record):
-                models_of.setdefault(text, []).append(model)
-        for text, models in models_of.items():
-            tasks_of.setdefault(("", f"{text}{only_of(models, len(records))}"), []).append(name)
-        base = next(iter(records))
-        asked = {model: record.get("fingerprint") for model, record in records.items()}
-        if different := [model for model in records if asked[model] != asked[base]]:
+        for text in _notes_on_items(records):
+            tasks_of.setdefault(("", text), []).append(name)
+        different = _asked_differently(records)
+        if different:
+            base = next(iter(records))
             text = f"{', '.join(different)} not asked the same as {base}; these numbers do not compare"
             tasks_of.setdefault((WARNING, text), []).append(name)
-    found = []
-    for (begin, text), tasks in tasks_of.items():
-        named = ", ".join(tasks) if len(tasks) < 4 else f"{len(tasks)} tasks, {tasks[0]} the first"
-        found.append(f"{begin}{named}: {text}")
-    kinds = {is_accuracy(record) for results in all_results for record in results.tasks.values()}
-    if len(kinds) == 2:
-        found.append("the average is of the accuracies")
-    if len({tuple(sorted(results.averaged)) for results in all_results}) > 1:
-        found.append("warning: not all models have all tasks; the averages are over different ones")
-    return found
+
+    lines: list[str] = []
+    for (beginning, text), names in tasks_of.items():
+        subject = ", ".join(names)
+        if len(names) > MAX_NAMED_TASKS:
+            subject = f"{len(names)} tasks, {names[0]} the first"
+        lines.append(f"{beginning}{subject}: {text}")
+
+    kinds_of_numbers = {is_accuracy(record) for results in all_results for record in results.tasks.values()}
+    if len(kinds_of_numbers) == 2:
+        lines.append("the average is of the accuracies")
+    averaged_tasks = {tuple(sorted(results.averaged)) for results in all_results}
+    if len(averaged_tasks) > 1:
+        lines.append("warning: not all models have all tasks; the averages are over different ones")
+    return lines
 
 
-def _oddities(record: Record) -> Iterator[str]:
-    n = f"of {record['n']:,} items"
-    for key, text in ODD.items():
-        if count := record.get(key):
-            yield f"{text.format(f'{count:,}')}, {n}"
+def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
+    """Return notes on the irregular items of a task, whose records by model are given."""
+    models_of: dict[str, list[str]] = {}
+    for model, record in records.items():
+        for text in _describe_irregular(record):
+            models_of.setdefault(text, []).append(model)
+    return [f"{text}{only_of(models, len(records))}" for text, models in models_of.items()]
+
+
+def _asked_differently(records: Mapping[str, Record]) -> list[str]:
+    """Return the models that were asked otherwise than the first one."""
+    fingerprints = {model: record.get("fingerprint") for model, record in records.items()}
+    first = next(iter(fingerprints.values()))
+    return [model for model, fingerprint in fingerprints.items() if fingerprint != first]
+
+
+def _describe_irregular(record: Record) -> Iterator[str]:
+    """Yield a text for each kind of irregular item in a task."""
+    num_items = f"{record['n']:,}"
+    for key, text in IRREGULAR_ITEMS.items():
+        count = record.get(key)
+        if count:
+            yield f"{text.format(f'{count:,}')}, of {num_items} items"
     if lost_share(record):
         yield f"bits per byte leave out text that its tokenizer loses: {describe_lost_text(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
-        yield f"{count:,} skipped ({reason}); {record['n']:,} asked"
-    if num_clusters := record.get("num_clusters"):
-        yield f"{record['n']:,} items in {num_clusters:,} clusters, which its standard error counts"
-    if 1 < record.get("num_documents", 0) < MIN_DOCUMENTS:
-        yield f"a standard error from {record['num_documents']} documents alone is rough"
-    if limit := cut_at(record):
+        yield f"{count:,} skipped ({reason}); {num_items} asked"
+
+    num_clusters = record.get("num_clusters")
+    if num_clusters:
+        yield f"{num_items} items in {num_clusters:,} clusters, which its standard error counts"
+    num_documents = record.get("num_documents", 0)
+    if 1 < num_documents < MIN_DOCUMENTS:
+        yield f"a standard error from {num_documents} documents alone is rough"
+    limit = cut_at(record)
+    if limit:
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
 
@@ -177,82 +264,129 @@ def _oddities(record: Record) -> Iterator[str]:
 
 
 class Composite(NamedTuple):
+    """A score made of several tasks', with its standard error."""
+
     score: float
     error: float
 
 
 class Gauntlet(NamedTuple):
-    scores: dict[str, Composite]  # categories, then averages
-    missing: dict[str, list[str]]  # category that is left out -> the tasks that it lacks
+    """A model's scores in a gauntlet."""
+
+    scores: dict[str, Composite]
+    """Categories, then averages."""
+    missing: dict[str, list[str]]
+    """Category that is left out -> the tasks that it lacks."""
 
 
 class _Part(NamedTuple):
-    weight: float  # weights of a category's parts add up to 1
+    """A task's part in the score of its category."""
+
+    weight: float
+    """Weights of a category's parts add up to 1."""
     score: float
     error: float
     data: str
+    """Fingerprint of the task's data, by which errors on the same data are told."""
 
 
 def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
-    """Score a model's results: `tasks` has `arc_easy/3-shot` -> its record.
+    """Score a model by its results; `tasks` is name -> record, such as `arc_easy/3-shot`.
 
-    A task's score is its accuracy above chance, relative to the highest one possible: (a - b) / (1 - b). A
-    category is the weighted mean of its tasks; an average is the mean of its categories. As in LLM Foundry, a category
-    that lacks a task is left out, and so is an average without categories.
+    A task's score is its accuracy above chance, relative to the highest one possible: (a - b) / (1 - b). A category is
+    the weighted mean of its tasks; an average is the mean of its categories. As in LLM Foundry, a category that lacks a
+    task is left out, and so is an average without categories.
     """
     parts: dict[str, list[_Part]] = {}
     missing: dict[str, list[str]] = {}
     for category in config.categories:
-        found = {benchmark.task: tasks.get(benchmark.task) for benchmark in category.benchmarks}
-        absent = [name for name, one in found.items() if one is None or not is_accuracy(one)]
+        absent = _missing_tasks(category, tasks)
         if absent:
             missing[category.name] = absent
-            continue
-        some = [_part(config, one, tasks[one.task]) for one in category.benchmarks]
-        total = sum(part.weight for part in some)
-        parts[category.name] = [part._replace(weight=part.weight / total) for part in some]
-    scores = {}
-    for name, categories in ({name: [name] for name in parts} | averages_of(config)).items():
-        if there := [parts[category] for category in parts if category in categories]:
-            some = [part for found in there for part in found]
-            error = error_of_sum((part.data, part.weight * part.error) for part in some)
-            score = sum(part.weight * part.score for part in some)
-            scores[name] = Composite(score / len(there), error / len(there))
+        else:
+            parts[category.name] = _parts_of(config, category, tasks)
+
+    composites = {name: [name] for name in parts} | averages_of(config)
+    scores: dict[str, Composite] = {}
+    for name, categories in composites.items():
+        present = [parts[category] for category in parts if category in categories]
+        if present:
+            scores[name] = _mean_of_categories(present)
     return Gauntlet(scores, missing)
 
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
+    """Return the averages of a gauntlet: name -> categories."""
     return config.averages or {"default_average": [category.name for category in config.categories]}
 
 
+def _missing_tasks(category: Category, tasks: Mapping[str, Record]) -> list[str]:
+    """Return the tasks of a category that have no accuracy."""
+    missing: list[str] = []
+    for benchmark in category.benchmarks:
+        record = tasks.get(benchmark.task)
+        if record is None or not is_accuracy(record):
+            missing.append(benchmark.task)
+    return missing
+
+
+def _parts_of(config: GauntletConfig, category: Category, tasks: Mapping[str, Record]) -> list[_Part]:
+    """Return the parts of a category, with weights that add up to 1."""
+    parts = [_part(config, benchmark, tasks[benchmark.task]) for benchmark in category.benchmarks]
+    total_weight = sum(part.weight for part in parts)
+    return [part._replace(weight=part.weight / total_weight) for part in parts]
+
+
 def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
+    """Return a task's part, with a weight that is not normalised yet."""
     chance = benchmark.random_baseline if config.subtract_random_baseline else 0.0
     scale = 1.0 / (1.0 - benchmark.random_baseline) if config.rescale_accuracy else 1.0
+    weights = {"EQUAL": 1.0, "SAMPLE_SZ": record["n"], "LOG_SAMPLE_SZ": max(math.log2(record["n"]), 1.0)}
     score, error = score_of(record)
-    weight = {"EQUAL": 1.0, "SAMPLE_SZ": record["n"], "LOG_SAMPLE_SZ": max(math.log2(record["n"]), 1.0)}
-    return _Part(weight[config.weighting], (score - chance) * scale, (error or 0.0) * scale, record["data_fingerprint"])
+    return _Part(
+        weight=weights[config.weighting],
+        score=(score - chance) * scale,
+        error=(error or 0.0) * scale,
+        data=record["data_fingerprint"],
+    )
+
+
+def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
+    """Return the mean of categories, each with the same weight."""
+    parts = [part for category in categories for part in category]
+    score = sum(part.weight * part.score for part in parts)
+    error = error_of_sum((part.data, part.weight * part.error) for part in parts)
+    return Composite(score / len(categories), error / len(categories))
 
 
 def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
     """Return the categories and averages that any model has. A note names each category that is left out."""
-    found = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
-    names = [*(category.name for category in config.categories), *averages_of(config)]
-    names = [name for name in names if any(name in gauntlet.scores for gauntlet in found.values())]
+    gauntlets = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
+    names: list[str] = []
+    for name in [*(category.name for category in config.categories), *averages_of(config)]:
+        if any(name in gauntlet.scores for gauntlet in gauntlets.values()):
+            names.append(name)
+
+    rows: list[Row] = []
     models_of: dict[str, list[str]] = {}
-    for model, gauntlet in found.items():
-        for category, tasks in gauntlet.missing.items():
-            text = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(tasks)}"
+    for model, gauntlet in gauntlets.items():
+        scores = [gauntlet.scores.get(name) for name in names]
+        rows.append(Row(model, [Cell() if score is None else cell_of(*score) for score in scores]))
+        for category, missing in gauntlet.missing.items():
+            text = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(missing)}"
             models_of.setdefault(text, []).append(model)
     return Scores(
         title="eval gauntlet: share of what is left above chance ± standard error",
         columns={name: name.replace("_", "\n") for name in names},
-        rows=[(m, [cell_of(*gauntlet.scores.get(name, (None,))) for name in names]) for m, gauntlet in found.items()],
-        notes=[f"{text}{only_of(models, len(found))}" for text, models in models_of.items()],
+        rows=rows,
+        notes=[f"{text}{only_of(models, len(gauntlets))}" for text, models in models_of.items()],
     )
 
 
 def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
-    """Write table.md and table.csv; with a gauntlet its gauntlet.md and gauntlet.csv too."""
+    """Write table.md and table.csv; with a gauntlet gauntlet.md and gauntlet.csv too. Returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     written = results_table(all_results).write(folder / "table")
-    return written + (gauntlet_table(gauntlet, all_results).write(folder / "gauntlet") if gauntlet else [])
+    if gauntlet:
+        written += gauntlet_table(gauntlet, all_results).write(folder / "gauntlet")
+    return written

@@ -36,10 +36,10 @@ from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_num
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import score
-from llmfoundry_lite.evaluation.tasks import Request
 from llmfoundry_lite.models.attention import document_numbers
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
 

@@ -16,7 +16,7 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.results import Results as TaskResults
-from llmfoundry_lite.evaluation.scoring import Inputs, Scores, Wanted
+from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores
 from llmfoundry_lite.training.adapter import LanguageModel
 
 
@@ -66,9 +66,9 @@ class InTraining(TreeModel):
         super().__init__(model.model, device, separator)
         self.autocast = model.precision.autocast
 
-    def score(self, inputs: Inputs, wanted: Wanted) -> Scores:
+    def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
         with self._precision():
-            return super().score(inputs, wanted)
+            return super().score(inputs, answers)
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         with self._precision():

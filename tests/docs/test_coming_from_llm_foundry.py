@@ -9,7 +9,7 @@ from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT, THEIR_METRICS
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.evaluation.tasks import Prepared
+from llmfoundry_lite.evaluation.items import Prepared
 from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT

@@ -24,7 +24,8 @@ from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import ComparedNumber, legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any, load_results, read_others
+from llmfoundry_lite.evaluation.result_files import ResultFiles
+from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.models import normal_model
 from tests.helpers.results import choice, text, write_result
@@ -215,7 +216,7 @@ def test_what_the_harness_writes_can_be_compared(tmp_path, monkeypatch):
         ("choice/2-shot", 13),
         ("text/0-shot", 11),  # documents; two of 13 are there twice
     ]
-    assert len(pair.more) == 4
+    assert len(pair.other_metrics) == 4
     assert pair.notes == ["text/0-shot: 11 documents: no interval and no verdict below 20"]
     facts = json.loads(first.read_text())["tasks"]
     assert [task.first for task in pair.tasks] == pytest.approx([task[task["metric"]] for task in facts.values()])
@@ -339,7 +340,7 @@ def test_different_tokenizers_are_compared_by_text(tmp_path):
     b = write_result(tmp_path, "ours", other, tokenizer="sha256:2")
     (pair,) = compare(load_results([a, b]), all_metrics=True)
     assert [(task.metric, task.n) for task in pair.tasks] == [("acc_norm", 10), ("bits_per_byte", 2)]
-    assert pair.tasks[0].difference == pytest.approx(0.2) and pair.more == []
+    assert pair.tasks[0].difference == pytest.approx(0.2) and pair.other_metrics == []
     assert any("different tokenizers: acc_norm (per character) stands for acc_per_token" in note for note in pair.notes)
     with pytest.raises(DataError, match=r"x/0-shot: .* \(fingerprint sha256:a against sha256:b"):
         compare(load_results([a, write_result(tmp_path, "same", other)]))

@@ -21,12 +21,13 @@ from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation import harness, models, suite
-from llmfoundry_lite.evaluation import results as results_module
+from llmfoundry_lite.evaluation import result_files as result_files_module
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.records import mean_and_error
-from llmfoundry_lite.evaluation.results import Outline, ResultFiles, Results, load_results
+from llmfoundry_lite.evaluation.result_files import Outline, ResultFiles
+from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.launch import launch, train
@@ -201,7 +202,7 @@ def test_a_results_folder_that_fills_up_is_one_line(here, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(results_module, "write_atomically", full)
+    monkeypatch.setattr(result_files_module, "write_atomically", full)
     with pytest.raises(DataError, match=r"results_folder: .*suite/ours.json cannot be written: No space left"):
         run(["next"])
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.packing import Row, Separator, pack
-from llmfoundry_lite.evaluation.scoring import Score, Wanted, score, score_hidden
-from llmfoundry_lite.evaluation.tasks import Request
+from llmfoundry_lite.evaluation.scoring import AnswerTokens, Score, score, score_hidden
 from llmfoundry_lite.models import products
 from tests.helpers.models import normal_model
 
@@ -273,7 +273,7 @@ def test_autocast_touches_no_logits():
     torch.manual_seed(1)
     hidden, unembedding = torch.randn(1, 3, 8), torch.randn(50, 8)
     zeros, positions = torch.zeros(3, dtype=torch.int64), torch.arange(3)
-    wanted = Wanted(zeros, positions, positions, torch.tensor([7, 0, 49]))
+    wanted = AnswerTokens(zeros, positions, positions, torch.tensor([7, 0, 49]))
     plain = score_hidden(hidden, unembedding, wanted)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(score_hidden(hidden, unembedding, wanted).log_probability_n, plain.log_probability_n)
@@ -285,10 +285,10 @@ def test_the_vocabulary_is_read_in_parts_without_a_trace(monkeypatch):
     at = torch.arange(40)
     logits = hidden[0].double() @ unembedding.double().T
     best = logits.argmax(-1)
-    wanted = Wanted(torch.zeros_like(at), at, torch.cat([at, at]), torch.cat([best, torch.randint(1000, (40,))]))
+    wanted = AnswerTokens(torch.zeros_like(at), at, torch.cat([at, at]), torch.cat([best, torch.randint(1000, (40,))]))
     monkeypatch.setattr(products, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
     found = score_hidden(hidden, unembedding, wanted)
-    expected = logits.log_softmax(-1)[wanted.which_n, wanted.expected_n]
+    expected = logits.log_softmax(-1)[wanted.position_n, wanted.token_n]
     assert found.log_probability_n.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     assert found.is_argmax_n[:40].all() and found.is_argmax_n.sum() < 45
 
@@ -298,7 +298,7 @@ def test_the_first_of_equal_logits_is_the_likeliest_in_whichever_parts_they_are(
     unembedding = torch.zeros(1000, 2)
     unembedding[[first, second]] = 1.0
     at = torch.zeros(2, dtype=torch.int64)
-    wanted = Wanted(at[:1], at[:1], at, torch.tensor([first, second]))
+    wanted = AnswerTokens(at[:1], at[:1], at, torch.tensor([first, second]))
     monkeypatch.setattr(products, "CPU_LOGITS_BYTES", 1)  # 256 words at a time
     assert score_hidden(torch.ones(1, 1, 2), unembedding, wanted).is_argmax_n.tolist() == [True, False]
 

@@ -14,8 +14,11 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation.documents import prepare_text
 from llmfoundry_lite.evaluation.harness import Prompt, generate_answer
-from llmfoundry_lite.evaluation.tasks import choose_examples, is_right, prepare_task, prepare_text, read_rows
+from llmfoundry_lite.evaluation.prompts import choose_examples, is_right
+from llmfoundry_lite.evaluation.task_files import read_rows
+from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.pieces import Pieces
 
 

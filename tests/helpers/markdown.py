@@ -29,15 +29,6 @@ def commands(page: str) -> list[str]:
     return [command for line in lines if (command := " ".join(re.sub(r"(^|\s)#\s.*", "", line).split()))]
 
 
-def sentences(page: str) -> list[str]:
-    """Split paragraphs, list items and cells of tables. Text in backquotes, or a list of it, is one word."""
-    prose = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", without_code(page)))
-    prose = re.sub(r"\bX(?:, X)+\b", "X", prose)
-    pieces = re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.))|\|", prose)
-    texts = (" ".join(re.sub(r"^\s*[-*#]+\s", "", piece).split()) for piece in pieces)
-    return [sentence for text in texts for sentence in re.split(r"(?<=[.!?:;·])\s+", text) if sentence]
-
-
 def quoted_commands(page: str, program: str) -> list[str]:
     """In a sentence or a table: `program …`."""
     spans = [two or one for two, one in re.findall(r"``(.+?)``|`([^`\n]+)`", without_code(page))]

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.tasks import read_rows
+from llmfoundry_lite.evaluation.task_files import read_rows
 from tests.evaluation.test_tasks import task
 
 

@@ -23,7 +23,8 @@ from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.loaded import load
 from llmfoundry_lite.evaluation.models import load_subject
-from llmfoundry_lite.evaluation.results import ResultFiles, Results, load_any
+from llmfoundry_lite.evaluation.result_files import ResultFiles
+from llmfoundry_lite.evaluation.results import Results, load_any
 from tests.helpers.launch import ROOT, free_port
 from tests.helpers.models import normal_model
 

@@ -67,7 +67,7 @@ def test_models_are_compared_with_clusters_and_corrections():
     by_task = {task.task: task for task in pair.tasks}
     assert (by_task["text"].wins, by_task["text"].losses, by_task["text"].is_detected) == (19, 1, True)
     assert by_task["text"].p_corrected == pytest.approx(3 * by_task["text"].p)
-    assert [paired.metric for paired in pair.more] == ["acc_norm", "exact_match,vowel"]
+    assert [paired.metric for paired in pair.other_metrics] == ["acc_norm", "exact_match,vowel"]
     assert pair.notes == ["short choices: 12 items in 6 clusters, which are what is independent"]
     assert repr(compare_files(*LM_EVAL, cluster="passage", all_metrics=True)) == repr(pair), "as the library has it"
 

@@ -1,0 +1,173 @@
+"""Held-out text: documents, cut into windows of tokens whose probability gives bits per byte."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from llmfoundry_lite.bounded import TooLargeError, read_json
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.data.spelling import LostText, Speller, lost_text_from_json
+from llmfoundry_lite.data.tokenizer import Tokenizer
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.items import Item, NothingToAsk, Prepared, Request
+from llmfoundry_lite.evaluation.task_files import read_texts
+
+TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
+"""Settings that all held-out text shares."""
+CHECKED_CHARACTERS = 10_000
+"""Characters at the beginning of a text that are tokenised to see whether it has tokens."""
+
+
+class Document(NamedTuple):
+    """The tokens of a document, all of which are predicted."""
+
+    before: int
+    """The token from which the first one is predicted."""
+    ids: list[int]
+    num_bytes: int
+    """Bytes in UTF-8 of the text that the tokens stand for."""
+    source: str | list[int]
+    """What the file holds: a text, or a sample's tokens. Equal documents have equal sources."""
+
+
+def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
+    """Cut the task's text into windows, each an item.
+
+    A text file is one document. In a file of JSON lines, each row's `text` is one. Both are predicted from the last
+    token that the tokenizer begins with, or else from its beginning-of-text or end-of-text token. In an MDS split each
+    sample is a document, whose first token is given. Equal documents are one cluster. `limit` counts windows.
+
+    Raises DataError for a file that cannot be read, NothingToAsk for one without text.
+    """
+    items: list[Item] = []
+    lost_text = LostText()
+    first_with_source: dict[str, int] = {}
+    digest = hashlib.sha256()
+    is_cut = False
+    for number, document in enumerate(_read_documents(config, tokenizer, lost_text)):
+        if limit is not None and len(items) >= limit:
+            is_cut = True
+            break
+        source = json.dumps(document.source)
+        digest.update(source.encode())
+        cluster = str(first_with_source.setdefault(source, number))
+        for request in windows_of(document, tokenizer, max_seq_len):
+            items.append(Item(index=number, requests=(request,), cluster=cluster))
+    if not items:
+        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+
+    if limit is not None and len(items) > limit:
+        is_cut = True
+        items = items[:limit]
+    has_repeated_documents = any(item.cluster != str(item.index) for item in items)
+    if not has_repeated_documents:
+        items = [replace(item, cluster=None) for item in items]
+
+    settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
+    data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
+    digest.update(json.dumps(settings).encode())
+    if not lost_text.is_none:  # fewer bytes count than with a tokenizer that spells everything
+        digest.update(lost_text.stored().encode())
+    return Prepared(
+        label=config.label,
+        kind="perplexity",
+        num_fewshot=0,
+        items=tuple(items),
+        fingerprint=f"sha256:{digest.hexdigest()[:16]}",
+        settings=settings,
+        data_fingerprint=data_fingerprint,
+        beginning=tokenizer.beginning,
+        lost_text=None if lost_text.is_none else lost_text.as_json(),
+        config=config,
+    )
+
+
+def check_text(config: TaskConfig, tokenizer: Tokenizer) -> None:
+    """Raise DataError where `prepare_text` would, having tokenised only the beginning of each text. Not for MDS
+    splits."""
+    has_tokens = False
+    for text in read_texts(config):
+        has_tokens = has_tokens or bool(tokenizer.encode(text[:CHECKED_CHARACTERS]))
+    if not has_tokens:
+        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+
+
+def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:
+    """Yield the windows of a document, each of which predicts its next `max_seq_len` tokens.
+
+    The context of a window is the text before it, as far as it fits. The last window predicts fewer tokens, after all
+    the more context, as in lm-evaluation-harness's rolling perplexity. For 5 tokens and `max_seq_len` 2:
+
+        window 1 predicts tokens 1 and 2 after `before`
+        window 2 predicts tokens 3 and 4 after token 2
+        window 3 predicts token 5 after tokens 3 and 4
+
+    The windows' bytes add up to the document's. A character that two windows divide may count in either of them, and
+    the last window gets the bytes that are left.
+    """
+    bytes_left = document.num_bytes
+    for start in range(0, len(document.ids), max_seq_len):
+        predicted = document.ids[start : start + max_seq_len]
+        is_last = start + max_seq_len >= len(document.ids)
+        num_bytes = bytes_left
+        if not is_last:
+            num_bytes = min(bytes_left, len(tokenizer.decode(predicted).encode()))
+        bytes_left -= num_bytes
+
+        context = [document.before]
+        if start > 0:
+            # The model reads all tokens but the last: the context and the predicted ones fill max_seq_len + 1.
+            context_start = start + len(predicted) - max_seq_len - 1
+            context = document.ids[context_start:start]
+        yield Request(tuple(context), tuple(predicted), num_bytes, 0)
+
+
+def _read_documents(config: TaskConfig, tokenizer: Tokenizer, lost_text: LostText) -> Iterator[Document]:
+    """Yield the documents that have tokens, and add the characters that their tokens do not spell to `lost_text`."""
+    folder = Path(config.dataset_uri)
+    if (folder / "index.json").is_file():
+        lost_text += lost_text_of_split(folder)
+        yield from _read_samples(config, folder, tokenizer)
+        return
+
+    speller = Speller(tokenizer)
+    for text in read_texts(config):
+        document = document_of(text, tokenizer)
+        if document.ids:
+            lost_here = speller.measure(text)
+            lost_text += lost_here
+            yield document._replace(num_bytes=document.num_bytes - lost_here.lost_bytes)
+
+
+def _read_samples(config: TaskConfig, split: Path, tokenizer: Tokenizer) -> Iterator[Document]:
+    """Yield each sample of an MDS split as a document. Raises DataError for a split of other content."""
+    from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming
+
+    without_text = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)
+    try:
+        for tokens_nt in read_shards(split, tokenizer.vocab_size):
+            for before, *ids in tokens_nt.tolist():
+                text = tokenizer.decode([token for token in ids if token not in without_text])
+                yield Document(before, ids, len(text.encode()), [before, *ids])
+    except TooLargeError as error:
+        raise DataError(f"{config.label}: {error}") from error
+    except (ValueError, LookupError, OSError) as error:
+        raise DataError(f"{config.label}: {split} is no MDS split of tokens ({error})") from error
+
+
+def lost_text_of_split(split: Path) -> LostText:
+    """Return the lost text that `data prepare` recorded beside a split; an empty LostText without a record."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        summary = read_json(split.parent / "summary.json", "a summary")
+        return lost_text_from_json(summary["lost_text"])
+    return LostText()
+
+
+def document_of(text: str, tokenizer: Tokenizer) -> Document:
+    """Tokenise a text as one document, predicted from the last token that stands before every text."""
+    before = tokenizer.beginning[-1] if tokenizer.beginning else tokenizer.prefix_token_id
+    return Document(before, tokenizer.encode(text), len(text.encode()), text)

@@ -1,0 +1,102 @@
+"""What is asked of a model: a task with its items, and the requests of each item, as token ids.
+
+`tasks.py` and `documents.py` make these, `packing.py` and `scoring.py` put them to the model, and `records.py` turns
+the answers into scores.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.errors import DataError
+
+SEPARATE = "separate"
+"""The default tokenization of context and answer, and that of a run's own evaluations."""
+CHOICES = ("multiple_choice", "schema")
+"""Types of tasks whose items have several options, one of which is right."""
+GENERATION = ("generation_task_with_answers",)
+"""Types of tasks whose answers the model writes."""
+
+
+class NothingToAsk(DataError):
+    """A task has no item that this model can be asked. A gauntlet leaves such a task out."""
+
+
+class Request(NamedTuple):
+    """Token ids whose probability is asked for, and the ids before them."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    """Empty for an answer that the model writes."""
+    num_characters: int
+    """Characters of the answer's text. For a window of text, its bytes in UTF-8."""
+    num_trimmed: int
+    """Tokens of the context that did not fit into the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One question, with a request for each option. For held-out text, one window of a document."""
+
+    index: int
+    """The row of the task's file, counted from 0. For held-out text, the document's number."""
+    requests: tuple[Request, ...]
+    gold: int = 0
+    """Index of the right option."""
+    category: str | None = None
+    cluster: str | None = None
+    """Items of one cluster are not independent of each other, so standard errors count clusters."""
+    num_missing_examples: int = 0
+    """How many fewer examples its category has than were asked for."""
+    answers: tuple[str, ...] = ()
+    """Generation: the texts that count as right."""
+    has_duplicates: bool = False
+    """Two of its options are the same text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A task that is ready to be asked: for one tokenizer and one number of examples."""
+
+    label: str
+    kind: str
+    """The task's `icl_task_type`."""
+    num_fewshot: int
+    items: tuple[Item, ...]
+    fingerprint: str
+    """Hash of the questions and of how they are asked. Only results with equal fingerprints can be compared."""
+    settings: dict[str, Any]
+    """The part of the configuration that the fingerprint covers, so that a comparison can name what differs."""
+    data_fingerprint: str
+    """Hash of the rows or texts alone."""
+    beginning: list[int] = field(default_factory=list)
+    """Token ids that the tokenizer puts before every text."""
+    num_repeated: int = 0
+    """Items that repeat an earlier one. They are in the cluster of that one."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of items that cannot be asked because of it."""
+    lost_text: dict[str, Any] | None = None
+    """Held-out text that its tokens do not spell, as `LostText.as_json` counts it."""
+    config: TaskConfig
+
+    @property
+    def name(self) -> str:
+        """The task's name in results, such as `arc_easy/3-shot`."""
+        return f"{self.label}/{self.num_fewshot}-shot"
+
+    @property
+    def metric(self) -> str:
+        """Name of the number that tables and averages show. Defaults are LLM Foundry's."""
+        if self.kind == "perplexity":
+            return "bits_per_byte"
+        if self.config.metric:
+            return self.config.metric
+        return "acc_per_token" if self.kind in CHOICES else "acc"
+
+
+def fingerprint(content: Any) -> str:
+    """Return a hash of anything that JSON can hold. The order of keys does not count."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"

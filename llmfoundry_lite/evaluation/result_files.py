@@ -1,0 +1,242 @@
+"""Writes a model's results on a suite, so that no finished task is run twice, and none is replaced without being asked.
+
+`Outline` says what a task asks before a model is loaded, so that a suite is refused early. `differences` compares a
+finished task with what is asked now. `ResultFiles` keeps the results of earlier launches and adds this one's.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.documents import TEXT_SETTINGS
+from llmfoundry_lite.evaluation.items import NothingToAsk, Prepared
+from llmfoundry_lite.evaluation.prompts import find_askable, limit_that_cuts, resolve_settings, settings_of
+from llmfoundry_lite.evaluation.records import Record, cut_at
+from llmfoundry_lite.evaluation.results import Results, items_path_of, read_lines_by_task, read_results
+from llmfoundry_lite.evaluation.task_files import data_fingerprint, read_rows
+from llmfoundry_lite.files import write_atomically
+
+# ------------------------------------------------------------------------------------------------- what a task asks
+
+
+class Outline(NamedTuple):
+    """Facts about a task's questions that are known before a model is loaded."""
+
+    name: str
+    settings: Record
+    data_fingerprint: str | None
+    """None: not known yet, for held-out text."""
+
+
+UNKNOWN_IN_OUTLINES = ("max_seq_len", "stop_tokens")
+"""Settings that are known only after the questions have been tokenised."""
+
+
+def outline_tasks(
+    tasks: Sequence[TaskConfig], tokenization: str, limit: int | None, *, skips_empty: bool = False
+) -> list[Outline]:
+    """Outline every task, once for each of its numbers of examples.
+
+    Raises DataError for a file that cannot be read, and for an empty one unless this `skips_empty` ones.
+    """
+    outlines: list[Outline] = []
+    for config in tasks:
+        if config.icl_task_type == "perplexity":
+            outlines.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
+            continue
+        try:
+            rows = read_rows(config)
+        except NothingToAsk:
+            if not skips_empty:
+                raise
+            continue
+        for num_fewshot in config.num_fewshot:
+            limit_here = limit_that_cuts(limit, len(find_askable(config, rows, num_fewshot)))
+            task = resolve_settings(config, num_fewshot, tokenization)
+            settings = settings_of(task, num_fewshot, limit_here)
+            outlines.append(Outline(f"{config.label}/{num_fewshot}-shot", settings, data_fingerprint(rows)))
+    return outlines
+
+
+def differences(record: Record, task: Outline | Prepared) -> list[str]:
+    """Describe how a finished task differs from `task`, as it is asked for now; empty if it does not."""
+    if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
+        beginning = record.get("beginning", [])
+        if beginning == task.beginning:
+            return []
+        return [f"texts that begin with {beginning}, not {task.beginning} as asked for now"]
+
+    is_exact = isinstance(task, Prepared)
+    stored = record["settings"]
+    asked = dict(task.settings)
+    is_text = asked.get("icl_task_type") == "perplexity"
+    if is_text and not is_exact and stored.get("limit") is None:
+        # The outline does not know how many windows a text has; the record does.
+        asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
+
+    changed: list[str] = []
+    for key in {**stored, **asked}:
+        is_known = is_exact or key not in UNKNOWN_IN_OUTLINES
+        if is_known and stored.get(key) != asked.get(key):
+            changed.append(f"{key} {stored.get(key)!r}, not {asked.get(key)!r}")
+    found: list[str] = []
+    if changed:
+        found.append(f"{'; '.join(changed)} as asked for now")
+    if task.data_fingerprint not in (None, record["data_fingerprint"]):
+        found.append("other data than asked for now")
+    if is_exact and not found:
+        found.append("another fingerprint than asked for now")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+class ResultFiles:
+    """`<folder>/<suite>/<model>.json` and `<model>.items.jsonl`, which rank 0 writes.
+
+    Finished tasks that are not asked for now are kept. Those that are asked for in the same way are not run again.
+    Replacing any needs `redo`.
+    """
+
+    def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
+        """Raise DataError if the folder cannot be written, or an existing file is no result."""
+        from llmfoundry_lite.ranks.exchange import rank_and_size  # imports torch, which comparing does not need
+
+        self.path = folder / suite / f"{model}.json"
+        self.items_path = items_path_of(self.path)
+        self.redo = redo
+        rank, _ = rank_and_size(None)
+        self.is_main = rank == 0
+        self.known = Results(model="", suite="", source="")
+        """What the files hold; without tasks where there are no files, and on other ranks than 0."""
+        self.lines: dict[str, list[str]] = {}
+        """Task -> its lines in the file of items."""
+        self.own_lines: dict[str, list[str]] = {}
+        """The same for tasks in this launch's results, which are written again if the files are removed meanwhile."""
+
+        if self.is_main:
+            self._check_writable()
+        self._read()
+
+    def _check_writable(self) -> None:
+        """Raise DataError now, and not after the first task, for a folder that cannot be written."""
+        existing = next(parent for parent in self.path.absolute().parents if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise DataError(f"results_folder: {existing} is no folder that can be written to")
+
+    def _read(self) -> None:
+        """Read what the files hold by now. With `redo`, files that are no result are as good as none."""
+        self.known = Results(model="", suite="", source="")
+        self.lines = {}
+        if not self.is_main:
+            return
+        try:
+            if self.path.exists():
+                known = read_results(self.path)
+                self.lines = read_lines_by_task(self.items_path) if self.items_path.exists() else {}
+                self.known = known
+        except (DataError, OSError) as error:
+            if not self.redo:
+                raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
+
+    def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | Prepared]) -> None:
+        """Raise DataError where writing `tasks` of this model would lose a finished task. It says what differs."""
+        if self.redo:
+            return
+        remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
+        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others are trials
+        other_model = self._other_model(results)
+        if finished and other_model:
+            noun, pronoun = ("task", "it") if len(finished) == 1 else ("tasks", "them")
+            raise DataError(
+                f"{self.path} holds {len(finished)} finished {noun} of {other_model}; {remedy.format(pronoun)}"
+            )
+        for task in tasks:
+            if task.name not in finished or not self._is_whole(task.name):
+                continue
+            found = differences(self.known.tasks[task.name], task)
+            if found:
+                raise DataError(f"{self.path} holds {task.name} with {', and '.join(found)}; {remedy.format('it')}")
+
+    def _other_model(self, results: Results) -> str:
+        """Describe the file's model and the one evaluated now, if they differ; else empty."""
+        identity = "save_id" if results.save_id else "source"
+        for key in (identity, "tokenizer", "precision"):
+            stored = getattr(self.known, key)
+            now = getattr(results, key)
+            if stored == now:
+                continue
+            has_other_source = self.known.source != results.source
+            if key == identity and has_other_source:
+                return f"{self.known.source}, and {results.source} is to be evaluated"
+            noun = "save" if key == "save_id" else key
+            return f"{self.known.source} with {noun} {stored}, not {now} as now"
+        return ""
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether the file has all items of a known task."""
+        return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
+
+    def finished_record(self, task: Prepared, results: Results) -> Record | None:
+        """Return the finished result of this very task on this very model, or None if it is to be run."""
+        if self.redo:
+            return None
+        record = self.kept(results).get(task.name)
+        if record is None or not self._is_whole(task.name) or differences(record, task):
+            return None
+        self.own_lines[task.name] = self.lines[task.name]
+        return record
+
+    def kept(self, results: Results) -> dict[str, Record]:
+        """Return all finished tasks of the same model, asked for now or not."""
+        return {} if self._other_model(results) else self.known.tasks
+
+    def add(self, results: Results, task: Outline | Prepared, items: Sequence[Record]) -> None:
+        """Add the items of a finished task, and write the files. Other ranks than 0 do nothing.
+
+        `results` has the records of all tasks so far, that of `task` included; `items` are the items of `task` alone.
+        Raises DataError if the files cannot be written, or if a finished task in them would be lost.
+        """
+        if not self.is_main:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_folder(self.path.parent):
+                self._read()  # other launches may have finished other tasks meanwhile
+                self.refuse_to_replace(results, [task])
+                self.own_lines[task.name] = [json.dumps(item) for item in items]
+                self._write(results)
+        except OSError as error:
+            raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
+
+    def _write(self, results: Results) -> None:
+        """Write this launch's tasks, then those that the files have besides."""
+        tasks = dict(results.tasks)
+        for name, record in self.kept(results).items():
+            tasks.setdefault(name, record)
+        lines = {**self.lines, **self.own_lines}
+        text = "".join(f"{line}\n" for name in tasks for line in lines.get(name, []))
+        # Items first: a task counts as finished when the JSON has it.
+        write_atomically(self.items_path, text)
+        write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a lock on the folder, so that one launch at a time writes. Some file systems cannot lock, which is
+    ignored."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

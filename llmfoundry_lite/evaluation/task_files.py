@@ -1,0 +1,161 @@
+"""Reads the file of a task: rows of questions, or held-out text. Every error names the file, the line and the
+column."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from llmfoundry_lite import companions
+from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, NothingToAsk, fingerprint
+
+COLUMNS = {
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language_modeling": ("context", "continuation"),
+    "generation_task_with_answers": ("context", "answer"),
+}
+"""Type of a task -> the columns that its rows must have."""
+TEXT_COLUMNS = ("query", "context", "continuation", "answer")
+"""Columns that hold one text."""
+LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+"""Suffixes of files with a JSON object on each line, as `data prepare` reads them."""
+
+Row = dict[str, Any]
+
+
+def read_rows(config: TaskConfig) -> list[Row]:
+    """Return the checked rows of the task's file or data set.
+
+    Raises DataError if the file cannot be read or a row cannot be used, NothingToAsk if there are no rows.
+    """
+    source = config.dataset_uri
+    if source.startswith("hf://"):
+        rows = companions.find("readers", "hf:// data sets of tasks")(config)
+    else:
+        rows = [row for row, _ in read_json_lines(config)]
+    if not rows:
+        raise NothingToAsk(f"{config.label}: {source} has no rows")
+
+    for number, row in enumerate(rows, start=1):
+        _check_row(row, config, f"{config.label}: {source}, line {number}")
+    return [strip_row(row) for row in rows] if config.strip_dataset else rows
+
+
+def strip_row(row: Row) -> Row:
+    """Return a row without white space around its texts."""
+    return {key: value.strip() if isinstance(value, str) else value for key, value in row.items()}
+
+
+def data_fingerprint(rows: list[Row]) -> str:
+    """Return a hash of the rows, which is the same with and without `strip_dataset`."""
+    return fingerprint([strip_row(row) for row in rows])
+
+
+def read_json_lines(config: TaskConfig) -> Iterator[tuple[Row, str]]:
+    """Yield each row together with its file and line, for error messages. Raises DataError."""
+    with _naming_the_file(config):
+        lines = read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")
+        for number, content in enumerate(lines, start=1):
+            encoding = "utf-8-sig" if number == 1 else "utf-8"  # the first line may begin with a byte-order mark
+            line = content.decode(encoding)
+            if not line.strip():
+                continue
+            place = f"{config.label}: {config.dataset_uri}, line {number}"
+            yield _parse_row(line, place), place
+
+
+def _parse_row(line: str, place: str) -> Row:
+    """Parse one line. `place` names it in errors."""
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which tokenizers refuse
+        raise DataError(f"{place} has half a character, such as \\ud83d alone") from None
+    except RecursionError:
+        raise DataError(f"{place} is not JSON: too deep") from None
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is not a JSON object")
+    return row
+
+
+def read_texts(config: TaskConfig) -> Iterator[str]:
+    """Yield the held-out texts of a file: each row's `text`, or the whole file. Raises DataError."""
+    if Path(config.dataset_uri).suffix not in LINE_SUFFIXES:
+        with _naming_the_file(config):
+            content = read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
+        yield content
+        return
+    for row, place in read_json_lines(config):
+        text = row.get("text")
+        if not isinstance(text, str):
+            raise DataError(f"{place}: text is {text!r}, expected a text")
+        yield text
+
+
+@contextlib.contextmanager
+def _naming_the_file(config: TaskConfig) -> Iterator[None]:
+    """Raise DataError for a file that is missing or cannot be read."""
+    label, path = config.label, config.dataset_uri
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(
+            f"{label}: {path} does not exist; in a clone, `python scripts/fetch_tasks.py` fetches the public tasks, "
+            "`python scripts/make_tasks.py` makes our own, data_root=…/llm-foundry/scripts finds LLM Foundry's, "
+            "skip_missing_tasks=true leaves it out"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{label}: {path} cannot be read: {error}") from error
+
+
+def _check_row(row: Row, config: TaskConfig, place: str) -> None:
+    """Raise DataError unless the row has what a task of this type needs. `place` names it in errors."""
+    kind = config.icl_task_type
+    for column in COLUMNS[kind]:
+        if column not in row:
+            raise DataError(f"{place}: no column {column!r}; a {kind} task has {', '.join(COLUMNS[kind])}")
+        if column in TEXT_COLUMNS and not isinstance(row[column], str):
+            raise DataError(f"{place}: {column} is {row[column]!r}, expected a text")
+
+    if kind in GENERATION:
+        aliases = row.get("aliases") or []
+        if not _are_texts(aliases):
+            raise DataError(f"{place}: aliases is {aliases!r}, expected texts")
+    if config.has_categories:
+        if "category" not in row:
+            raise DataError(f"{place}: no column 'category', which has_categories asks for")
+        _check_group_column(row, "category", "has_categories asks for", place)
+    if config.cluster is not None:
+        _check_group_column(row, config.cluster, "cluster names", place)
+    if kind in CHOICES:
+        _check_options(row, kind, place)
+
+
+def _check_group_column(row: Row, column: str, reason: str, place: str) -> None:
+    """Raise DataError unless a column that groups rows holds a text or a whole number."""
+    if not isinstance(row.get(column), str | int):
+        expected = f"expected a text or a whole number, because {reason} this column"
+        raise DataError(f"{place}: {column} is {row.get(column)!r}, {expected}")
+
+
+def _check_options(row: Row, kind: str, place: str) -> None:
+    """Raise DataError unless there are options, and one of them is right."""
+    options = row["choices"] if kind == "multiple_choice" else row["context_options"]
+    if not _are_texts(options) or len(options) < 2:
+        raise DataError(f"{place}: {options!r} given, expected two or more texts to choose from")
+    gold = row["gold"]
+    is_number = isinstance(gold, int) and not isinstance(gold, bool)
+    if not is_number or not 0 <= gold < len(options):
+        raise DataError(f"{place}: gold is {gold!r}, expected 0 to {len(options) - 1}")
+
+
+def _are_texts(values: Any) -> TypeGuard[list[str]]:
+    """Return whether a value is a list of texts."""
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
