@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -343,7 +343,7 @@ def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, othe
     )
 
 
-def _count_won(gains: Floats) -> dict[str, int]:
+def _count_won(gains: Floats) -> dict[str, Any]:
     """Count the items, and those on which the other model did better (gain above 0), worse and equally well."""
     num_wins = int((gains > 0).sum())
     num_losses = int((gains < 0).sum())

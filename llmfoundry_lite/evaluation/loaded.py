@@ -241,7 +241,7 @@ def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
     Raises ConfigError for anything that is no text, DataError for halves of surrogate pairs.
     """
     is_one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
-    texts = [given] if is_one else list(given)
+    texts: list[Any] = [given] if is_one else list(given)
     for text in texts:
         if not isinstance(text, str):
             raise ConfigError(
