@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, TransientError
 from llmfoundry_lite.ranks.codec import parse_json, write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
 
@@ -89,6 +89,8 @@ class Leases:
     def __init__(self, root: Folder):
         self.url = root.url
         self.folder = root.child(FOLDER)
+        self._seen_epoch: int | None = None
+        """The claim that this process has made, or has seen once."""
 
     def wait_until_free(self, request: LeaseRequest) -> str:
         """Return when the lease may be taken: at once if it was released or its process on this machine is gone, and
@@ -160,6 +162,7 @@ class Leases:
                 )
             try:
                 self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
+                self._seen_epoch = epoch
                 break
             except FileExistsError:
                 at_least = epoch + 1  # a listing may show this claim late or never
@@ -171,8 +174,8 @@ class Leases:
         return Lease(epoch, owner)
 
     def check(self, lease: Lease) -> None:
-        """Raise CheckpointError if there is a higher number, or if this claim is not as it was made; OSError if the
-        folder cannot be read."""
+        """Raise CheckpointError if there is a higher number, or if this claim is absent or not as it was made; OSError
+        if the folder cannot be read. An absent one may come back, as `check_is_seen` says."""
         highest = self.highest()
         if highest > lease.epoch:
             holder = Holder(highest, {})
@@ -182,22 +185,36 @@ class Leases:
                 f"{self.url}: another launch ({holder.describe()}) has taken this run over; this one may not save any "
                 "more, and ends"
             )
-        found = None
-        with contextlib.suppress(FileNotFoundError):
+        try:
             found = self.folder.read(_name(lease.epoch), MAX_BYTES)
+        except FileNotFoundError:
+            raise self._vanished(lease.epoch) from self._cause_of_absence(lease.epoch)
         if found != write_json(lease.owner):
-            raise self._vanished(lease.epoch)
+            raise self._vanished(lease.epoch) from None
 
     def check_is_seen(self, epoch: int) -> None:
-        """Raise CheckpointError unless this process sees the claim that rank 0 has made."""
+        """Raise CheckpointError unless this process sees the claim that rank 0 has made. If it has seen it before, on a
+        disk, the error may pass: the disk can be mounted again, and until then nothing is written."""
         if not self.folder.child(_name(epoch)).exists():
-            raise self._vanished(epoch)
+            raise self._vanished(epoch) from self._cause_of_absence(epoch)
+        self._seen_epoch = epoch
+
+    def _cause_of_absence(self, epoch: int) -> TransientError | None:
+        """Return a cause that may pass if the claim was seen on a disk; None otherwise. A bucket does not come back
+        with what was removed from it, and a node that has never seen the claim has another disk."""
+        if self.folder.path_here is None or self._seen_epoch != epoch:
+            return None
+        return TransientError(f"{self.folder.path_here} has vanished")
 
     def _vanished(self, epoch: int) -> CheckpointError:
+        why = "the disk may have been unmounted, or is not shared by all nodes"
+        remedy = "mount it, or give this run another save_folder"
+        if self.folder.path_here is None:
+            why = "somebody may have removed the folder"
+            remedy = "give this run another save_folder, or start it again from there"
         return CheckpointError(
             f"{self.url}: host {socket.gethostname()} does not find this launch's lease ({FOLDER}/{_name(epoch)}) any "
-            "more; the disk may have been unmounted, or is not shared by all nodes. Nothing was written there; mount "
-            "it and run the same command again"
+            f"more; {why}. Nothing was written there; {remedy}"
         )
 
     def holder(self) -> Holder | None:

@@ -17,6 +17,7 @@ from llmfoundry_lite.errors import (
     UnreadableCheckpointError,
     UnsoundCheckpointError,
     is_masked,
+    is_transient,
     learn_credentials,
 )
 from llmfoundry_lite.files import check_url_spelling
@@ -60,10 +61,26 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
     except Exception as error:  # an unknown protocol, or a client that connects to its server at once
         raise CheckpointError(f"{text}: {first_line(error)}") from error
+    loop = getattr(filesystem, "loop", None)
+    if loop is not None:
+        loop.set_exception_handler(_handle_unawaited)
     if hasattr(filesystem, "call_s3"):
         type(filesystem).retries = S3_ATTEMPTS  # s3fs takes it from the class
     url = text.rstrip("/")
     return RemoteFolder(RenewingFilesystem(filesystem, url), path, url)
+
+
+def _handle_unawaited(loop: Any, context: dict[str, Any]) -> None:
+    """Handle what asyncio reports of fsspec's loop, beside what its calls raise: drop lost links, print the rest.
+
+    aiohttp sends a request in a task of its own (`ClientRequest.write_bytes`). If the server has closed the connection,
+    that task fails too, and nobody awaits it. The request itself raises to its caller, who tries again or reports it.
+    asyncio would print a traceback for each attempt.
+    """
+    is_unawaited = "never retrieved" in context.get("message", "")
+    if is_unawaited and is_transient(context.get("exception")):
+        return
+    loop.default_exception_handler(context)
 
 
 def _options_of(protocol: str) -> dict[str, Any]:

@@ -45,6 +45,10 @@ from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 
 PINNED = "cuda"
+POLL_SECONDS = 10.0
+"""Time after which ranks that wait for a save meet again, long before a collective fails."""
+NOTE_SECONDS = 30.0
+"""Time after which the user is told that the training waits for a save; then after twice that, and so on."""
 REPORT = struct.Struct("<QQ16s16sQ")
 """A rank's report: bytes of its file, bytes of the file's header, the file's digest, the digest of all that is not a
 tensor, and the rank's part of the state's digest."""
@@ -121,9 +125,12 @@ class Saver:
         *,
         parent_save_id: str | None = None,
         after_publish: Callable[[Lease], None] = lambda lease: None,
+        note_wait: Callable[[str, float], None] = lambda name, seconds: None,
     ):
         self.store = store
         self.after_publish = after_publish
+        self.note_wait = note_wait
+        """Called on each rank while it waits: with the name of the save, and for how long it has waited."""
         self.lease: Lease | None = None
         """None on all ranks but 0."""
         self.has_lease = False
@@ -256,11 +263,23 @@ class Saver:
             self.store.abandon(save_id)
 
     def wait(self) -> Saved | None:
-        """Wait until the save in flight is published. Collective, and raises, as `poll`."""
+        """Wait until the save in flight is published. Collective, and raises, as `poll`.
+
+        The ranks meet every POLL_SECONDS. Otherwise, if a store does not answer one rank, the others would wait for it
+        in a collective until that fails (`dist_timeout`).
+        """
         saved = None
+        began = time.monotonic()
+        note_after_seconds = NOTE_SECONDS
         while self._flight is not None:
-            wait_for([self._flight.task])
+            batch = self._flight.about.timestamp.batch
+            wait_for([self._flight.task], timeout=POLL_SECONDS)
             saved = self.poll()
+
+            seconds = time.monotonic() - began
+            if self._flight is not None and seconds >= note_after_seconds:
+                self.note_wait(f"ba{batch}", seconds)
+                note_after_seconds *= 2
         return saved
 
     # ------------------------------------------------------------------------------------------- copying and writing

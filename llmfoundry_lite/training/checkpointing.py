@@ -116,7 +116,7 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        self.saver = Saver(self.store, after_publish=self._after_publish)
+        self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
         self.preemption.release_lease = self.saver.release_lease
         if self.partners.takes_lease_at_start:
             self.saver.take_lease(request=lease_request(self.config, self.start.watched))
@@ -397,6 +397,7 @@ class Checkpointing(Callback):
         except UserError as error:
             if not (error.is_transient or error.needs_credentials):
                 self.has_failed_save = True
+                self._tell_what_is_lost(state)
                 raise
             self.failed_saves.note_failure(error, state.timestamp)
             self.print_on_rank_0(f"warning: {self._describe_failed_save()}, and the next save tries again")
@@ -405,9 +406,18 @@ class Checkpointing(Callback):
             return error
         return None
 
+    def _tell_what_is_lost(self, state: State) -> None:
+        """Say which batches no save holds, before the launch ends with an error."""
+        if self.would_lose(state):
+            batches = f"{self.saved_batch + 1} to {int(state.timestamp.batch)}"
+            self.print_on_rank_0(f"warning: batches {batches} are in no save; {self._newest_save()}")
+
+    def _newest_save(self) -> str:
+        return f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
+
     def _describe_failed_save(self) -> str:
         parts = [self.failed_saves.describe()]
-        parts.append(f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet")
+        parts.append(self._newest_save())
         if self.failed_saves.count > 1:
             parts.append(f"{self.failed_saves.count} saves in a row have failed")
         return "; ".join(parts)
@@ -446,6 +456,13 @@ class Checkpointing(Callback):
     def post_close(self) -> None:
         """Let another launch carry on at once: nothing is saved any more."""
         self.preemption.release_lease()
+
+    def _note_wait(self, name: str, seconds: float) -> None:
+        """Say that the training stands still."""
+        self.print_on_rank_0(
+            f"waiting for {self.store.root.url}: {name} is not saved after {seconds:.0f} s; training goes on when "
+            "it is, or when that save has failed"
+        )
 
     def _log(self, saved: Saved | None, logger: Logger) -> None:
         if saved is None:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,43 @@ def test_a_disk_that_may_only_be_read(tmp_path):
         load(disk.path / "ba1", other, other_optimizer)
         found, expected = whole_state(other, other_optimizer), whole_state(model, optimizer)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_disk_that_is_mounted_again_takes_the_next_save(tmp_path):
+    """In between nothing is written where it was, and the error may pass."""
+    folder, away = tmp_path / "checkpoints", tmp_path / "away"
+    model, optimizer = build("plain")
+    saver = Saver(CheckpointStore(folder))
+    save_now(saver, model, optimizer, 1)
+    os.rename(folder, away)
+    for leftover in ("no folder", "an empty folder"):
+        if leftover == "an empty folder":
+            folder.mkdir()
+        saver.save(model, optimizer, about(2))
+        with pytest.raises(CheckpointError, match="may have been unmounted") as caught:
+            saver.wait()
+        assert caught.value.is_transient
+    folder.rmdir()
+
+    os.rename(away, folder)
+    save_now(saver, model, optimizer, 3)
+    assert names(saver.store) == ["ba3", "ba1"]
+
+
+def test_a_wait_for_a_store_that_does_not_answer_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.save.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("llmfoundry_lite.checkpoint.save.NOTE_SECONDS", 0.0)
+    answers, told = threading.Event(), []
+
+    def note(name, seconds):
+        told.append(name)
+        answers.set()
+
+    def wait_for_answer(phase):
+        if phase == "before manifest":
+            assert answers.wait(60)
+
+    saver = Saver(CheckpointStore(tmp_path, on_phase=wait_for_answer), note_wait=note)
+    save_now(saver, *build("plain"), 1)
+    assert told[0] == "ba1"
+    assert names(saver.store) == ["ba1"]

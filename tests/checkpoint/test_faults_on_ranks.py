@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from llmfoundry_lite import retry
 from llmfoundry_lite.checkpoint import local_folder, restore
+from llmfoundry_lite.checkpoint import save as save_module
 from llmfoundry_lite.checkpoint.restore import load, load_newest
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.state import local_tensor, read_state
@@ -153,6 +154,30 @@ def faults(folder):
 
 def test_what_one_rank_finds_all_ranks_do(tmp_path):
     launch(faults, (str(tmp_path / "checkpoints"),), tmp_path, 2).check()
+
+
+def wait_for_one(folder):
+    """The disk of rank 1 does not answer until that rank has waited for a while; rank 0 waits with it."""
+    save_module.POLL_SECONDS, save_module.NOTE_SECONDS = 0.01, 0.0
+    start()
+    answers, told = threading.Event(), []
+
+    def note(name, seconds):
+        told.append(name)
+        answers.set()
+
+    def wait_for_answer(phase):
+        if phase == "half a shard" and dist.get_rank() == 1:
+            assert answers.wait(60)
+
+    saver = Saver(CheckpointStore(folder, on_phase=wait_for_answer), note_wait=note)
+    save_now(saver, *build("FULL_SHARD"), 1)
+    assert told[0] == "ba1"
+
+
+def test_ranks_that_wait_for_the_disk_of_another_sit_in_no_collective(tmp_path):
+    """A collective would fail after `dist_timeout`, however long the disk may take."""
+    launch(wait_for_one, (str(tmp_path / "checkpoints"),), tmp_path, 2).check()
 
 
 def views(folder):

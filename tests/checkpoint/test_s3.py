@@ -1,13 +1,16 @@
 """Checkpoints on S3, over HTTP to a server process: multi-part uploads, dropped connections, the manifest last."""
 
 import errno
+import gc
 import os
+import socketserver
+import threading
 import uuid
 from collections import Counter
 
 import pytest
 import torch
-from fsspec.asyn import sync_wrapper
+from fsspec.asyn import get_loop, sync_wrapper
 from fsspec.config import conf
 
 from llmfoundry_lite import retry
@@ -362,6 +365,35 @@ def test_a_server_that_refuses_everything_says_whose_fault_it_is(proxy, code, ma
         with pytest.raises(CheckpointError) as caught:
             ask()
         assert caught.value.is_transient == may_pass
+
+
+@pytest.mark.fault
+def test_a_server_that_has_gone_is_told_by_the_error_alone_and_by_no_traceback(connect, monkeypatch, caplog):
+    """A port that takes connections and closes them: aiohttp's task that sends the request fails beside the request."""
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
+    folder = open_folder(connect())
+    folder.put("file", b"1")
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as closing:
+        threading.Thread(target=closing.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closing.server_address[1]}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        folder = open_folder(folder.url)
+        for _ in range(3):
+            with pytest.raises(OSError, match="endpoint URL"):
+                folder.put("file", b"2")
+        closing.shutdown()
+
+    has_collected = threading.Event()
+    get_loop().call_soon_threadsafe(lambda: (gc.collect(), has_collected.set()))  # tasks report when collected
+    assert has_collected.wait(60)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_other_errors_on_the_loop_of_the_client_are_still_printed(connect, caplog):
+    open_folder(connect())
+    error = {"message": "Task exception was never retrieved", "exception": ZeroDivisionError("a bug")}
+    get_loop().call_exception_handler(error)
+    assert [record.exc_info[1] for record in caplog.records if record.name == "asyncio"] == [error["exception"]]
 
 
 def test_a_bucket_that_is_not_there_is_a_mistake(connect):

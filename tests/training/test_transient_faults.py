@@ -82,10 +82,18 @@ def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(mon
     assert run.said == [text]
 
 
-def test_a_save_that_meets_another_error_ends_the_run(monkeypatch):
+def test_a_save_that_meets_another_error_ends_the_run_and_what_is_lost_is_told(monkeypatch):
     run = Run(monkeypatch, not_written(PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(CheckpointError, match="not written"):
         run.parts._advance_save(run.parts.saver.wait, run.state, None)
+    assert run.said == ["warning: batches 3 to 4 are in no save; ba2 stands"]
+
+
+def test_a_launch_that_waits_for_a_save_says_for_which_and_for_how_long(monkeypatch):
+    run = Run(monkeypatch)
+    run.parts._note_wait("ba4", 31.2)
+    (line,) = run.said
+    assert line.startswith("waiting for run: ba4 is not saved after 31 s; ")
 
 
 def test_the_last_save_is_made_again_until_it_is_published(monkeypatch):
