@@ -15,7 +15,7 @@ import torch
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.packing import Row, Separator, pack
 from llmfoundry_lite.evaluation.tasks import Request
-from llmfoundry_lite.models.attention import for_any_width
+from llmfoundry_lite.models.attention import without_cudnn
 from llmfoundry_lite.models.products import logits_in_parts
 
 
@@ -127,7 +127,7 @@ def score_tokens(
         return None if array is None else torch.as_tensor(array).to(model.device)
 
     inputs = Inputs(*map(on_device, (tokens_bt, positions_bt, attention_mask_bts)))
-    with for_any_width():
+    with without_cudnn():
         scores = model.score(inputs, Wanted(*map(on_device, (rows, columns, which, expected))))
     return zip(numbers, *(column.tolist() for column in scores), strict=True)
 

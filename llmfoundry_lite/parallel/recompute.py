@@ -31,7 +31,7 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
 
 
 PRODUCTS = {
-    *("mm", "addmm", "bmm", "product"),
+    *("mm", "addmm", "bmm", "onednn_matmul"),
     *("_flash_attn_forward", "_flash_attn_varlen_forward"),  # the flash-attn package's
     "inductor_compiled_code",  # FlexAttention, compiled to one operation
 }
