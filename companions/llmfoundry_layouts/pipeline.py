@@ -60,7 +60,7 @@ def build_pipeline(
     options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
     stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
     kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
-    models = [build_parallel_model(config, kind=kind, **options) for kind in kinds]
+    models = [build_parallel_model(config, model_class=kind, **options) for kind in kinds]
     degree = mesh["tensor"].size() if sequence_parallel else 1
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
