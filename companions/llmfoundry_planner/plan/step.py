@@ -20,7 +20,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_rows
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_planner.plan.bubble import simulate_bubble
 from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
@@ -132,7 +132,7 @@ def accelerator_named(name: str) -> Accelerator:
 
     Raises ConfigError, which lists the rows, for a name of none or of several.
     """
-    rows = rows_named(name)
+    rows = find_rows(name)
     if len(rows) > 1:
         names = " and ".join(row.name for row in rows)
         raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
