@@ -13,25 +13,27 @@ from typing import NamedTuple
 FREE_FRACTION = 0.98
 """Fraction of the memory as sold that is free for programs."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+"""Bytes of a KiB, a MiB and a GiB."""
 REPORT_SCHEMA = 2
 """Version of the JSON of `bench`, raised when older reports can no longer be read or compared."""
 PRODUCTS = "matrix products"
 """Name of the rows of matrix products in the report of `bench mfu`."""
 
 
-def in_bytes(number: int) -> str:
-    """Write 4096 as 4.00 KiB."""
+def format_bytes(num_bytes: int) -> str:
+    """Write a number of bytes in the largest unit that it reaches: 4096 as `4.00 KiB`."""
     for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if number >= unit_bytes:
-            return f"{number / unit_bytes:,.2f} {unit}"
-    return f"{number} B"
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:,.2f} {unit}"
+    return f"{num_bytes} B"
 
 
 @dataclass(slots=True, frozen=True)
 class Accelerator:
-    """A row of the table."""
+    """A row of the table: one kind of device, as torch sees it."""
 
     name: str
+    """Our own name for it, from which the names of overlays are made."""
     pattern: str
     """Regular expression for the whole of `torch.cuda.get_device_name()`."""
     num_compute_units: int
@@ -45,9 +47,11 @@ class Accelerator:
     """fp32 (without TF32), tf32, bf16, fp16, fp8 -> peak of dense matrix products with fp32 sums. Dtypes without a
     published peak are absent."""
     source: str
+    """The document that these numbers are from."""
     pci_ids: tuple[int, ...] = ()
     """AMD: PCI device numbers under which the kernel lists it (pci.ids, vendor 1002). NVIDIA's kernel lists names."""
     devices_per_card: int = 1
+    """Devices that torch sees on one card: two for the MI250 and MI250X."""
 
     @property
     def vendor(self) -> str:
@@ -56,36 +60,42 @@ class Accelerator:
 
     @property
     def free_bytes(self) -> int:
-        """Memory that is free for a program."""
+        """Memory that is free for a program, before it has allocated anything."""
         return int(FREE_FRACTION * self.memory_bytes)
 
     @property
     def workspace_bytes(self) -> int:
-        """Scratch memory of matrix products for each computing thread in torch: 32 MiB from Hopper on, a quarter of
-        that before (`getChosenWorkspaceSize`). AMD's is not rehearsed and counts as Hopper's."""
+        """Scratch memory that torch allocates for matrix products, for each thread that computes.
+
+        It is 32 MiB from Hopper on, and a quarter of that and 128 KiB before (torch's `getChosenWorkspaceSize`). AMD's
+        devices count as Hopper's, because no rehearsal has shown their size.
+        """
         is_older = self.name.startswith(("V100", "A100", "A10", "L4", "RTX-4090"))
         return 8 * MIB + 128 * KIB if is_older else 32 * MIB
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return dense FLOP/s in fp32, tf32, bf16, fp16 or fp8; None where none is published."""
+        """Return the peak of dense matrix products in FLOP/s, in fp32, tf32, bf16, fp16 or fp8; None if unpublished."""
         teraflops = self.peak_teraflops.get(dtype)
         return None if teraflops is None else teraflops * 1e12
 
 
 class Device(NamedTuple):
-    """The device, or the RAM, on which a rank of this machine computes."""
+    """The accelerator on which a rank of this machine computes, or the RAM if there is none."""
 
     name: str
+    """In words for a message: `cuda:0 (NVIDIA H200)`, or `this machine's RAM`."""
     free_bytes: int
+    """Memory that is free now."""
     is_shared: bool
-    """Whether all ranks of this machine share the memory, as they do RAM."""
+    """Whether all ranks of this machine share this memory. They do if it is RAM."""
 
 
 def find_accelerator(device_name: str, num_compute_units: int | None = None) -> Accelerator | None:
-    """Return the row for `torch.cuda.get_device_name()`; None for a device that is not in the table.
+    """Return the row of a device with the name that `torch.cuda.get_device_name()` returns; None if there is none.
 
-    MI250 and MI250X have one name in ROCm, and slices (MIG, partitions) have the name of the whole device.
-    `num_compute_units`, torch's `multi_processor_count`, tells them apart. Without it, an MI250 or MI250X is unknown.
+    Names do not suffice: MI250 and MI250X have the same one in ROCm, and slices (MIG, partitions) have the name of the
+    whole device. `num_compute_units`, torch's `multi_processor_count`, tells them apart. Without it, an MI250 or MI250X
+    is not found, and a slice is taken for the whole device.
     """
     rows = [row for row in ACCELERATORS.values() if re.fullmatch(row.pattern, device_name)]
     if num_compute_units is not None:
@@ -93,16 +103,25 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
     return rows[0] if len(rows) == 1 else None
 
 
-def rows_named(name: str) -> list[Accelerator]:
-    """Return the rows with this name, or with names that begin with it. The latter exclude PCIe cards if possible."""
-    exact = [row for row in ACCELERATORS.values() if row.name.lower() == name.lower()]
-    stem = re.sub(r"-\d+$", "", name.lower())
-    rows = exact or [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
-    return [row for row in rows if "PCIe" not in row.name] or rows
+def find_rows(name: str) -> list[Accelerator]:
+    """Return the rows that a user may mean by a name, in any case: several, if they differ in their memory.
+
+    A row with exactly this name is the only one. Otherwise the words of a row's name begin with this name, whose last
+    word may be a number of devices: `a100` and `a100-8` mean A100-40GB and A100-80GB. PCIe cards are left out unless
+    they are all there is. The list is empty for an unknown name.
+    """
+    name = name.lower()
+    rows = [row for row in ACCELERATORS.values() if row.name.lower() == name]
+    if not rows:
+        stem = re.sub(r"-\d+$", "", name)
+        rows = [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
+    without_pcie = [row for row in rows if "PCIe" not in row.name]
+    return without_pcie or rows
 
 
 # ------------------------------------------------------------------------------------------------------- the table
 
+# Peaks in TFLOP/s, and sources. Several rows share most of them.
 HALVED = "tensor figures halved, they are with sparsity"
 V100 = {"fp32": 15.7, "fp16": 125.0}
 V100_SOURCE = "NVIDIA V100 datasheet, January 2020"
@@ -128,7 +147,8 @@ CDNA3 = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 26
 MI300X_SOURCE = "AMD Instinct MI300X data sheet, December 2023"
 MI325X_SOURCE = "AMD Instinct MI325X data sheet, October 2024"
 
-# The fields of an Accelerator, in their order.
+# The fields of an Accelerator, in their order: name, pattern, compute units, memory, bytes/s, watts, TFLOP/s, source,
+# PCI numbers, devices on a card.
 _ROWS = (
     ("V100-16GB", "Tesla V100-SXM2-16GB", 80, 16 * GIB, 900e9, 300, V100, V100_SOURCE),
     ("V100-32GB", "Tesla V100-SXM2-32GB", 80, 32 * GIB, 900e9, 300, V100, V100_SOURCE),

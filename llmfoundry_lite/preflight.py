@@ -50,7 +50,7 @@ from llmfoundry_lite.errors import (
     list_names,
     printable,
 )
-from llmfoundry_lite.estimate.memory import as_on_cpu, estimate_training_memory
+from llmfoundry_lite.estimate.memory import estimate_training_memory, with_cpu_attention
 from llmfoundry_lite.estimate.model_memory import knows_optimizer
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
@@ -156,7 +156,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
     if not is_local_or_cached(name):
         raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
     is_cpu, num_here = devices[0].is_shared, layout.node_size
-    needed = estimate_training_memory(as_on_cpu(config) if is_cpu else config, layout).total_bytes
+    needed = estimate_training_memory(with_cpu_attention(config) if is_cpu else config, layout).total_bytes
     asking = "each rank needs"
     if is_cpu:
         needed *= num_here

@@ -44,8 +44,8 @@ from llmfoundry_machines.bench.frame import describe_machine
 row = devices.accelerator()
 print(json.dumps({
     "device": devices.device_name(), "num_devices": torch.cuda.device_count(), "vendor": devices.vendor(),
-    "row": row and row.name, "driver": devices.driver(), "runtime": devices.runtime(), "torch": torch.__version__,
-    "machine": describe_machine(),
+    "row": row and row.name, "driver": devices.driver_release(), "runtime": devices.runtime_release(),
+    "torch": torch.__version__, "machine": describe_machine(),
 }))
 """
 

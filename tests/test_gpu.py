@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig
-from llmfoundry_lite.models.attention import build_mask, document_numbers
+from llmfoundry_lite.models.attention import build_mask, number_documents
 from llmfoundry_lite.models.generate import generate
 from tests.helpers.launch import train
 from tests.helpers.models import BASE, EOS, FAMILY, random_model, random_tokens, with_implementation
@@ -75,7 +75,7 @@ def test_flex_and_sdpa_compute_logits_and_gradients_of_the_definition(name, with
     """FlexAttention's backward pass exists on GPUs alone, and its kernels only for lengths and widths they like."""
     model = random_model(replace(FAMILY[name], d_model=192, max_seq_len=256)).cuda()
     tokens_bt = torch.randint(model.config.vocab_size, (2, 256), generator=torch.Generator().manual_seed(1)).cuda()
-    documents_bt = document_numbers(tokens_bt, EOS) if with_documents else None
+    documents_bt = number_documents(tokens_bt, EOS) if with_documents else None
     results = {}
     for attn_impl in ("reference", "sdpa", "flex"):
         other = with_implementation(model, attn_impl).cuda()

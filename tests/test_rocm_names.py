@@ -60,7 +60,7 @@ def test_a_device_of_rocms_torch_is_amds_and_has_its_row(rocm, monkeypatch, name
     rocm(name, num_compute_units, architecture)
     found = devices.accelerator()
     assert (found and found.name) == row
-    assert (devices.vendor(), devices.runtime(), devices.device_type()) == ("amd", "7.0.51831", "cuda")
+    assert (devices.vendor(), devices.runtime_release(), devices.device_type()) == ("amd", "7.0.51831", "cuda")
     monkeypatch.delenv("HIPBLASLT_ALLOW_TF32", raising=False)
     assert not devices.has_tf32()
     monkeypatch.setenv("HIPBLASLT_ALLOW_TF32", "1")

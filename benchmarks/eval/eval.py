@@ -45,7 +45,7 @@ from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.models.products import matmul_transposed
 from llmfoundry_lite.report.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, model_of
@@ -339,7 +339,7 @@ def _logits_seconds(model: TreeModel, num_positions: int) -> float:
     unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
     started, cpu_started = time.perf_counter(), time.process_time()
     for part_ud in hidden_ud.split(LOGITS_AT_A_TIME):
-        float(multiply(part_ud, unembedding_vd)[0, 0])
+        float(matmul_transposed(part_ud, unembedding_vd)[0, 0])
     return _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
 
 

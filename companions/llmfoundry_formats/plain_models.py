@@ -21,7 +21,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.models import Placement
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores, score_logits
-from llmfoundry_lite.models.attention import for_any_width
+from llmfoundry_lite.models.attention import without_cudnn
 from llmfoundry_lite.models.generate import check_finite
 
 DECISIVE_OPTIONS = (
@@ -171,7 +171,7 @@ class PlainModel:
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         tokens_1t, past = torch.tensor([context], device=self.device), None
         for _ in range(max_new_tokens):
-            with for_any_width():
+            with without_cudnn():
                 output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
             logits_11v = output.logits[:, -1:].float()
             check_finite(logits_11v)

@@ -5,7 +5,7 @@ from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_layouts.stages import describe_stages
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.hardware import in_bytes
+from llmfoundry_lite.hardware import format_bytes
 from llmfoundry_lite.preflight import MAX_LISTED
 
 
@@ -39,7 +39,9 @@ def _describe_stages(config: TrainConfig, layout: Layout) -> list[str]:
             first, last = rank * num_devices, (rank + 1) * num_devices - 1
             ranks = f"ranks {first}-{last}" if num_devices > 1 else f"rank {rank}"
             word = "the fullest: " if rank == fullest else ""
-            lines.append(f"{ranks}: {describe_stages(stages)}; {word}about {in_bytes(estimate.total_bytes)} per device")
+            lines.append(
+                f"{ranks}: {describe_stages(stages)}; {word}about {format_bytes(estimate.total_bytes)} per device"
+            )
     return lines
 
 

@@ -82,6 +82,6 @@ class PipelinedLanguageModel(LanguageModel):
             weights_m * self.loss_scale,
             documents_bt=self.documents(tokens_bt),
             weights_bt=self.part(row_weights(labels_bt)) if self.by_rows else None,
-            drop_keys_b=self.drop_keys(tokens_bt),
+            dropout_seeds_b=self.drop_keys(tokens_bt),
         )
         return losses_m / self.loss_scale

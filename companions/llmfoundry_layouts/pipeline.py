@@ -60,7 +60,7 @@ def build_pipeline(
     options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
     stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
     kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
-    models = [build_parallel_model(config, kind=kind, **options) for kind in kinds]
+    models = [build_parallel_model(config, model_class=kind, **options) for kind in kinds]
     degree = mesh["tensor"].size() if sequence_parallel else 1
     return Pipeline(models, pipeline, precision, mesh.get_group("pipeline"), degree)
 
@@ -178,8 +178,8 @@ class Pipeline(nn.Module):
     def train_on(self, tokens_bt: Tensor, labels_bt: Tensor, weights_m: Tensor, **options: Tensor | None) -> Tensor:
         """Add up the gradient of m microbatches' losses, each times its weight.
 
-        `options` go to every stage: documents_bt, weights_bt, drop_keys_b. The number of samples must be a multiple of
-        m. Returns the weighted losses: [m] on the rank of the last stage, [0] elsewhere.
+        `options` go to every stage: documents_bt, weights_bt, dropout_seeds_b. The number of samples must be a multiple
+        of m. Returns the weighted losses: [m] on the rank of the last stage, [0] elsewhere.
         """
         num_microbatches = len(weights_m)
         schedule = self._schedule(num_microbatches, len(tokens_bt) // num_microbatches, tokens_bt.size(1))

@@ -8,8 +8,8 @@ from llmfoundry_layouts.schedule import Pass, few_rounds, order_of
 from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.estimate.memory import add_the_rest, fullest
-from llmfoundry_lite.estimate.model_memory import MemoryEstimate, autocast_copies, estimate_moments
+from llmfoundry_lite.estimate.memory import add_step_and_libraries, largest
+from llmfoundry_lite.estimate.model_memory import MemoryEstimate, count_autocast_copies, estimate_moments
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import Accelerator
 
@@ -40,7 +40,7 @@ def estimate_fullest(config: TrainConfig, layout: Layout, device: Accelerator | 
     for rank, stages in enumerate(stages_of(config.model, config.pipeline)):
         # Of ranks whose stages are alike, the first keeps the most.
         ranks.setdefault(tuple((len(s.blocks), s.is_first, s.is_last) for s in stages), (rank, stages))
-    return fullest(estimate_rank(config, layout, rank, stages, device) for rank, stages in ranks.values())
+    return largest(estimate_rank(config, layout, rank, stages, device) for rank, stages in ranks.values())
 
 
 def estimate_stages(
@@ -82,7 +82,7 @@ def estimate_rank(
         logits_bytes=0,
     )
     sharing = replace(moments.get("at_embeddings", in_loss), activations_bytes=buffers_bytes, logits_bytes=0)
-    return add_the_rest(portion, fullest((playing, sharing)), device)
+    return add_step_and_libraries(portion, largest((playing, sharing)), device)
 
 
 def _play(order: Iterable[Pass], chunks: dict[int, _Chunk], is_apart: bool) -> tuple[int, int]:
@@ -134,12 +134,12 @@ def _portion_of(whole: Portion, stages: list[Stage]) -> Portion:
 
 def _copies_bytes(portion: Portion) -> int:
     """Count those of the loss's `unsharded_bytes` that the forward pass of one microbatch has cast."""
-    return autocast_copies(portion) if portion.has_fsdp else estimate_moments(portion)["in_loss"].unsharded_bytes
+    return count_autocast_copies(portion) if portion.has_fsdp else estimate_moments(portion)["in_loss"].unsharded_bytes
 
 
 def _sent_bytes(portion: Portion) -> int:
     """Count bytes of a microbatch that stages send to each other."""
-    return portion.num_tokens // portion.num_runs * portion.model.d_model * portion.stream_bytes
+    return portion.num_tokens // portion.num_stream_parts * portion.model.d_model * portion.stream_bytes
 
 
 def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
@@ -162,18 +162,18 @@ def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
     in_forward_bytes = 0 if stage.is_first else (7 if is_apart else 2) * sent_bytes
     early_bytes = late_bytes - block_bytes + 2 * sent_bytes
     if stage.is_last:
-        loss_bytes = p.embedding * FP32_BYTES + hidden_bytes
+        loss_bytes = p.num_embedding_numbers * FP32_BYTES + hidden_bytes
         in_forward_bytes += in_loss.logits_bytes - loss_bytes
         kept_bytes += loss_bytes
         # The embedding's gradient is scaled in place, unless the backward pass is apart and needs it twice.
-        early_bytes = max(early_bytes - loss_bytes, p.embedding * FP32_BYTES * is_apart)
+        early_bytes = max(early_bytes - loss_bytes, p.num_embedding_numbers * FP32_BYTES * is_apart)
         early_bytes += moments["at_first_block"].logits_bytes
     if stage.is_first:
         late_bytes = max(late_bytes, moments.get("at_embeddings", at_end).logits_bytes + sent_bytes)
     apart_bytes = loose_bytes = 0
     if is_apart:
         # The outputs of products and norms.
-        width = (p.num_up * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
+        width = (p.num_up_matrices * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
         if not stage.is_first:  # the microbatch before, until Python frees it
             early_bytes += apart_bytes // model.n_layers

@@ -40,9 +40,9 @@ def divide_layers(model: MPT, tensor_mesh: DeviceMesh, sequence_parallel: bool =
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     group = TensorGroup(tensor_mesh, sequence_parallel)
     transformer: Any = model.transformer
-    if transformer.slopes is not None:
-        num_heads = len(transformer.slopes) // group.degree
-        transformer.slopes = transformer.slopes[group.rank * num_heads : (group.rank + 1) * num_heads]
+    if transformer.alibi_slopes is not None:
+        num_heads = len(transformer.alibi_slopes) // group.degree
+        transformer.alibi_slopes = transformer.alibi_slopes[group.rank * num_heads : (group.rank + 1) * num_heads]
     if hasattr(transformer, "wte"):
         group.divide(transformer.wte, Shard(0))
         transformer.wte.forward = partial(_look_up, transformer.wte, group)
@@ -120,7 +120,7 @@ def _divide_stream(transformer: Any, group: TensorGroup, *, is_first: bool) -> N
         return forward(inputs, positions_bt, **options)
 
     transformer.forward = divided
-    transformer.stream_part = group.slice_of
+    transformer.slice_stream = group.slice_of
     transformer.embed = lambda tokens_bt, positions_bt, *keys: embed(tokens_bt, group.slice_of(positions_bt), *keys)
     if hasattr(transformer, "wpe"):
         positions = transformer.wpe

@@ -16,7 +16,7 @@ import torch
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
-from llmfoundry_lite.devices import device_type, finish, keep_freed_memory
+from llmfoundry_lite.devices import device_type, keep_freed_memory, synchronize
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
 from llmfoundry_lite.models.initialise import initialise_weights
@@ -182,16 +182,16 @@ def measure_width(facts: Facts, shape: Shape) -> Point:
     all_began, cpu_began = time.perf_counter(), time.process_time()
     while len(seconds) < NUM_STEPS + 1 or sum(map(sum, seconds)) < STEPS_SECONDS:
         tokens_bt = torch.randint(facts.vocab_size, (num_samples, facts.max_seq_len), device=device)
-        finish()
+        synchronize()
         began = time.perf_counter()
         head = partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt))
         (model(tokens_bt, head=head) / tokens_bt.numel()).backward()
-        finish()
+        synchronize()
         middle = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        finish()
+        synchronize()
         seconds.append((middle - began, time.perf_counter() - middle))
     flops, optimizer_work = work_of(facts, shape)
     passes, steps = np.median(seconds[1:], axis=0)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.shipped import shipped_folder
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_accelerator, rows_named
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_accelerator, find_rows
 
 AUTO = "hardware=auto"
 SAFE: dict[str, Any] = {
@@ -188,7 +188,7 @@ def _overlay_for(found: Found) -> Path | None:
 
 
 def _is_for(stem: str, found: Found) -> bool:
-    rows: Sequence[Accelerator] = rows_named(stem)
+    rows: Sequence[Accelerator] = find_rows(stem)
     return found.row in rows[:1] if len(rows) == 1 else _slug(found.name) in (stem, re.sub(r"-\d+$", "", stem))
 
 

@@ -7,7 +7,7 @@ from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.check import check_model
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
-from llmfoundry_lite.models.flops import find_excess
+from llmfoundry_lite.models.flops import find_size_mismatch
 
 MODEL = "model/"
 """Beginning of the names of a model's tensors in a checkpoint."""
@@ -25,7 +25,7 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
     try:
         model = build_block(ModelConfig, config["model"], "model")
         check_model(model)
-        problem = find_excess(model, shapes_in(checkpoint))
+        problem = find_size_mismatch(model, shapes_in(checkpoint))
     except (ConfigError, ArithmeticError) as error:  # the second for a width beyond any number
         reason = str(error).removeprefix("configuration: ")
         raise DataError(f"{checkpoint.url}: its manifest describes a model that cannot be: {reason}") from error

@@ -41,7 +41,7 @@ from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
 from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from llmfoundry_lite.errors import ExportError, either
-from llmfoundry_lite.models.flops import find_excess
+from llmfoundry_lite.models.flops import find_size_mismatch
 from llmfoundry_lite.models.parameters import parameter_shapes
 
 KINDS = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
@@ -194,7 +194,7 @@ def from_hugging_face(
         build_block(ModelConfig, asdict(config), "model")  # a file may not set what a YAML may not
         check_model(config)
         # Refuse before anything of that size is built.
-        if problem := find_excess(config, {name: tensor.shape for name, tensor in state.items()}):
+        if problem := find_size_mismatch(config, {name: tensor.shape for name, tensor in state.items()}):
             raise ExportError(f"{where}: config.json describes another model than its tensors: {problem}")
         parameter_shapes(config)
     except ExportError:

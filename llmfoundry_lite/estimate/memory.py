@@ -1,8 +1,11 @@
-"""Memory that one device of a run needs, and settings that would save the most of it. Arithmetic, no torch.
+"""Memory that one device of a run needs, and the settings that would save the most of it. Arithmetic, no torch.
 
-Adds to `model_memory.py` the optimizer's step, cuBLAS' workspaces and token ids. What a rank of a pipeline holds while
-it plays its schedule, the companion with pipelines adds. Leaves out the device's context and libraries, communication
-buffers, and the allocator's fragmentation.
+`model_memory.py` estimates what the model takes during forward and backward. This module adds the optimizer's step,
+workspaces of libraries and token ids. A companion adds what a rank of a pipeline holds while it plays its schedule.
+Left out are the device's context and libraries, communication buffers and the allocator's fragmentation.
+
+Sizes that no formula gives come from rehearsals: runs of the real code on simulated devices, whose allocations are
+recorded (`llmfoundry-lite rehearse`).
 """
 
 from collections.abc import Iterable
@@ -15,14 +18,16 @@ from llmfoundry_lite.estimate.model_memory import (
     MemoryEstimate,
     count_rounding,
     estimate_moments,
-    slots_of,
+    optimizer_slots,
 )
 from llmfoundry_lite.estimate.portion import Portion
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 
 INT64_BYTES = 8
-WORKSPACES_BYTES = 32 * MIB
-"""Scratch memory of matrix products for each of the two threads that compute: the most on any device."""
+NUM_PRODUCT_THREADS = 2
+"""Threads that compute matrix products: Python's and autograd's."""
+WORKSPACE_BYTES = 32 * MIB
+"""Scratch memory of matrix products for each of these threads: the most on any device."""
 TIMING_BYTES = 50 * MIB
 """Buffer with which a compiler clears the L2 cache between two timings of a kernel: that cache's size, on an H100."""
 SMALL_BYTES = 3 * MIB // 2
@@ -30,100 +35,141 @@ SMALL_BYTES = 3 * MIB // 2
 ROUNDING = 1 / 300
 """Share that torch's allocator adds by rounding up; by rehearsals."""
 GATHER_BYTES = 1 << 27
-"""Bytes of parameters that ZeRO-1 gathers at a time after a step."""
-STAGES = "memory of a pipeline's ranks"
-"""Builder: (config, layout, device) -> the estimate of one device of the fullest rank."""
+"""Bytes of parameters that ZeRO-1 gathers at a time after a step, as `llmfoundry_layouts.zero` does."""
+PIPELINE_MEMORY = "memory of a pipeline's ranks"
+"""Name of the companion's builder: (config, layout, device) -> the estimate of one device of the fullest rank."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
-"""Scratch numbers for each parameter during an optimizer's step; torch's fused AdamW needs none."""
+"""Numbers of scratch memory for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
-    """Estimate one device of a run with this layout; of a pipeline, its fullest stage.
+    """Estimate the memory of one device of a run, at the moment when it needs the most.
 
-    Without `device`, libraries are assumed to take the most that they take on any.
+    In a pipeline that is a device of the rank that needs the most. Without `device`, libraries are assumed to take the
+    most that they take on any device.
     """
     if layout.pipeline > 1:
-        return find("builders", STAGES)(config, layout, device)
-    moments = estimate_moments(Portion(config, layout)).values()
-    return add_the_rest(Portion(config, layout), fullest(moments), device)
+        return find("builders", PIPELINE_MEMORY)(config, layout, device)
+    portion = Portion(config, layout)
+    return add_step_and_libraries(portion, largest(estimate_moments(portion).values()), device)
 
 
-def as_on_cpu(config: TrainConfig) -> TrainConfig:
-    """Name an attention as a CPU computes it, where every kernel needs a bias. Other estimates are for GPUs."""
-    return replace(config, model=replace(config.model, attn_config=replace(config.model.attn_config, attn_impl="sdpa")))
+def with_cpu_attention(config: TrainConfig) -> TrainConfig:
+    """Return a configuration whose estimate is that of a CPU, where every implementation of attention needs a bias.
+
+    The estimate of any other configuration is that of a GPU.
+    """
+    attn_config = replace(config.model.attn_config, attn_impl="sdpa")
+    return replace(config, model=replace(config.model, attn_config=attn_config))
 
 
-def fullest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
+def largest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
+    """Return the estimate with the largest total; of equal ones, the first."""
     return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
-def add_the_rest(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
-    """Take the optimizer's step instead if it needs more; add workspaces, token ids and small tensors."""
-    share_bytes = estimate.parameters_bytes
+def add_step_and_libraries(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
+    """Complete the estimate of forward and backward to that of a batch.
+
+    The optimizer's step takes its place if that needs more. Then workspaces of libraries, token ids, small tensors and
+    what the allocator rounds up are added, as `workspaces_bytes`.
+    """
+    # ZeRO-1: this many devices share the optimizer's state and its step.
     num_owners = p.layout.of_parameters.replicate if p.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
-    scratch_bytes = share_bytes * OPTIMIZER_SCRATCH.get(p.config.optimizer.name, 0) // num_owners
+
+    # In the step no activations are left. ZeRO-1 gathers parameters into a buffer for all owners' parts.
+    parameters_bytes = estimate.parameters_bytes
+    scratch_bytes = parameters_bytes * OPTIMIZER_SCRATCH.get(p.config.optimizer.name, 0) // num_owners
+    gathered_bytes = 0
+    if num_owners > 1:
+        gathered_bytes = min(parameters_bytes, GATHER_BYTES) * (1 + num_owners) // num_owners
     in_step = replace(
         estimate,
-        gradients_bytes=share_bytes + scratch_bytes,
-        unsharded_bytes=min(share_bytes, GATHER_BYTES) * (1 + num_owners) // num_owners if num_owners > 1 else 0,
+        gradients_bytes=parameters_bytes + scratch_bytes,
+        unsharded_bytes=gathered_bytes,
         activations_bytes=0,
         logits_bytes=0,
     )
-    estimate = fullest((estimate, in_step))
+    estimate = largest((estimate, in_step))
+
+    # Token ids of a batch and of three microbatches.
     ids_bytes = p.config.max_seq_len * (p.device_batch_size + 3 * p.microbatch_size) * INT64_BYTES
+    # Parameters and optimizer state are rounded up alike.
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
-    rounded_bytes += (1 + slots_of(p.config)[0]) * count_rounding(p)
-    libraries_bytes = 2 * (device.workspace_bytes if device is not None else WORKSPACES_BYTES)
-    libraries_bytes += TIMING_BYTES if p.config.compile_config is not None else 0
+    rounded_bytes += (1 + optimizer_slots(p.config)[0]) * count_rounding(p)
+    workspace_bytes = WORKSPACE_BYTES if device is None else device.workspace_bytes
+    libraries_bytes = NUM_PRODUCT_THREADS * workspace_bytes
+    if p.config.compile_config is not None:
+        libraries_bytes += TIMING_BYTES
     return replace(estimate, workspaces_bytes=libraries_bytes + SMALL_BYTES + ids_bytes + rounded_bytes)
 
 
 # ----------------------------------------------------------------------------------------------------- advice
 
+MAX_ADVICE = 3
+"""Settings that a message names."""
+
 
 def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, microbatch_size: int = 1) -> str:
-    """Name the three settings that by the estimate save the most, the best first, with what they save."""
+    """Name the settings that save the most memory by the estimate, the best first, with what each saves.
+
+    Returns the end of a sentence, which begins with a semicolon, or an empty text if nothing helps. `microbatch_size`
+    is the one that did not fit.
+    """
     config = replace(config, device_train_microbatch_size=microbatch_size)
     fsdp = config.sharding
-    options = {
-        f"fsdp_config.{key}: {str(value).lower() if value is True else value}": replace(
-            config, fsdp_config=replace(fsdp, **{key: value})
-        )
-        for key, value in (
-            ("sharding_strategy", "FULL_SHARD"),
-            ("activation_checkpointing", True),
-            ("reduce_every_microbatch", True),
-            ("mixed_precision", "PURE"),
-        )
-        if not (key == "activation_checkpointing" and layout.pipeline > 1 and config.pipeline.splits_backward)
-    }
-    options["precision: amp_bf16"] = replace(config, precision="amp_bf16")
-    half = microbatch_size // 2
-    if half and (text := _smaller_microbatch(config, layout, half)) is not None:
-        options[text] = replace(config, device_train_microbatch_size=half)
+    now = estimate_training_memory(config, layout)
 
-    def saved_by(changed: TrainConfig, times: int = 1) -> int:
-        changed_layout = layout_of(changed, times * layout.world_size, layout.node_size)
+    changed_configs = {
+        f"fsdp_config.{text}": replace(config, fsdp_config=replace(fsdp, **setting))
+        for text, setting in (
+            ("sharding_strategy: FULL_SHARD", {"sharding_strategy": "FULL_SHARD"}),
+            ("activation_checkpointing: true", {"activation_checkpointing": True}),
+            ("reduce_every_microbatch: true", {"reduce_every_microbatch": True}),
+            ("mixed_precision: PURE", {"mixed_precision": "PURE"}),
+        )
+    }
+    if layout.pipeline > 1 and config.pipeline.splits_backward:  # which refuses checkpointing
+        del changed_configs["fsdp_config.activation_checkpointing: true"]
+    changed_configs["precision: amp_bf16"] = replace(config, precision="amp_bf16")
+    smaller_size = microbatch_size // 2
+    if smaller_size > 0:
+        text = _name_smaller_microbatch(config, layout, smaller_size)
+        if text is not None:
+            changed_configs[text] = replace(config, device_train_microbatch_size=smaller_size)
+
+    def count_saved(changed: TrainConfig, num_devices: int) -> int:
+        changed_layout = layout_of(changed, num_devices, layout.node_size)
         return now.total_bytes - estimate_training_memory(changed, changed_layout).total_bytes
 
-    now = estimate_training_memory(config, layout)
-    saved = {text: saved_by(option) for text, option in options.items()}
-    saved["twice as many devices"] = saved_by(config, times=2)
+    saved_bytes = {text: count_saved(changed, layout.world_size) for text, changed in changed_configs.items()}
+    saved_bytes["twice as many devices"] = count_saved(config, 2 * layout.world_size)
     refuses_offload = layout.pipeline > 1 or config.optimizer.name == "muon" or fsdp.sharding_strategy == "ZERO_1"
     if device_type == "cuda" and not fsdp.offload_optimizer and not refuses_offload:
-        saved["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
-    best = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])[:3]
-    words = [f"{text} (saves about {saved[text] / GIB:.2f} GiB)" for text in best]
-    return f"; what helps most: {', '.join(words)}" if words else ""
+        saved_bytes["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
+
+    helpful = [text for text in saved_bytes if saved_bytes[text] > 0]
+    helpful.sort(key=lambda text: -saved_bytes[text])
+    if not helpful:
+        return ""
+    advice = [f"{text} (saves about {saved_bytes[text] / GIB:.2f} GiB)" for text in helpful[:MAX_ADVICE]]
+    return f"; what helps most: {', '.join(advice)}"
 
 
-def _smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: int) -> str | None:
-    """Name the run's own key for microbatches of so many samples; None if its schedule does not take them."""
+def _name_smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: int) -> str | None:
+    """Return the setting with which this run computes microbatches of `microbatch_size` samples.
+
+    None if the schedule of its pipeline does not take as many microbatches as that makes.
+    """
     num_samples = config.global_train_batch_size // layout.num_data_ranks
-    count, pipeline = -(-num_samples // microbatch_size), config.pipeline
-    if layout.pipeline > 1 and not pipeline.takes_microbatches(count):
-        return None
-    if layout.pipeline == 1 or pipeline.num_microbatches is None:
+    num_microbatches = -(-num_samples // microbatch_size)
+    if layout.pipeline == 1:
         return f"device_train_microbatch_size: {microbatch_size}"
-    return None if num_samples % count else f"pp_config.num_microbatches: {count}"
+    if not config.pipeline.takes_microbatches(num_microbatches):
+        return None
+    if config.pipeline.num_microbatches is None:
+        return f"device_train_microbatch_size: {microbatch_size}"
+    if num_samples % num_microbatches:
+        return None
+    return f"pp_config.num_microbatches: {num_microbatches}"

@@ -1,4 +1,4 @@
-"""The part of a run that one device computes. No torch."""
+"""The part of a run that one device computes, as counts and sizes that follow from its configuration. No torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,33 +12,52 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Portion:
-    """One device's part of `config` on devices that are divided by `layout`."""
+    """One device's part of a run, if `layout` divides the run among devices.
+
+    "Number" below is an element of a tensor, such as a parameter or an activation.
+    """
 
     config: TrainConfig
     layout: Layout
 
     @property
     def model(self) -> ModelConfig:
+        """The whole model. A pipeline's companion replaces it by the blocks of one rank."""
         return self.config.model
 
     @cached_property
     def fsdp(self) -> FSDPConfig:
+        """The settings of sharding, with defaults filled in."""
         return self.config.sharding
+
+    # ------------------------------------------------------------------------------------ samples and tokens
 
     @cached_property
     def device_batch_size(self) -> int:
-        """Samples of a data rank's batch."""
+        """Samples of a batch on each data rank."""
         return -(-self.config.global_train_batch_size // self.layout.num_data_ranks)
 
     @cached_property
     def microbatch_size(self) -> int:
-        """Samples that a data rank computes at once."""
+        """Samples that a data rank computes at a time."""
         return self.config.first_microbatch_size(self.device_batch_size)
 
     @property
     def has_one_microbatch(self) -> bool:
-        """True: no gradients of earlier microbatches exist when the forward pass begins."""
+        """Whether a batch is one microbatch, so that no gradients exist before its backward pass."""
         return self.microbatch_size == self.device_batch_size
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of a microbatch on this device."""
+        return self.microbatch_size * self.config.max_seq_len // self.layout.context
+
+    @cached_property
+    def num_stream_parts(self) -> int:
+        """Devices among which sequence parallelism divides the residual stream between layers."""
+        return self.layout.tensor if self.config.sequence_parallel else 1
+
+    # ------------------------------------------------------------------------------------------- parameters
 
     @cached_property
     def shard_degree(self) -> int:
@@ -47,7 +66,10 @@ class Portion:
 
     @property
     def has_fsdp(self) -> bool:
-        """False: as on one device, parameters are used and gradients summed in place."""
+        """Whether FSDP2 holds the parameters. Without it they are plain tensors, and gradients are summed in place.
+
+        This repeats the decision of `parallel.fsdp.shard_model`.
+        """
         is_alone = self.layout.world_size == self.layout.pipeline
         casts_exactly = self.config.exact_sums and self.stream_bytes < FP32_BYTES
         shards_compiled = self.config.compile_config is not None and not self.casts_once
@@ -55,43 +77,66 @@ class Portion:
 
     @property
     def casts_once(self) -> bool:
-        """True: without FSDP, copies of parameters in 16 bits stay for all microbatches."""
+        """Whether, without FSDP2, 16-bit copies of parameters serve all microbatches of a batch."""
         recomputes_compiled = self.config.compile_config is not None and bool(self.fsdp.activation_checkpointing)
         return self.fsdp.plain_on_one_device and self.layout.pipeline == 1 and not recomputes_compiled
 
     @property
     def is_sharded(self) -> bool:
-        """False: data ranks keep whole copies and add up gradients once a step."""
+        """Whether devices share one copy of the parameters. If not, they add up their gradients once a step."""
         return not self.shares_optimizer and self.fsdp.sharding_strategy != "NO_SHARD"
 
     @property
     def shares_optimizer(self) -> bool:
-        """True: copies of the model divide the optimizer's step and gather the new parameters."""
+        """Whether devices with whole copies divide the optimizer's step, and gather the new parameters (ZeRO-1)."""
         return self.fsdp.sharding_strategy == "ZERO_1"
 
     @property
     def reshards(self) -> bool:
-        """True: blocks' parameters are freed after the forward pass and gathered again for the backward pass."""
+        """Whether a block's parameters are freed after its forward pass, and gathered again for its backward pass."""
         return self.fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and self.layout.pipeline == 1
 
     @property
+    def num_vocab_rows(self) -> int:
+        """Rows of the embedding on this device."""
+        return -(-self.model.vocab_size // self.layout.tensor)
+
+    @property
+    def num_embedding_numbers(self) -> int:
+        """Numbers in these rows."""
+        return self.num_vocab_rows * self.model.d_model
+
+    @property
+    def num_up_matrices(self) -> int:
+        """Matrices that widen the stream in a feed-forward layer: a gated one has two."""
+        return 2 if self.model.ffn_config.ffn_type == "mptglu" else 1
+
+    # --------------------------------------------------------------------------------------------- precision
+
+    @property
     def dtype(self) -> str:
-        """Type of matrix products: a column of the accelerators' peaks."""
+        """Dtype of matrix products, by the name that the table of accelerators has for it."""
         return self.config.precision.removeprefix("amp_")
 
     @property
     def is_fp32(self) -> bool:
-        """True: matrix products read fp32, which tf32 rounds inside them. No copies in 16 bits exist."""
+        """Whether matrix products read fp32, so that no 16-bit copies exist. TF32 is rounded within the products."""
         return self.config.precision in ("fp32", "tf32")
 
     @property
     def has_autocast(self) -> bool:
+        """Whether parameters and residual stream stay fp32, and autocast casts what enters a matrix product."""
         return not self.is_fp32 and self.fsdp.mixed_precision == "FULL"
 
     @property
     def compute_bytes(self) -> int:
         """Bytes of a number in matrix products."""
         return FP32_BYTES if self.is_fp32 else 2
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes of a number in the residual stream, and in gathered parameters."""
+        return FP32_BYTES if self.has_autocast else self.compute_bytes
 
     @property
     def reduction_bytes(self) -> int:
@@ -102,35 +147,5 @@ class Portion:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a number in a gradient that microbatches are added to."""
+        """Bytes of a number in the gradient that microbatches are added to: float64 for exact sums."""
         return 2 * FP32_BYTES if self.config.exact_sums else FP32_BYTES
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes of a number in the residual stream and in gathered parameters."""
-        return FP32_BYTES if self.has_autocast else self.compute_bytes
-
-    @property
-    def num_vocab_rows(self) -> int:
-        """Rows of the vocabulary on this device."""
-        return -(-self.model.vocab_size // self.layout.tensor)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """Tokens of a microbatch on this device."""
-        return self.microbatch_size * self.config.max_seq_len // self.layout.context
-
-    @cached_property
-    def num_runs(self) -> int:
-        """Devices that divide the residual stream between layers."""
-        return self.layout.tensor if self.config.sequence_parallel else 1
-
-    @property
-    def num_up(self) -> int:
-        """Matrices that widen the stream in a feed-forward layer."""
-        return 2 if self.model.ffn_config.ffn_type == "mptglu" else 1
-
-    @property
-    def embedding(self) -> int:
-        """Numbers of this device's rows of the embedding."""
-        return self.num_vocab_rows * self.model.d_model

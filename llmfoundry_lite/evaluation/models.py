@@ -45,7 +45,7 @@ from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores, sco
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.models.parameters import find_misfit
+from llmfoundry_lite.models.parameters import find_mismatch
 from llmfoundry_lite.ranks.codec import shorten
 
 MAX_TOKEN_IDS = 1 << 31
@@ -201,7 +201,7 @@ def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
     Raises DataError if another program has saved it, CheckpointError if it describes another model than it holds.
     """
     config = read_model(checkpoint)
-    problem = find_misfit(config, shapes_in(checkpoint))
+    problem = find_mismatch(config, shapes_in(checkpoint))
     if problem:
         raise misfit(checkpoint, problem)
     return config

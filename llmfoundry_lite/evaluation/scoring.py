@@ -17,7 +17,7 @@ import torch
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.packing import Row, Separator, pack
-from llmfoundry_lite.models.attention import for_any_width
+from llmfoundry_lite.models.attention import without_cudnn
 from llmfoundry_lite.models.products import logits_in_parts
 
 
@@ -150,7 +150,7 @@ def score_tokens(model: Scorable, batch: Sequence[Row], separator: Separator | N
     """Yield the score of each answer token of a batch. The tokens of a request come in their order."""
     inputs = _build_inputs(batch, separator, model.device)
     answers, requests = _build_answer_tokens(batch, model.device)
-    with for_any_width():
+    with without_cudnn():
         scores = model.score(inputs, answers)
 
     log_probabilities = scores.log_probability_n.tolist()

@@ -1,10 +1,11 @@
 """Causal attention as batched matrix products over blocks of queries, one operation to autograd and to a compiler.
 
-For CPUs in bf16, where products run several times as fast as PyTorch's fused kernel. It keeps no scores for the
-backward pass, computes none beyond a block's last key, and holds those of one sample and one block at a time. Scores
-are rounded to the dtype of the inputs, as in LLM Foundry's `torch`.
+It is for CPUs in bf16, where matrix products run several times as fast as PyTorch's fused kernel. It keeps no scores
+for the backward pass, computes none beyond a block's last key, and holds the scores of one sample and one block at a
+time. Scores are rounded to the dtype of the inputs, as in LLM Foundry's `torch` implementation.
 
-Legend: b batch, t queries, s keys (as many), h heads, g heads of keys and values, k head dimension.
+Legend: b batch, t queries, s keys (as many), h heads, g heads of keys and values, k head dimension. Tensors named
+`..._block_...` hold the queries of one block, or the keys that these attend to.
 """
 
 import math
@@ -13,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Queries at a time: the scores of 12 heads and 2048 keys are then 12 MB, which a cache can hold."""
+BLOCK_SIZE = 256
+"""Queries in a block. The scores of 12 heads and 2048 keys then have 12 MB in bf16, which a cache can hold."""
 
 
 @torch.library.custom_op("llmfoundry_lite::blocked_attention", mutates_args=())
@@ -23,17 +24,19 @@ def blocked_attention(
 ) -> Tensor:
     """Compute softmax(q k^T * scale + bias) v, [b, t, h, k], in the dtype of the inputs.
 
-    `bias_bhts` (b and h may be 1) has -inf where masked; without it attention is causal. No query attends further back
-    than `window` keys; below 0 there is no limit.
+    `bias_bhts` has -inf where masked; b and h may be 1. Without it attention is causal. A query attends to no key that
+    is more than `window` before its own, unless `window` is below 0.
     """
+    num_heads = q_bthk.size(2)
     out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
-    later_ts = _later(q_bthk)
+    causal_bias_ts = _build_causal_bias(q_bthk)
     for b in range(q_bthk.size(0)):
-        q_htk, k_hsk, v_hsk = (_heads_first(x[b], q_bthk.size(2)) for x in (q_bthk, k_bsgk, v_bsgk))
-        for queries, keys in _blocks(q_htk.size(1), window):
-            weights_hts = _weights(
-                q_htk[:, queries], k_hsk[:, keys], _bias(bias_bhts, later_ts, b, queries, keys), scale
-            )
+        q_htk = _expand_heads(q_bthk[b], num_heads)
+        k_hsk = _expand_heads(k_bsgk[b], num_heads)
+        v_hsk = _expand_heads(v_bsgk[b], num_heads)
+        for queries, keys in _iterate_blocks(q_htk.size(1), window):
+            bias_hts = _bias_of_block(bias_bhts, causal_bias_ts, b, queries, keys)
+            weights_hts = _compute_weights(q_htk[:, queries], k_hsk[:, keys], bias_hts, scale)
             out_bthk[b, queries] = torch.bmm(weights_hts, v_hsk[:, keys]).transpose(0, 1)
     return out_bthk
 
@@ -48,60 +51,90 @@ def blocked_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of q, k and v. Those of keys and values are summed over blocks in fp32."""
-    grads_bthk = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_bthk, k_bsgk, v_bsgk)]
-    later_ts = _later(q_bthk)
+    """Compute the gradients of q, k and v from the gradient of the output. The bias has none.
+
+    Attention weights are computed again, block by block. Keys and values get gradients from several blocks, which are
+    summed in fp32.
+    """
+    num_heads = q_bthk.size(2)
+    grad_q_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
+    grad_k_bsgk = torch.empty_like(k_bsgk, memory_format=torch.contiguous_format)
+    grad_v_bsgk = torch.empty_like(v_bsgk, memory_format=torch.contiguous_format)
+    causal_bias_ts = _build_causal_bias(q_bthk)
     for b in range(q_bthk.size(0)):
-        grad_htk, q_htk, k_hsk, v_hsk = (
-            _heads_first(x[b], q_bthk.size(2)) for x in (grad_bthk, q_bthk, k_bsgk, v_bsgk)
-        )
-        grad_k_hsk, grad_v_hsk = (torch.zeros_like(x, dtype=torch.float32) for x in (k_hsk, v_hsk))
-        for queries, keys in _blocks(q_htk.size(1), window):
-            q_part_htk, grad_part_htk, k_part_hsk = q_htk[:, queries], grad_htk[:, queries], k_hsk[:, keys]
-            weights_hts = _weights(q_part_htk, k_part_hsk, _bias(bias_bhts, later_ts, b, queries, keys), scale)
-            grad_v_hsk[:, keys] += torch.bmm(weights_hts.transpose(1, 2), grad_part_htk)
-            grad_weights_hts = torch.bmm(grad_part_htk, v_hsk[:, keys].transpose(1, 2))
+        grad_htk = _expand_heads(grad_bthk[b], num_heads)
+        q_htk = _expand_heads(q_bthk[b], num_heads)
+        k_hsk = _expand_heads(k_bsgk[b], num_heads)
+        v_hsk = _expand_heads(v_bsgk[b], num_heads)
+        grad_k_hsk = torch.zeros_like(k_hsk, dtype=torch.float32)
+        grad_v_hsk = torch.zeros_like(v_hsk, dtype=torch.float32)
+
+        for queries, keys in _iterate_blocks(q_htk.size(1), window):
+            grad_block_htk = grad_htk[:, queries]
+            q_block_htk = q_htk[:, queries]
+            k_block_hsk = k_hsk[:, keys]
+            bias_hts = _bias_of_block(bias_bhts, causal_bias_ts, b, queries, keys)
+            weights_hts = _compute_weights(q_block_htk, k_block_hsk, bias_hts, scale)
+
+            grad_v_hsk[:, keys] += torch.bmm(weights_hts.transpose(1, 2), grad_block_htk)
+            grad_weights_hts = torch.bmm(grad_block_htk, v_hsk[:, keys].transpose(1, 2))
             grad_scores_hts = torch._softmax_backward_data(grad_weights_hts, weights_hts, -1, weights_hts.dtype)
-            grads_bthk[0][b, queries] = (torch.bmm(grad_scores_hts, k_part_hsk) * scale).transpose(0, 1)
-            grad_k_hsk[:, keys] += torch.bmm(grad_scores_hts.transpose(1, 2), q_part_htk)
-        grads_bthk[1][b] = _shared(grad_k_hsk * scale, k_bsgk.size(2))
-        grads_bthk[2][b] = _shared(grad_v_hsk, v_bsgk.size(2))
-    return grads_bthk[0], grads_bthk[1], grads_bthk[2]
+            grad_q_bthk[b, queries] = (torch.bmm(grad_scores_hts, k_block_hsk) * scale).transpose(0, 1)
+            grad_k_hsk[:, keys] += torch.bmm(grad_scores_hts.transpose(1, 2), q_block_htk)
+
+        grad_k_bsgk[b] = _sum_shared_heads(grad_k_hsk * scale, k_bsgk.size(2))
+        grad_v_bsgk[b] = _sum_shared_heads(grad_v_hsk, v_bsgk.size(2))
+    return grad_q_bthk, grad_k_bsgk, grad_v_bsgk
 
 
-def _heads_first(x_tgk: Tensor, num_heads: int) -> Tensor:
-    """Copy to [h, t, k]: contiguous products gain more time than the copy takes."""
+def _expand_heads(x_tgk: Tensor, num_heads: int) -> Tensor:
+    """Copy one sample to [h, t, k], and repeat heads that several heads of queries share.
+
+    Products of contiguous matrices are faster by more than the copy takes.
+    """
     return x_tgk.transpose(0, 1).repeat_interleave(num_heads // x_tgk.size(1), dim=0)
 
 
-def _shared(x_hsk: Tensor, num_shared: int) -> Tensor:
-    """Sum over the heads that share one: [s, g, k]."""
-    return x_hsk.unflatten(0, (num_shared, -1)).sum(dim=1).transpose(0, 1)
+def _sum_shared_heads(x_hsk: Tensor, num_shared_heads: int) -> Tensor:
+    """Undo `_expand_heads` for a gradient: sum over the heads that were copies of one. [s, g, k]"""
+    return x_hsk.unflatten(0, (num_shared_heads, -1)).sum(dim=1).transpose(0, 1)
 
 
-def _blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of queries, and the keys that any of them attends to."""
-    for start in range(0, num_tokens, BLOCK):
-        end = min(start + BLOCK, num_tokens)
-        yield slice(start, end), slice(max(0, start - window) if window >= 0 else 0, end)
+def _iterate_blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries of each block, and the keys that at least one of them attends to."""
+    for start in range(0, num_tokens, BLOCK_SIZE):
+        end = min(start + BLOCK_SIZE, num_tokens)
+        first_key = max(0, start - window) if window >= 0 else 0
+        yield slice(start, end), slice(first_key, end)
 
 
-def _bias(bias_bhts: Tensor | None, later_ts: Tensor, b: int, queries: slice, keys: slice) -> Tensor:
-    """Cut the bias of one block, whose last key is its last query's own: [h or 1, t, s]."""
+def _build_causal_bias(q_bthk: Tensor) -> Tensor:
+    """Build the causal bias of the last block, [BLOCK_SIZE, s]: 0, and -inf to the right of the diagonal.
+
+    The diagonal ends in the lower right corner. Because the last key of every block is that of its last query,
+    `_bias_of_block` cuts the bias of any block out of that corner.
+    """
+    num_tokens = q_bthk.size(1)
+    bias_ts = torch.full((BLOCK_SIZE, num_tokens), -math.inf, dtype=q_bthk.dtype, device=q_bthk.device)
+    return bias_ts.triu_(num_tokens - BLOCK_SIZE + 1)
+
+
+def _bias_of_block(bias_bhts: Tensor | None, causal_bias_ts: Tensor, b: int, queries: slice, keys: slice) -> Tensor:
+    """Return sample b's bias between some queries and some keys, [h or 1, t, s]; causal if there is no other."""
     if bias_bhts is not None:
         return bias_bhts[b % bias_bhts.size(0), :, queries, keys]
-    return later_ts[None, queries.start - queries.stop :, keys.start - keys.stop :]
+    num_queries = queries.stop - queries.start
+    num_keys = keys.stop - keys.start
+    return causal_bias_ts[None, -num_queries:, -num_keys:]
 
 
-def _later(q_bthk: Tensor) -> Tensor:
-    """Build -inf above the diagonal that ends in the lower right corner, from which a block of any size is cut."""
-    num_tokens = q_bthk.size(1)
-    later_ts = torch.full((BLOCK, num_tokens), -math.inf, dtype=q_bthk.dtype, device=q_bthk.device)
-    return later_ts.triu_(num_tokens - BLOCK + 1)
+def _compute_weights(q_htk: Tensor, k_hsk: Tensor, bias_hts: Tensor, scale: float) -> Tensor:
+    """Compute the attention weights of one block, softmax(q k^T * scale + bias): [h, t, s]."""
+    scores_hts = torch.baddbmm(bias_hts, q_htk, k_hsk.transpose(1, 2), alpha=scale)
+    return torch.softmax(scores_hts, dim=-1)
 
 
-def _weights(q_htk: Tensor, k_hsk: Tensor, bias_hts: Tensor, scale: float) -> Tensor:
-    return torch.softmax(torch.baddbmm(bias_hts, q_htk, k_hsk.transpose(1, 2), alpha=scale), dim=-1)
+# What a compiler and autograd have to know of the two operations: shapes without values, and the backward pass.
 
 
 @blocked_attention.register_fake
@@ -115,13 +148,13 @@ def _(grad_bthk, q_bthk, k_bsgk, v_bsgk, bias_bhts, scale, window):
 
 
 def _keep_for_backward(ctx, inputs, output):
-    ctx.scale, ctx.window = inputs[4:]
-    ctx.save_for_backward(*inputs[:4])
+    q_bthk, k_bsgk, v_bsgk, bias_bhts, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q_bthk, k_bsgk, v_bsgk, bias_bhts)
 
 
 def _backward(ctx, grad_bthk):
     grads = blocked_attention_backward(grad_bthk, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *grads, None, None, None
+    return *grads, None, None, None  # none for the bias, the scale and the window
 
 
 blocked_attention.register_autograd(_backward, setup_context=_keep_for_backward)

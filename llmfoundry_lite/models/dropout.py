@@ -1,54 +1,80 @@
-"""Dropout of the residual stream, as a function of seed, batch, row, place and channel.
+"""Dropout of the residual stream, as a function of seed, row, position, site and channel.
 
-Masks are hashes, not draws of a generator. A row drops the same on every device, in any microbatch, on any number of
-ranks, and again when a block is recomputed. Attention's kernels have their own dropout.
+Masks are hashes and not draws of a generator. Therefore a row drops the same numbers on every device, in any
+microbatch, on any number of ranks, and again when a block is recomputed in the backward pass. The kernels of attention
+have their own dropout, which torch's generator decides.
 
-Legend: b batch, t time, d model width, c pairs of channels.
+Seeds are hashed once for each step from a batch to a number of a mask:
+
+    seed of the batch -> `seeds_of_rows` -> `seeds_of_tokens` -> `seeds_of_site` -> bits of each channel in `dropout`
+
+Legend: b batch, t time, d model width, c pairs of channels. All seeds are int32.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STEPS = 1 << 16
-"""Steps of a probability: each number of a mask has 16 bits."""
+LEVELS = 1 << 16
+"""Each channel gets a hash of 16 bits, so that a probability is rounded to a multiple of 1 / LEVELS."""
+
+SITE_STRIDE = 0x1E35A7BD
+"""An odd constant that spreads the small numbers of sites over all bits before they are hashed."""
 
 
-def row_keys(tokens_bt: Tensor, seed: int) -> Tensor:
-    """Hash each row's tokens and places: [b], int32. Equal rows of a batch drop the same.
+def seeds_of_rows(tokens_bt: Tensor, seed: int) -> Tensor:
+    """Hash the tokens of each row and their order: [b]. Equal rows of a batch drop the same numbers.
 
-    `seed` is 0 to 2**31 - 1, a new one for each batch.
+    `seed` is 0 to 2**31 - 1, and a new one for each batch.
     """
-    places_t = torch.arange(tokens_bt.size(1), dtype=torch.int32, device=tokens_bt.device)
-    hashed_bt = _mix(_mix(places_t + seed) ^ tokens_bt.to(torch.int32))
-    return _mix(hashed_bt.sum(dim=1).to(torch.int32))  # the sum is int64; its low half is the same in any order
+    indices_t = torch.arange(tokens_bt.size(1), dtype=torch.int32, device=tokens_bt.device)
+    hashes_bt = _mix(_mix(indices_t + seed) ^ tokens_bt.to(torch.int32))
+    # The sum is int64, and its lower half does not depend on the order of its terms.
+    return _mix(hashes_bt.sum(dim=1).to(torch.int32))
 
 
-def place_keys(keys_b: Tensor, positions_bt: Tensor) -> Tensor:
-    """Hash each token's row and position: [b, t], int32."""
-    return _mix(keys_b[:, None] ^ _mix(positions_bt.to(torch.int32)))
+def seeds_of_tokens(seeds_b: Tensor, positions_bt: Tensor) -> Tensor:
+    """Hash the seed of each row with the positions of its tokens: [b, t]. `positions_bt` may have one row for all."""
+    return _mix(seeds_b[:, None] ^ _mix(positions_bt.to(torch.int32)))
 
 
-def drop_keys_of_site(keys_bt: Tensor, site: int) -> Tensor:
-    """Derive the keys of one of the places in the model that drop: [b, t], int32."""
-    return _mix(keys_bt + (site * 0x1E35A7BD) % (1 << 31))
+def seeds_of_site(seeds_bt: Tensor | None, site: int) -> Tensor | None:
+    """Derive the seeds of one of the places in the model that drop numbers: [b, t]. None stays None."""
+    if seeds_bt is None:
+        return None
+    return _mix(seeds_bt + (site * SITE_STRIDE) % (1 << 31))
 
 
-def drop(x_btd: Tensor, p: float, training: bool, keys_bt: Tensor | None) -> Tensor:
-    """Zero a share `p` of the numbers and scale the others, while training. Without keys, torch's generator chooses."""
-    if keys_bt is None or not (training and p):
+def dropout(x_btd: Tensor, p: float, training: bool, seeds_bt: Tensor | None) -> Tensor:
+    """In training, set a fraction `p` of the numbers to zero and scale the others up, as `F.dropout` does.
+
+    `seeds_bt` decide which numbers are dropped. Without them torch's generator decides.
+    """
+    if seeds_bt is None or not training or p == 0:
         return F.dropout(x_btd, p, training)
-    num_dropped = min(round(p * STEPS), STEPS - 1)  # of STEPS
+
     num_channels = x_btd.size(-1)
-    channels_c = _mix(torch.arange((num_channels + 1) // 2, dtype=torch.int32, device=x_btd.device))
-    bits_btc = _mix(keys_bt[..., None] ^ channels_c)
-    # Two numbers of 16 bits each, from -32768 and from 0.
-    keep_btd = torch.cat([(bits_btc >> 16) >= num_dropped - STEPS // 2, (bits_btc & 0xFFFF) >= num_dropped], dim=-1)
-    return torch.where(keep_btd[..., :num_channels], x_btd * (STEPS / (STEPS - num_dropped)), 0.0)
+    num_dropped_levels = min(round(p * LEVELS), LEVELS - 1)
+    pairs_c = torch.arange((num_channels + 1) // 2, dtype=torch.int32, device=x_btd.device)
+    hashes_btc = _mix(seeds_bt[..., None] ^ _mix(pairs_c))
+
+    # Each hash of 32 bits serves two channels. Its upper half is signed and begins at -LEVELS / 2, its lower half at 0.
+    is_kept_btd = torch.cat(
+        [
+            (hashes_btc >> 16) >= num_dropped_levels - LEVELS // 2,
+            (hashes_btc & 0xFFFF) >= num_dropped_levels,
+        ],
+        dim=-1,
+    )
+    return torch.where(is_kept_btd[..., :num_channels], x_btd * (LEVELS / (LEVELS - num_dropped_levels)), 0.0)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Mix bits of int32 by lowbias32 (Wellons 2018, "Prospecting for Hash Functions"); products wrap around."""
+    """Hash each int32 by lowbias32 (Wellons 2018, "Prospecting for Hash Functions").
+
+    Products wrap around. The masks make shifts to the right logical, as they are for the paper's unsigned integers. The
+    second factor, 0x846CA68B, is written as the int32 with the same bits.
+    """
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ ((x >> 16) & 0xFFFF)

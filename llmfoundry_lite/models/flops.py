@@ -1,4 +1,4 @@
-"""Counts of parameters and floating-point operations of an MPT, without torch."""
+"""Counts of parameters and of floating-point operations of an MPT, by arithmetic. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,60 +6,73 @@ from collections.abc import Mapping, Sequence
 from llmfoundry_lite.config.model_schema import ModelConfig
 
 TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models": about so many for a given budget of FLOPs."""
+"""Tokens for each parameter that make the best model for a given budget of FLOPs, approximately (Hoffmann et al. 2022,
+"Training Compute-Optimal Large Language Models")."""
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Count parameters. The result equals `sum(p.numel())` of the built model, which a test asserts.
+    """Count the parameters of a model, exactly as `sum(p.numel() for p in MPT(model).parameters())` does.
 
-    With biases and learned positions this is V*d + s*d + L*(12*d^2 + 13*d) + 2*d, LLM Foundry's published counts.
+    With biases and learned positions, V*d + s*d + L*(12*d^2 + 13*d) + 2*d: LLM Foundry's published counts.
     """
-    d, f, q_dim, kv_dim = model.d_model, model.ffn_dim, model.q_dim, model.kv_dim
+    d, q_dim, kv_dim = model.d_model, model.q_dim, model.kv_dim
     has_bias = 0 if model.no_bias else 1
-    norm_rows, qk_norm_rows = (
-        1 if norm.norm_type.endswith("rmsnorm") else 1 + has_bias for norm in (model, model.attn_config)
-    )
+
+    # Queries, keys, values and the output projection.
     attention = 2 * d * (q_dim + kv_dim) + has_bias * d + model.has_qkv_bias * (q_dim + 2 * kv_dim)
+    qk_norm_vectors = _count_norm_vectors(model.attn_config.norm_type, has_bias)
     if model.attn_config.qk_ln:
-        attention += qk_norm_rows * (q_dim + kv_dim)
+        attention += qk_norm_vectors * (q_dim + kv_dim)
     elif model.attn_config.qk_gn:
-        attention += qk_norm_rows * 2 * model.head_dim
+        attention += qk_norm_vectors * 2 * model.head_dim
+
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
-    feed_forward = (num_up + 1) * d * f + has_bias * (num_up * f + d)
+    feed_forward = (num_up + 1) * d * model.ffn_dim + has_bias * (num_up * model.ffn_dim + d)
+
     embeddings = model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
     if model.uses_learned_positions:
         embeddings += model.max_seq_len * d
-    return embeddings + model.n_layers * (attention + feed_forward + 2 * norm_rows * d) + norm_rows * d
+
+    norm = _count_norm_vectors(model.norm_type, has_bias) * d
+    return embeddings + model.n_layers * (attention + feed_forward + 2 * norm) + norm
 
 
-MAX_EXCESS = 2
-"""Times the size of its tensors at which a model is refused by size alone, where no tensor can be named."""
+def _count_norm_vectors(norm_type: str, has_bias: int) -> int:
+    """Count the vectors of a norm: the weight, and a bias if LayerNorm has one."""
+    return 1 if norm_type.endswith("rmsnorm") else 1 + has_bias
 
 
-def find_excess(model: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Describe why a model is far larger than tensors of these shapes; None if it is not.
+MAX_PARAMETER_RATIO = 2
+"""A model with more parameters than this many times those of a file is refused by its size alone, before any tensor is
+compared by name."""
 
-    A file of somebody else may describe any size: this is asked before anything of that size is built.
+
+def find_size_mismatch(model: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Say why a model is far too large for tensors of these shapes, in words for an error; None if it is not.
+
+    Ask this before anything of the model's size is built, because a file that somebody else made may claim any size.
     """
     if model.n_layers > len(shapes):
         return f"it has {model.n_layers:,} layers, and there are {len(shapes):,} tensors"
-    num_parameters, num_there = count_parameters(model), sum(math.prod(shape) for shape in shapes.values())
-    if num_parameters > MAX_EXCESS * num_there:
-        return f"it has {num_parameters:,} parameters, and there are {num_there:,} in its tensors"
+    num_expected = count_parameters(model)
+    num_found = sum(math.prod(shape) for shape in shapes.values())
+    if num_expected > MAX_PARAMETER_RATIO * num_found:
+        return f"it has {num_expected:,} parameters, and there are {num_found:,} in its tensors"
     return None
 
 
 def count_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Count model FLOPs to train on one token, forward and backward: 6*N + 12*L*q*s (PaLM, appendix B).
+    """Count the model FLOPs of training on one token, forward and backward: 6*N + 12*L*q*s (PaLM, appendix B).
 
-    q is the width of all heads together, d unless attn_config.head_dim says otherwise.
-
-    This counts the whole attention square (with a sliding window, as many keys as it holds), and nothing recomputed. N
-    leaves out an untied input embedding, which is looked up.
+    N are the parameters in matrix products: all but an untied input embedding, which is looked up. L are the layers, q
+    the width of all heads together, and s the keys of a query, as if it attended to the whole row, or to the whole
+    sliding window if there is one. Nothing that is computed a second time counts.
     """
-    num_matmul = count_parameters(model)
+    num_multiplied = count_parameters(model)
     if not model.tie_word_embeddings:
-        num_matmul -= model.vocab_size * model.d_model
+        num_multiplied -= model.vocab_size * model.d_model
+    num_keys = seq_len
     window = model.attn_config.sliding_window_size
-    num_keys = seq_len if window < 0 else min(seq_len, window + 1)
-    return 6 * num_matmul + 12 * model.n_layers * model.q_dim * num_keys
+    if window >= 0:
+        num_keys = min(seq_len, window + 1)
+    return 6 * num_multiplied + 12 * model.n_layers * model.q_dim * num_keys

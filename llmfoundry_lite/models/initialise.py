@@ -1,8 +1,11 @@
-"""Fresh weights as a function of (seed, parameter name, index): the same on every world size and device.
+"""Initial weights as a function of seed, parameter name and index: the same on every world size and device.
 
-numpy's Philox generator, keyed by (seed, n) and started at counter i, draws block i of parameter n, BLOCK numbers. A
-rank draws only the blocks that overlap its shard, on the CPU, so that no device's generator decides a single bit.
-Blocks are independent: as many threads draw them as the rank has cores. Meanwhile numpy holds no interpreter's lock.
+Each parameter has an endless sequence of numbers, in blocks of BLOCK_SIZE. Block i is drawn by numpy's Philox
+generator, whose key is a hash of (seed, name) and whose counter starts at i. A rank draws only the blocks that overlap
+its shard, and draws them on the CPU, so that no device's generator decides a single bit. Blocks are independent, so
+that as many threads draw them as the rank has cores; numpy does not hold the interpreter's lock meanwhile.
+
+Read from the top: all parameters, one shard, a range of a sequence; then the distributions that `init_config` names.
 """
 
 import hashlib
@@ -21,147 +24,182 @@ from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 
-BLOCK = 1 << 16
+BLOCK_SIZE = 1 << 16
+"""Numbers in a block. Another size would change the initial weights of every run."""
 
-Draw = Callable[[np.random.Generator, np.ndarray], None]
-"""Fills the second argument, contiguous fp32, with the first one's numbers."""
+Distribution = Callable[[np.random.Generator, np.ndarray], None]
+"""Draws numbers from a generator into an array (fp32, contiguous)."""
 
 
 @torch.no_grad()
 def initialise_weights(model: MPT, seed: int) -> None:
-    """Fill every parameter of a materialised model, sharded or not, by the scheme of its `init_config`."""
+    """Fill every parameter of a model in place, by the scheme that its `init_config` names.
+
+    The parameters must have memory, and may be sharded (DTensors). No rank needs another one for this.
+    """
     num_threads = max(1, count_usable_cores() // this_rank().local_world_size)
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            full_name = _plain_name(f"{module_name}.{name}")
             if isinstance(module, Norm):
-                _local(parameter).fill_(1.0 if name == "weight" else 0.0)
+                _local_tensor(parameter).fill_(1.0 if name == "weight" else 0.0)
             elif name == "bias" and model.config.init_config.name != "default_":
-                _local(parameter).zero_()
+                _local_tensor(parameter).zero_()
             else:
-                draw = _scheme(module, full_name, parameter.shape, model.config)
-                _fill(parameter, draw, seed, full_name, getattr(module, "row_order", None), num_threads)
+                full_name = _remove_wrappers(f"{module_name}.{name}")
+                distribution = _choose_distribution(module, full_name, parameter.shape, model.config)
+                _fill_shard(parameter, module, distribution, seed, full_name, num_threads)
 
 
-def draw_range(draw: Draw, seed: int, name: str, start: int, out: np.ndarray, num_threads: int = 1) -> None:
-    """Fill `out` with the numbers from `start` on of the unbounded sequence of (seed, name)."""
-    key = np.frombuffer(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), dtype="<u8")
-    first, last = start // BLOCK, -(-(start + out.size) // BLOCK)
+def _fill_shard(
+    parameter: Tensor, module: nn.Module, distribution: Distribution, seed: int, name: str, num_threads: int
+) -> None:
+    """Fill this rank's part of a parameter, which is its slice of what one device would draw for all of it.
 
-    def draw_every(thread: int) -> None:
-        for index in range(first + thread, last, num_threads):
-            # Philox's 256-bit counter moves in its lowest word while drawing; the highest one tells blocks apart.
-            generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
-            begin = index * BLOCK - start
-            part = out[max(begin, 0) : begin + BLOCK]
-            if part.size == BLOCK:
-                draw(generator, part)
-            else:  # draw a whole block: numbers may depend on how many are drawn
-                whole = np.empty(BLOCK, np.float32)
-                draw(generator, whole)
-                skipped = max(-begin, 0)
-                part[:] = whole[skipped : skipped + part.size]
-
-    num_threads = min(num_threads, last - first)
-    if num_threads <= 1:
-        draw_every(0)
-        return
-    with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(draw_every, range(num_threads)))
-
-
-def _fill(parameter: Tensor, draw: Draw, seed: int, name: str, row_order: RowRanges | None, num_threads: int) -> None:
-    lengths, offset = _own_box(parameter)
+    `module.row_order`, which tensor parallelism sets on a fused matrix of queries, keys and values, lists the ranges of
+    rows in the order that ranks hold them in. Without it rows are in their own order.
+    """
+    lengths, offsets = _local_shape_and_offset(parameter)
     if 0 in lengths:
         return
     row_size = math.prod(parameter.shape[1:])
-    runs = [(0, parameter.size(0))] if row_order is None else row_order
-    for first, count, at in runs_between(runs, offset[0], offset[0] + lengths[0]):
-        target = _local(parameter).narrow(0, at, count)
+    row_order: RowRanges = getattr(module, "row_order", [(0, parameter.size(0))])
+    for first_row, num_rows, local_row in runs_between(row_order, offsets[0], offsets[0] + lengths[0]):
+        target = _local_tensor(parameter).narrow(0, local_row, num_rows)
         has_whole_rows = target.shape[1:] == parameter.shape[1:]
-        is_in_place = has_whole_rows and target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()
-        rows = target if is_in_place else torch.empty(count, *parameter.shape[1:])
-        draw_range(draw, seed, name, first * row_size, rows.detach().view(-1).numpy(), num_threads)
-        if not is_in_place:
+        is_drawable = target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()
+        draws_in_place = has_whole_rows and is_drawable
+
+        rows = target if draws_in_place else torch.empty(num_rows, *parameter.shape[1:])
+        draw_range(distribution, seed, name, first_row * row_size, rows.detach().view(-1).numpy(), num_threads)
+        if not draws_in_place:
             for dim in range(1, rows.ndim):  # tensor parallelism divides some matrices by columns
-                rows = rows.narrow(dim, offset[dim], lengths[dim])
+                rows = rows.narrow(dim, offsets[dim], lengths[dim])
             target.copy_(rows)
 
 
-def _own_box(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Return this rank's size and offset along each dimension."""
+def draw_range(
+    distribution: Distribution, seed: int, name: str, start: int, out: np.ndarray, num_threads: int = 1
+) -> None:
+    """Fill `out` (fp32, contiguous) with the numbers from index `start` on of the endless sequence of (seed, name)."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    key = np.frombuffer(digest, dtype="<u8")
+    first_block = start // BLOCK_SIZE
+    end_block = math.ceil((start + out.size) / BLOCK_SIZE)
+    num_threads = min(num_threads, end_block - first_block)
+
+    def draw_share(thread: int) -> None:
+        for block in range(first_block + thread, end_block, num_threads):
+            # Drawing raises the lowest word of Philox's 256-bit counter. Blocks differ in the highest one.
+            generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
+            offset = block * BLOCK_SIZE - start  # of the block in `out`
+            part = out[max(offset, 0) : offset + BLOCK_SIZE]
+            if part.size == BLOCK_SIZE:
+                distribution(generator, part)
+                continue
+            # Draw a whole block nevertheless, because numbers may depend on how many are drawn at once.
+            whole = np.empty(BLOCK_SIZE, np.float32)
+            distribution(generator, whole)
+            num_skipped = max(-offset, 0)
+            part[:] = whole[num_skipped : num_skipped + part.size]
+
+    if num_threads <= 1:
+        draw_share(0)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(draw_share, range(num_threads)))  # a list, so that an exception in a thread is raised here
+
+
+def _local_shape_and_offset(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the size of this rank's part along each dimension, and where it begins."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, [0] * parameter.ndim
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
 
 
-def _plain_name(name: str) -> str:
-    """Undo what activation checkpointing and torch.compile add to the names of a block that they wrap."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def _local(parameter: Tensor) -> Tensor:
+def _local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter; changing it changes the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# --------------------------------------------------------------------------------------------- the schemes
+def _remove_wrappers(name: str) -> str:
+    """Remove what activation checkpointing and torch.compile add to the names of a block that they wrap."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def _scheme(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Draw:
+# ----------------------------------------------------------------------------------------------- the distributions
+
+
+def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Distribution:
+    """Return the distribution of the parameter `name` of a linear layer or an embedding, with all ranks' `shape`."""
     init = config.init_config
     if init.name == "default_":
         return _torch_default(module)
+
     if isinstance(module, nn.Embedding):
         if init.emb_init_std is not None:
             return _normal(init.emb_init_std)
+        if isinstance(init.emb_init_uniform_lim, list):
+            low, high = init.emb_init_uniform_lim
+            return _uniform(low, high)
         if init.emb_init_uniform_lim is not None:
-            limit = init.emb_init_uniform_lim
-            return _uniform(*limit) if isinstance(limit, list) else _uniform(-limit, limit)
-    # LLM Foundry draws the projections to q, k and v head by head; each head's own fans count.
-    is_per_head = name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight"))
-    fan_out, fan_in = config.head_dim if is_per_head else shape[0], shape[1]
-    divisor = _residual_divisor(config) if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0
-    return _weight_scheme(init, fan_in, fan_out, config.d_model, divisor)
+            return _uniform(-init.emb_init_uniform_lim, init.emb_init_uniform_lim)
+
+    # LLM Foundry draws the projections to queries, keys and values head by head, so that a head's own fans count.
+    is_drawn_by_head = name.endswith((".Wqkv.weight", ".Wq.weight", ".Wk.weight", ".Wv.weight"))
+    fan_out = config.head_dim if is_drawn_by_head else shape[0]
+    fan_in = shape[1]
+    std = _scheme_std(init, fan_in, fan_out, config.d_model)
+    if name.endswith(("out_proj.weight", "down_proj.weight")):  # these write into the residual stream
+        std /= _residual_divisor(config)
+
+    if init.name.endswith("uniform_"):
+        limit = math.sqrt(3.0) * std
+        return _uniform(-limit, limit)
+    return _normal(std)
 
 
-def _weight_scheme(init: InitConfig, fan_in: int, fan_out: int, d_model: int, divisor: float) -> Draw:
-    """Choose the named scheme, scaled by 1/divisor.
+def _scheme_std(init: InitConfig, fan_in: int, fan_out: int, d_model: int) -> float:
+    """Return the standard deviation of a scheme.
 
-    kaiming: He et al. 2015; xavier: Glorot and Bengio 2010; small: Nguyen and Salazar 2019, sqrt(2 / (5 d)).
+    kaiming: He et al. 2015, "Delving Deep into Rectifiers". xavier: Glorot and Bengio 2010, "Understanding the
+    Difficulty of Training Deep Feedforward Neural Networks". small_init and neox_init: sqrt(2 / (5 d)), Nguyen and
+    Salazar 2019, "Transformers without Tears". baseline: `init_std`.
     """
     if init.name.startswith("kaiming"):
         gain = nn.init.calculate_gain(init.init_nonlinearity, init.init_gain)  # type: ignore[arg-type]
-        std = gain / math.sqrt(fan_in if init.fan_mode == "fan_in" else fan_out)
-    elif init.name.startswith("xavier"):
-        std = (init.init_gain or 1.0) * math.sqrt(2.0 / (fan_in + fan_out))
-    elif init.name == "baseline_":
-        assert init.init_std is not None
-        std = init.init_std
-    else:
-        std = math.sqrt(2.0 / (5.0 * d_model))
-    std /= divisor
-    return _uniform(-math.sqrt(3.0) * std, math.sqrt(3.0) * std) if init.name.endswith("uniform_") else _normal(std)
+        return gain / math.sqrt(fan_in if init.fan_mode == "fan_in" else fan_out)
+    if init.name.startswith("xavier"):
+        return (init.init_gain or 1.0) * math.sqrt(2.0 / (fan_in + fan_out))
+    if init.name == "baseline_":
+        assert init.init_std is not None, "refused when the configuration is checked"
+        return init.init_std
+    return math.sqrt(2.0 / (5.0 * d_model))
 
 
 def _residual_divisor(config: ModelConfig) -> float:
-    value = config.init_config.init_div_is_residual
+    """Return the number by which weights that write into the residual stream are divided (`init_div_is_residual`)."""
     if config.init_config.name == "neox_init_":
-        # GPT-NeoX: 2 / (L sqrt(d)) for these weights, against small_init's sqrt(2 / (5 d)).
+        # GPT-NeoX draws these weights with 2 / (L sqrt(d)), and all others like small_init, with sqrt(2 / (5 d)).
         return config.n_layers / math.sqrt(10.0)
-    if value is False:
+    divisor = config.init_config.init_div_is_residual
+    if divisor is False:
         return 1.0
-    return math.sqrt(2.0 * config.n_layers) if value is True else float(value)
+    if divisor is True:
+        return math.sqrt(2.0 * config.n_layers)
+    return float(divisor)
 
 
-def _torch_default(module: nn.Module) -> Draw:
-    """Draw as torch's own layers do: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) for linear layers."""
+def _torch_default(module: nn.Module) -> Distribution:
+    """Return what torch's own layers draw from: N(0, 1) for embeddings, U(-1/sqrt(fan_in), 1/sqrt(fan_in)) else."""
     if isinstance(module, nn.Linear):
         limit = 1.0 / math.sqrt(module.in_features)
         return _uniform(-limit, limit)
     return _normal(1.0)
 
 
-def _normal(std: float) -> Draw:
+def _normal(std: float) -> Distribution:
+    """Return the distribution N(0, std^2)."""
+
     def draw(generator: np.random.Generator, out: np.ndarray) -> None:
         generator.standard_normal(dtype=np.float32, out=out)
         out *= np.float32(std)
@@ -169,7 +207,9 @@ def _normal(std: float) -> Draw:
     return draw
 
 
-def _uniform(low: float, high: float) -> Draw:
+def _uniform(low: float, high: float) -> Distribution:
+    """Return the uniform distribution between `low` and `high`."""
+
     def draw(generator: np.random.Generator, out: np.ndarray) -> None:
         generator.random(dtype=np.float32, out=out)
         out *= np.float32(high - low)

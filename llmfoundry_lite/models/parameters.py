@@ -6,38 +6,46 @@ from dataclasses import replace
 import torch
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.models.flops import find_excess
+from llmfoundry_lite.models.flops import find_size_mismatch
 from llmfoundry_lite.models.mpt import MPT
 
-FIRST_BLOCK = "transformer.blocks.0."
+BLOCKS = "transformer.blocks."
+FIRST_BLOCK = f"{BLOCKS}0."
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return name -> shape of every parameter, in the order of `MPT.state_dict()`."""
+    """Return name -> shape of every parameter, in the order of `MPT.state_dict()`.
+
+    A model of one block is built without memory for its weights, and the shapes of that block are repeated.
+    """
     with torch.device("meta"):
-        one_block = MPT(replace(config, n_layers=1)).state_dict()
-    of_block = {name: tensor.shape for name, tensor in one_block.items() if name.startswith(FIRST_BLOCK)}
+        state_of_one_block = MPT(replace(config, n_layers=1)).state_dict()
+    block_shapes = {
+        name.removeprefix(FIRST_BLOCK): tensor.shape
+        for name, tensor in state_of_one_block.items()
+        if name.startswith(FIRST_BLOCK)
+    }
 
     shapes: dict[str, torch.Size] = {}
-    for name, tensor in one_block.items():
-        if name not in of_block:
+    for name, tensor in state_of_one_block.items():
+        if not name.startswith(FIRST_BLOCK):
             shapes[name] = tensor.shape
-        elif name not in shapes:  # the first of the block's: here all blocks follow each other
+        elif name not in shapes:
+            # This is the first parameter of the block: all blocks follow here. The block's others are then known.
             for layer in range(config.n_layers):
-                shapes |= {_in_layer(each, layer): shape for each, shape in of_block.items()}
+                for name_in_block, shape in block_shapes.items():
+                    shapes[f"{BLOCKS}{layer}.{name_in_block}"] = shape
     return shapes
 
 
-def _in_layer(name: str, layer: int) -> str:
-    return f"transformer.blocks.{layer}.{name.removeprefix(FIRST_BLOCK)}"
+def find_mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Name the first difference between a model's parameters and some tensors; None if there is none.
 
-
-def find_misfit(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Describe the first difference between a model's parameters and tensors by name; None if they are the same.
-
-    The time this takes is bounded by the number of tensors, whatever sizes the configuration has.
+    `shapes` maps the tensors' names to their shapes. The time that this takes depends on the number of tensors alone,
+    whatever sizes the configuration has.
     """
-    if problem := find_excess(config, shapes):
+    problem = find_size_mismatch(config, shapes)
+    if problem is not None:
         return problem
     expected = parameter_shapes(config)
     for name in expected:
@@ -45,6 +53,7 @@ def find_misfit(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str
             return f"{name} is missing"
         if tuple(shapes[name]) != tuple(expected[name]):
             return f"{name} is {list(shapes[name])}, and the configuration says {list(expected[name])}"
-    if unknown := next((name for name in shapes if name not in expected), None):
-        return f"{unknown} has no place in the configuration"
+    for name in shapes:
+        if name not in expected:
+            return f"{name} has no place in the configuration"
     return None

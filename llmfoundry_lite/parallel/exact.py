@@ -1,8 +1,12 @@
-"""Sums of gradients that do not depend on their order, and so not on the number of ranks.
+"""Sums of gradients, losses and squares that do not depend on their order, and so not on the number of ranks.
 
-A sum of floating-point numbers depends on the order of its terms. Multiples of 2^-q below 2^(53-q) are added in float64
-without any rounding. So each microbatch's gradient is rounded to such multiples, microbatches and ranks are added in
+A sum of floating-point numbers depends on the order of its terms, because each addition rounds. Multiples of 2^-q are
+added in float64 without any rounding, as long as their sum stays below 2^(53-q), because float64 has 53 significant
+bits. So each microbatch's gradient is rounded to such multiples ("the grid"), microbatches and ranks are added in
 float64, and the sum is rounded once, to fp32.
+
+`ExactSums` does this for gradients. `training/gradient_step.py` calls it in each batch, and measures the norm by the
+functions at the end of this module. `parallel/fsdp.py` attaches it to the model.
 """
 
 import math
@@ -16,54 +20,81 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 GRID_BITS = 46
-"""q: microbatches' gradients are multiples of 2^-q."""
+"""q: gradients of microbatches are multiples of 2^-q."""
 
 LARGEST_SUM = 2.0 ** (53 - GRID_BITS)
-"""Below it float64 holds every multiple of 2^-q."""
+"""Sums of multiples of 2^-q below this limit are exact in float64."""
 
 SHIFT = 1.5 * 2.0 ** (52 - GRID_BITS)
-"""Adding it to a float64 rounds that to a multiple of 2^-q, if it is smaller than a third of this."""
+"""Adding this to a float64, and subtracting it again, rounds the number to a multiple of 2^-q, if it is smaller than a
+third of this: the sum then has an exponent at which its last bit is worth 2^-q."""
 
 
 class ExactSums:
-    """Makes the parameters of a model collect exact gradients, in float64, and knows the largest number added."""
+    """Makes the parameters of a model collect exact gradients, in float64.
+
+    `attach` is called once for each module. Then each batch calls `begin_batch`, runs its microbatches forward and
+    backward, and calls `finish_batch`.
+    """
 
     def __init__(self) -> None:
-        self.largest_element = 0.0
-        """No element of a microbatch's gradient may be this large."""
-        self._largest: list[Tensor] = []
+        self.element_limit = 0.0
+        """No element of a microbatch's gradient may reach this, or the batch's sum might not be exact. Set by
+        `begin_batch`."""
+        self._largest_elements: list[Tensor] = []
+        """The largest absolute element of each gradient of this batch, appended by `_round_to_grid`."""
 
-    def watch(self, module: nn.Module) -> None:
-        """Collect the gradients of the parameters that the module sees when it runs. After `fully_shard`, if at all."""
-        module.register_forward_pre_hook(self._prepare)
+    def attach(self, module: nn.Module) -> None:
+        """Collect the gradients of all parameters that the module has when it runs.
 
-    def begin(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
-        """Begin a batch of `num_microbatches` over all ranks: parameters without a gradient accept one in float64."""
-        self._largest = []
-        self.largest_element = min(SHIFT / 3, LARGEST_SUM / max(num_microbatches, 1))
+        Call this after `fully_shard`, which replaces parameters.
+        """
+        module.register_forward_pre_hook(self._watch_parameters)
+
+    def begin_batch(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
+        """Begin a batch: let parameters without a gradient take one in float64, and set `element_limit`.
+
+        `num_microbatches` is their number over all ranks.
+        """
+        self._largest_elements = []
+        self.element_limit = min(SHIFT / 3, LARGEST_SUM / max(num_microbatches, 1))
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad_dtype = torch.float64  # type: ignore[attr-defined]
 
     def count_out_of_range(self) -> Tensor:
-        """Count gradients with an element that is too large for its sum to be exact, or not finite: float64 [1]."""
-        largest = torch.stack(self._largest) if self._largest else torch.zeros(1)
-        return (~(largest < self.largest_element)).sum().double()
+        """Count this rank's gradients with an element that reaches `element_limit` or is not finite: float64, [1]."""
+        if self._largest_elements:
+            largest = torch.stack(self._largest_elements)
+        else:
+            largest = torch.zeros(1)
+        is_out_of_range = ~(largest < self.element_limit)  # true for NaN, too
+        return is_out_of_range.sum().double()
 
-    def finish(self, parameters: Iterable[nn.Parameter], scale: float = 1.0) -> None:
-        """Round each sum, times `scale`, to fp32 for the optimizer."""
+    def finish_batch(self, parameters: Iterable[nn.Parameter], scale: float = 1.0) -> None:
+        """Replace the gradient of each parameter by its sum times `scale`, rounded to fp32 for the optimizer."""
         for parameter in parameters:
-            total, parameter.grad = parameter.grad, None
+            total = parameter.grad
+            # torch refuses a grad_dtype that is not that of the gradient, so the gradient goes first.
+            parameter.grad = None
             parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-            parameter.grad = None if total is None else (total * scale if scale != 1.0 else total).float()
+            if total is not None:
+                if scale != 1.0:
+                    total = total * scale
+                parameter.grad = total.float()
 
     @torch.no_grad()
-    def _prepare(self, module: nn.Module, _: Any) -> None:
+    def _watch_parameters(self, module: nn.Module, _: Any) -> None:
+        """Round the gradients of the module's parameters from now on. A forward pre-hook, which runs in every pass.
+
+        FSDP's own pre-hook runs before this one, so that the module has its gathered parameters. `is_watched` marks
+        those that have the hook already.
+        """
         if isinstance(module, FSDPModule):
-            # FSDP would round each sum over ranks to the parameters' dtype; without a dtype it keeps the sums.
-            group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._orig_dtype = None
+            # FSDP would cast each sum over ranks to the dtype of the parameters. Without that dtype it does not.
+            param_group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
+            if param_group is not None:
+                param_group._orig_dtype = None
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and not hasattr(parameter, "is_watched"):
                 parameter.is_watched = True  # type: ignore[attr-defined]
@@ -71,22 +102,38 @@ class ExactSums:
                 parameter.register_hook(self._round_to_grid)
 
     def _round_to_grid(self, gradient: Tensor) -> None:
-        """Round in place: autograd has just made this float64 copy, dense in any order of dimensions."""
-        pieces = split_by_device(gradient.as_strided((gradient.numel(),), (1,)))
-        extremes = [extreme for piece in pieces for extreme in piece.add_(SHIFT).sub_(SHIFT).aminmax()]
-        self._largest.append(torch.stack(extremes).abs().amax())
+        """Round a gradient in place, and note its largest element. A hook of each parameter.
+
+        In place, because autograd has just made this copy in float64. It is dense, with its dimensions in any order, so
+        that its elements can be read as one vector.
+        """
+        elements = gradient.as_strided((gradient.numel(),), (1,))
+        extremes: list[Tensor] = []
+        for chunk in split_into_chunks(elements):
+            extremes += chunk.add_(SHIFT).sub_(SHIFT).aminmax()
+        self._largest_elements.append(torch.stack(extremes).abs().amax())
 
 
-PIECE, CPU_PIECE = 1 << 22, 1 << 17
-"""Elements that are handled at a time: few temporaries, and on a CPU all passes over them in its cache."""
+CHUNK_ELEMENTS = 1 << 22
+"""Elements that are handled at a time, so that temporary tensors stay small."""
+CPU_CHUNK_ELEMENTS = 1 << 17
+"""The same on a CPU, so that all passes over a chunk find it in the cache."""
 
 
-def split_by_device(numbers: Tensor) -> tuple[Tensor, ...]:
-    return numbers.split(CPU_PIECE if numbers.device.type == "cpu" else PIECE)
+def split_into_chunks(vector: Tensor) -> tuple[Tensor, ...]:
+    """Split a vector into views with as many elements as its device should handle at a time."""
+    return vector.split(CPU_CHUNK_ELEMENTS if vector.device.type == "cpu" else CHUNK_ELEMENTS)
+
+
+# ------------------------------------------------------------------------------------------- tied embeddings
 
 
 class _RoundGradient(torch.autograd.Function):
-    """A parameter as one of its uses sees it, whose gradient is rounded before other uses' are added."""
+    """The identity of a parameter, whose gradient is rounded to the grid.
+
+    A tied embedding is used twice, at the input and at the output. Autograd adds the gradients of both uses before the
+    hook of `ExactSums` sees them, and in a pipeline the uses are on different ranks. Therefore each use rounds its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:  # type: ignore[override]
@@ -97,13 +144,17 @@ class _RoundGradient(torch.autograd.Function):
         return (gradient * 2.0**GRID_BITS).round_().mul_(2.0**-GRID_BITS)
 
 
-def round_tied_gradients(wte: nn.Embedding) -> None:
-    """Round the embedding's part of a gradient that it shares with the unembedding, possibly on another rank."""
-    wte.forward = lambda tokens_bt: F.embedding(tokens_bt, _RoundGradient.apply(wte.weight))  # type: ignore[method-assign]
+def round_embedding_gradient(wte: nn.Embedding) -> None:
+    """Make a tied embedding round the gradient of its use at the input. In place."""
+
+    def forward(tokens_bt: Tensor) -> Tensor:
+        return F.embedding(tokens_bt, _RoundGradient.apply(wte.weight))
+
+    wte.forward = forward  # type: ignore[method-assign]
 
 
-def round_unembedding(sum_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Round the unembedding's part of that gradient; it is the second argument of the loss."""
+def round_unembedding_gradient(sum_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss function that rounds the gradient of the output embedding, its second argument."""
 
     def rounded(hidden_btd: Tensor, unembedding_vd: Tensor, *arguments: Any, **options: Any) -> Tensor:
         return sum_loss(hidden_btd, _RoundGradient.apply(unembedding_vd), *arguments, **options)
@@ -111,58 +162,78 @@ def round_unembedding(sum_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rounded
 
 
+# ------------------------------------------------------------------------------------------------------- the loss
+
+
 def round_loss(loss: Tensor, *, bits: int = 32) -> Tensor:
-    """Round losses to multiples of 2^-bits, in float64: their sums are exact below 2^(53-bits)."""
+    """Round losses to multiples of 2^-bits, in float64. Their sums are exact below 2^(53-bits)."""
     return (loss.double() * 2.0**bits).round_().mul_(2.0**-bits)
 
 
 # ------------------------------------------------------------------------------------------------------- the norm
 
+# The sum of squares is an integer of many bits, held as limbs of LIMB_BITS bits, the highest first. Each rank calls
+# `sum_squares` and `split_sum`, an all-reduce adds the results, and `norm_of_sum` puts the limbs together.
+
 LIMB_BITS = 26
-"""Bits of a summand: float64 adds 2^27 of them exactly."""
+"""Bits of a limb. float64 adds 2^27 numbers of 26 bits exactly."""
 
 
 def is_first_copy(gradient: Tensor | None) -> bool:
-    """Return whether this rank's part of the gradient counts; of equal parts on several ranks, one does."""
+    """Return whether this rank counts its part of a gradient. If several ranks hold the same part, one of them does."""
+    if gradient is None:
+        return False
     if not isinstance(gradient, DTensor):
-        return gradient is not None
-    place = gradient.device_mesh.get_coordinate()
-    assert place is not None
-    return not any(index for index, kind in zip(place, gradient.placements, strict=True) if kind.is_replicate())
+        return True
+    coordinate = gradient.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for index, placement in zip(coordinate, gradient.placements, strict=True):
+        if placement.is_replicate() and index > 0:
+            return False
+    return True
 
 
 def sum_squares(gradients: Iterable[Tensor], exponent: Tensor) -> Tensor:
-    """Add up squares exactly, in units of 2^(2 * exponent - 52): int64 [2], of which the first counts 2^26.
+    """Add up the squares of fp32 gradients exactly, as two limbs: int64, [2].
 
-    `exponent`, an integer on the device, is such that no number is 2^exponent or larger. Of a square, what is below the
-    unit is dropped. The gradients are fp32: their squares have 48 bits, which float64 holds.
+    `exponent` is an integer on the device, such that every number is smaller than 2^exponent. A square is counted in
+    units of 2^(2 * exponent - 52), and what is below the unit is dropped. fp32 has 24 significant bits, so that float64
+    holds its squares, of 48 bits, without rounding. The limbs may exceed 26 bits; `split_sum` divides them.
     """
     total = torch.zeros(2, dtype=torch.int64, device=exponent.device)
     unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), -exponent)
     for gradient in gradients:
-        for numbers in split_by_device(gradient.reshape(-1)):
-            squares = (numbers.to(exponent.device).double() * unit).square_().mul_(2.0**LIMB_BITS)
+        for chunk in split_into_chunks(gradient.reshape(-1)):
+            squares = (chunk.to(exponent.device).double() * unit).square_().mul_(2.0**LIMB_BITS)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**LIMB_BITS).floor_()
             total += torch.stack([high.sum(), low.sum()]).long()
     return total
 
 
-def as_summands(total: Tensor) -> Tensor:
-    """Divide `sum_squares` into float64 [3] that ranks can add exactly, up to 2^27 of them: 2^52, 2^26, 1."""
+def split_sum(total: Tensor) -> Tensor:
+    """Divide the result of `sum_squares` into three limbs of 26 bits, which up to 2^27 ranks can add exactly.
+
+    Returns float64, [3], worth 2^52, 2^26 and 1.
+    """
     high, low = total.unbind()
     mask = (1 << LIMB_BITS) - 1
     high = high + (low >> LIMB_BITS)
     return torch.stack([high >> LIMB_BITS, high & mask, low & mask]).double()
 
 
-def norm_of(summands: Iterable[float], exponent: int) -> float:
-    """Return the root of the sum over ranks of `as_summands`, rounded to fp32."""
+def norm_of_sum(limbs: Iterable[float], exponent: int) -> float:
+    """Return the square root of a sum of squares, rounded to fp32.
+
+    `limbs` are the sum over ranks of what `split_sum` returned, and `exponent` is that of `sum_squares`.
+    """
     total = 0
-    for summand in summands:
-        total = (total << LIMB_BITS) + int(summand)
+    for limb in limbs:
+        total = (total << LIMB_BITS) + int(limb)
+    # The unit of `total` is 2^(2 * exponent - 52), and the root of the unit is 2^(exponent - 26).
     return round_to_fp32(math.ldexp(math.sqrt(total), exponent - LIMB_BITS))
 
 
 def round_to_fp32(number: float) -> float:
+    """Round a number to the nearest one that fp32 has."""
     return torch.tensor(number, dtype=torch.float64).float().item()

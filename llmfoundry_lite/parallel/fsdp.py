@@ -1,6 +1,7 @@
-"""Build a parallel model: FSDP2 and compilation, on top of this folder's other kinds of parallelism.
+"""Build a parallel model: FSDP2, activation checkpointing and compilation, block by block.
 
-Composer gets a model that is already parallel, and fp32 as its precision: FSDP2's policy casts, also on CPUs, where
+`one_device.py` takes the place of FSDP2 on one device, and a companion divides layers for tensor parallelism. Composer
+gets a model that is already parallel, and fp32 as its precision: FSDP2's policy casts instead, also on CPUs, where
 Composer refuses bf16.
 """
 
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -19,8 +21,8 @@ from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
-from llmfoundry_lite.parallel.exact import ExactSums, round_tied_gradients
-from llmfoundry_lite.parallel.mesh import names_of, within_stage
+from llmfoundry_lite.parallel.exact import ExactSums, round_embedding_gradient
+from llmfoundry_lite.parallel.mesh import dimensions_of, mesh_of_stage
 from llmfoundry_lite.parallel.one_device import prepare_for_one_device
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
@@ -39,22 +41,29 @@ def build_parallel_model(
     *,
     sequence_parallel: bool = False,
     sums: ExactSums | None = None,
-    kind: Callable[[ModelConfig, str], Model] = MPT,
+    model_class: Callable[[ModelConfig, str], Model] = MPT,
 ) -> Model:
-    """Build an initialised, sharded MPT on this rank's device. No rank ever holds more than its shards.
+    """Build an initialised, sharded model on this rank's device. No rank ever holds more than its shards.
+
+    Collective: every rank of `mesh` calls this together. The arguments from `compile_config` on are those of
+    `shard_model`. `model_class` builds the model from `config` and `attn_impl`; a stage of a pipeline has its own.
 
     Raises ConfigError for a compiler that torch does not know.
     """
     backend = (compile_config or {}).get("backend", "inductor")
-    # Listing the backends takes a second; inductor always exists.
+    # Listing the backends takes a second, so that the default, which always exists, is not looked up.
     if backend != "inductor" and backend not in torch.compiler.list_backends(exclude_tags=()):
         common = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
+
     with torch.device("meta"):
-        model = kind(config, attn_impl)
+        model = model_class(config, attn_impl)
     shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
-    on_device = mesh.device_type == "cuda" and not fsdp.offload_optimizer
-    device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+
+    # Only now do the shards get memory: on the GPU, or on the host if FSDP2 brings them from there.
+    device = torch.device("cpu")
+    if mesh.device_type == "cuda" and not fsdp.offload_optimizer:
+        device = torch.device("cuda", torch.cuda.current_device())
     model.to_empty(device=device)
     initialise_weights(model, seed)
     return model
@@ -69,59 +78,89 @@ def shard_model(
     sequence_parallel: bool = False,
     sums: ExactSums | None = None,
 ) -> None:
-    """Divide each block among the tensor group, checkpoint its activations, compile it and shard it; then shard the
-    embeddings and the last norm. In place. Their gradients go to `sums`, if given."""
-    data_mesh = within_stage(mesh)
-    if sums and model.config.tie_word_embeddings and hasattr(model.transformer, "wte"):
-        round_tied_gradients(model.transformer.wte)
-    # Exact sums round each use's gradient by itself; a copy for the whole block would add them up before.
-    sees_copies = sums is not None and precision.parameters != torch.float32
-    # Eager recomputation of a compiled block would see the fp32 parameters again.
-    recomputes_compiled = compile_config is not None and bool(fsdp.activation_checkpointing)
-    casts_once = fsdp.plain_on_one_device and "pipeline" not in names_of(mesh) and not recomputes_compiled
-    is_plain = (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sees_copies
-    if data_mesh.size() == 1 and is_plain:
+    """Make a model parallel over the ranks of `mesh`. In place. Collective: every rank calls this together.
+
+    The layers of each block are divided among the tensor group, its activations are checkpointed, and it is compiled
+    and sharded. The embeddings and the last norm are sharded together, as one unit. A model on one device keeps plain
+    parameters if it can (`one_device.py`).
+
+    compile_config: keyword arguments of `torch.compile`; None compiles nothing.
+    sequence_parallel: divide the residual stream among the tensor group as well.
+    sums: collects the gradients, so that they do not depend on the number of ranks; None leaves them to FSDP2.
+    """
+    dimensions = dimensions_of(mesh)
+    is_pipeline = "pipeline" in dimensions
+    is_divided = "tensor" in dimensions
+    stage_mesh = mesh_of_stage(mesh)
+    if sums is not None and model.config.tie_word_embeddings and hasattr(model.transformer, "wte"):
+        round_embedding_gradient(model.transformer.wte)
+
+    # A compiler may leave a block to be recomputed eagerly, when the parameters that it sees are the fp32 ones again.
+    is_recomputed_and_compiled = compile_config is not None and bool(fsdp.activation_checkpointing)
+    casts_once = fsdp.plain_on_one_device and not is_pipeline and not is_recomputed_and_compiled
+    # Exact sums round the gradient of each use of a parameter. Gradients of a copy are those of all uses, added up.
+    sums_gradients_of_copies = sums is not None and precision.parameters != torch.float32
+    can_be_plain = (
+        (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sums_gradients_of_copies
+    )
+    if stage_mesh.size() == 1 and can_be_plain:
         prepare_for_one_device(model, fsdp, precision, compile_config, casts_once=casts_once)
-        if sums:
-            sums.watch(model)
+        if sums is not None:
+            sums.attach(model)
         return
-    is_divided = "tensor" in names_of(mesh)
+
+    data_mesh = stage_mesh
     if is_divided:
-        data_mesh = within_stage(mesh, without=("tensor",))
+        data_mesh = mesh_of_stage(mesh, without=("tensor",))
         divide_layers = companions.find("builders", "tp_config.tensor_parallel_degree")
         divide_layers(model, mesh["tensor"], sequence_parallel)
-    reduction = torch.float64 if sums else precision.reduction
-    # FSDP2 would cast every float that enters a block or a stage: angles of RoPE, slopes and biases of ALiBi, weights
-    # of rows. Without FSDP2 these stay in fp32. Hidden states have the parameters' dtype already.
-    policy = MixedPrecisionPolicy(param_dtype=precision.parameters, reduce_dtype=reduction, cast_forward_inputs=False)
-    is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
-    shard = partial(
-        fully_shard, mp_policy=policy, offload_policy=CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.parameters,
+        reduce_dtype=torch.float64 if sums is not None else precision.reduction,
+        # FSDP2 would cast every float that enters a block or a stage: angles of RoPE, slopes and biases of ALiBi, and
+        # weights of rows, which stay in fp32 without FSDP2. Hidden states have the parameters' dtype already.
+        cast_forward_inputs=False,
     )
-    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather fewer. Pipelines do the
+    is_offloaded = fsdp.offload_optimizer and mesh.device_type == "cuda"
+    offload_policy = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+    shard = partial(fully_shard, mesh=data_mesh, mp_policy=policy, offload_policy=offload_policy)
+
+    # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather less. Pipelines do the
     # same: their parameters stay whole from the first backward pass on, and zero-bubble schedules, which compute the
     # gradients of weights apart, need whole parameters in autograd's graph.
-    reshard = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and "pipeline" not in names_of(mesh)
-    # torch 2.13 cannot compile the recomputation of a whole divided layer, but can recompute a compiled one.
-    compiles_first = is_divided and fsdp.activation_checkpointing is True
+    reshards_blocks = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_pipeline
     for block in model.transformer.blocks:
-        if compile_config is not None and compiles_first:
-            block.forward = torch.compile(block.forward, **compile_config)
-        if fsdp.activation_checkpointing:
-            checkpoint_activations(block, fsdp)
-        if compile_config is not None and not compiles_first:
-            block.compile(**compile_config)
-        shard(block, mesh=data_mesh, reshard_after_forward=reshard)
-    shard(model, mesh=data_mesh, reshard_after_forward=False)
-    modules: list[Any] = [model, *model.transformer.blocks]  # of FSDP
-    for module in modules:
-        if sums or precision.loss_scaling:  # no mean, whose size would depend on the ranks: see training/trainer.py
+        _checkpoint_and_compile(block, fsdp, compile_config, is_divided=is_divided)
+        shard(block, reshard_after_forward=reshards_blocks)
+    shard(model, reshard_after_forward=False)
+
+    fsdp_modules: list[Any] = [model, *model.transformer.blocks]  # in the order in which they run
+    for module in fsdp_modules:
+        if sums is not None or precision.loss_scaling:
+            # Sum over ranks instead of averaging, because the size of a mean depends on their number. trainer.py has a
+            # table of the factors.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        if sums:
-            sums.watch(module)
+        if sums is not None:
+            sums.attach(module)
+
     if data_mesh.size() > 1:
-        # FSDP2 gathers a block's parameters when the block begins. Each block also prefetches its successor's, so that
-        # the gather overlaps with computation. Backward passes prefetch by default.
-        for module, following in itertools.pairwise(modules):
-            module.set_modules_to_forward_prefetch([following])
+        # FSDP2 gathers a block's parameters when the block begins. Each block also prefetches those of its successor,
+        # so that the gather overlaps with computation. Backward passes prefetch by default.
+        for module, successor in itertools.pairwise(fsdp_modules):
+            module.set_modules_to_forward_prefetch([successor])
+
+
+def _checkpoint_and_compile(
+    block: nn.Module, fsdp: FSDPConfig, compile_config: dict[str, Any] | None, *, is_divided: bool
+) -> None:
+    """Checkpoint the activations of a block and compile it, as far as either is configured. In place."""
+    # torch 2.13 cannot compile the recomputation of a block with divided layers, but can recompute a compiled one.
+    compiles_first = is_divided and fsdp.activation_checkpointing is True
+    if compile_config is not None and compiles_first:
+        block.forward = torch.compile(block.forward, **compile_config)
+    if fsdp.activation_checkpointing:
+        checkpoint_activations(block, fsdp)
+    if compile_config is not None and not compiles_first:
+        block.compile(**compile_config)

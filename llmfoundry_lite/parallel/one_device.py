@@ -1,7 +1,8 @@
-"""A model that one device holds without FSDP2, which copies parameters and gradients even where nobody shares them.
+"""A model on one device without FSDP2, which would copy parameters and gradients though there is nobody to share them.
 
-Parameters are plain and fp32. Each block sees them in the compute precision: cast in each forward pass, or once a batch
-(`fsdp_config.plain_on_one_device`). Their gradients are added up in fp32 either way.
+Parameters are plain tensors in fp32, the masters. Each block computes with copies of them in the precision of the run,
+which are made in each forward pass, or once a batch (`fsdp_config.plain_on_one_device`). Gradients are added up in fp32
+either way.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,9 @@ from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations
 
+Cast = Callable[[list[nn.Parameter]], Sequence[Tensor]]
+"""Maps masters to the tensors that a module computes with."""
+
 
 def prepare_for_one_device(
     model: MPT,
@@ -25,54 +29,66 @@ def prepare_for_one_device(
     *,
     casts_once: bool = False,
 ) -> None:
-    """Compile blocks, cast parameters and checkpoint activations. In place.
+    """Compile the blocks of a model, make them compute in `precision` and checkpoint their activations. In place.
 
-    With `casts_once` call `renew_copies` when a batch begins. torch cannot compile the replacement of parameters, so
-    compiled blocks lie within it. Recomputation replaces them again, which a compiled block does not allow.
+    With `casts_once`, `renew_copies` has to be called at the beginning of each batch. Without it, parameters are cast
+    in each forward pass.
     """
     assert compile_config is None or not fsdp.activation_checkpointing, "`shard_model` keeps FSDP2 for it"
-    inside = {module for block in model.transformer.blocks for module in block.modules()}
-    outside = [module for module in model.modules() if module not in inside]
-    copies: list[HeldCopies] = []
+    copies: list[ParameterCopies] = []
 
-    def cast_parameters(module: nn.Module, owners: Iterable[nn.Module]) -> None:
+    def compute_in_precision(module: nn.Module, owners: Iterable[nn.Module]) -> None:
         if precision.parameters == torch.float32:
             return
+        cast_parameters: Cast = partial(_cast, precision.parameters)
         if casts_once:
-            copies.append(HeldCopies(precision.parameters))
-        _compute_with(copies[-1] if casts_once else partial(_cast, precision.parameters), module, owners)
+            cast_parameters = ParameterCopies(precision.parameters)
+            copies.append(cast_parameters)
+        _replace_parameters_in_forward(module, owners, cast_parameters)
 
+    # The order matters. torch cannot compile the replacement of parameters, so it wraps the compiled block.
+    # Recomputation runs in the backward pass, when the masters are back in place, so it wraps the replacement and
+    # replaces them again.
+    in_blocks: set[nn.Module] = set()
     for block in model.transformer.blocks:
+        in_blocks.update(block.modules())
         if compile_config is not None:
             block.forward = torch.compile(block.forward, **compile_config)
-        cast_parameters(block, block.modules())
+        compute_in_precision(block, block.modules())
         if fsdp.activation_checkpointing:
             checkpoint_activations(block, fsdp)
-    cast_parameters(model, outside)
-    cast(Any, model).held_copies = copies
+    compute_in_precision(model, [module for module in model.modules() if module not in in_blocks])
+    cast(Any, model).parameter_copies = copies  # for `renew_copies`
 
 
 def renew_copies(model: nn.Module) -> None:
-    """Cast the parameters of a model that does so once a batch. Without effect on others."""
-    for copies in getattr(model, "held_copies", ()):
+    """Cast the parameters of a model that does so once a batch. Call it when a batch begins; other models ignore it."""
+    for copies in getattr(model, "parameter_copies", ()):
         copies.renew()
 
 
-class HeldCopies:
+class ParameterCopies:
     """Copies of some parameters in 16 bits, which all microbatches of a batch use.
 
-    `renew` must be called when a batch begins: nothing else tells that parameters have changed. torch's fused
-    optimizers and checkpoints write into their memory without counting it as a change.
+    `renew` has to be called when a batch begins, because nothing else tells that the parameters have changed: torch's
+    fused optimizers and checkpoints write into their memory without raising the version that autograd counts.
     """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.masters: list[nn.Parameter] = []
+        """The parameters. Empty until the first forward pass with gradients."""
         self.copies: list[Tensor] = []
-        self.have_gradients = False
+        """A copy of each of them."""
+        self.has_gradients = False
+        """A backward pass has run since the copies were renewed. Set by `_UseCopies.backward`."""
 
     def __call__(self, masters: list[nn.Parameter]) -> Sequence[Tensor]:
-        """Return the copies, through which gradients reach the parameters; without gradients, casts of this moment."""
+        """Return the copies of `masters`, through which gradients reach them. Always pass the same parameters.
+
+        Without gradients, as in an evaluation, parameters are cast here and now: the copies are those of the last
+        batch.
+        """
         if not torch.is_grad_enabled():
             return _cast(self.dtype, masters)
         if not self.copies:
@@ -81,32 +97,43 @@ class HeldCopies:
             for master in masters:
                 master.grad_dtype = None  # type: ignore[attr-defined] - it takes gradients of either dtype
             self.renew()
-        are_cleared = self.have_gradients and all(master.grad is None for master in masters)
+
+        are_cleared = self.has_gradients and all(master.grad is None for master in masters)
         assert not are_cleared, "renew_copies was not called, though gradients were cleared for another batch"
         return cast(Any, _UseCopies).apply(self, *masters)
 
     @torch.no_grad()
     def renew(self) -> None:
-        self.have_gradients = False
+        """Copy the parameters once more, for a new batch."""
+        self.has_gradients = False
         if self.copies:
             torch._foreach_copy_(self.copies, cast(Any, self.masters))
 
 
 class _UseCopies(torch.autograd.Function):
-    """Parameters as copies that exist already."""
+    """Maps masters to copies that exist already, and the copies' gradients to the masters'."""
 
     @staticmethod
-    def forward(ctx: Any, held: HeldCopies, *masters: nn.Parameter) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.held = held
+    def forward(  # type: ignore[override]
+        ctx: Any, copies: ParameterCopies, *masters: nn.Parameter
+    ) -> tuple[Tensor, ...]:
+        ctx.copies = copies
         ctx.set_materialize_grads(False)
-        return tuple(copy.detach() for copy in held.copies)
+        return tuple(copy.detach() for copy in copies.copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The first gradient becomes the sum, in fp32. Autograd adds 16-bit ones to it without casting them before."""
-        ctx.held.have_gradients = True
-        pairs = zip(gradients, ctx.held.masters, strict=True)
-        return None, *(g if g is None or master.grad is not None else g.to(master.dtype) for g, master in pairs)
+        """Cast the first gradient of each parameter to fp32, in which it becomes the batch's sum.
+
+        Later ones stay in 16 bits: autograd adds them to the sum without a copy in fp32.
+        """
+        ctx.copies.has_gradients = True
+        results: list[Tensor | None] = [None]  # for the argument `copies`
+        for gradient, master in zip(gradients, ctx.copies.masters, strict=True):
+            if gradient is not None and master.grad is None:
+                gradient = gradient.to(master.dtype)
+            results.append(gradient)
+        return tuple(results)
 
 
 def _cast(dtype: torch.dtype, masters: list[nn.Parameter]) -> Sequence[Tensor]:
@@ -114,18 +141,22 @@ def _cast(dtype: torch.dtype, masters: list[nn.Parameter]) -> Sequence[Tensor]:
     return [master.to(dtype) for master in masters]
 
 
-def _compute_with(
-    cast_all: Callable[[list[nn.Parameter]], Sequence[Tensor]], module: nn.Module, owners: Iterable[nn.Module]
-) -> None:
-    """Replace `module.forward` with one that sees the parameters of `owners` as `cast_all` returns them."""
+def _replace_parameters_in_forward(module: nn.Module, owners: Iterable[nn.Module], cast_parameters: Cast) -> None:
+    """Make `module.forward` compute with what `cast_parameters` returns for the parameters of `owners`. In place.
+
+    `owners` are modules that the forward pass calls. Their parameters are replaced while it runs, and put back after
+    it, also if it fails.
+    """
     forward = module.forward
-    places = [(owner, name) for owner in owners for name, p in owner._parameters.items() if p is not None]
+    places: list[tuple[nn.Module, str]] = []
+    for owner in owners:
+        places += [(owner, name) for name, parameter in owner._parameters.items() if parameter is not None]
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
         masters = [cast(nn.Parameter, owner._parameters[name]) for owner, name in places]
         try:
-            for (owner, name), seen in zip(places, cast_all(masters), strict=True):
-                owner._parameters[name] = cast(Any, seen)
+            for (owner, name), replacement in zip(places, cast_parameters(masters), strict=True):
+                owner._parameters[name] = cast(Any, replacement)
             return forward(*args, **kwargs)
         finally:
             for (owner, name), master in zip(places, masters, strict=True):

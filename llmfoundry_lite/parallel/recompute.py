@@ -1,4 +1,7 @@
-"""Activation checkpointing: recompute blocks in the backward pass, either whole or all but matrix products."""
+"""Activation checkpointing: recompute a block's activations in the backward pass instead of keeping them.
+
+Either all of them are recomputed, or all but the results of matrix products (`selective`).
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -13,32 +16,41 @@ from llmfoundry_lite.config.schema import FSDPConfig
 
 
 def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
-    """Recompute the block in backward. Replacing `forward` keeps parameter names; wrapping the module would not."""
+    """Make a block recompute its activations in the backward pass, as `fsdp` says. In place.
+
+    This replaces `block.forward`, because wrapping the block in a module would change the names of its parameters.
+    """
     forward = block.forward
     options: dict[str, Any] = {"use_reentrant": fsdp.activation_checkpointing_reentrant}
     if fsdp.activation_checkpointing == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
 
-    is_pinned = torch.cuda.is_available()  # pageable memory would be copied synchronously
+    is_pinned = torch.cuda.is_available()  # the copy from pageable memory would be synchronous
 
-    def checkpointed(*args: Any) -> Any:
+    def checkpointed_forward(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args)
-        with save_on_cpu(pin_memory=is_pinned) if fsdp.activation_cpu_offload else nullcontext():
+        # What checkpointing keeps, the block's input, can move to the host until the backward pass.
+        offload = save_on_cpu(pin_memory=is_pinned) if fsdp.activation_cpu_offload else nullcontext()
+        with offload:
             return checkpoint(forward, *args, **options)
 
-    block.forward = checkpointed
+    block.forward = checkpointed_forward
 
 
-PRODUCTS = {
-    *("mm", "addmm", "bmm", "product"),
-    *("_flash_attn_forward", "_flash_attn_varlen_forward"),  # the flash-attn package's
+KEPT_OPERATIONS = {
+    *("mm", "addmm", "bmm", "onednn_matmul"),
+    *("_flash_attn_forward", "_flash_attn_varlen_forward"),  # of the package flash-attn
     "inductor_compiled_code",  # FlexAttention, compiled to one operation
 }
+"""Operations whose results selective checkpointing keeps, beside those with `attention` in their name."""
 
 
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep results of matrix products; recompute norms, activations and rotations, which memory bandwidth bounds."""
+def _choose_policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products and of attention, which take most of a block's time.
+
+    Norms, activation functions and rotations are recomputed, because memory bandwidth bounds them.
+    """
     name = operation.__name__.partition(".")[0]
-    is_product = name in PRODUCTS or "attention" in name
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+    is_kept = name in KEPT_OPERATIONS or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -40,7 +40,7 @@ from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import Placement, find_checkpoint, load_checkpoint, model_config_of, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import score
-from llmfoundry_lite.models.attention import document_numbers
+from llmfoundry_lite.models.attention import number_documents
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
 
 OF_DATA = ("train_loader", "global_train_batch_size", "max_seq_len", "max_duration", "tokenizer", "model")
@@ -88,7 +88,7 @@ class Batch:
         if self.separator is None:
             return None
         tokens_bt = torch.from_numpy(row.tokens_t)[None]
-        return int(document_numbers(tokens_bt, self.separator.token, begins=self.separator.begins).unique().numel())
+        return int(number_documents(tokens_bt, self.separator.token, begins=self.separator.begins).unique().numel())
 
 
 def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:

@@ -9,8 +9,8 @@ import torch
 from composer.models import ComposerModel
 from torchmetrics import Metric
 
-from llmfoundry_lite.models.attention import document_numbers
-from llmfoundry_lite.models.dropout import row_keys
+from llmfoundry_lite.models.attention import number_documents
+from llmfoundry_lite.models.dropout import seeds_of_rows
 from llmfoundry_lite.parallel.exact import ExactSums, round_loss
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.loss import IGNORED, cross_entropy_sum, next_token_labels, row_weights
@@ -75,11 +75,11 @@ class LanguageModel(ComposerModel):
     def documents(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
         if self.separator is None:
             return None
-        return document_numbers(tokens_bt, self.separator, begins=self.separator_begins)
+        return number_documents(tokens_bt, self.separator, begins=self.separator_begins)
 
     def drop_keys(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
         """Return each row's key for dropout; None where nothing is dropped."""
-        return row_keys(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
+        return seeds_of_rows(tokens_bt, self.drop_seed) if self.training and self.drop_seed is not None else None
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the sum of the loss in nats, and the number of tokens it is the sum over. Each of n ranks that divide
@@ -87,7 +87,10 @@ class LanguageModel(ComposerModel):
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         num_tokens = (labels_bt != IGNORED).sum()
-        options: dict[str, Any] = {"documents_bt": self.documents(tokens_bt), "drop_keys_b": self.drop_keys(tokens_bt)}
+        options: dict[str, Any] = {
+            "documents_bt": self.documents(tokens_bt),
+            "dropout_seeds_b": self.drop_keys(tokens_bt),
+        }
         sum_loss = self.sum_loss
         if self.by_rows and self.training:
             num_tokens = (labels_bt != IGNORED).any(1).sum() * (tokens_bt.size(1) - 1)

@@ -25,7 +25,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding
+from llmfoundry_lite.parallel.exact import ExactSums, round_unembedding_gradient
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh, build_stage_group
 from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -174,7 +174,7 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
         loss = partial(loss, divide_vocabulary=divide_vocabulary)
     if config.exact_sums and config.model.tie_word_embeddings:
-        loss = round_unembedding(loss)
+        loss = round_unembedding_gradient(loss)
     by_rows = not config.accumulate_train_batch_on_tokens
     rows: dict[str, Any] = {"separator": separator, "separator_begins": begins, "by_rows": by_rows}
     if layout.pipeline > 1:

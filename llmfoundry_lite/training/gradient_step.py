@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.config.schema import GradientClippingConfig
 from llmfoundry_lite.errors import NonFiniteError
-from llmfoundry_lite.parallel.exact import ExactSums, as_summands, is_first_copy, norm_of, round_to_fp32, sum_squares
+from llmfoundry_lite.parallel.exact import ExactSums, is_first_copy, norm_of_sum, round_to_fp32, split_sum, sum_squares
 from llmfoundry_lite.parallel.one_device import renew_copies
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
@@ -139,7 +139,7 @@ class GradientStep:
             where = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
             what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
             if self.sums and is_out_of_range and math.isfinite(norm) and not num_bad_losses:
-                limit = self.sums.largest_element
+                limit = self.sums.element_limit
                 what = f"a microbatch's gradient has an element above {limit:g}, which exact_sums cannot add"
             self._skip_or_stop(where, what, overflowed)
         return mean_loss
@@ -153,7 +153,7 @@ class GradientStep:
         """Unscale the gradient, or round its sums, and measure it. Every rank must call it together."""
         model = self.model
         if self.sums:
-            self.sums.finish(parameters, self.scale_of_sums)
+            self.sums.finish_batch(parameters, self.scale_of_sums)
         if self.scaler:
             torch._foreach_mul_([local(p.grad) for p in parameters], 1.0 / self.scaler.scale)
         if self.sums:
@@ -227,12 +227,12 @@ def measure_exactly(
     largest = torch.where(is_finite, largest, 1.0)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest).exponent
-    squares = as_summands(sum_squares(gradients, exponent))
+    squares = split_sum(sum_squares(gradients, exponent))
     counts = torch.stack([loss.double(), bad_losses.double(), num_too_large.to(device), (~is_finite).double()])
     found = torch.cat([squares, counts])
     dist.all_reduce(found)
     *summands, loss_sum, num_bad_losses, num_too_large_found, num_infinite = found.tolist()
-    norm = math.nan if num_infinite else norm_of(summands, int(exponent))
+    norm = math.nan if num_infinite else norm_of_sum(summands, int(exponent))
     return Measured(norm, loss_sum, int(num_bad_losses), num_too_large_found > 0)
 
 

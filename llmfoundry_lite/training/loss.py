@@ -18,7 +18,7 @@ import torch
 
 from llmfoundry_lite.config.schema import LOSS_CHUNK_MIB
 from llmfoundry_lite.hardware import MIB
-from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.models.products import matmul_transposed
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -99,16 +99,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
             # In one piece of memory: logits' log-probabilities, then their gradient.
             if compiled is not None and needs_gradient:
-                logits_cv = multiply(hidden_cd, unembedding_vd)
+                logits_cv = matmul_transposed(hidden_cd, unembedding_vd)
                 for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 log_p_c, grad_cv = compiled(logits_cv, columns_c)
                 del logits_cv  # not while the next chunk's are computed
             elif vocabulary is None:
-                grad_cv = torch.log_softmax(multiply(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
+                grad_cv = torch.log_softmax(matmul_transposed(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
                 log_p_c, is_here_c = grad_cv[rows_c, columns_c], 1.0
             else:
-                grad_cv = multiply(hidden_cd, unembedding_vd).float()
+                grad_cv = matmul_transposed(hidden_cd, unembedding_vd).float()
                 log_p_c, columns_c, is_here_c = vocabulary.normalise(grad_cv, columns_c)
             total -= (log_p_c * counted_c1[:, 0]).sum()
             if grad_hidden_nd is None:
@@ -120,12 +120,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_cv.exp_()
                 grad_cv[rows_c, columns_c] -= is_here_c
             grad_cv = grad_cv.to(hidden_nd.dtype)
-            grad_hidden_nd[part] = multiply(grad_cv, unembedding_vd.T) * counted_c1
+            grad_hidden_nd[part] = matmul_transposed(grad_cv, unembedding_vd.T) * counted_c1
             hidden_cd = (hidden_cd * counted_c1).to(hidden_nd.dtype)
             if grad_unembedding_vd is None:
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
             for grad_cr, sum_rd in zip(grad_cv.split(rows, dim=1), grad_unembedding_vd.split(rows), strict=True):
-                sum_rd += multiply(grad_cr.T, hidden_cd.T)
+                sum_rd += matmul_transposed(grad_cr.T, hidden_cd.T)
             del grad_cv, grad_cr, hidden_cd  # not while the next chunk's are computed
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         ctx.scale = torch.Tensor.mul_ if backward_runs_once else torch.Tensor.mul

@@ -23,7 +23,12 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.layout import divisors, layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, OutOfMemoryError
-from llmfoundry_lite.estimate.memory import advise_less_memory, as_on_cpu, estimate_training_memory, slots_of
+from llmfoundry_lite.estimate.memory import (
+    advise_less_memory,
+    estimate_training_memory,
+    optimizer_slots,
+    with_cpu_attention,
+)
 from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
@@ -50,7 +55,7 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
         search = Search(
             model, optimizer, device_batch_size, sizes, config.max_seq_len, not config.reduces_every_microbatch, advise
         )
-        size, measured = search.run(slots_of(config))
+        size, measured = search.run(optimizer_slots(config))
         if config.compile_config is not None or model.attn_impl == "flex":
             torch._dynamo.reset()  # sizes compiled in the search count towards its limit, and make sizes dynamic
         if is_main:
@@ -149,7 +154,7 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
     """Compute the gradient of one microbatch, or of all that a batch has where stages keep several."""
     model.train()
     if model.sums:
-        model.sums.begin(model.parameters(), num_microbatches)
+        model.sums.begin_batch(model.parameters(), num_microbatches)
     is_pipeline = model.num_stages > 1
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}
@@ -227,7 +232,7 @@ def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, 
     """Return an error with the memory asked for, the memory available, and advice. `when` names the moment."""
     layout = layout_here(config)
     as_run, is_cpu = replace(config, device_train_microbatch_size=size), devices.device_type() == "cpu"
-    estimated = estimate_training_memory(as_on_cpu(as_run) if is_cpu else as_run, layout)
+    estimated = estimate_training_memory(with_cpu_attention(as_run) if is_cpu else as_run, layout)
     if not is_cpu:
         used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
     else:

@@ -172,7 +172,7 @@ class ParallelTrainer(Trainer):
             num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(rows["input_ids"].size(1) - 1, 1)
             full = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
             step.full_weight, step.weight, loss_divisor = full, total, full
-            step.sums.begin(whole_parameters(state.optimizers[0]), num_rows // size)
+            step.sums.begin_batch(whole_parameters(state.optimizers[0]), num_rows // size)
         return microbatches, loss_divisor
 
     def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:

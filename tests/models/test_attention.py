@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models import attention
-from llmfoundry_lite.models.attention import Mask, alibi_slopes, build_mask
+from llmfoundry_lite.models.attention import Mask, build_mask, compute_alibi_slopes
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
@@ -66,7 +66,7 @@ def test_on_a_gpu_the_last_queries_of_plain_text_see_what_is_before_them_without
 def test_attention_of_the_last_queries_compiles_whole():
     x_bthk = torch.randn(1, 24, 2, 8)
     compiled: Any = torch.compile(Mask.attend, backend="aot_eager", fullgraph=True)
-    mask = Mask(implementation="sdpa", has_more_keys=True)
+    mask = Mask(implementation="sdpa", is_lower_right_causal=True)
     for attend in (Mask.attend, compiled):
         assert attend(mask, x_bthk[:, 16:], x_bthk, x_bthk).shape == (1, 8, 2, 8)
 
@@ -91,7 +91,7 @@ def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_ma
     options, positions_1t = AttentionConfig(sliding_window_size=window), torch.arange(num_keys)[None, -num_queries:]
     draws = torch.rand(3, num_keys, generator=torch.Generator().manual_seed(1))
     documents_bs = (draws < 0.005).long().cumsum(1) if has_documents else None
-    attention._block_mask.cache_clear()
+    attention._causal_block_mask.cache_clear()
     with Largest() as largest:
         mask = build_mask(options, "flex", None, positions_1t, num_keys, None, documents_bs).block_mask
     assert mask is not None and largest.numbers <= 3 * num_keys
@@ -124,7 +124,7 @@ def test_flex_never_falls_back_to_all_scores(monkeypatch):
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
     with torch._dynamo.config.patch(recompile_limit=8):
-        attention._compiled_visibly.__wrapped__(None)
+        attention._compile_to_one_operation.__wrapped__(None)
         attention._raise_recompile_limit.cache_clear()
         build_mask(AttentionConfig(), "flex", None, torch.arange(8)[None], 8)
         assert asked[0]["fullgraph"] and torch._dynamo.config.recompile_limit >= 32
@@ -135,7 +135,7 @@ def test_in_bf16_blocks_are_as_near_the_truth_as_attention_by_plain_products(ali
     """Plain products, each rounded to bf16: what LLM Foundry's `torch` and transformers' eager attention do."""
     generator = torch.Generator().manual_seed(0)
     tensors_bthk = [torch.randn(2, 600, 4, 16, generator=generator).bfloat16() for _ in range(4)]
-    slopes_h = torch.tensor(alibi_slopes(4)) if alibi else None
+    slopes_h = torch.tensor(compute_alibi_slopes(4)) if alibi else None
 
     def plain(q_bthk, k_bthk, v_bthk, mask):
         bias_bhts = mask.bias_bhts if alibi else torch.full((600, 600), -math.inf, dtype=q_bthk.dtype).triu(1)
@@ -159,12 +159,12 @@ def test_in_bf16_blocks_are_as_near_the_truth_as_attention_by_plain_products(ali
 
 
 def test_slopes_of_a_power_of_two_fall_geometrically():
-    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
-    assert alibi_slopes(4, bias_max=4) == [2.0**-i for i in range(1, 5)]
+    assert compute_alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert compute_alibi_slopes(4, bias_max=4) == [2.0**-i for i in range(1, 5)]
 
 
 def test_other_head_counts_take_every_second_slope_of_the_next_power_first():
-    assert alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
+    assert compute_alibi_slopes(6) == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
 
 
 @pytest.mark.parametrize("alibi", [False, True])

@@ -11,7 +11,7 @@ import torch
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models import blocked_attention
-from llmfoundry_lite.models.attention import choose_implementation, document_numbers
+from llmfoundry_lite.models.attention import choose_implementation, number_documents
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT, KeyValueCache
@@ -23,7 +23,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 def documents_of(tokens_bt: torch.Tensor) -> torch.Tensor:
     tokens_bt[0, 7], tokens_bt[1, [3, 4, 20]] = EOS, EOS
-    return document_numbers(tokens_bt, EOS)
+    return number_documents(tokens_bt, EOS)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def flash_attn(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def several_blocks_in_a_sample(monkeypatch):
-    monkeypatch.setattr(blocked_attention, "BLOCK", 11)
+    monkeypatch.setattr(blocked_attention, "BLOCK_SIZE", 11)
 
 
 @pytest.mark.parametrize("with_documents", [False, True], ids=["one document", "documents"])
@@ -119,7 +119,7 @@ def test_documents_packed_in_a_sample_are_as_samples_of_their_own():
         document_t[document_t == EOS] = EOS + 1
         document_t[-1] = EOS
     packed_bt = torch.cat([first_t, second_t])[None]
-    logits_btv = model(packed_bt, documents_bt=document_numbers(packed_bt, EOS))
+    logits_btv = model(packed_bt, documents_bt=number_documents(packed_bt, EOS))
     torch.testing.assert_close(logits_btv[:, :9], model(first_t[None]))
     torch.testing.assert_close(logits_btv[:, 9:], model(second_t[None]))
 
@@ -127,8 +127,8 @@ def test_documents_packed_in_a_sample_are_as_samples_of_their_own():
 def test_documents_end_with_their_separator_or_begin_with_it():
     """LLM Foundry's sequence_id, of eos_token_id and of bos_token_id."""
     tokens_bt = torch.tensor([[5, 9, 6, 7, 9, 8], [9, 5, 6, 9, 9, 7]])
-    assert document_numbers(tokens_bt, 9).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 3]]
-    assert document_numbers(tokens_bt, 9, begins=True).tolist() == [[0, 1, 1, 1, 2, 2], [1, 1, 1, 2, 3, 3]]
+    assert number_documents(tokens_bt, 9).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 3]]
+    assert number_documents(tokens_bt, 9, begins=True).tolist() == [[0, 1, 1, 1, 2, 2], [1, 1, 1, 2, 3, 3]]
 
 
 @torch.no_grad()

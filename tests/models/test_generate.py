@@ -2,7 +2,7 @@
 
 import torch
 
-from llmfoundry_lite.models.generate import sample
+from llmfoundry_lite.models.generate import sample_token
 
 LOGITS_V = torch.tensor([0.2, 0.5, 0.05, 0.25]).log()
 
@@ -10,7 +10,7 @@ LOGITS_V = torch.tensor([0.2, 0.5, 0.05, 0.25]).log()
 def chosen(**options) -> set[int]:
     generator = torch.Generator().manual_seed(1)
     options = {"temperature": 1.0, "top_k": None, "top_p": None, **options}
-    return {int(sample(LOGITS_V, generator=generator, **options)) for _ in range(200)}
+    return {int(sample_token(LOGITS_V, generator=generator, **options)) for _ in range(200)}
 
 
 def test_the_fewest_tokens_whose_probabilities_add_up_to_p_are_drawn_from():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
-from llmfoundry_lite.models.initialise import BLOCK, _normal, _uniform, draw_range, initialise_weights
+from llmfoundry_lite.models.initialise import BLOCK_SIZE, _normal, _uniform, draw_range, initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=128, n_heads=4, n_layers=3, max_seq_len=256, vocab_size=1024)
@@ -160,8 +160,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others():
 
 def test_no_two_parameters_and_no_two_blocks_repeat_each_other():
     weights = [tensor.flatten() for tensor in initialised(name="baseline_", init_std=1.0).values() if tensor.ndim == 2]
-    heads = {tuple(part[:8].tolist()) for weight in weights for part in weight.split(BLOCK)}
-    assert len(heads) == sum(len(weight.split(BLOCK)) for weight in weights)
+    heads = {tuple(part[:8].tolist()) for weight in weights for part in weight.split(BLOCK_SIZE)}
+    assert len(heads) == sum(len(weight.split(BLOCK_SIZE)) for weight in weights)
 
 
 def test_global_generators_are_neither_read_nor_changed():
@@ -184,10 +184,16 @@ def drawn(draw, seed: int, name: str, start: int, stop: int, num_threads: int = 
 @pytest.mark.parametrize("draw", [_normal(1.0), _uniform(-1.0, 2.0)], ids=["normal", "uniform"])
 @pytest.mark.parametrize(
     ("start", "stop"),
-    [(0, 10), (BLOCK - 5, BLOCK + 5), (BLOCK, 2 * BLOCK), (3 * BLOCK - 1, 3 * BLOCK), (100, 3 * BLOCK + 7)],
+    [
+        (0, 10),
+        (BLOCK_SIZE - 5, BLOCK_SIZE + 5),
+        (BLOCK_SIZE, 2 * BLOCK_SIZE),
+        (3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE),
+        (100, 3 * BLOCK_SIZE + 7),
+    ],
 )
 def test_any_range_is_a_slice_of_the_whole(draw, start, stop, num_threads):
-    whole = drawn(draw, 17, "transformer.wte.weight", 0, 4 * BLOCK)
+    whole = drawn(draw, 17, "transformer.wte.weight", 0, 4 * BLOCK_SIZE)
     assert np.array_equal(drawn(draw, 17, "transformer.wte.weight", start, stop, num_threads), whole[start:stop])
 
 
@@ -218,7 +224,7 @@ def test_the_numbers_are_the_same_for_ever():
     """Written down once: whatever changes them changes the first weights of every run."""
     values = drawn(_normal(1.0), 17, "transformer.wte.weight", 0, 3)
     assert values.tolist() == [1.226395845413208, -1.2703115940093994, -0.7606976628303528]
-    values = drawn(_uniform(-1.0, 2.0), 17, "transformer.wte.weight", BLOCK - 1, BLOCK + 2, num_threads=2)
+    values = drawn(_uniform(-1.0, 2.0), 17, "transformer.wte.weight", BLOCK_SIZE - 1, BLOCK_SIZE + 2, num_threads=2)
     assert values.tolist() == [0.031691789627075195, 1.2041757106781006, -0.026454508304595947]
     weights = initialised()
     digest = hashlib.blake2b(digest_size=16)

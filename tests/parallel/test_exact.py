@@ -16,12 +16,12 @@ from llmfoundry_lite.parallel.exact import (
     GRID_BITS,
     LARGEST_SUM,
     ExactSums,
-    as_summands,
     is_first_copy,
-    norm_of,
+    norm_of_sum,
+    round_embedding_gradient,
     round_loss,
-    round_tied_gradients,
-    round_unembedding,
+    round_unembedding_gradient,
+    split_sum,
     sum_squares,
 )
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
@@ -37,8 +37,8 @@ def gradients(count: int = 24, size: int = 4096) -> list[torch.Tensor]:
 def collected(parts: list[torch.Tensor], sums: ExactSums) -> torch.Tensor:
     """The gradient of a parameter whose microbatches have these gradients, in float64."""
     layer = torch.nn.Linear(len(parts[0]), 1, bias=False)
-    sums.watch(layer)
-    sums.begin(layer.parameters(), len(parts))
+    sums.attach(layer)
+    sums.begin_batch(layer.parameters(), len(parts))
     for part in parts:
         layer(part[None]).sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float64
@@ -64,13 +64,13 @@ GPU = pytest.param(
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_a_model_has_one_gradient_whatever_the_order_of_its_microbatches(device, num_microbatches):
     model, sums = random_model(BASE).to(device), ExactSums()
-    sums.watch(model)
+    sums.attach(model)
     rows_bt = random_tokens(BASE, 16).repeat(num_microbatches, 1)
     rows_bt = (rows_bt + torch.arange(len(rows_bt))[:, None]) % BASE.vocab_size  # no two alike
     found = []
     for order in itertools.islice(itertools.permutations(rows_bt.to(device).chunk(num_microbatches)), 6):
         model.zero_grad()
-        sums.begin(model.parameters(), len(order))
+        sums.begin_batch(model.parameters(), len(order))
         for tokens_bt in order:
             loss = partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt))
             (model(tokens_bt, head=loss) / rows_bt.numel()).backward()
@@ -94,10 +94,10 @@ def test_each_use_of_a_tied_weight_has_a_gradient_on_the_grid():
     """Another rank may hold the other use, and add its part after rounding it."""
     scale = math.pi * 1e-9  # not on the grid
     wte = torch.nn.Embedding(5, 3)
-    round_tied_gradients(wte)
+    round_embedding_gradient(wte)
     (wte(torch.tensor([1, 2])) * scale).sum().backward()
     unembedding_vd = torch.ones(5, 3, requires_grad=True)
-    sum_loss = round_unembedding(lambda hidden_td, weight_vd: (hidden_td @ weight_vd.T).sum())
+    sum_loss = round_unembedding_gradient(lambda hidden_td, weight_vd: (hidden_td @ weight_vd.T).sum())
     sum_loss(torch.full((1, 3), scale), unembedding_vd).backward()
     for gradient in (wte.weight.grad, unembedding_vd.grad):
         assert gradient is not None and gradient.max() == pytest.approx(scale, rel=1e-5)
@@ -123,18 +123,18 @@ def test_one_batch_out_of_range_does_not_count_in_the_next():
 
 def test_the_most_that_an_element_may_be_follows_from_the_number_of_microbatches():
     sums = ExactSums()
-    sums.begin([], 1024)
-    assert sums.largest_element * 1024 == LARGEST_SUM
+    sums.begin_batch([], 1024)
+    assert sums.element_limit * 1024 == LARGEST_SUM
 
 
 def test_the_norm_is_the_root_of_an_exact_sum_however_it_is_divided():
     numbers = torch.cat(gradients(6))
     largest = numbers.abs().max()
     exponent = torch.frexp(largest).exponent
-    whole = as_summands(sum_squares([numbers], exponent))
-    pieces = [as_summands(sum_squares([piece], exponent)) for piece in (numbers[:7], numbers[7:5000], numbers[5000:])]
-    norm = norm_of(whole.tolist(), int(exponent))
-    assert norm_of(sum(pieces, torch.zeros(3).double()).tolist(), int(exponent)) == norm
+    whole = split_sum(sum_squares([numbers], exponent))
+    pieces = [split_sum(sum_squares([piece], exponent)) for piece in (numbers[:7], numbers[7:5000], numbers[5000:])]
+    norm = norm_of_sum(whole.tolist(), int(exponent))
+    assert norm_of_sum(sum(pieces, torch.zeros(3).double()).tolist(), int(exponent)) == norm
     exact = math.sqrt(sum(Fraction(number) ** 2 for number in numbers.tolist()))
     assert norm == pytest.approx(exact, rel=2e-7)
 
@@ -159,7 +159,7 @@ def test_small_elements_count_in_the_norm_beside_large_ones():
     numbers = torch.full((1 << 22,), 2.0**-20)
     numbers[0] = 1.0
     exponent = torch.frexp(numbers.max()).exponent
-    norm = norm_of(as_summands(sum_squares([numbers], exponent)).tolist(), int(exponent))
+    norm = norm_of_sum(split_sum(sum_squares([numbers], exponent)).tolist(), int(exponent))
     assert norm**2 - 1 == pytest.approx((len(numbers) - 1) * 2.0**-40, rel=0.1)
 
 

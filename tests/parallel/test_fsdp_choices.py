@@ -28,8 +28,8 @@ def told_of_blocks(monkeypatch, strategy, *names, precision=("fp32", "PURE"), su
         module.set_force_sum_reduction_for_comms = lambda is_sum: options.update(is_sum=is_sum)
 
     monkeypatch.setattr(fsdp, "fully_shard", shard)
-    monkeypatch.setattr(fsdp, "names_of", lambda mesh: names)
-    monkeypatch.setattr(fsdp, "within_stage", lambda mesh, **_: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(fsdp, "dimensions_of", lambda mesh: names)
+    monkeypatch.setattr(fsdp, "mesh_of_stage", lambda mesh, **_: SimpleNamespace(size=lambda: 2))
     with torch.device("meta"):
         model = MPT(SMALL)
     mesh: Any = SimpleNamespace(device_type="cpu")

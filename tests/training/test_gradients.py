@@ -201,7 +201,7 @@ def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks,
     trainers, found = [], []
     for rank in range(num_ranks):
         trainer = trainer_of(ROWS_BT, rank, num_ranks, by_tokens, sums=ExactSums())
-        trainer.gradient_step.sums.watch(trainer.state.model.model)
+        trainer.gradient_step.sums.attach(trainer.state.model.model)
         trainers.append(trainer)
         found.append(add_gradients(trainer))
 

@@ -111,7 +111,7 @@ def test_what_was_compiled_for_sizes_that_were_tried_is_forgotten(monkeypatch, a
     monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(None))
     monkeypatch.setattr(Search, "run", lambda *_: (4, ""))
     monkeypatch.setattr(memory, "layout_here", lambda config: SimpleNamespace(num_data_ranks=1, pipeline=1))
-    monkeypatch.setattr(memory, "slots_of", lambda config: [2])
+    monkeypatch.setattr(memory, "optimizer_slots", lambda config: [2])
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     names = {
         "device_train_microbatch_size": "auto",

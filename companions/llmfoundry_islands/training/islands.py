@@ -420,7 +420,7 @@ class Islands(Partners):
 
 def now() -> float:
     """Return the time after the device has finished, from which an island's speed and so its rows follow."""
-    devices.finish()
+    devices.synchronize()
     return time.monotonic()
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
-from llmfoundry_lite.models.products import multiply
+from llmfoundry_lite.models.products import matmul_transposed
 from llmfoundry_lite.ranks.start import use_loopback
 from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 
@@ -180,12 +181,14 @@ def measure_products(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[s
         weight = torch.randn(rows, columns, device=device, dtype=DTYPES[dtype])
         x, gradient = (torch.randn(num_tokens, n, device=device, dtype=DTYPES[dtype]) for n in (columns, rows))
         flops += count * 3 * 2 * num_tokens * rows * columns
-        found = time_calls(
-            lambda: (multiply(x, weight), multiply(gradient, weight.T), multiply(gradient.T, x.T)),  # noqa: B023
-            settings["num_steps"] + WARM_UP,
-        )
+        found = time_calls(partial(_multiply_thrice, x, weight, gradient), settings["num_steps"] + WARM_UP)
         seconds = [total + count * one for total, one in zip(seconds, found[WARM_UP:], strict=True)]
     return {"step_seconds": seconds, "flops": flops}
+
+
+def _multiply_thrice(x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Compute a layer's output, and the gradients of its input and its weight."""
+    return matmul_transposed(x, weight), matmul_transposed(gradient, weight.T), matmul_transposed(gradient.T, x.T)
 
 
 def time_calls(work: Callable[[], object], num_calls: int) -> list[float]:

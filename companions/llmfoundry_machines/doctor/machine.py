@@ -70,9 +70,9 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
         return
     from torch.cuda import nccl
 
-    from llmfoundry_lite.devices import driver
+    from llmfoundry_lite.devices import driver_release
 
-    yield Finding("drivers", Status.PASS, driver() or "unknown")
+    yield Finding("drivers", Status.PASS, driver_release() or "unknown")
     yield Finding("RCCL" if build.hip else "NCCL", Status.PASS, ".".join(map(str, nccl.version())))
 
 

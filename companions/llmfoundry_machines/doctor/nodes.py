@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from llmfoundry_lite.devices import device_name, device_type, finish, vendor
+from llmfoundry_lite.devices import device_name, device_type, synchronize, vendor
 from llmfoundry_lite.errors import EXIT_USER, ConfigError, UserError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json
@@ -230,7 +230,7 @@ def bounce(values: torch.Tensor, begins: bool, other: int, repeats: int) -> tupl
     """Return the seconds of one way there and back, the fastest of `repeats` after one more, and what arrived."""
     seconds, buffer = [], torch.empty_like(values)
     for _ in range(repeats + 1):
-        finish()
+        synchronize()
         began = time.perf_counter()
         if begins:
             dist.send(values, other)
@@ -238,7 +238,7 @@ def bounce(values: torch.Tensor, begins: bool, other: int, repeats: int) -> tupl
         else:
             dist.recv(buffer, other)
             dist.send(buffer, other)
-        finish()
+        synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:]), buffer
 

@@ -20,7 +20,7 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_rows
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_planner.plan.bubble import simulate_bubble
 from llmfoundry_planner.plan.exchanges import context_exchanges, parameter_exchanges, stage_sends, stream_reductions
@@ -132,7 +132,7 @@ def accelerator_named(name: str) -> Accelerator:
 
     Raises ConfigError, which lists the rows, for a name of none or of several.
     """
-    rows = rows_named(name)
+    rows = find_rows(name)
     if len(rows) > 1:
         names = " and ".join(row.name for row in rows)
         raise ConfigError(f"hardware {name!r} may be {names}; name one of them")
@@ -257,7 +257,7 @@ def _compute_seconds(
     block = {
         "products": 2 * num_tokens * num_block / layout.tensor * passes / products_rate,
         "attention": attention,
-        "memory": stream * (1 / p.num_runs + 1 / layout.tensor) / 2 / memory_rate,
+        "memory": stream * (1 / p.num_stream_parts + 1 / layout.tensor) / 2 / memory_rate,
     }
     head = {
         "products": 3 * 2 * num_logits * model.d_model / products_rate,
@@ -277,7 +277,7 @@ def _exchange_seconds(p: Portion, num_blocks: int, node: Node, computing: float)
     context_bytes = num_numbers * p.compute_bytes / layout.tensor
     is_gathered = config.context.kind == "gather"
     one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
-    send = send_seconds(layout, "pipeline", node, stream_bytes / p.num_runs)
+    send = send_seconds(layout, "pipeline", node, stream_bytes / p.num_stream_parts)
     return {
         "tensor": reductions * group_of(layout, "tensor", node).reduce_seconds(stream_bytes),
         "context": num_blocks * num_exchanges * one_context,
@@ -332,7 +332,7 @@ def _newton_schulz_seconds(p: Portion, num_blocks: int, hardware: Hardware) -> f
     dtype, num_steps = options.ns_dtype or "bf16", options.ns_steps or NEWTON_SCHULZ_STEPS
     qkv = [(model.q_dim, d), (model.kv_dim, d), (model.kv_dim, d)]  # a fused parameter stands for three shapes
     parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
-    parameters += [[(d, model.q_dim)], *[[(model.ffn_dim, d)]] * p.num_up, [(d, model.ffn_dim)]]
+    parameters += [[(d, model.q_dim)], *[[(model.ffn_dim, d)]] * p.num_up_matrices, [(d, model.ffn_dim)]]
     parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
     node, accelerator = hardware.node, hardware.accelerator
     peak = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, rows_named
+from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_rows
 from llmfoundry_planner.plan.step import accelerator_named
 
 CAPABILITIES = {
@@ -49,7 +49,7 @@ def find_device(arguments: Sequence[str], name: str | None) -> Accelerator:
     # Overlays are files, or names of those that ship.
     files = (text.removeprefix("hardware=") for text in arguments)
     stems = [Path(text).stem for text in files if "=" not in text]
-    named = next((stem for stem in reversed(stems) if rows_named(stem)), None)
+    named = next((stem for stem in reversed(stems) if find_rows(stem)), None)
     if named is None:
         raise ConfigError(
             "rehearse: no overlay is named after a device; add one such as h100-8, or name it with --hardware, one of "

@@ -186,7 +186,7 @@ CODE_OF_CATEGORIES = {
     "rest": functions(ParallelTrainer._train_microbatches),  # the optimizer calls it
     "optimizer": packages(torch.optim),
     "parameters": functions(torch.nn.Module.to_empty),
-    "unsharded": functions(one_device.HeldCopies, one_device._cast),
+    "unsharded": functions(one_device.ParameterCopies, one_device._cast),
     "gradients": functions(GradientStep, one_device._UseCopies),
     "activations": packages(models, pipelining),  # pipelining's are buffers for what stages send each other
 }

@@ -10,7 +10,7 @@ from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
-from llmfoundry_lite.hardware import FREE_FRACTION, GIB, in_bytes
+from llmfoundry_lite.hardware import FREE_FRACTION, GIB, format_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_planner.rehearse.device import PREFERS_CUDNN, find_capability
 from llmfoundry_planner.rehearse.fork_server import Job, Outcome
@@ -50,7 +50,7 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
         f"               the peak is at {found['peak_at']}",
     ]
     lines += describe_peak(found["at_peak_bytes"], estimate, is_stage=layout.pipeline > 1)
-    lines += [f"               held by {place}: {in_bytes(size)}" for place, size in found["largest_bytes"].items()]
+    lines += [f"               held by {place}: {format_bytes(size)}" for place, size in found["largest_bytes"].items()]
     formula = count_rank_flops(config, layout, stages) * num_samples * config.max_seq_len
     total_flops = sum(found["flops"].values())
     lines.append(
@@ -61,7 +61,7 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
     lines += describe_kernels(found["attention"], found["compiled"], is_cudnn_preferred=is_cudnn_preferred)
     for kind, group, dtype, calls, num_bytes in sorted(found["collectives"], key=lambda row: -row[4]):
         times = "1 call" if calls == 1 else f"{calls:,} calls"
-        lines.append(f"collective     {kind} {dtype}, {group}: {times}, {in_bytes(num_bytes)} in a batch")
+        lines.append(f"collective     {kind} {dtype}, {group}: {times}, {format_bytes(num_bytes)} in a batch")
     for place, count in sorted(found["reads"].items(), key=lambda item: -item[1]):
         lines.append(f"host waits     {place}: {count} in a batch")
     lines.append(CANNOT_PROMISE)

@@ -124,7 +124,7 @@ def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exch
         kept = sum(later.index == earlier.index + 1 for earlier, later in itertools.pairwise(stages))
         num_ends = stages[0].is_first + stages[-1].is_last + 2 * kept
         sent = num_microbatches * stage_sends(config.pipeline.num_runs, num_ends) * stream
-        sent //= p.num_runs
+        sent //= p.num_stream_parts
         tied = model.vocab_size * model.d_model * p.sum_bytes // layout.shard if model.tie_word_embeddings else 0
         for operation in ("send", "recv_"):
             found[operation, layout.pipeline, dtype] = sent
