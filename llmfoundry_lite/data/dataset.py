@@ -34,7 +34,7 @@ from llmfoundry_lite.data.order import (
     SampleOrder,
     share_of_worker,
 )
-from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, length_in
+from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, tokens_per_sample
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
@@ -219,7 +219,7 @@ class TextDataset(IterableDataset):
                 if "tokens" not in columns and self.reader.tokenizer is None:
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
             for token_type in self.cache.table.token_types_of_stream(i):
-                if (length := length_in(token_type)) is not None:
+                if (length := tokens_per_sample(token_type)) is not None:
                     allow = self.config.allow_truncation
                     check_length(length, self.max_seq_len, f"samples of {folder.path} have", allow_truncation=allow)
 
@@ -254,7 +254,7 @@ class TextDataset(IterableDataset):
         epoch = self._epoch if epoch is None else epoch
         batch = self.stages.batch_at(epoch, num_samples // self.global_batch_size)
         num_streams = self.stages.num_streams(batch)
-        stages = {"batch": batch, "stages": self.stages.begun(batch)} if len(self.first_batches) > 1 else {}
+        stages = {"batch": batch, "stages": self.stages.stages_begun(batch)} if len(self.first_batches) > 1 else {}
         return {
             "epoch": epoch,
             "sample_in_epoch": num_samples,
@@ -291,7 +291,7 @@ class TextDataset(IterableDataset):
             )
         steps = obj["sample_in_epoch"] // self.global_batch_size
         batch = obj.get("batch", obj["epoch"] * self.order.num_batches + steps)
-        here, there = self.stages.begun(batch), obj.get("stages", [[0, obj["order"]]])
+        here, there = self.stages.stages_begun(batch), obj.get("stages", [[0, obj["order"]]])
         if [begin for begin, _ in here] != [begin for begin, _ in there]:
             self._refuse_stages(batch, there)
         self._check_content(obj, self.stages.num_streams(batch))
@@ -453,7 +453,7 @@ class TextDataset(IterableDataset):
                     ahead.append((NO_SAMPLE, 0, None))
                 else:
                     shard, sample = self.locate(sample_id)
-                    coming = None if self.cache.is_ready(shard) else pool.submit(self.cache.bring, shard)
+                    coming = None if self.cache.is_ready(shard) else pool.submit(self.cache.ensure_present, shard)
                     ahead.append((shard, sample, coming))
                 if len(ahead) > self.predownload:
                     yield next_sample()

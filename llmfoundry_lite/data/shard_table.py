@@ -27,7 +27,12 @@ from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.ranks.lean_imports import no_collection
 
 FASTEST_HASHES = ("xxh3_64", "xxh3_128", "xxh128", "xxh64", "xxh32")
-NODE_COLUMNS = (("state", np.uint8), ("has_come", np.bool_), ("verified", np.uint64), ("read_at", np.int64))
+NODE_COLUMNS = (
+    ("state", np.uint8),
+    ("is_copy", np.bool_),
+    ("verified_status", np.uint64),
+    ("last_read_ns", np.int64),
+)
 """Columns that the processes of a node share about a shard's file: see `cache.py`."""
 SHARED = ("column_encodings", "column_names", "column_sizes", "compression", "format", "version")
 """Keys of a shard's record whose value most shards share."""

@@ -104,7 +104,7 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
         if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
     dataset, config, tokenizer = open_data(run, read_layers(changes, for_training=False))
-    epoch, step = dataset.stages.locate(number - 1)
+    epoch, step = dataset.stages.locate_batch(number - 1)
     ids = dataset.stages.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
     digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
@@ -155,7 +155,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     words = {"train_loader": {"dataset": plain_words(dataset)}}
     opened, *_ = open_data(found, [Layer("batches", words)] if dataset else [])  # an empty block would stand for all
     loader = build_text_loader(opened, kind=StatefulLoader)
-    epoch, num_batches = opened.stages.locate(first - 1)
+    epoch, num_batches = opened.stages.locate_batch(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)
     return _read_batches(found, loader, first, last)
 

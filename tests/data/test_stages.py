@@ -36,11 +36,11 @@ def test_epochs_of_all_stages_are_every_batch_once(stages, more):
     while batch < begins[-1] + more:
         assert staged.batch_at(epoch, 0) == batch and staged.num_batches(epoch) > 0
         for step in range(staged.num_batches(epoch)):
-            assert staged.locate(batch + step) == (epoch, step)
+            assert staged.locate_batch(batch + step) == (epoch, step)
         batch, epoch = batch + staged.num_batches(epoch), epoch + 1
     ends = {staged.batch_at(number, staged.num_batches(number)) for number in range(epoch)}
     assert ends >= {end for _, end in pairwise(begins)}
-    assert [begin for begin, _ in staged.begun(begins[-1])] == (begins[:-1] or [0])
+    assert [begin for begin, _ in staged.stages_begun(begins[-1])] == (begins[:-1] or [0])
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def mixture(tmp_path):
 def state_at(batch: int, settings, *, ends_epoch: bool = False) -> dict:
     """The state between two batches; where an epoch ends there, of its end or of the next one's beginning."""
     dataset = open_data(None, **settings)
-    epoch, step = dataset.stages.locate(batch)
+    epoch, step = dataset.stages.locate_batch(batch)
     if ends_epoch and step == 0:
         epoch, step = epoch - 1, dataset.stages.num_batches(epoch - 1)
     dataset.begin_at(epoch, 0)
