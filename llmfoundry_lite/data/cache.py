@@ -67,7 +67,7 @@ class ShardCache:
     def find_present(self) -> None:
         """Note which shards are in their folders. One process of a node does that, before any reads."""
         for index, folder in enumerate(self.folders):
-            rows = self.table.of_stream(index)
+            rows = self.table.rows_of_stream(index)
             is_present = folder.find_present(rows)
             rows["state"] = np.where(is_present, PRESENT, ABSENT)
             rows["is_copy"] = is_present & folder.holds_only_downloads
@@ -222,7 +222,7 @@ class ShardCache:
         """Bytes of each shard that count for `cache_limit` [num_shards]: 0 for shards without a remote."""
         bytes_of_streams = []
         for index, folder in enumerate(self.folders):
-            rows = self.table.of_stream(index)
+            rows = self.table.rows_of_stream(index)
             shard_bytes = rows["raw_bytes"] + rows["zip_bytes"] * folder.stream.keep_zip
             bytes_of_streams.append(shard_bytes * bool(folder.remote))
         return np.concatenate(bytes_of_streams)

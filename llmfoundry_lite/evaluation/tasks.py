@@ -601,12 +601,12 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
-    if not loss.is_none:  # fewer bytes count than for tokenizers that spell everything
-        digest.update(loss.stored().encode())
+    if not loss.is_empty:  # fewer bytes count than for tokenizers that spell everything
+        digest.update(loss.as_text().encode())
     return Prepared(
         label=config.label,
         kind="perplexity",
-        lost_text=None if loss.is_none else loss.as_json(),
+        lost_text=None if loss.is_empty else loss.as_json(),
         num_fewshot=0,
         items=tuple(items),
         fingerprint=f"sha256:{digest.hexdigest()[:16]}",

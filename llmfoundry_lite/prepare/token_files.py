@@ -323,7 +323,7 @@ class TokenFiles:
             skipped=np.array([skipped.counts[reason] for reason in SKIP_REASONS], np.int64),
             named=np.array(skipped.named, str),
             made_of=np.array(self.origin(unit) + IN_GIGATOKEN * self.is_fast),
-            loss=np.array(loss.stored()),
+            loss=np.array(loss.as_text()),
         )
         content = BytesIO()
         np.savez(content, **{name: getattr(made, name) for name in TokenUnit.__slots__})

@@ -31,7 +31,7 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.folder_locks import check_not_held
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
-from llmfoundry_lite.data.recorded import Places, given_places
+from llmfoundry_lite.data.recorded import DataLocations, locations_at
 from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
@@ -188,7 +188,8 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
     own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
-    placed = Places(own=own, given=given_places(config, given)).place(loader.dataset)
+    locations = DataLocations(download_folder=own, named_by_user=locations_at(config, given))
+    placed = locations.choose_for(loader.dataset)
     for folder in build_folders(placed):
         if folder.remote:
             check_not_held(folder.path)
@@ -223,7 +224,7 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
 
 def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
     """Return the row as it was trained, padding included, and without."""
-    shard, sample = dataset.locate(sample_id)
+    shard, sample = dataset.locate_sample(sample_id)
     padded_t = dataset.read_sample(shard, sample).numpy()
     folder = dataset.folders[dataset.cache.table.stream_of(shard)]
     name = Path(dataset.cache.path(shard)).name

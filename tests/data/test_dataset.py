@@ -959,7 +959,7 @@ def test_data_prepared_again_in_the_same_shape_is_refused_unless_the_checkpoint_
     for key in ("content", "streams", "order_version"):
         del state[key]
     again.load_state_dict(state)
-    assert again._next == (0, 24)
+    assert again._next_start == (0, 24)
 
 
 def test_equal_streams_in_another_order_are_refused(tmp_path):
