@@ -119,12 +119,15 @@ class ShardCache:
         return os.path.join(self._folder(shard).path, self.table.name(shard))
 
     def _folder(self, shard: int) -> ShardFolder:
+        """Return the folder that a shard belongs to."""
         return self.folders[self.table.stream_of(shard)]
 
     def _reader(self, shard: int) -> MDSReader:
+        """Build a reader of a shard, which opens the raw file each time that a sample is read."""
         return self.table.reader(shard, self._folder(shard).path)
 
     def _evicted_too_often(self, shard: int) -> DataError:
+        """Return the error for a shard that other processes remove faster than this one reads it."""
         return DataError(
             f"{self.path(shard)} is removed each time it has been downloaded; give each run a `local` of its own"
         )

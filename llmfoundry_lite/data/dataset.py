@@ -290,13 +290,14 @@ class TextDataset(IterableDataset):
         """Describe the data that must be the same on all nodes, and its place on this one, as plain data."""
         node = f"node {self.rank.rank // self.rank.local_world_size} ({socket.gethostname()})"
         streams = []
-        for index, (folder, content) in enumerate(zip(self.folders, self.cache.table.content_digests, strict=True)):
+        for index, folder in enumerate(self.folders):
+            content = self.cache.table.content_digests[index]
             sizes = self._shard_sizes(index)
             source = folder.remote or os.path.abspath(folder.path)
             text = f"{source} on {node} has {sizes.sum()} samples in {len(sizes)} shards ({content})"
             streams.append({"name": folder.name, "content": content, "text": text})
-        order = [self.first_batches, [order.fingerprint for order in self.stages.orders]]
-        return {"node": node, "order": order, "streams": streams}
+        fingerprints = [order.fingerprint for order in self.stages.orders]
+        return {"node": node, "order": [self.first_batches, fingerprints], "streams": streams}
 
     # State and epochs -------------------------------------------------------------------------------------------------
 
@@ -518,16 +519,25 @@ class TextDataset(IterableDataset):
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
+        worker = 0
+        num_workers = 1
         worker_info = get_worker_info()  # None in the rank itself
+        if worker_info is not None:
+            worker = worker_info.id
+            num_workers = worker_info.num_workers
+
+        num_batches = self.stages.num_batches(epoch)
+        if self.same_every_epoch:
+            num_batches = self.order.num_batches
         epoch_order = self._lay_out(epoch)
         row_indices, steps = share_of_worker(
             epoch_order.order,
             rank=self.data_rank,
             world_size=self.num_data_ranks,
-            worker=worker_info.id if worker_info else 0,
-            num_workers=worker_info.num_workers if worker_info else 1,
+            worker=worker,
+            num_workers=num_workers,
             first_batch=sample_in_epoch // self.global_batch_size,
-            num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
+            num_batches=num_batches,
         )
         if self._assigned_rows is not None:
             row_indices = self._assigned_rows
@@ -556,6 +566,7 @@ class TextDataset(IterableDataset):
         ahead: deque[tuple[int, int, Future[None] | None]] = deque()
 
         def next_sample() -> tuple[int, int]:
+            """Wait until the shard of the next sample is here, and return both."""
             shard, sample, fetch = ahead.popleft()
             if fetch is not None:
                 fetch.result()  # raises the thread's error

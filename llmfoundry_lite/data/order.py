@@ -161,6 +161,7 @@ class EpochOrder:
     """One epoch of a `SampleOrder`: units are laid out once, samples are computed when asked for."""
 
     def __init__(self, order: SampleOrder, epoch: int) -> None:
+        """Lay out the units of an epoch: permute them, and turn the ring that they form."""
         self.order = order
         self.epoch = epoch
         self._random_key = (order.seed, epoch)
@@ -216,7 +217,8 @@ class EpochOrder:
 
         Shuffles every block from that of the first step to that of the last, and takes the steps' samples from them.
         """
-        num_samples, batch_size = self.order.num_samples, self.order.batch_size
+        num_samples = self.order.num_samples
+        batch_size = self.order.batch_size
         block_samples = self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 

@@ -99,6 +99,7 @@ class ShardTable:
         return token_types
 
     def _kinds_of_stream(self, stream: int) -> list[dict[str, Any]]:
+        """Return the kinds of shards that a stream has, each once."""
         return [self.kinds[kind] for kind in np.unique(self.rows_of_stream(stream)["kind"])]
 
     def name(self, shard: int) -> str:
@@ -246,9 +247,12 @@ class _Index:
 
     def columns(self, hash_names: Sequence[str], first_kind: int) -> dict[str, NDArray[Any]]:
         """Return the columns of the table, with the hash of each kind's algorithm. Kinds count from `first_kind`."""
-        columns: dict[str, Sequence[Any]] = dict(zip(_Record._fields, zip(*self.records, strict=True), strict=True))
-        for name in ("raw_hash", "zip_hash"):
-            columns[name] = self._choose_column(columns["kind"], columns.pop(f"{name}es"), hash_names)
+        transposed = zip(*self.records, strict=True)
+        columns: dict[str, Sequence[Any]] = dict(zip(_Record._fields, transposed, strict=True))
+        kinds = columns["kind"]
+        columns["raw_hash"] = self._choose_column(kinds, columns.pop("raw_hashes"), hash_names)
+        columns["zip_hash"] = self._choose_column(kinds, columns.pop("zip_hashes"), hash_names)
+
         arrays = {name: np.array(column) for name, column in columns.items()}
         arrays["kind"] = (first_kind + arrays["kind"]).astype(np.uint32)
         return arrays
@@ -325,6 +329,7 @@ class _Index:
         )
 
     def _check_name(self, name: str, pattern: re.Pattern[str]) -> None:
+        """Raise DataError for a name of a file that does not match RAW_NAME or ZIP_NAME."""
         if not pattern.fullmatch(name):
             raise self._error(
                 f"names a shard {name[:MAX_QUOTED]!r}, expected a file beside it that ends in .mds, or in .mds and "
@@ -333,7 +338,8 @@ class _Index:
 
     def _find_kind(self, record: dict[str, Any], hash_names: list[str]) -> int:
         """Return the index of a shard's kind in `self.kinds`, adding and checking one that is new."""
-        kind = {name: record[name] for name in SHARED} | {"hashes": hash_names}
+        kind = {name: record[name] for name in SHARED}
+        kind["hashes"] = hash_names
         if kind in self.kinds:  # a slow search, but there are few
             return self.kinds.index(kind)
         if record["version"] != 2 or record["format"] != "mds":
@@ -345,6 +351,7 @@ class _Index:
         return len(self.kinds) - 1
 
     def _error(self, problem: str) -> DataError:
+        """Return an error that says what is wrong with the index; `problem` follows its path."""
         return DataError(f"{self.path} {problem}; prepare the data again")
 
 

@@ -64,6 +64,7 @@ class LostText:
     """Lost characters."""
 
     def __iadd__(self, other: "LostText") -> "LostText":
+        """Add the counts of other texts."""
         self.characters += other.characters
         self.text_bytes += other.text_bytes
         self.lost_bytes += other.lost_bytes
@@ -96,7 +97,12 @@ class LostText:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain numbers, and the most frequent of the lost characters, as records and summaries keep them."""
-        numbers = {name: getattr(self, name) for name in ("characters", "text_bytes", "lost_bytes", "share")}
+        numbers = {
+            "characters": self.characters,
+            "text_bytes": self.text_bytes,
+            "lost_bytes": self.lost_bytes,
+            "share": self.share,
+        }
         counts = {kind: self.kinds[kind] for kind in KINDS}
         examples = [character for character, _ in self.examples.most_common(NUM_EXAMPLES)]
         return {**numbers, **counts, "examples": examples}

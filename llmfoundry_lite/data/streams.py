@@ -151,7 +151,8 @@ class ShardFolder:
         Returns whether a file came from the remote; a packed file that was here already is only decompressed. Raises
         DataError, or the transport's error, and then leaves earlier files as they were.
         """
-        raw, packed = reader.raw_data, reader.zip_data
+        raw = reader.raw_data
+        packed = reader.zip_data
         raw_path = os.path.join(self.path, raw.basename)
         if os.path.isfile(raw_path) and not again:
             return False

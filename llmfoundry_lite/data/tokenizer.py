@@ -199,19 +199,17 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 def _read_chat_templates(files: Mapping[str, bytes], name: str) -> dict[str, str]:
     """Return the chat templates that have files of their own, by name: that of CHAT_TEMPLATE_FILE is `default`."""
-    templates = {}
+    contents = {}
     for file, content in files.items():
         if file == CHAT_TEMPLATE_FILE:
-            key = "default"
+            contents["default"] = content
         elif file.startswith(NAMED_TEMPLATES):
             key = file.removeprefix(NAMED_TEMPLATES).removesuffix(".jinja")
-        else:
-            continue
-        try:
-            templates[key] = content.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"tokenizer {name}: a chat template is not UTF-8 ({error})") from error
-    return templates
+            contents[key] = content
+    try:
+        return {key: content.decode() for key, content in contents.items()}
+    except UnicodeDecodeError as error:
+        raise DataError(f"tokenizer {name}: a chat template is not UTF-8 ({error})") from error
 
 
 def _as_config_token(value: Any) -> Any:
