@@ -419,7 +419,9 @@ class TextDataset(IterableDataset):
             difference = f"{len(digests)} streams here, {len(saved_digests)} in the checkpoint: {', '.join(names)}"
         else:
             differences = []
-            for folder, digest, name, saved in zip(self.folders, digests, names, saved_digests, strict=True):
+            for folder, digest, name, saved in zip(
+                self.folders[:num_streams], digests, names, saved_digests, strict=True
+            ):
                 if digest != saved:
                     differences.append(f"{folder.path} holds {digest}, {name} in the checkpoint was {saved}")
             difference = "; ".join(differences)

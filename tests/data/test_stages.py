@@ -1,7 +1,9 @@
 """Stages of data: other streams from a batch on, in an order that no layout, worker or stop changes."""
 
 import json
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -191,6 +193,14 @@ def test_a_stage_that_has_begun_keeps_its_shares(mixture):
     open_data(None, **changed).load_state_dict(state_at(12, mixture))
     with pytest.raises(DataError, match="is not what the checkpoint was trained with"):
         open_data(None, **changed).load_state_dict(state_at(13, mixture))
+
+
+def test_other_data_of_a_begun_stage_is_named_though_a_later_one_has_more_streams(mixture):
+    state, code = state_at(20, mixture), Path(mixture["streams"]["code"]["local"])
+    shutil.rmtree(code)
+    write_shards(code, 90, first=5000)
+    with pytest.raises(DataError, match=rf"the checkpoint was trained with: {code} holds .*, 'code' in the checkpoint"):
+        open_data(None, **mixture).load_state_dict(state)
 
 
 def test_one_folder_in_two_stages_has_one_remote(mixture, tmp_path):
