@@ -32,7 +32,7 @@ from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
-from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
+from llmfoundry_lite.data.rows import check_length, percent_left_out, tokens_per_sample
 from llmfoundry_lite.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -309,12 +309,12 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
             f"{key}: a text of more than {max_seq_len} tokens is cut there; `data prepare` keeps it whole"
         )
     recorded = _read_summary(index.parent.parent / "summary.json")
-    length = length_in(types.get("tokens", "")) or recorded.get("max_seq_len")
+    length = tokens_per_sample(types.get("tokens", "")) or recorded.get("max_seq_len")
     if length is not None:
         what = f"{key}: samples of {index.parent} have"
         check_length(length, max_seq_len, what, allow_truncation=dataset.allow_truncation)
         if length > max_seq_len:
-            left_out = share_left_out(length, max_seq_len)
+            left_out = percent_left_out(length, max_seq_len)
             found.notes.append(f"{what} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out")
     if recorded:
         _check_fingerprint(recorded["tokenizer"], key, config)

@@ -15,7 +15,7 @@ from llmfoundry_lite.checkpoint.store import is_checkpoint
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layers import read_layers
 from llmfoundry_lite.convert.files import read_json
-from llmfoundry_lite.data.recorded import state_of
+from llmfoundry_lite.data.recorded import shard_state
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
@@ -80,7 +80,7 @@ READERS = {
     "index.json": [
         lambda path: read_indexes([path], [None]),
         preflight._count_samples,
-        lambda path: state_of(path.parent),
+        lambda path: shard_state(path.parent),
     ],
     "report.json": [check_replaceable, read_json, read_object],
     "task.jsonl": [

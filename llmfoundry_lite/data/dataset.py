@@ -1,7 +1,11 @@
 """MDS shards -> rows of token ids: the same global batches on every number of nodes, ranks and workers.
 
-`order.py` says which samples come when, `cache.py` brings and reads shards, `rows.py` decodes a sample, and `loader.py`
-makes batches.
+`order.py` says which samples come when, `cache.py` fetches and reads shards, `rows.py` decodes a sample, and
+`loader.py` makes batches. A `TextDataset` puts them together. Its methods stand in the order in which they are used:
+opening on all ranks, state and epochs, reading in a worker. The checks that all ranks make together are at the end.
+
+Three numbers tell where a run is in its data: the epoch, the number of samples of that epoch that are done (over all
+ranks, so a multiple of the global batch size), and the number of batches since the run began.
 """
 
 import os
@@ -12,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from tempfile import TemporaryFile
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -32,9 +36,10 @@ from llmfoundry_lite.data.order import (
     ORDER_VERSION,
     EpochOrder,
     SampleOrder,
+    ceil_divide,
     share_of_worker,
 )
-from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, length_in
+from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, tokens_per_sample
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.stages import StagedOrder
 from llmfoundry_lite.data.streams import build_stages
@@ -43,12 +48,21 @@ from llmfoundry_lite.ranks.exchange import all_gather_json, broadcast_json, rais
 from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
 NUM_FETCHING_THREADS = 2
+DEFAULT_PREDOWNLOAD_BATCHES = 8
+"""Batches of a rank whose shards are fetched ahead by default, as StreamingDataset does."""
+MAX_EPOCH_SAMPLES = 10**18
+"""Limit of `epoch_size`, below which no sum of samples exceeds 64 bits."""
+
+# Sample ids are computed in pieces, and a piece is mostly one shuffled block, since a part of a block costs as much as
+# the whole. These are the bounds for blocks that are tiny or huge.
+MIN_PIECE_SAMPLES = 1 << 14
+MAX_PIECE_SAMPLES = 1 << 20
 
 
 class TextDataset(IterableDataset):
     """Yields this rank's rows [max_seq_len] of int64 token ids, in the order of `SampleOrder`.
 
-    Its state knows nothing of nodes, ranks or workers.
+    Its state knows nothing of nodes, ranks or workers, so a run carries on with other numbers of them.
     """
 
     def __init__(
@@ -65,7 +79,7 @@ class TextDataset(IterableDataset):
         max_duration: str | int | None = None,
         max_samples: int | None = None,
     ) -> None:
-        """Open the data on all ranks together.
+        """Open the data on all ranks together. Collective.
 
         `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
         `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
@@ -85,24 +99,37 @@ class TextDataset(IterableDataset):
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
         self.device_batch_size = global_batch_size // self.num_data_ranks
-        self.same_every_epoch, self.max_samples = evaluation, max_samples
+        self.same_every_epoch = evaluation
+        self.max_samples = max_samples
         self.reader = RowReader(
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
         )
-        self.predownload = config.predownload if config.predownload is not None else 8 * self.device_batch_size
-        self._row_indices: Sequence[int] | None = None
-        self._again: tuple[Sequence[int], int] = ((), 0)
+        self.predownload = DEFAULT_PREDOWNLOAD_BATCHES * self.device_batch_size
+        """Samples of a worker whose shards are fetched ahead."""
+        if config.predownload is not None:
+            self.predownload = config.predownload
+
+        # Rows of a batch, set by `continue_with`. None is an even share of all, which depends on the rank.
+        self._assigned_rows: Sequence[int] | None = None
+        self._earlier_rows: Sequence[int] = ()
+        """Rows that each batch also has, of the batch `_num_batches_back` before it."""
+        self._num_batches_back = 0
+
         self._laid_out: tuple[int, EpochOrder] | None = None
-        self._next = (0, 0)
+        """Number and order of the last epoch that was laid out. Workers inherit it when they are forked."""
+        self._next_start = (0, 0)
         """Epoch, and number of its samples that are done, at which the next iteration begins."""
         self._epoch = 0
-        # Beginning of the current iteration, shared with the loader's workers, which may outlive an epoch.
-        self._begin = torch.tensor(self._next).share_memory_()
+        """Epoch of the current iteration; before the first, the one that it begins in."""
+        self._shared_start = torch.tensor(self._next_start).share_memory_()
+        """Where the current iteration begins, as in `_next_start`. It is shared with the loader's workers, which may
+        outlive an epoch."""
 
         self.first_batches = first_batches(
             config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
         )
         self._locks: list[BinaryIO] = []
+        """Open files, whose locks keep other launches out of the folders as long as this object lives."""
         try:
             self._open(drop_last=drop_last and not evaluation)
         except BaseException:
@@ -111,65 +138,88 @@ class TextDataset(IterableDataset):
             raise
 
     def _open(self, *, drop_last: bool) -> None:
-        what = "cannot open the data set"
-        with failing_together(what):
+        """Open folders, table, cache and order. Sets `folders`, `cache`, `stages` and `_shard_begins`.
+
+        Collective: each `data_errors_on_all_ranks` ends with an exchange, so that the error of one rank ends all. The
+        first rank of each node reads the indexes and writes the node's table, and the others map it.
+        """
+        task = "cannot open the data set"
+        with data_errors_on_all_ranks(task):
             self.folders, streams_of_stages = build_stages(self.config)
-            limit = self.config.cache_limit
-            cache_limit = bytes_to_int(limit) if isinstance(limit, str) else limit
-        what += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
-        launch_id, note, table = broadcast_json(secrets.token_hex(8)), None, None
-        with failing_together(what):
-            if self.rank.local_rank == 0:
+            cache_limit = self.config.cache_limit
+            if isinstance(cache_limit, str):
+                cache_limit = bytes_to_int(cache_limit)
+        task += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
+
+        launch_id = broadcast_json(secrets.token_hex(8))
+        is_first_of_node = self.rank.local_rank == 0
+        table_file = None
+        own_table = None
+        with data_errors_on_all_ranks(task):
+            if is_first_of_node:
                 self._hold_folders(launch_id, alone=True)
-                table, facts = self._write_table()
-                note = f"/proc/{os.getpid()}/fd/{table.fileno()}", facts
-        notes = all_gather_json(note)
-        with failing_together(what):
-            if self.rank.local_rank > 0:
+                table_file, facts = self._write_table()
+                own_table = (f"/proc/{os.getpid()}/fd/{table_file.fileno()}", facts)
+        tables = all_gather_json(own_table)  # a path and facts from the first rank of each node, None from others
+
+        with data_errors_on_all_ranks(task):
+            if not is_first_of_node:
                 self._hold_folders(launch_id, alone=False)
-            path, facts = note or notes[self.rank.rank - self.rank.local_rank]
-            self.cache = ShardCache(self.folders, path, facts, cache_limit)
-            if self.rank.local_rank == 0:
+            first_rank_of_node = self.rank.rank - self.rank.local_rank
+            table_path, facts = own_table or tables[first_rank_of_node]
+            self.cache = ShardCache(self.folders, table_path, facts, cache_limit)
+            if is_first_of_node:
                 self.cache.check_limit()
                 self.cache.find_present()
             self._check_columns()
             orders = [self._build_order(streams, drop_last) for streams in streams_of_stages]
             self.stages = StagedOrder(orders, self.first_batches)
+            # Shards are numbered alike in all stages, so the order that has most of them numbers those of all.
             self._shard_begins = max(orders, key=lambda order: len(order.shard_begins)).shard_begins
-        check_alike(all_gather_json(self._describe()))
-        if table is not None:
-            table.close()  # all ranks of the node have it open
+
+        check_same_on_all_ranks(all_gather_json(self._describe_data()))
+        if table_file is not None:
+            table_file.close()  # all ranks of the node have opened it by now
 
     def _hold_folders(self, launch_id: str, *, alone: bool) -> None:
         """Lock all folders as long as this data set lives. `alone` excludes other launches where this one downloads."""
-        for folder in sorted(self.folders, key=lambda folder: os.path.realpath(folder.path)):  # so that no two deadlock
+        in_one_order = sorted(self.folders, key=lambda folder: os.path.realpath(folder.path))  # so that no two deadlock
+        for folder in in_one_order:
             os.makedirs(folder.path, exist_ok=True)
             lock = hold_folder(folder.path, launch_id, alone=alone and bool(folder.remote))
-            self._locks += [lock] if lock else []
+            if lock is not None:
+                self._locks.append(lock)
 
     def _write_table(self) -> tuple[IO[bytes], dict[str, Any]]:
-        """Write the table of shards into shared memory, as a file without a name, so that no kill leaves it behind."""
+        """Write the table of shards into shared memory, as a file without a name, so that no kill leaves it behind.
+
+        Returns the file, which must stay open until all ranks of the node have opened it, and the facts that
+        `ShardTable` needs beside it.
+        """
         rows, facts = read_indexes(
             [folder.fetch_index() for folder in self.folders],
             [folder.stream.validate_hash for folder in self.folders],
             allow_unhashed_shards=self.config.allow_unhashed_shards,
         )
         try:
-            table = TemporaryFile(dir=shared_memory_folder())  # noqa: SIM115 (until all ranks have opened it)
-            np.save(table, rows)
-            table.flush()
+            table_file = TemporaryFile(dir=shared_memory_folder())  # noqa: SIM115 (until all ranks have opened it)
+            np.save(table_file, rows)
+            table_file.flush()
         except OSError:
             raise DataError(
                 f"no space left in {shared_memory_folder()} for the table of shards, about 150 bytes for each; "
                 "make it larger (a container's with --shm-size, or --ipc=host)"
             ) from None
-        return table, facts
+        return table_file, facts
 
     def _build_order(self, streams: dict[int, Stream], drop_last: bool) -> SampleOrder:
-        """Build the order of a stage. Its fingerprint ignores streams that only later stages have."""
+        """Build the order of a stage, whose streams are given by the index of their folder. Raises DataError.
+
+        Streams that only later stages have are left out, so that they do not change its fingerprint.
+        """
         choose_per_stream = self._choose_samples(streams)
         order = SampleOrder(
-            shard_sizes_per_stream=[self._sizes(i) for i in range(len(choose_per_stream))],
+            shard_sizes_per_stream=[self._shard_sizes(stream) for stream in range(len(choose_per_stream))],
             choose_per_stream=choose_per_stream,
             batch_size=self.global_batch_size,
             seed=self.config.shuffle_seed,
@@ -192,25 +242,36 @@ class TextDataset(IterableDataset):
         order.shard_begins.setflags(write=False)  # computed before the fork, so that workers share it
         return order
 
-    def _sizes(self, stream: int) -> np.ndarray:
-        return np.ascontiguousarray(self.cache.table.of_stream(stream)["samples"])
+    def _shard_sizes(self, stream: int) -> np.ndarray:
+        """Return the number of samples in each shard of a stream [num_shards]."""
+        return np.ascontiguousarray(self.cache.table.rows_of_stream(stream)["samples"])
 
     def _choose_samples(self, streams: dict[int, Stream]) -> list[int]:
-        """Count the samples of each folder in an epoch, by its stream's weight, up to the last folder that is used."""
-        samples_per_stream = np.array([self._sizes(i).sum() for i in streams])
-        for i, num_samples in zip(streams, samples_per_stream, strict=True):
+        """Count the samples that an epoch takes from each folder, by the weight of its stream.
+
+        Sets `choose` of every stream. Returns the counts up to the last folder that has a stream, with 0 for folders
+        that only other stages read. Raises DataError.
+        """
+        samples_per_stream = np.array([self._shard_sizes(index).sum() for index in streams])
+        for index, num_samples in zip(streams, samples_per_stream, strict=True):
             if not num_samples:
-                raise DataError(f"{self.folders[i].path} holds no samples; prepare the data again")
-        size = self.config.epoch_size
-        epoch_samples = number_abbrev_to_int(size) if size else None
-        if epoch_samples and epoch_samples > 10**18:
-            raise DataError(f"epoch_size is {size}, expected at most 10^18 samples")
+                raise DataError(f"{self.folders[index].path} holds no samples; prepare the data again")
+
+        epoch_size = self.config.epoch_size
+        epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
+        if epoch_samples and epoch_samples > MAX_EPOCH_SAMPLES:
+            raise DataError(f"epoch_size is {epoch_size}, expected at most 10^18 samples")
+
         Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
-        return [int(streams[i].choose) if i in streams else 0 for i in range(max(streams) + 1)]
+        choose_per_folder = [0] * (max(streams) + 1)
+        for index, stream in streams.items():
+            choose_per_folder[index] = int(stream.choose)
+        return choose_per_folder
 
     def _check_columns(self) -> None:
-        for i, folder in enumerate(self.folders):
-            for columns in self.cache.table.columns_of_stream(i):
+        """Raise DataError for shards that hold neither tokens nor text that can be tokenized, or of a wrong length."""
+        for index, folder in enumerate(self.folders):
+            for columns in self.cache.table.columns_of_stream(index):
                 if "tokens" not in columns and "text" not in columns:
                     raise DataError(
                         f"{folder.path} has no column tokens or text, only {list_names(columns)}; "
@@ -218,21 +279,25 @@ class TextDataset(IterableDataset):
                     )
                 if "tokens" not in columns and self.reader.tokenizer is None:
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
-            for token_type in self.cache.table.token_types_of_stream(i):
-                if (length := length_in(token_type)) is not None:
-                    allow = self.config.allow_truncation
-                    check_length(length, self.max_seq_len, f"samples of {folder.path} have", allow_truncation=allow)
+            for token_type in self.cache.table.token_types_of_stream(index):
+                num_tokens = tokens_per_sample(token_type)
+                if num_tokens is not None:
+                    subject = f"samples of {folder.path} have"
+                    allow_truncation = self.config.allow_truncation
+                    check_length(num_tokens, self.max_seq_len, subject, allow_truncation=allow_truncation)
 
-    def _describe(self) -> dict[str, Any]:
-        """Describe the data that must be the same on all nodes, and its place on this one."""
+    def _describe_data(self) -> dict[str, Any]:
+        """Describe the data that must be the same on all nodes, and its place on this one, as plain data."""
         node = f"node {self.rank.rank // self.rank.local_world_size} ({socket.gethostname()})"
         streams = []
-        for i, (folder, content) in enumerate(zip(self.folders, self.cache.table.contents, strict=True)):
-            sizes, place = self._sizes(i), folder.remote or os.path.abspath(folder.path)
-            text = f"{place} on {node} has {sizes.sum()} samples in {len(sizes)} shards ({content})"
+        for index, folder in enumerate(self.folders):
+            content = self.cache.table.content_digests[index]
+            sizes = self._shard_sizes(index)
+            source = folder.remote or os.path.abspath(folder.path)
+            text = f"{source} on {node} has {sizes.sum()} samples in {len(sizes)} shards ({content})"
             streams.append({"name": folder.name, "content": content, "text": text})
-        order = [self.first_batches, [order.fingerprint for order in self.stages.orders]]
-        return {"node": node, "order": order, "streams": streams}
+        fingerprints = [order.fingerprint for order in self.stages.orders]
+        return {"node": node, "order": [self.first_batches, fingerprints], "streams": streams}
 
     # State and epochs -------------------------------------------------------------------------------------------------
 
@@ -246,16 +311,16 @@ class TextDataset(IterableDataset):
         return self.order.num_batches * self.device_batch_size
 
     def state_dict(self, num_samples: int, from_beginning: bool = True, *, epoch: int | None = None) -> dict[str, Any]:
-        """Return the place in the data, in the form that Composer asks for: `num_samples` are done over all parts.
+        """Return the place in the data, in the form that Composer asks for, and what the order of samples depends on.
 
-        `epoch` is the one under way by default.
+        `num_samples` are those of the epoch that are done, over all ranks. `epoch` is the one under way by default.
         """
         assert from_beginning
-        epoch = self._epoch if epoch is None else epoch
+        if epoch is None:
+            epoch = self._epoch
         batch = self.stages.batch_at(epoch, num_samples // self.global_batch_size)
         num_streams = self.stages.num_streams(batch)
-        stages = {"batch": batch, "stages": self.stages.begun(batch)} if len(self.first_batches) > 1 else {}
-        return {
+        state = {
             "epoch": epoch,
             "sample_in_epoch": num_samples,
             "seed": self.order.seed,
@@ -263,114 +328,152 @@ class TextDataset(IterableDataset):
             "order": self.order.fingerprint,
             "order_version": ORDER_VERSION,
             "streams": [folder.name for folder in self.folders[:num_streams]],
-            "content": self.cache.table.contents[:num_streams],
-            **stages,
+            "content": self.cache.table.content_digests[:num_streams],
         }
+        if len(self.first_batches) > 1:
+            state["batch"] = batch
+            state["stages"] = self.stages.stages_begun(batch)
+        return state
 
-    def load_state_dict(self, obj: dict[str, Any]) -> None:
-        """Begin the next epoch at the place that a `state_dict` of any number of ranks describes. Raises DataError."""
-        missing = [key for key in ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order") if key not in obj]
-        if missing:
-            raise DataError(
-                f"the data state of the checkpoint lacks {', '.join(missing)} (it has {', '.join(sorted(obj))}); "
-                "a state saved by StreamingDataset's own order cannot be carried on"
-            )
-        for key, now, name in (
-            ("global_batch_size", self.global_batch_size, "global_train_batch_size"),
-            ("seed", self.order.seed, "train_loader.dataset.shuffle_seed"),
-        ):
-            if obj[key] != now:
-                raise DataError(
-                    f"{name} is {now}, but the checkpoint was trained with {obj[key]}, and the order of the samples "
-                    f"depends on it; set {name}={obj[key]} to carry on"
-                )
-        if obj.get("order_version", 1) != ORDER_VERSION:
-            raise DataError(
-                f"the checkpoint was trained in version {obj['order_version']} of the sample order, this release has "
-                f"version {ORDER_VERSION}; carry on with the release that saved it"
-            )
-        steps = obj["sample_in_epoch"] // self.global_batch_size
-        batch = obj.get("batch", obj["epoch"] * self.order.num_batches + steps)
-        here, there = self.stages.begun(batch), obj.get("stages", [[0, obj["order"]]])
-        if [begin for begin, _ in here] != [begin for begin, _ in there]:
-            self._refuse_stages(batch, there)
-        self._check_content(obj, self.stages.num_streams(batch))
-        if here != [list(stage) for stage in there]:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration at the place of a `state_dict`, of any number of ranks.
+
+        Raises DataError unless this data set has the same order of samples up to there.
+        """
+        self._check_settings(state)
+
+        # A state without stages is that of a run with one stage, which begins at batch 0.
+        steps = state["sample_in_epoch"] // self.global_batch_size
+        batch = state.get("batch", state["epoch"] * self.order.num_batches + steps)
+        stages = self.stages.stages_begun(batch)
+        saved_stages = [list(stage) for stage in state.get("stages", [[0, state["order"]]])]
+        if [first_batch for first_batch, _ in stages] != [first_batch for first_batch, _ in saved_stages]:
+            raise self._stages_error(batch, saved_stages)
+
+        self._check_content(state, self.stages.num_streams(batch))
+        if stages != saved_stages:  # their orders differ
             raise DataError(
                 f"the data (shards, streams, epoch size) or the shuffling is not what the checkpoint was trained with "
-                f"(order {obj['order']} there, {self.order.fingerprint} here): carrying on would repeat and skip "
+                f"(order {state['order']} there, {self.order.fingerprint} here): carrying on would repeat and skip "
                 "samples; restore the data set and its settings"
             )
-        if obj["sample_in_epoch"] % self.global_batch_size:
+        if state["sample_in_epoch"] % self.global_batch_size:
             raise DataError(
-                f"the checkpoint stands at sample {obj['sample_in_epoch']} of its epoch, which is not between two "
+                f"the checkpoint stands at sample {state['sample_in_epoch']} of its epoch, which is not between two "
                 f"global batches of {self.global_batch_size}"
             )
-        if self.stages.batch_at(obj["epoch"], steps) != batch or steps > self.stages.num_batches(obj["epoch"]):
-            self._refuse_stages(batch, there)
-        self.begin_at(obj["epoch"], obj["sample_in_epoch"])
+        is_in_epoch = steps <= self.stages.num_batches(state["epoch"])
+        if self.stages.batch_at(state["epoch"], steps) != batch or not is_in_epoch:
+            raise self._stages_error(batch, saved_stages)
+        self.begin_at(state["epoch"], state["sample_in_epoch"])
 
-    def _refuse_stages(self, batch: int, there: list[list[Any]]) -> NoReturn:
-        now, then = (" and ".join(map(str, begins)) for begins in (self.first_batches, [begin for begin, _ in there]))
-        raise DataError(
-            f"train_loader.dataset.stages: here they begin after batch {now}; the checkpoint, of batch {batch}, was "
-            f"trained with beginnings after batch {then}; only stages that begin after {batch} may be added or moved"
+    def _check_settings(self, state: dict[str, Any]) -> None:
+        """Raise DataError unless a state is one of ours, with this batch size, seed and version of the order."""
+        needed = ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order")
+        missing = [key for key in needed if key not in state]
+        if missing:
+            raise DataError(
+                f"the data state of the checkpoint lacks {', '.join(missing)} (it has {', '.join(sorted(state))}); "
+                "a state saved by StreamingDataset's own order cannot be carried on"
+            )
+        settings = (
+            ("global_batch_size", self.global_batch_size, "global_train_batch_size"),
+            ("seed", self.order.seed, "train_loader.dataset.shuffle_seed"),
+        )
+        for key, value, name in settings:
+            if state[key] != value:
+                raise DataError(
+                    f"{name} is {value}, but the checkpoint was trained with {state[key]}, and the order of the "
+                    f"samples depends on it; set {name}={state[key]} to carry on"
+                )
+        if state.get("order_version", 1) != ORDER_VERSION:  # the first release did not save it
+            raise DataError(
+                f"the checkpoint was trained in version {state['order_version']} of the sample order, this release has "
+                f"version {ORDER_VERSION}; carry on with the release that saved it"
+            )
+
+    def _stages_error(self, batch: int, saved_stages: list[list[Any]]) -> DataError:
+        """Return the error for a checkpoint of `batch` whose stages began after other batches than they do here."""
+        begins = " and ".join(map(str, self.first_batches))
+        saved_begins = " and ".join(str(first_batch) for first_batch, _ in saved_stages)
+        return DataError(
+            f"train_loader.dataset.stages: here they begin after batch {begins}; the checkpoint, of batch {batch}, was "
+            f"trained with beginnings after batch {saved_begins}; only stages that begin after {batch} may be added or "
+            "moved"
         )
 
     def _check_content(self, state: dict[str, Any], num_streams: int) -> None:
-        """Raise DataError unless a checkpoint was trained with this data. (First releases kept only shard sizes.)"""
-        here = self.cache.table.contents[:num_streams]
-        there = state.get("content", here)
-        if there == here:
+        """Raise OtherDataError unless a checkpoint was trained with the data of the first `num_streams` streams here.
+
+        The error says how they differ. (First releases kept only shard sizes, which `order` has.)
+        """
+        digests = self.cache.table.content_digests[:num_streams]
+        saved_digests = state.get("content", digests)
+        if saved_digests == digests:
             return
+
         names = [repr(name) if name else "the data" for name in state["streams"]]
-        if sorted(there) == sorted(here):
-            what = f"the streams stand in another order: {', '.join(names)} in the checkpoint"
-        elif len(there) != len(here):
-            what = f"{len(here)} streams here, {len(there)} in the checkpoint: {', '.join(names)}"
+        if sorted(saved_digests) == sorted(digests):
+            difference = f"the streams stand in another order: {', '.join(names)} in the checkpoint"
+        elif len(saved_digests) != len(digests):
+            difference = f"{len(digests)} streams here, {len(saved_digests)} in the checkpoint: {', '.join(names)}"
         else:
-            what = "; ".join(
-                f"{folder.path} holds {ours}, {name} in the checkpoint was {theirs}"
-                for folder, ours, name, theirs in zip(self.folders, here, names, there, strict=True)
-                if ours != theirs
-            )
+            differences = []
+            for folder, digest, name, saved in zip(
+                self.folders[:num_streams], digests, names, saved_digests, strict=True
+            ):
+                if digest != saved:
+                    differences.append(f"{folder.path} holds {digest}, {name} in the checkpoint was {saved}")
+            difference = "; ".join(differences)
         raise OtherDataError(
-            f"the data is not what the checkpoint was trained with: {what}; restore the data, "
+            f"the data is not what the checkpoint was trained with: {difference}; restore the data, "
             "or begin a new run (load_weights_only=true takes the weights along)",
-            difference=what,
+            difference=difference,
         )
 
     def continue_with(
-        self, indices: Sequence[int], epoch: int, sample_in_epoch: int, again: Sequence[int] = (), num_back: int = 0
+        self,
+        row_indices: Sequence[int],
+        epoch: int,
+        sample_in_epoch: int,
+        earlier_rows: Sequence[int] = (),
+        num_batches_back: int = 0,
     ) -> None:
-        """Begin the next iteration at this place, with these row indices, not with an even share of all.
+        """Begin the next iteration at this place, with these rows of each batch instead of an even share of all.
 
-        Each batch also has the row indices `again` of the batch `num_back` before it, which is in the same epoch.
+        Each batch also has `earlier_rows` of the batch `num_batches_back` before it, which is in the same epoch. A
+        launch that trains with others does that to take over the rows that another one has lost.
         """
-        self._row_indices, self._again = indices, (again, num_back)
-        self.device_batch_size = len(indices) + len(again)
+        self._assigned_rows = row_indices
+        self._earlier_rows = earlier_rows
+        self._num_batches_back = num_batches_back
+        self.device_batch_size = len(row_indices) + len(earlier_rows)
         self.begin_at(epoch, sample_in_epoch)
 
     def begin_at(self, epoch: int, sample_in_epoch: int) -> None:
-        """Begin the next iteration at this place."""
-        self._epoch, self._next = epoch, (epoch, sample_in_epoch)
+        """Begin the next iteration after `sample_in_epoch` samples of an epoch, counted over all ranks."""
+        self._epoch = epoch
+        self._next_start = (epoch, sample_in_epoch)
 
     def begin_epoch(self, *, forks_workers: bool) -> None:
-        """Fix where the next iteration begins. With `forks_workers`, also lay out the epoch, so that workers share it.
+        """Fix where the next iteration begins; the one after it begins with the next epoch. The loader calls this.
 
-        The memory that reading the indexes took is returned to the system before the fork.
+        With `forks_workers`, also lay out the epoch, so that workers share it. The memory that reading the indexes took
+        is returned to the system before the fork.
         """
-        self._begin[:] = torch.tensor(self._next)
-        self._epoch = self._next[0]
-        self._next = (self._epoch + 1, 0)
+        self._shared_start[:] = torch.tensor(self._next_start)
+        self._epoch, _ = self._next_start
+        self._next_start = (self._epoch + 1, 0)
         if forks_workers:
             self._lay_out(self._epoch)
             return_freed_memory()
 
     def _lay_out(self, epoch: int) -> EpochOrder:
-        epoch = 0 if self.same_every_epoch else epoch
+        """Lay out an epoch, unless it is the last one that was. In an evaluation, all epochs are the same."""
+        if self.same_every_epoch:
+            epoch = 0
         if self._laid_out is None or self._laid_out[0] != epoch:
-            self._laid_out = epoch, self.stages.epoch(epoch)
+            self._laid_out = (epoch, self.stages.epoch(epoch))
         return self._laid_out[1]
 
     @property
@@ -381,30 +484,35 @@ class TextDataset(IterableDataset):
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield this worker's rows, batch after batch. A last batch that is kept is filled up with padding rows, so
-        that a microbatch has the same rows on any number of ranks."""
-        return self._rows(*self._begin.tolist())  # the place is read now, not with the first row
+        """Yield this worker's rows, batch after batch, from where `begin_epoch` has said.
 
-    def _rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
-        ids = self._sample_ids(epoch, sample_in_epoch)
+        A last batch that is kept is filled up with padding rows, so that a microbatch has the same rows on any number
+        of ranks.
+        """
+        epoch, sample_in_epoch = self._shared_start.tolist()  # read now, not with the first row
+        return self._read_rows(epoch, sample_in_epoch)
+
+    def _read_rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
+        """Yield this worker's rows [max_seq_len] of an epoch, from a place in it on. Raises DataError."""
+        sample_ids = self._sample_ids(epoch, sample_in_epoch)
         try:
-            for shard, sample in self._read_ahead(ids):
+            for shard, sample in self._read_ahead(sample_ids):
                 if shard == NO_SAMPLE:
                     yield torch.full((self.max_seq_len,), PAD_TOKEN)
-                    continue
-                yield self.read_sample(shard, sample)
+                else:
+                    yield self.read_sample(shard, sample)
         except DataError as error:
             if not error.is_transient:
                 raise
             raise TransientDataError(str(error)) from error  # or a worker would not pass on its cause
 
-    def locate(self, sample_id: int) -> tuple[int, int]:
-        """Return shard and place in it of a sample."""
+    def locate_sample(self, sample_id: int) -> tuple[int, int]:
+        """Return the shard of a sample, and the sample's place in it."""
         shard = int(self._shard_begins.searchsorted(sample_id, "right")) - 1
         return shard, sample_id - int(self._shard_begins[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
-        """Return a row [max_seq_len], bringing its shard if needed. Raises DataError."""
+        """Return a row [max_seq_len], fetching its shard if needed. Raises DataError."""
         columns = self.cache.read(shard, sample)
         try:
             return torch.from_numpy(self.reader.read(columns))
@@ -413,48 +521,68 @@ class TextDataset(IterableDataset):
 
     def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
         """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
-        worker, epoch_order = get_worker_info(), self._lay_out(epoch)
-        indices, steps = share_of_worker(
+        worker = 0
+        num_workers = 1
+        worker_info = get_worker_info()  # None in the rank itself
+        if worker_info is not None:
+            worker = worker_info.id
+            num_workers = worker_info.num_workers
+
+        num_batches = self.stages.num_batches(epoch)
+        if self.same_every_epoch:
+            num_batches = self.order.num_batches
+        epoch_order = self._lay_out(epoch)
+        row_indices, steps = share_of_worker(
             epoch_order.order,
             rank=self.data_rank,
             world_size=self.num_data_ranks,
-            worker=worker.id if worker else 0,
-            num_workers=worker.num_workers if worker else 1,
+            worker=worker,
+            num_workers=num_workers,
             first_batch=sample_in_epoch // self.global_batch_size,
-            num_batches=self.order.num_batches if self.same_every_epoch else self.stages.num_batches(epoch),
+            num_batches=num_batches,
         )
-        indices, (again, num_back) = indices if self._row_indices is None else self._row_indices, self._again
-        width = max(len(indices), 1)
-        # Whole shuffled blocks, as a part of one costs as much; but neither tiny pieces nor huge ones.
-        steps_per_block = epoch_order.order.block_samples // steps.step
-        steps_per_piece = min(max(steps_per_block, (1 << 14) // width, 1), -(-(1 << 20) // width))
-        for first in range(0, len(steps), steps_per_piece):
-            piece = steps[first : first + steps_per_piece]
-            ids = epoch_order.sample_ids(indices, piece)
-            if again:
-                before = range(piece.start - num_back, piece.stop - num_back, piece.step)
-                ids = np.hstack([ids, epoch_order.sample_ids(again, before)])
-            yield from ids.ravel().tolist()
+        if self._assigned_rows is not None:
+            row_indices = self._assigned_rows
 
-    def _read_ahead(self, ids: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Yield shard and place in it of each sample, while threads bring the shards of the next `predownload`."""
+        samples_per_step = max(len(row_indices), 1)
+        steps_per_block = epoch_order.order.block_samples // steps.step
+        least_steps = max(MIN_PIECE_SAMPLES // samples_per_step, 1)
+        most_steps = ceil_divide(MAX_PIECE_SAMPLES, samples_per_step)
+        steps_per_piece = min(max(steps_per_block, least_steps), most_steps)
+        for first in range(0, len(steps), steps_per_piece):
+            some_steps = steps[first : first + steps_per_piece]
+            ids_si = epoch_order.sample_ids(row_indices, some_steps)
+            if self._earlier_rows:
+                back = self._num_batches_back
+                earlier_steps = range(some_steps.start - back, some_steps.stop - back, some_steps.step)
+                ids_si = np.hstack([ids_si, epoch_order.sample_ids(self._earlier_rows, earlier_steps)])
+            yield from ids_si.ravel().tolist()
+
+    def _read_ahead(self, sample_ids: Iterator[int]) -> Iterator[tuple[int, int]]:
+        """Yield shard and place in it of each sample, while threads fetch the shards of the next `predownload`.
+
+        For `NO_SAMPLE` it yields (NO_SAMPLE, 0). Raises the error of a thread when the sample's turn has come.
+        """
         pool = ThreadPoolExecutor(NUM_FETCHING_THREADS, thread_name_prefix="shard-fetch")
+        # Samples whose turn comes: shard, place in it, and the fetch of the shard, unless it was ready.
         ahead: deque[tuple[int, int, Future[None] | None]] = deque()
 
         def next_sample() -> tuple[int, int]:
-            shard, sample, coming = ahead.popleft()
-            if coming is not None:
-                coming.result()  # raises the thread's error
+            """Wait until the shard of the next sample is here, and return both."""
+            shard, sample, fetch = ahead.popleft()
+            if fetch is not None:
+                fetch.result()  # raises the thread's error
             return shard, sample
 
         try:
-            for sample_id in ids:
+            for sample_id in sample_ids:
                 if sample_id == NO_SAMPLE:
                     ahead.append((NO_SAMPLE, 0, None))
                 else:
-                    shard, sample = self.locate(sample_id)
-                    coming = None if self.cache.is_ready(shard) else pool.submit(self.cache.bring, shard)
-                    ahead.append((shard, sample, coming))
+                    shard, sample = self.locate_sample(sample_id)
+                    is_ready = self.cache.is_ready(shard)
+                    fetch = None if is_ready else pool.submit(self.cache.ensure_present, shard)
+                    ahead.append((shard, sample, fetch))
                 if len(ahead) > self.predownload:
                     yield next_sample()
             while ahead:
@@ -467,11 +595,11 @@ class TextDataset(IterableDataset):
 
 
 @contextmanager
-def failing_together(what: str) -> Iterator[None]:
-    """Raise an error of one rank on every rank, so that nobody waits for a rank that has left.
+def data_errors_on_all_ranks(task: str) -> Iterator[None]:
+    """Raise an error of one rank on every rank, so that no rank waits for one that has left. Collective.
 
-    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `what`. A bug keeps its
-    own error on the rank that has it.
+    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `task`, such as "cannot
+    open the data set". A bug keeps its own error on the rank that has it.
     """
     with raising_on_all_ranks():
         try:
@@ -479,23 +607,33 @@ def failing_together(what: str) -> Iterator[None]:
         except UserError:
             raise
         except (OSError, RuntimeError, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"{what}: {one_line(error)}") from error
+            raise DataError(f"{task}: {one_line(error)}") from error
 
 
-def check_alike(notes: Sequence[dict[str, Any]]) -> None:
-    """Raise DataError on every rank unless all have the same data in the same order. It names a node that differs."""
-    kinds = [(note["order"], [stream["content"] for stream in note["streams"]]) for note in notes]
-    usual = max(kinds, key=kinds.count)
-    there = notes[kinds.index(usual)]
-    here = next((note for note, kind in zip(notes, kinds, strict=True) if kind != usual), None)
-    if here is None:
+def check_same_on_all_ranks(descriptions: Sequence[dict[str, Any]]) -> None:
+    """Raise DataError unless all ranks have the same data in the same order.
+
+    `descriptions` are those that `_describe_data` has made on each rank. Since every rank has all of them, every rank
+    raises the same error. It compares the first rank that differs from most with the first that does not.
+    """
+    data_of_ranks = []
+    for description in descriptions:
+        contents = [stream["content"] for stream in description["streams"]]
+        data_of_ranks.append((description["order"], contents))
+    most_frequent = max(data_of_ranks, key=data_of_ranks.count)
+    differing_ranks = [rank for rank, data in enumerate(data_of_ranks) if data != most_frequent]
+    if not differing_ranks:
         return
-    differing = [
-        f"{stream['name'] or 'the data'}: {ours['text']}, but {stream['text']}"
-        for stream, ours in zip(there["streams"], here["streams"], strict=False)
-        if stream["content"] != ours["content"]
-    ]
-    what = "; ".join(differing) or "the same shards, but other streams, weights, seed, batch size or shuffling"
+
+    usual = descriptions[data_of_ranks.index(most_frequent)]
+    other = descriptions[differing_ranks[0]]
+    differences = []
+    for usual_stream, other_stream in zip(usual["streams"], other["streams"], strict=False):
+        if usual_stream["content"] != other_stream["content"]:
+            name = usual_stream["name"] or "the data"
+            differences.append(f"{name}: {other_stream['text']}, but {usual_stream['text']}")
+    difference = "; ".join(differences) or "the same shards, but other streams, weights, seed, batch size or shuffling"
     raise DataError(
-        f"{here['node']} reads other data than {there['node']}: {what}; give every node the same data and configuration"
+        f"{other['node']} reads other data than {usual['node']}: {difference}; give every node the same data and "
+        "configuration"
     )

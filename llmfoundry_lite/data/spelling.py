@@ -13,6 +13,8 @@ offsets, and the normalised text is compared with the text.
 | white_space   | more than one space between words, a line end or a tab       | no   |
 
 Canonically equal forms (NFC, NFD) are one text. One space between words is implied where no token spells it.
+
+A `Speller` finds what one tokenizer loses, and counts it in a `LostText`. `describe_lost_text` makes a sentence of it.
 """
 
 import json
@@ -34,18 +36,22 @@ KINDS = {
     "compatibility": "are written in another form",
     "white_space": "are white space that is not kept",
 }
+"""Kinds of changed characters, and the words for them in a sentence: "5 have no token"."""
 LOST = ("no_token", "case", "replaced")
+"""Kinds that count as lost."""
 UNKNOWN = "\0unknown"
 """Token for characters without one, added to a model that would leave them out."""
 SPACE_MARK = "▁"
 """SentencePiece's space."""
 NUM_EXAMPLES = 8
-NUM_STORED = 32
+"""Lost characters that are reported."""
+NUM_STORED_EXAMPLES = 32
+"""Lost characters of a part of the texts that are kept, so that the reported ones are right for the whole."""
 
 
 @dataclass(slots=True)
 class LostText:
-    """Count of the characters of some texts, and of those lost in each way."""
+    """Count of the characters of some texts, and of those lost in each way. Counts of several texts can be added."""
 
     characters: int = 0
     text_bytes: int = 0
@@ -53,10 +59,12 @@ class LostText:
     lost_bytes: int = 0
     """Bytes of characters that no token stands for, white space included. The model never predicts them."""
     kinds: Counter[str] = field(default_factory=Counter)
+    """Changed characters of each of `KINDS`."""
     examples: Counter[str] = field(default_factory=Counter)
     """Lost characters."""
 
     def __iadd__(self, other: "LostText") -> "LostText":
+        """Add the counts of other texts."""
         self.characters += other.characters
         self.text_bytes += other.text_bytes
         self.lost_bytes += other.lost_bytes
@@ -65,6 +73,7 @@ class LostText:
         return self
 
     def add(self, kind: str, character: str, count: int) -> None:
+        """Count a character that is changed `count` times. It is an example if its kind counts as lost."""
         self.kinds[kind] += count
         if kind in LOST:
             self.examples[character] += count
@@ -72,50 +81,73 @@ class LostText:
     @property
     def share(self) -> float:
         """Share of the characters that are lost."""
-        return min(1, sum(self.kinds[kind] for kind in LOST) / max(self.characters, 1))
+        num_lost = sum(self.kinds[kind] for kind in LOST)
+        return min(1, num_lost / max(self.characters, 1))
 
     @property
-    def is_none(self) -> bool:
+    def is_empty(self) -> bool:
+        """Whether no character is changed, and none left out."""
         return not self.lost_bytes and not any(self.kinds.values())
 
-    def stored(self) -> str:
-        """Return this count as text, for `load_lost_text`."""
-        facts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return json.dumps(facts | {"examples": dict(self.examples.most_common(NUM_STORED))})
+    def as_text(self) -> str:
+        """Return this count as text, for `load_lost_text`. Digests of results contain it, so it must not change."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["examples"] = dict(self.examples.most_common(NUM_STORED_EXAMPLES))
+        return json.dumps(values)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain numbers, and the most frequent of the lost characters."""
-        most = [character for character, _ in self.examples.most_common(NUM_EXAMPLES)]
-        numbers = {name: getattr(self, name) for name in ("characters", "text_bytes", "lost_bytes", "share")}
-        return {**numbers, **{kind: self.kinds[kind] for kind in KINDS}, "examples": most}
+        """Return plain numbers, and the most frequent of the lost characters, as records and summaries keep them."""
+        numbers = {
+            "characters": self.characters,
+            "text_bytes": self.text_bytes,
+            "lost_bytes": self.lost_bytes,
+            "share": self.share,
+        }
+        counts = {kind: self.kinds[kind] for kind in KINDS}
+        examples = [character for character, _ in self.examples.most_common(NUM_EXAMPLES)]
+        return {**numbers, **counts, "examples": examples}
 
 
-def load_lost_text(stored: str) -> LostText:
-    found = json.loads(stored)
-    return LostText(**found | {name: Counter(found[name]) for name in ("kinds", "examples")})
+def load_lost_text(text: str) -> LostText:
+    """Undo `LostText.as_text`."""
+    values = json.loads(text)
+    for name in ("kinds", "examples"):
+        values[name] = Counter(values[name])
+    return LostText(**values)
 
 
-def lost_text_from_json(found: dict[str, Any]) -> LostText:
+def lost_text_from_json(record: dict[str, Any]) -> LostText:
     """Undo `LostText.as_json`. Each example counts once."""
-    numbers = {name: int(found[name]) for name in ("characters", "text_bytes", "lost_bytes")}
-    kinds = Counter({kind: int(found[kind]) for kind in KINDS})
-    return LostText(**numbers, kinds=kinds, examples=Counter(map(str, found["examples"])))
+    numbers = {name: int(record[name]) for name in ("characters", "text_bytes", "lost_bytes")}
+    kinds = Counter({kind: int(record[kind]) for kind in KINDS})
+    return LostText(**numbers, kinds=kinds, examples=Counter(map(str, record["examples"])))
 
 
-def describe_lost_text(loss: dict[str, Any]) -> str:
-    """Say in a sentence what `LostText.as_json` counts; empty where every character comes back."""
-    texts = {kind: f"{loss[kind]:,} {words}" for kind, words in KINDS.items() if loss[kind]}
-    lost, apart = ("; ".join(texts[kind] for kind in texts if (kind in LOST) is is_lost) for is_lost in (True, False))
-    parts = [f"{percent(loss['share'])} of characters do not come back ({lost}{_such_as(loss)})"] if lost else []
-    parts += [f"of {loss['characters']:,} characters, {apart}"] if apart else []
+def describe_lost_text(record: dict[str, Any]) -> str:
+    """Say in a sentence what `LostText.as_json` counts; empty where every character comes back.
+
+    Such as: 3 % of characters do not come back (2 have no token; 1 become lower case; most often 'б' 'A'); of 100
+    characters, 1 are written in another form
+    """
+    lost = []
+    kept = []
+    for kind, words in KINDS.items():
+        if record[kind]:
+            texts = lost if kind in LOST else kept
+            texts.append(f"{record[kind]:,} {words}")
+
+    parts = []
+    if lost:
+        if record["examples"]:
+            lost.append(f"most often {' '.join(map(repr, record['examples']))}")
+        parts.append(f"{percent(record['share'])} of characters do not come back ({'; '.join(lost)})")
+    if kept:
+        parts.append(f"of {record['characters']:,} characters, {'; '.join(kept)}")
     return "; ".join(parts)
 
 
-def _such_as(loss: dict[str, Any]) -> str:
-    return f"; most often {' '.join(map(repr, loss['examples']))}" if loss["examples"] else ""
-
-
 def percent(share: float) -> str:
+    """Format a share with two digits: 0.031 is "3.1 %", 0.31 is "31 %"."""
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
@@ -126,104 +158,139 @@ class Speller:
         self.tokenizer = tokenizer
 
     def measure(self, text: str) -> LostText:
-        """Count the characters of a text that do not come back from its tokens."""
+        """Count the characters of a text that do not come back from its tokens. Raises DataError as `encode` does."""
         loss = LostText(len(text), len(text.encode()))
         if self.tokenizer.decode(self.tokenizer.encode(text)) == text:
             return loss
-        normal = self._normalised(text)
-        shown = normal.replace(SPACE_MARK, " ") if SPACE_MARK in self._normalised("a a") else normal
-        really_gone = _less(text, shown, "NFKC")
-        for character, count in _less(text, shown, "NFC").items():
-            loss.add(_kind_of_change(character, really_gone, shown), character, count)
-        is_spelled = self._spelled(normal)
-        missing = "".join(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
-        unspelled = Counter(unicodedata.normalize("NFC", missing))  # as in the text: 한 is one, not three
+
+        # Characters that the normaliser has changed.
+        normalised = self._normalise(text)
+        marks_spaces = SPACE_MARK in self._normalise("a a")
+        shown = normalised.replace(SPACE_MARK, " ") if marks_spaces else normalised
+        gone = _count_missing(text, shown, "NFKC")
+        for character, count in _count_missing(text, shown, "NFC").items():
+            loss.add(_kind_of_change(character, gone, shown), character, count)
+
+        # Characters that no token stands for. They are counted as in the text: 한 is one, not three.
+        is_spelled = self._find_spelled(normalised)
+        unspelled_text = "".join(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
+        unspelled = Counter(unicodedata.normalize("NFC", unspelled_text))
+        num_unspelled_spaces = 0
         for character, count in unspelled.items():
-            if not character.isspace():
+            if character.isspace():
+                num_unspelled_spaces += count
+            else:
                 loss.add("no_token", character, count)
                 loss.lost_bytes += count * len(character.encode())
-        num_spaces = _num_spaces(text)
+
         # A space that the normaliser changed into something without a token is lost once, not twice.
-        loss.kinds["white_space"] = min(num_spaces, loss.kinds["white_space"] + _lost_space(shown, is_spelled))
-        num_added = _num_spaces(shown) - num_spaces  # the normaliser may add or remove some
-        loss.lost_bytes += max(0, sum(count for c, count in unspelled.items() if c.isspace()) - num_added)
+        num_spaces = _count_spaces(text)
+        num_lost_spaces = loss.kinds["white_space"] + _count_lost_spaces(shown, is_spelled)
+        loss.kinds["white_space"] = min(num_spaces, num_lost_spaces)
+        num_added_spaces = _count_spaces(shown) - num_spaces  # by the normaliser; below 0 if it removes some
+        loss.lost_bytes += max(0, num_unspelled_spaces - num_added_spaces)
         loss.lost_bytes = min(loss.lost_bytes, loss.text_bytes)
         return loss
 
     @cached_property
-    def _marking(self) -> tuple[tokenizers.Tokenizer, int | None]:
-        """Return the tokenizer without its normaliser, and the id that marks a character without a token.
+    def _marking_backend(self) -> tuple[tokenizers.Tokenizer, int | None]:
+        """The tokenizer without its normaliser, and the id that marks a character without a token.
 
         The post-processor is removed too, as it may cut spaces off the offsets of tokens that spell them.
         """
         backend = self.tokenizer.backend
         stored = json.loads(backend.to_str())
-        model, stored["normalizer"], stored["post_processor"] = stored["model"], None, None
+        stored["normalizer"] = None
+        stored["post_processor"] = None
+
+        model = stored["model"]
         if model["type"] == "BPE" and not model.get("unk_token"):  # BPE leaves such characters out, and shifts offsets
             vocabulary = backend.get_vocab(with_added_tokens=True)
             model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # above added tokens' new ids
             model["unk_token"] = UNKNOWN
         for token in stored["added_tokens"]:
-            token["content"] = self._normalised(token["content"])
+            token["content"] = self._normalise(token["content"])
+
         marking = tokenizers.Tokenizer.from_str(json.dumps(stored))
         marking.encode_special_tokens = True
         unknown_token = model.get("unk_token")
-        return marking, marking.token_to_id(unknown_token) if unknown_token else model.get("unk_id")
+        unknown_id = marking.token_to_id(unknown_token) if unknown_token else model.get("unk_id")
+        return marking, unknown_id
 
     @cached_property
-    def _kept(self) -> re.Pattern[str]:
-        """Pattern of added tokens that are found before a text is normalised."""
-        added = self.tokenizer.backend.get_added_tokens_decoder().values()
-        kept = [token.content for token in added if not token.special and not token.normalized]
-        return re.compile(f"({'|'.join(map(re.escape, sorted(kept, key=len, reverse=True)))})" if kept else r"($^)")
+    def _tokens_before_normaliser(self) -> re.Pattern[str]:
+        """Pattern of added tokens that are found before a text is normalised. The longest one that fits counts."""
+        contents = []
+        for token in self.tokenizer.backend.get_added_tokens_decoder().values():
+            if not token.special and not token.normalized:
+                contents.append(token.content)
+        if not contents:
+            return re.compile(r"($^)")  # matches nowhere
+        longest_first = sorted(contents, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
-    def _normalised(self, text: str) -> str:
+    def _normalise(self, text: str) -> str:
+        """Return a text as the tokenizer's normaliser makes it, which passes over some added tokens."""
         normaliser = self.tokenizer.backend.normalizer
         if normaliser is None:
             return text
-        parts = self._kept.split(text)
-        with self.tokenizer.naming_failures():
-            return "".join(part if n % 2 else normaliser.normalize_str(part) for n, part in enumerate(parts))
+        # Splitting by a pattern in parentheses returns texts and matches in turn.
+        parts = self._tokens_before_normaliser.split(text)
+        with self.tokenizer.failures_as_data_errors():
+            for number in range(0, len(parts), 2):
+                parts[number] = normaliser.normalize_str(parts[number])
+        return "".join(parts)
 
-    def _spelled(self, normal: str) -> bytearray:
-        """Return 1 for each character of a normalised text that a token stands for."""
-        marking, unknown_id = self._marking
-        with self.tokenizer.naming_failures():
-            encoding = marking.encode(normal, add_special_tokens=False)
-        is_spelled, unknown = bytearray(len(normal)), []
+    def _find_spelled(self, normalised: str) -> bytearray:
+        """Return 1 for each character of a normalised text that a token stands for, and 0 for the others."""
+        marking, unknown_id = self._marking_backend
+        with self.tokenizer.failures_as_data_errors():
+            encoding = marking.encode(normalised, add_special_tokens=False)
+
+        is_spelled = bytearray(len(normalised))
+        unknown_spans = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             is_spelled[start:end] = b"\1" * (end - start)
             if token_id == unknown_id:
-                unknown.append((start, end))
-        for start, end in unknown:  # last, as the mark of a word's beginning shares the offsets of its first character
+                unknown_spans.append((start, end))
+        # Unknown ones last, as the mark of a word's beginning shares the offsets of its first character.
+        for start, end in unknown_spans:
             is_spelled[start:end] = bytes(end - start)
         return is_spelled
 
 
-def _num_spaces(text: str) -> int:
+def _count_spaces(text: str) -> int:
+    """Count the characters of a text that are white space."""
     return sum(map(str.isspace, text))
 
 
-def _lost_space(text: str, is_spelled: bytearray) -> int:
+def _count_lost_spaces(text: str, is_spelled: bytearray) -> int:
     """Count white space that no token stands for, less one space between two words."""
-    lost = 0
-    for run in re.finditer(r"\s+", text):
-        start, end = run.span()
-        missing = "".join(c for c, spelled in zip(run[0], is_spelled[start:end], strict=True) if not spelled)
-        lost += len(missing) - (" " in missing and start > 0 and end < len(text))
-    return lost
+    num_lost = 0
+    for match in re.finditer(r"\s+", text):
+        start, end = match.span()
+        unspelled = "".join(c for c, spelled in zip(match[0], is_spelled[start:end], strict=True) if not spelled)
+        is_between_words = start > 0 and end < len(text)
+        num_lost += len(unspelled)
+        if is_between_words and " " in unspelled:
+            num_lost -= 1
+    return num_lost
 
 
-def _less(text: str, other: str, form: Literal["NFC", "NFKC"]) -> Counter[str]:
+def _count_missing(text: str, other: str, form: Literal["NFC", "NFKC"]) -> Counter[str]:
     """Count the characters that `text` has more often than `other`, both in a normal form of Unicode."""
     return Counter(unicodedata.normalize(form, text)) - Counter(unicodedata.normalize(form, other))
 
 
-def _kind_of_change(character: str, really_gone: Counter[str], normal: str) -> str:
-    """Return the kind of a character's change. `really_gone` are characters that compatible forms do not explain."""
+def _kind_of_change(character: str, gone: Counter[str], normalised: str) -> str:
+    """Return which of `KINDS` a change of a character by the normaliser is.
+
+    `gone` are the characters that are missing even where compatible forms count as one.
+    """
     if character.isspace():
         return "white_space"
-    if not any(c in really_gone for c in unicodedata.normalize("NFKC", character)):
+    if not any(c in gone for c in unicodedata.normalize("NFKC", character)):
         return "compatibility"
-    small = character.lower()
-    return "case" if small != character and small in normal else "replaced"
+    lower = character.lower()
+    is_lowered = lower != character and lower in normalised
+    return "case" if is_lowered else "replaced"

@@ -1,7 +1,8 @@
 """The elastic order of samples for any training loop: a loader that knows its place.
 
 `order.py` decides the order of samples, `dataset.py` reads them, and `loader.py` makes batches. `StatefulLoader`
-adds the place, as torchdata's and torchtitan's loaders have it: `state_dict()` and `load_state_dict()`.
+adds the place, as torchdata's and torchtitan's loaders have it: `state_dict()` and `load_state_dict()`. `open_dataset`
+builds one from a user's words; it is `lf.open_dataset`.
 """
 
 import json
@@ -22,7 +23,7 @@ from llmfoundry_lite.ranks.exchange import rank_and_size
 from llmfoundry_lite.ranks.rank import this_rank
 
 OTHER_WORDS = {"batch_size": "global_batch_size, of all ranks together", "seed": "shuffle_seed", "path": "local"}
-"""Words of other libraries -> ours, where the spelling is too different to guess by."""
+"""Words of other libraries -> ours, where the spelling is so different that it cannot be guessed."""
 
 
 class StatefulLoader(TextLoader):
@@ -34,9 +35,10 @@ class StatefulLoader(TextLoader):
 
     dataset: TextDataset
     _place = (0, 0)
-    """Epoch, and samples of it that all ranks together have been given."""
+    """Epoch, and samples of it that all ranks together have been given. Each batch that is yielded moves it on."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Yield batches from this place to the end of the epoch. The place counts a batch as soon as it is yielded."""
         self.dataset.begin_at(*self._place)
         for batch in super().__iter__():
             epoch, num_samples = self._place
@@ -44,8 +46,9 @@ class StatefulLoader(TextLoader):
             yield batch
 
     def move_to(self, epoch: int, num_samples: int) -> None:
-        """Begin the next iteration here. The end of an epoch is the beginning of the next one."""
-        is_end = num_samples >= self.dataset.stages.num_batches(epoch) * self.dataset.global_batch_size
+        """Set the place: `num_samples` of an epoch are done. The end of an epoch is the beginning of the next one."""
+        epoch_samples = self.dataset.stages.num_batches(epoch) * self.dataset.global_batch_size
+        is_end = num_samples >= epoch_samples
         self._place = (epoch + 1, 0) if is_end else (epoch, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,12 +81,13 @@ def open_dataset(
 ) -> StatefulLoader:
     """Open MDS shards as this rank's batches, for any training loop.
 
-    Batch 1000 holds the same samples on any number of ranks. The other words are those of
-    [`train_loader.dataset`](data.md): `split`, `shuffle`, `shuffle_seed`, `streams`, `stages`, `remote`. Ranks are
-    those of torch.distributed, all of which call this together. `rank` and `world_size` are for meshes whose ranks
-    share data.
-    `drop_last=False` fills the last batch with rows of -100. `tokenizer` is for shards of text, each cut after
-    `max_seq_len` tokens: a folder, a Hub name, or a loaded model's `tokenizer`.
+    Batch 1000 holds the same samples on any number of ranks. Ranks are those of torch.distributed, all of which call
+    this together. `rank` and `world_size` are for meshes whose ranks share data.
+
+    The words not listed here are those of [`train_loader.dataset`](data.md), such as `split`, `shuffle`,
+    `shuffle_seed`, `streams`, `stages` and `remote`. `drop_last=False` fills the last batch with rows of -100.
+    `tokenizer` is for shards of text, each cut after `max_seq_len` tokens: a folder, a Hub name, or a loaded model's
+    `tokenizer`.
 
     >>> loader = lf.open_dataset("data/mine", split="train", shuffle=True, global_batch_size=8, max_seq_len=32)
     >>> for batch in loader:
@@ -102,57 +106,77 @@ def open_dataset(
     >>> bool((next(iter(other))["input_ids"] == next(iter(loader))["input_ids"][4:]).all())
     True
 
-    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, and for a
-    batch that the ranks do not divide. So it does for samples of another length. `allow_truncation=True` reads the
-    beginning of longer ones.
+    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, for a
+    batch that the ranks do not divide, and for samples of another length, unless `allow_truncation=True` lets it read
+    the beginning of longer ones.
     """
-    if word := next((one for one in dataset if one in OTHER_WORDS), None):
-        raise ConfigError(f"open_dataset: {word}: unknown word; did you mean {OTHER_WORDS[word]}?")
-    words = plain_words(dataset if local is None else {**dataset, "local": local})
-    config = build_block(TextDatasetConfig, words, "open_dataset")
+    for word in dataset:
+        if word in OTHER_WORDS:
+            raise ConfigError(f"open_dataset: {word}: unknown word; did you mean {OTHER_WORDS[word]}?")
+    if local is not None:
+        dataset = {**dataset, "local": local}
+    config = build_block(TextDatasetConfig, plain_words(dataset), "open_dataset")
+
+    max_seq_len = whole_number("open_dataset: max_seq_len", max_seq_len)
+    global_batch_size = whole_number("open_dataset: global_batch_size", global_batch_size)
+    if not isinstance(tokenizer, Tokenizer | None):
+        tokenizer = load_tokenizer(os.fspath(tokenizer))
     opened = TextDataset(
         config,
-        max_seq_len=whole_number("open_dataset: max_seq_len", max_seq_len),
-        global_batch_size=whole_number("open_dataset: global_batch_size", global_batch_size),
+        max_seq_len=max_seq_len,
+        global_batch_size=global_batch_size,
         drop_last=drop_last,
-        tokenizer=tokenizer if isinstance(tokenizer, Tokenizer | None) else load_tokenizer(os.fspath(tokenizer)),
-        share=_share(rank, world_size),
+        tokenizer=tokenizer,
+        share=_choose_rank(rank, world_size),
     )
     num_workers = whole_number("open_dataset: num_workers", num_workers, least=0)
     return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, kind=StatefulLoader)
 
 
-def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank's part of each batch, and the number of parts."""
-    here, size = rank_and_size()
+def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return this rank's part of each batch, and the number of parts: those of torch.distributed, or what is given.
+
+    Raises ConfigError for impossible numbers, and where several ranks were launched but torch.distributed does not know
+    of them, since then they could not open the data together.
+    """
+    own_rank, num_ranks = rank_and_size()
     num_launched = this_rank().world_size
-    if num_launched > size:
+    if num_launched > num_ranks:
         raise ConfigError(
-            f"open_dataset: {num_launched} ranks were launched, and torch.distributed has {size}; call "
+            f"open_dataset: {num_launched} ranks were launched, and torch.distributed has {num_ranks}; call "
             "torch.distributed.init_process_group() first, as ranks open the data together"
         )
+
+    if rank is None and world_size is None:
+        return own_rank, num_ranks
     if rank is None or world_size is None:
-        if rank is not None or world_size is not None:
-            raise ConfigError("open_dataset: rank and world_size belong together; give both or neither")
-        return here, size
-    rank, world_size = whole_number("open_dataset: rank", rank, 0), whole_number("open_dataset: world_size", world_size)
+        raise ConfigError("open_dataset: rank and world_size belong together; give both or neither")
+    rank = whole_number("open_dataset: rank", rank, least=0)
+    world_size = whole_number("open_dataset: world_size", world_size)
     if rank >= world_size:
         raise ConfigError(f"open_dataset: rank {rank} of {world_size} given, expected 0 to {world_size - 1}")
     return rank, world_size
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of any library as Python's int. Raises ConfigError."""
+    """Return a whole number of any library, such as numpy's, as Python's int.
+
+    Raises ConfigError for another value, and below `least`; `name` says whose value it is.
+    """
     try:
         number = index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
+    except TypeError:  # not a whole number, or a fraction
+        number = None
+    if number is None or number < least:
         raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on")
     return number
 
 
 def plain_words(words: dict[str, Any]) -> dict[str, Any]:
     """Return settings of a program as a YAML file would have them: paths as text, numpy's numbers as Python's."""
-    plain = lambda value: value.item() if hasattr(value, "item") else os.fsdecode(value)  # noqa: E731
-    return json.loads(json.dumps(words, default=plain))
+    return json.loads(json.dumps(words, default=_as_plain))
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a value that JSON does not know as one that it knows. Raises TypeError."""
+    return value.item() if hasattr(value, "item") else os.fsdecode(value)

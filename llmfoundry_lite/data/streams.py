@@ -1,7 +1,9 @@
 """The folders and remotes of a data set: checks, downloads and removal of their files.
 
 A download gets its final name only after it has been checked against `index.json`. Only copies of the remote are ever
-removed. `cache.py` decides which shard is brought or removed, and when.
+removed. `cache.py` decides which shard is downloaded or removed, and when; `shard_table.py` reads the indexes.
+
+`build_stages` makes the folders of a configuration. A `ShardFolder` then fetches its index, and shards one by one.
 """
 
 import filecmp
@@ -37,61 +39,81 @@ PART = ".part"
 """Suffix of files that are being downloaded."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
 """Names that `part_name` makes, to which the transport adds `.tmp`. A user's own `film.part` does not match."""
+MAX_PART_AGE_SECONDS = 24 * 3600
+"""Time without a write after which a download counts as interrupted."""
 NOT_IN_A_REMOTE = "?#\n\r\t"
 """Characters refused in a URL: the transport cuts it at the first two and drops the others, so reads another folder."""
+READ_BYTES = 1 << 20
+"""Bytes that are read and hashed at once."""
 
 
 class ShardFolder:
     """Folder of a stream, and the remote that its files come from. Files appear whole, so nodes may share it."""
 
     def __init__(self, name: str, stream: Stream) -> None:
-        """Take the folder of a stream. `name` is the user's; empty for the only stream."""
+        """Take the folder of a stream. `name` is the user's; empty for the only stream.
+
+        The passwords in the remote's URL are hidden from now on in every error and log.
+        """
         self.name = name
         self.stream = stream
         self.remote = stream.remote
         learn_credentials(self.remote or "")
-        self.path = os.path.join(stream.local, stream.split) if stream.split else stream.local
+        self.path = _folder_of_split(stream.local, stream.split)
         self._downloader = CloudDownloader.get(stream.remote)
 
     @property
     def remedy(self) -> str:
+        """What a user can do about a damaged shard, as the end of an error."""
         return "delete it, and it is downloaded again" if self.remote else "prepare the data again"
 
     @property
-    def _origin(self) -> str:
-        """Hash of the remote, because its URL may have a password in it."""
+    def _digest_of_remote(self) -> str:
+        """Content of `ORIGIN`: a hash, because the remote's URL may have a password in it."""
         return xxhash.xxh3_128_hexdigest(f"{self.remote} {self.stream.split}".encode())
 
     @cached_property
-    def has_downloads_alone(self) -> bool:
-        """Whether all shards here have come from the remote, in this launch or an earlier one."""
+    def holds_only_downloads(self) -> bool:
+        """Whether all shards here have come from the remote, in this launch or an earlier one.
+
+        Only then may packed files be removed that were here before this launch. It is read once, after `fetch_index`
+        has written `ORIGIN` for a folder without shards.
+        """
+        if not self.remote:
+            return False
         with suppress(OSError), open(os.path.join(self.path, ORIGIN), "rb", opener=open_regular) as file:
-            return bool(self.remote) and file.read(64) == self._origin.encode()
+            return file.read(64) == self._digest_of_remote.encode()
         return False
 
     def fetch_index(self) -> Path:
-        """Return the path of `index.json`, downloaded if there is a remote. Raises DataError if another one is here."""
+        """Return the path of `index.json`. If there is a remote, its index is downloaded and compared first.
+
+        Raises DataError if the remote cannot be read, and if the folder holds shards of another index.
+        """
         path = Path(self.path, INDEX)
         if not self.remote:
             return path
-        is_url = "://" in self.remote and not self.remote.startswith("file://")
-        if wrong := next((sign for sign in NOT_IN_A_REMOTE if is_url and sign in self.remote), None):
-            raise DataError(f"remote {self.remote!r}: {wrong!r} is not possible in its URL; give the data another name")
-        _remove_left_parts(self.path)
+        _check_url(self.remote)
+        _remove_interrupted_downloads(self.path)
         try:
-            arrived = self.download(INDEX)
+            downloaded = self.download(INDEX)
         except Exception as error:
             raise DataError(
                 f"cannot get {INDEX} of {self.remote}: {one_line(error)} "
                 f"(if {self.path} is complete, leave `remote` out)"
             ) from error
-        if not any(".mds" in name for name in self._list_files()):
-            os.replace(arrived, path)
-            write_atomically(Path(self.path, ORIGIN), self._origin)
+
+        holds_shards = any(".mds" in name for name in self._list_files())
+        if not holds_shards:
+            os.replace(downloaded, path)
+            write_atomically(Path(self.path, ORIGIN), self._digest_of_remote)
             return path
-        is_same = path.exists() and filecmp.cmp(arrived, path, shallow=False)
-        os.remove(arrived)
-        if not path.exists():
+
+        # The shards that are here are kept, so they must be those of the remote's index.
+        has_index = path.exists()
+        is_same = has_index and filecmp.cmp(downloaded, path, shallow=False)
+        os.remove(downloaded)
+        if not has_index:
             raise DataError(f"{self.path} holds shards without the {INDEX} they belong to; remove the folder")
         if not is_same:
             raise DataError(
@@ -101,82 +123,104 @@ class ShardFolder:
         return path
 
     def find_present(self, rows: NDArray) -> NDArray[np.bool_]:
-        """Find the shards in the folder, raw or compressed [num_shards]. Without a remote, all count as present."""
+        """Find the shards that are in the folder, raw or compressed, without reading them.
+
+        `rows` are the stream's part of a `ShardTable`. Returns a flag for each of them [num_shards]. Without a remote,
+        all count as present, because a missing one cannot be downloaded anyway.
+        """
         if not self.remote:
             return np.ones(len(rows), bool)
-        found = np.array([name.encode() for name in self._list_files()] or [b""])
-        return np.isin(rows["raw_name"], found) | (np.isin(rows["zip_name"], found) & (rows["zip_name"] != b""))
+        names = [name.encode() for name in self._list_files()]
+        files = np.array(names or [b""])  # numpy takes the elements' type from at least one of them
+        has_raw = np.isin(rows["raw_name"], files)
+        has_zip = np.isin(rows["zip_name"], files) & (rows["zip_name"] != b"")
+        return has_raw | has_zip
 
     def _list_files(self) -> list[str]:
-        return [
-            os.path.relpath(os.path.join(place, file), self.path)
-            for place, _, files in os.walk(self.path)
-            for file in files
-            if file != INDEX and not file.endswith(PART)
-        ]
+        """List the files at any depth, relative to the folder, except the index and unfinished downloads."""
+        names = []
+        for folder, _, files in os.walk(self.path):
+            for file in files:
+                if file != INDEX and not file.endswith(PART):
+                    names.append(os.path.relpath(os.path.join(folder, file), self.path))
+        return names
 
-    def bring(self, reader: MDSReader, *, again: bool = False) -> bool:
-        """Bring and decompress a shard, unless it is there, or `again`. Return whether it came from the remote.
+    def fetch_shard(self, reader: MDSReader, *, again: bool = False) -> bool:
+        """Download and decompress a shard, unless it is here. With `again`, replace the raw file that is here.
 
-        Raises DataError, or the transport's error, and then leaves earlier files as they were.
+        Returns whether a file came from the remote; a packed file that was here already is only decompressed. Raises
+        DataError, or the transport's error, and then leaves earlier files as they were.
         """
-        raw, zipped = reader.raw_data, reader.zip_data
+        raw = reader.raw_data
+        packed = reader.zip_data
         raw_path = os.path.join(self.path, raw.basename)
         if os.path.isfile(raw_path) and not again:
             return False
-        if zipped is None:
-            os.replace(self._download_whole(raw), raw_path)
+        if packed is None:
+            os.replace(self._download_checked(raw), raw_path)
             return True
-        zip_path = os.path.join(self.path, zipped.basename)
-        damage = find_damage(zip_path, zipped) if os.path.isfile(zip_path) else "it is not there"
+
+        packed_path = os.path.join(self.path, packed.basename)
+        damage = find_damage(packed_path, packed) if os.path.isfile(packed_path) else "it is not there"
         if damage and not self.remote:
-            raise DataError(f"{zip_path} is damaged: {damage}; {self.remedy}")
+            raise DataError(f"{packed_path} is damaged: {damage}; {self.remedy}")
         if damage:
-            os.replace(self._download_whole(zipped), zip_path)
+            os.replace(self._download_checked(packed), packed_path)
+
         part = os.path.join(self.path, part_name(raw.basename))
-        unpack_shard(zip_path, reader, part)
+        unpack_shard(packed_path, reader, part)
         os.replace(part, raw_path)
-        if self.remote and not self.stream.keep_zip and (damage or self.has_downloads_alone):
-            _remove(zip_path)
+
+        is_packed_a_copy = bool(damage) or self.holds_only_downloads
+        if self.remote and not self.stream.keep_zip and is_packed_a_copy:
+            _remove_file(packed_path)
         return bool(damage)
 
     def download(self, name: str) -> str:
-        """Download a file of the remote under a new name, and return its path."""
+        """Download a file of the remote under a new name, which is returned as a path. Nothing is checked."""
         path = os.path.join(self.path, part_name(name))
         remote = os.path.join(self.remote, self.stream.split, name) if self.remote else None
+
+        def download_once() -> None:
+            self._downloader.download(remote, path, self.stream.download_timeout)
+
         with_retries = retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.stream.download_retry)
-        with_retries(lambda: self._downloader.download(remote, path, self.stream.download_timeout))()
+        with_retries(download_once)()
         return path
 
-    def _download_whole(self, info: FileInfo) -> str:
-        """Download a file and check it; one that arrives damaged is downloaded a second time."""
+    def _download_checked(self, info: FileInfo) -> str:
+        """Download a file, check it, and return its path. One that arrives damaged is downloaded a second time."""
         damage = ""
         for _ in range(2):
-            arrived = self.download(info.basename)
-            if not (damage := find_damage(arrived, info)):
-                return arrived
-            os.remove(arrived)
+            path = self.download(info.basename)
+            damage = find_damage(path, info)
+            if not damage:
+                return path
+            os.remove(path)
         raise DataError(f"it arrives damaged, twice: {damage}")
 
     def remote_has(self, reader: MDSReader) -> bool:
-        """Return whether a remote folder still has the shard, judged by its size, and not as a link to the copy here.
+        """Return whether the remote still has a shard, so that the copy here may be removed.
 
-        A bucket is not asked; the answer is True.
+        A remote that is a folder of this machine is asked: a file of the right size must be there, and must not be a
+        link to the copy here. A bucket is not asked; the answer is True.
         """
-        remote = _path_of(self.remote) if self.remote else None
-        if remote is None:
+        remote_folder = _local_path_of(self.remote) if self.remote else None
+        if remote_folder is None:
             return True
         for info in filter(None, (reader.zip_data, reader.raw_data)):
-            there, here = os.path.join(remote, self.stream.split, info.basename), os.path.join(self.path, info.basename)
-            if os.path.isfile(there) and os.path.getsize(there) == info.bytes and not are_one_place(there, here):
+            remote_path = os.path.join(remote_folder, self.stream.split, info.basename)
+            path = os.path.join(self.path, info.basename)
+            is_whole = os.path.isfile(remote_path) and os.path.getsize(remote_path) == info.bytes
+            if is_whole and not are_same_location(remote_path, path):
                 return True
         return False
 
-    def remove(self, reader: MDSReader) -> None:
-        """Remove a shard, which must be a copy of the remote's."""
+    def remove_shard(self, reader: MDSReader) -> None:
+        """Remove a shard, raw and packed, which must be a copy of the remote's."""
         assert self.remote, "the only copy of a shard is never removed"
         for info in filter(None, (reader.raw_data, reader.zip_data)):
-            _remove(os.path.join(self.path, info.basename))
+            _remove_file(os.path.join(self.path, info.basename))
 
 
 def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
@@ -185,103 +229,157 @@ def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
 
 
 def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dict[int, Stream]]]:
-    """Build the folders of all stages, and for each stage folder index -> stream. Raises DataError.
+    """Build the folders of all stages, and the streams of each stage by the index of their folder. Raises DataError.
 
-    A folder appears once, however many stages read it.
+    A folder appears once, however many stages read it. If stage 0 reads `web`, and stage 1 `web` and `code`, the
+    folders are those of `web` and `code`, and the streams `[{0: web}, {0: web, 1: code}]`. The two streams named `web`
+    are two objects, since each stage has its own proportions.
     """
-    has_own = bool(config.streams or config.local or config.remote)
-    is_own_used = not all(stage.streams for stage in config.stages) or not config.stages
-    if (is_own_used and not has_own) or (config.streams and (config.local or config.remote)):
-        raise DataError(
-            "a data set is either `streams` or one folder (`local`, and `remote` if it is to be downloaded); "
-            + ("both are set" if has_own else "neither is set")
-        )
+    _check_has_one_source(config)
     folders: list[ShardFolder] = []
-    stages: list[dict[int, Stream]] = []
-    for streams in streams_of_stages(config):
-        stages.append({})
-        for name, described in streams.items():
-            stream = _build_stream(config, described, where=f"stream {name}: " if name else "")
+    streams_of_all_stages: list[dict[int, Stream]] = []
+    for stream_configs in streams_of_stages(config):
+        streams: dict[int, Stream] = {}
+        for name, stream_config in stream_configs.items():
+            stream = _build_stream(config, stream_config, error_prefix=f"stream {name}: " if name else "")
             folder = ShardFolder(name, stream)
-            place = os.path.realpath(folder.path)
-            index = next((i for i, other in enumerate(folders) if os.path.realpath(other.path) == place), len(folders))
-            if index in stages[-1]:
+            index = _find_folder(folders, folder.path)
+            if index is None:
+                index = len(folders)
+                folders.append(folder)
+            elif index in streams:
                 raise DataError(
                     f"streams {folders[index].name} and {name} both use the folder {folder.path}; give each its own"
                 )
-            if index == len(folders):
-                folders.append(folder)
             elif folders[index].remote != folder.remote:
                 raise DataError(
                     f"stream {name}: its folder {folder.path} is filled from {folder.remote} in one stage and from "
                     f"{folders[index].remote} in another; give one remote"
                 )
-            stages[-1][index] = stream
-    return folders, stages
+            streams[index] = stream
+        streams_of_all_stages.append(streams)
+    return folders, streams_of_all_stages
 
 
-def _build_stream(config: TextDatasetConfig, described: StreamConfig, where: str) -> Stream:
-    """Build mosaicml-streaming's object for a stream, with the data set's defaults. Raises DataError."""
-    if not described.local:
+def _check_has_one_source(config: TextDatasetConfig) -> None:
+    """Raise DataError if a data set has both `streams` and a folder, or if a stage needs one and there is neither."""
+    has_folder = bool(config.local or config.remote)
+    has_source = bool(config.streams) or has_folder
+    # A stage without streams reads those of the data set.
+    needs_source = not config.stages or not all(stage.streams for stage in config.stages)
+    has_both = bool(config.streams) and has_folder
+    if has_both or (needs_source and not has_source):
         raise DataError(
-            f"{where}`local` is not set; name the folder that {described.remote or 'the data'} is to be kept in"
+            "a data set is either `streams` or one folder (`local`, and `remote` if it is to be downloaded); "
+            + ("both are set" if has_source else "neither is set")
         )
-    remote, split = described.remote, config.split if described.split is None else described.split
-    if remote and (path := _path_of(remote)) is not None:
-        here, there = os.path.join(described.local, split or ""), os.path.join(path, split or "")
-        remote = None if are_one_place(here, there) else path
-    options = {
-        name: getattr(config, name) if getattr(described, name) is None else getattr(described, name)
-        for name in ("download_retry", "download_timeout", "validate_hash", "keep_zip")
-    }
-    options |= {name: getattr(described, name) for name in ("proportion", "repeat", "choose")}
+
+
+def _find_folder(folders: list[ShardFolder], path: str) -> int | None:
+    """Return the index of the folder that a path leads to, through any links; None if it is not among them."""
+    real_path = os.path.realpath(path)
+    for index, folder in enumerate(folders):
+        if os.path.realpath(folder.path) == real_path:
+            return index
+    return None
+
+
+def _build_stream(config: TextDatasetConfig, stream_config: StreamConfig, error_prefix: str) -> Stream:
+    """Build mosaicml-streaming's object for a stream, with the data set's defaults. Raises DataError.
+
+    A remote that is the folder itself is dropped, since nothing can be downloaded from there.
+    """
+    if not stream_config.local:
+        data = stream_config.remote or "the data"
+        raise DataError(f"{error_prefix}`local` is not set; name the folder that {data} is to be kept in")
+
+    split = config.split if stream_config.split is None else stream_config.split
+    remote = stream_config.remote
+    remote_folder = _local_path_of(remote) if remote else None
+    if remote_folder is not None:
+        local_of_split = _folder_of_split(stream_config.local, split)
+        remote_of_split = _folder_of_split(remote_folder, split)
+        remote = None if are_same_location(local_of_split, remote_of_split) else remote_folder
+
+    options = {}
+    for name in ("download_retry", "download_timeout", "validate_hash", "keep_zip"):
+        of_stream = getattr(stream_config, name)
+        options[name] = getattr(config, name) if of_stream is None else of_stream
+    for name in ("proportion", "repeat", "choose"):
+        options[name] = getattr(stream_config, name)
+
     try:
-        stream = Stream(local=described.local, remote=remote, split=split, **options)
+        stream = Stream(local=stream_config.local, remote=remote, split=split, **options)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}{one_line(error)}") from error
+        raise DataError(f"{error_prefix}{one_line(error)}") from error
     if not stream.remote:
-        _check_local_folder(os.path.join(stream.local, stream.split) if stream.split else stream.local, where)
+        _check_local_folder(_folder_of_split(stream.local, stream.split), error_prefix)
     return stream
 
 
-def are_one_place(one: str, other: str) -> bool:
-    """Return whether two paths lead to the same folder, through any links, slashes or mounts."""
-    if os.path.realpath(one) == os.path.realpath(other):
+def _folder_of_split(folder: str, split: str | None) -> str:
+    """Return the folder of a split, such as `data/train`; the folder itself without a split."""
+    return os.path.join(folder, split) if split else folder
+
+
+def are_same_location(path: str, other: str) -> bool:
+    """Return whether two paths lead to the same file or folder, through any links, slashes or mounts."""
+    if os.path.realpath(path) == os.path.realpath(other):
         return True
-    with suppress(OSError):
-        return os.path.samefile(one, other)
+    with suppress(OSError):  # one of them does not exist
+        return os.path.samefile(path, other)
     return False
 
 
-def _path_of(remote: str) -> str | None:
+def _local_path_of(remote: str) -> str | None:
     """Return the path of a remote that is a folder of this machine; None for other transports."""
     path = remote.removeprefix("file://")
-    return None if "://" in path or path.startswith("dbfs:") else path
+    if "://" in path or path.startswith("dbfs:"):
+        return None
+    return path
 
 
-def _check_local_folder(folder: str, where: str) -> None:
+def _check_url(remote: str) -> None:
+    """Raise DataError for a URL with a character in it that the transport would misread."""
+    is_url = "://" in remote and not remote.startswith("file://")
+    if not is_url:
+        return
+    for character in NOT_IN_A_REMOTE:
+        if character in remote:
+            raise DataError(f"remote {remote!r}: {character!r} is not possible in its URL; give the data another name")
+
+
+def _check_local_folder(folder: str, error_prefix: str) -> None:
+    """Raise DataError unless a folder has an index. The error lists the splits that do, if there are any."""
     if not os.path.isdir(folder):
         raise DataError(
-            f"{where}there is no data folder {folder}; make it with `llmfoundry-lite data prepare --out …`, "
+            f"{error_prefix}there is no data folder {folder}; make it with `llmfoundry-lite data prepare --out …`, "
             "or correct `local` and `split`, or set `remote` to download it"
         )
     if not os.path.exists(os.path.join(folder, INDEX)):
         splits = sorted(entry.name for entry in os.scandir(folder) if os.path.exists(f"{entry.path}/{INDEX}"))
         raise DataError(
-            f"{where}{folder} has no index.json, so it is not a finished MDS data set; "
+            f"{error_prefix}{folder} has no index.json, so it is not a finished MDS data set; "
             + (f"set `split` to one of: {', '.join(splits)}" if splits else "prepare the data again")
         )
 
 
 def find_damage(path: str, info: FileInfo) -> str:
-    """Describe how a file differs from `index.json`; empty if it does not. Raises FileNotFoundError."""
+    """Describe how a file differs in size or hashes from `index.json`; empty if it does not.
+
+    Raises FileNotFoundError.
+    """
     with open(path, "rb", opener=open_regular) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != info.bytes:
             return f"it has {num_bytes} bytes, {info.bytes} according to its index.json"
+
         for name, expected in info.hashes.items():
-            digest = getattr(xxhash, name)() if name in xxhash.algorithms_available else hashlib.new(name)
-            while chunk := file.read(1 << 20):
+            if name in xxhash.algorithms_available:
+                digest = getattr(xxhash, name)()
+            else:
+                digest = hashlib.new(name)
+            while chunk := file.read(READ_BYTES):
                 digest.update(chunk)
             if digest.hexdigest() != expected:
                 return f"its {name} is not the one in index.json"
@@ -289,29 +387,35 @@ def find_damage(path: str, info: FileInfo) -> str:
     return ""
 
 
-def unpack_shard(zip_path: str | Path, reader: MDSReader, path: str | Path) -> None:
+def unpack_shard(packed_path: str | Path, reader: MDSReader, path: str | Path) -> None:
     """Unpack a shard into a new file and check it by `index.json`. Raises DataError, or OSError for damage."""
     assert reader.compression
-    unpack_at_most(zip_path, reader.compression, path, reader.raw_data.bytes)
-    if damage := find_damage(str(path), reader.raw_data):
+    unpack_at_most(packed_path, reader.compression, path, reader.raw_data.bytes)
+    damage = find_damage(str(path), reader.raw_data)
+    if damage:
         os.remove(path)
-        raise DataError(f"{zip_path} unpacks to something else: {damage}")
+        raise DataError(f"{packed_path} unpacks to something else: {damage}")
 
 
 def part_name(name: str) -> str:
-    """Make a new name for a download, because the transport takes an existing file for a finished download."""
+    """Make a new name for a download, because the transport takes an existing file for a finished download.
+
+    It names the node and the process, since several may download the same file into a shared folder:
+    `shard.00000.mds.node-1.4711.0a1b2c3d.part`.
+    """
     return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 
-def _remove_left_parts(folder: str) -> None:
-    """Remove interrupted downloads, which have not been written to for a day."""
+def _remove_interrupted_downloads(folder: str) -> None:
+    """Remove downloads that have not been written to for `MAX_PART_AGE_SECONDS`."""
     for entry in os.scandir(folder):
         if PART_NAME.fullmatch(entry.name):
-            with suppress(FileNotFoundError):
-                if entry.stat().st_mtime < time.time() - 24 * 3600:
+            with suppress(FileNotFoundError):  # another node may have removed it
+                if entry.stat().st_mtime < time.time() - MAX_PART_AGE_SECONDS:
                     os.remove(entry.path)
 
 
-def _remove(path: str) -> None:
+def _remove_file(path: str) -> None:
+    """Remove a file that may be gone already."""
     with suppress(FileNotFoundError):  # another node may have removed it
         os.remove(path)

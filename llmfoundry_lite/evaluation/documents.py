@@ -70,8 +70,8 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
     data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
     digest.update(json.dumps(settings).encode())
-    if not lost_text.is_none:  # fewer bytes count than with a tokenizer that spells everything
-        digest.update(lost_text.stored().encode())
+    if not lost_text.is_empty:  # fewer bytes count than with a tokenizer that spells everything
+        digest.update(lost_text.as_text().encode())
     return Prepared(
         label=config.label,
         kind="perplexity",
@@ -81,7 +81,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
         settings=settings,
         data_fingerprint=data_fingerprint,
         beginning=tokenizer.beginning,
-        lost_text=None if lost_text.is_none else lost_text.as_json(),
+        lost_text=None if lost_text.is_empty else lost_text.as_json(),
         config=config,
     )
 

@@ -23,7 +23,7 @@ from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
-from llmfoundry_lite.data.recorded import Places, given_places
+from llmfoundry_lite.data.recorded import DataLocations, locations_at
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
 from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, read_recorded, say_not_opened
@@ -201,13 +201,13 @@ def write_replay(
     if isinstance(size := config.device_train_microbatch_size, int):
         values["device_train_microbatch_size"] = min(size, config.global_train_batch_size // layout.num_data_ranks)
     if config.train_loader.name == "text":
-        places = Places(
-            own=folder.with_name("data"),
-            given=given_places(values, given),
+        locations = DataLocations(
+            download_folder=folder.with_name("data"),
+            named_by_user=locations_at(values, given),
             uses_recorded_remote=uses_recorded_remote,
             advice=", or use what it recorded with --use-recorded-remote",
         )
-        values["train_loader"]["dataset"] = asdict(places.place(config.train_loader.dataset))
+        values["train_loader"]["dataset"] = asdict(locations.choose_for(config.train_loader.dataset))
     (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
     path.write_text(dump_record(as_given(values | own), keep_variables=False), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Readers of one input file: whole text, and lines. A companion reads the rows of CSV, parquet and arrow.
 
-A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES.
+A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES. A text that
+cannot be read is returned as a `Bad`, so that the caller decides whether to stop or to leave it out.
 """
 
 import gzip
@@ -21,6 +22,7 @@ MAX_DOCUMENT_BYTES = MAX_LINE_BYTES
 MAX_PLAIN_BYTES = MAX_LOG_BYTES
 """Most bytes of one document in a file that is not compressed. It is read whole."""
 OTHER_ENCODING = "; --encoding names another encoding"
+"""End of a sentence about a text that is not valid."""
 
 
 class Bad(NamedTuple):
@@ -59,12 +61,15 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
                 yield file, file.tell
         except (EOFError, OSError, ValueError, zlib.error) as error:
             is_plain = path.suffix not in COMPRESSED_SUFFIXES
-            if is_plain or isinstance(error, DataError | UnicodeError) or getattr(error, "errno", None) is not None:
+            is_of_content = isinstance(error, DataError | UnicodeError)  # raised by the caller while it reads
+            is_of_disk = getattr(error, "errno", None) is not None
+            if is_plain or is_of_content or is_of_disk:
                 raise
             raise decompression_error(path, error) from error
 
 
 def decompression_error(path: Path, error: Exception) -> DataError:
+    """Return the error for a compressed file, from the words that its library has for the fault."""
     if "too much memory" in str(error):
         return DataError(
             f"{path} was compressed with a longer window than can be read here; decompress it, or compress it "
@@ -76,12 +81,13 @@ def decompression_error(path: Path, error: Exception) -> DataError:
 
 
 def read_text(path: Path, encoding: str | None) -> str | Bad:
-    """Read a whole file as text, without its byte order mark."""
+    """Read a whole file as text, without its byte order mark. None for the encoding is UTF-8."""
+    is_compressed = path.suffix in COMPRESSED_SUFFIXES
+    max_bytes = MAX_DOCUMENT_BYTES + 1 if is_compressed else -1
     with open_content(path) as (file, _):
-        is_compressed = path.suffix in COMPRESSED_SUFFIXES
         if not is_compressed and path.stat().st_size > MAX_PLAIN_BYTES:
             return TOO_LARGE_PLAIN
-        content = file.read(MAX_DOCUMENT_BYTES + 1 if is_compressed else -1)
+        content = file.read(max_bytes)
     if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
     try:
@@ -95,16 +101,23 @@ def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, 
     """Read a file's lines as UTF-8, each with the number of bytes read from disk so far.
 
     A byte that the encoding does not know becomes half of a surrogate pair. That is no valid UTF-8, so the line is
-    reported as damaged later.
+    reported as damaged later. A line of more than MAX_DOCUMENT_BYTES is yielded as TOO_LARGE.
     """
-    with open_content(path) as (file, position), named_encoding(path, encoding):
+    with open_content(path) as (file, bytes_read), named_encoding(path, encoding):
         text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
-        limit = MAX_DOCUMENT_BYTES
-        while line := text.readline(limit).encode("utf-8", "surrogatepass") if text else file.readline(limit):
+        is_within_line = False  # which was too large; its rest is dropped, block by block
+        while True:
+            limit = BLOCK_BYTES if is_within_line else MAX_DOCUMENT_BYTES
+            if text is not None:
+                line = text.readline(limit).encode("utf-8", "surrogatepass")
+            else:
+                line = file.readline(limit)
+            if not line:
+                return
             is_whole = line.endswith(b"\n") or len(line) < limit
-            if limit == MAX_DOCUMENT_BYTES:  # else the rest of a line that was too large: dropped
-                yield line if is_whole else TOO_LARGE, position()
-            limit = MAX_DOCUMENT_BYTES if is_whole else BLOCK_BYTES
+            if not is_within_line:
+                yield line if is_whole else TOO_LARGE, bytes_read()
+            is_within_line = not is_whole
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Units of a source, and the documents in them.
 
 A unit is read by one worker. Units that can be found again (files, byte ranges, row groups) carry only their place.
-Units of a stream carry their content, because only the reader of the stream can get at it.
+Units of a stream carry their content, because only the reader of the stream can get at it. `sources.py` makes units;
+`read_documents` reads one.
 
 | kind  | files                          | a document is | a unit is                                          |
 |-------|--------------------------------|---------------|----------------------------------------------------|
@@ -50,9 +51,12 @@ MAX_NAMED_PER_UNIT = 10
 FIELD_SEPARATOR = "\n\n"
 """Text between the values of several text keys."""
 
+MISSING = object()
+"""Value of a key that a row does not have. None is the value of a key that is null."""
+
 
 class Document(NamedTuple):
-    """One document: its text, the length of the text in UTF-8 bytes, and what decides its split.
+    """One document: its text, and what decides its split.
 
     `split_key` is a 64-bit hash, so a document is in the validation split when its key is below a threshold. It
     hashes the text itself (the same text never sits in both splits) or, for the standard library, the name of the
@@ -61,6 +65,7 @@ class Document(NamedTuple):
 
     text: str
     num_bytes: int
+    """Length of the text in UTF-8."""
     split_key: int
 
 
@@ -90,13 +95,15 @@ class Unit:
         return xxhash.xxh3_128_hexdigest(repr(fields).encode(errors="backslashreplace"))
 
     def place(self, index: int) -> str:
-        """Name the document that `read_values` numbers so."""
+        """Name the document that `read_values` yields with the number `index`, for a sentence about it."""
         if self.kind == "whole":
             return self.names[index]
         if self.kind != "lines":
             return f"{self.names[0]}, row {self.first + index}"
-        number = count_lines(Path(self.names[0]), index) + 1 if self.content is None else self.first + index
-        return f"{self.names[0]}, line {number}"
+        if self.content is not None:
+            return f"{self.names[0]}, line {self.first + index}"
+        lines_before = count_lines(Path(self.names[0]), index)  # in a byte range, the number is an offset
+        return f"{self.names[0]}, line {lines_before + 1}"
 
 
 @dataclass(slots=True)
@@ -110,9 +117,10 @@ class Skipped:
 
 
 def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Iterator[Document]:
-    """Yield the documents of a unit, in order. Records those that it leaves out in `skipped`.
+    """Yield the documents of a unit, in order. Adds those that it leaves out to `skipped`.
 
-    With `on_error="stop"` a bad document raises DataError, which names its file and line or row.
+    Empty documents are always left out. With `on_error="stop"` a document that cannot be read raises DataError, which
+    names its file and line or row.
     """
     for index, value in read_values(unit, request.text_keys, request.encoding):
         content = b""
@@ -122,13 +130,18 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
             except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no encoding can write
                 sentence = ": its text contains half of a surrogate pair, which is not valid Unicode"
                 value = Bad("invalid_utf8", sentence)
+
         if isinstance(value, str) and content:
             module = unit.modules[index].encode() if unit.modules else b""
             key = split_key(module, STDLIB_HASH_SEED) if module else split_key(content)
             yield Document(value, len(content), key)
             continue
-        skipped.counts[value.reason if isinstance(value, Bad) else "empty"] += 1
-        if isinstance(value, Bad) and not unit.modules:  # a user cannot repair the standard library
+
+        if not isinstance(value, Bad):
+            skipped.counts["empty"] += 1
+            continue
+        skipped.counts[value.reason] += 1
+        if not unit.modules:  # a user cannot repair the standard library
             sentence = f"{unit.place(index)}{value.sentence}"
             if request.on_error == "stop":
                 raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
@@ -137,16 +150,22 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
 
 
 def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) -> Iterator[tuple[int, str | Bad]]:
-    """Yield each document's number and text. In a byte range the number is an offset, otherwise it counts from 0."""
+    """Yield each document's number and text. In a byte range the number is an offset, otherwise it counts from 0.
+
+    Numbers are for `Unit.place`. Lines of white space are no documents.
+    """
     match unit.kind:
         case "whole":
             yield from enumerate(read_text(Path(name), encoding) for name in unit.names)
         case "lines":
-            for index, line in lines_of_range(unit) if unit.content is None else enumerate(unit.content):
-                line = line.removeprefix(codecs.BOM_UTF8) if index == 0 and isinstance(line, bytes) else line
+            numbered_lines = lines_of_range(unit) if unit.content is None else enumerate(unit.content)
+            for index, line in numbered_lines:
                 if isinstance(line, Bad):
                     yield index, line
-                elif line and not line.isspace():
+                    continue
+                if index == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line and not line.isspace():
                     yield index, text_of_line(line, text_keys)
         case "table":
             read_table = companions.find("readers", "rows of parquet and arrow")
@@ -157,14 +176,21 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
 
 
 def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
-    """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end."""
+    """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end.
+
+    Of a file "ab\\ncd\\nef\\n", the range [1, 4) has the one line that starts at 3, since "ab" belongs to the range of
+    its start.
+    """
     with open(unit.names[0], "rb", opener=open_regular) as file:
         offset = unit.start
         if unit.start > 0:  # skip a line that starts in the previous range
             file.seek(unit.start - 1)
             # Read no further than the range, or one long line would be read again for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
-        while offset < unit.end and (line := file.readline(MAX_PLAIN_BYTES + 1)):
+        while offset < unit.end:
+            line = file.readline(MAX_PLAIN_BYTES + 1)
+            if not line:
+                return
             if len(line) > MAX_PLAIN_BYTES:
                 yield offset, TOO_LARGE_PLAIN
                 return  # this line takes the rest of the range
@@ -173,13 +199,17 @@ def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
 
 
 def count_lines(path: Path, end: int) -> int:
-    """Count the line ends before a byte offset."""
-    count = 0
+    """Count the line ends before the byte offset `end`."""
+    num_lines = 0
+    bytes_left = end
     with path.open("rb") as file:
-        while end > 0 and (block := file.read(min(end, BLOCK_BYTES))):
-            count += block.count(b"\n")
-            end -= len(block)
-    return count
+        while bytes_left > 0:
+            block = file.read(min(bytes_left, BLOCK_BYTES))
+            if not block:  # the file has become shorter
+                break
+            num_lines += block.count(b"\n")
+            bytes_left -= len(block)
+    return num_lines
 
 
 def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
@@ -188,10 +218,13 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
-    except (ValueError, RecursionError) as error:  # a plain ValueError: a number of more than 4,300 digits
-        reason = "too deep" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"
+        elif isinstance(error, RecursionError):
+            reason = "too deep"
+        else:  # a number of more than 4,300 digits
+            reason, _, _ = str(error).partition(";")
         return Bad("invalid_json", f" does not parse as JSON ({reason}); expected one object per line")
     if not isinstance(row, dict):
         return Bad("invalid_json", f" holds a JSON {type(row).__name__}, expected an object")
@@ -199,7 +232,10 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
 
 
 def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str | Bad:
-    """Return the text of a row: the value of its key, or of several keys, with a blank line between them."""
+    """Return the text of a row: the value of its key, or of several keys, with a blank line between them.
+
+    Returns a Bad for a row without one of the keys, and for a value that is no text.
+    """
     if isinstance(row, Bad):
         return row
     values = []
@@ -207,16 +243,13 @@ def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str
         value = value_of(row, key)
         if value is MISSING:
             names = list_names(name for column, item in row.items() for name in names_within(column, item))
-            there = f"there are: {names or 'none'} (choose one with --text-key)"
-            return Bad("missing_text_key", f" has no {key!r}; {there}")
+            offered = f"there are: {names or 'none'} (choose one with --text-key)"
+            return Bad("missing_text_key", f" has no {key!r}; {offered}")
         if not isinstance(value, str):
-            found = "null" if value is None else f"a {type(value).__name__}"
-            return Bad("not_text", f": {list_names([key])} is {found}, expected a string")
+            kind = "null" if value is None else f"a {type(value).__name__}"
+            return Bad("not_text", f": {list_names([key])} is {kind}, expected a string")
         values.append(value)
     return FIELD_SEPARATOR.join(values)
-
-
-MISSING = object()
 
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
@@ -232,15 +265,19 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
 
 
 def names_within(name: str, value: Any) -> list[str]:
-    return [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]
+    """Return the keys by which a column can be read: its name, or `name.field` for each field of an object."""
+    if isinstance(value, Mapping) and value:
+        return [f"{name}.{field_name}" for field_name in value]
+    return [name]
 
 
 def group_by_size(
     items: Iterable[T], size_of: Callable[[T], int], target: int, *, max_items: int | None = None
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield groups of consecutive items, of at least `target` in size or of `max_items`, and the size of each.
+    """Yield groups of consecutive items, and the size of each group. The last group may be smaller than the others.
 
-    The last group may be smaller.
+    A group ends as soon as its size is `target` or more, or when it has `max_items`. Items of sizes 3, 3, 9 and 1 with
+    a target of 5 make groups of 6, 9 and 1.
     """
     group: list[T] = []
     size = 0
@@ -249,7 +286,8 @@ def group_by_size(
         size += size_of(item)
         if size >= target or len(group) == max_items:
             yield group, size
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group, size
 

@@ -2,6 +2,8 @@
 
 A file with several names is read under the first one; a name that is no link comes before links. A link to a folder is
 followed once, after the folders beside it, so that a circle of links ends.
+
+`list_files` makes a `Listing`, to which the functions below it add what they leave out.
 """
 
 import glob
@@ -15,18 +17,23 @@ from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES
 
+MAX_REASONS = 3
+"""Files that an error names where none can be read."""
 SUFFIXES = {
     "whole": (".txt", ".md"),
     "lines": (".jsonl", ".json", ".ndjson"),
     "csv": (".csv", ".tsv"),
     "table": (".parquet", ".arrow"),
 }
+"""Kind of file -> its suffixes; see the table in `documents.py`."""
 READABLE = (
     "{.txt, .md, .jsonl, .json, .ndjson, .csv, .tsv}, plain, .gz or .zst; .parquet; or .arrow, as datasets saves it"
 )
 
 DATASET_FILES = ("dataset_info.json", "state.json")
 """Names of the files that `datasets` writes beside its .arrow files."""
+STATE_FILE = "state.json"
+"""Name of the one of them that lists the .arrow files."""
 SPLITS_FILE = "dataset_dict.json"
 """Name of the file that `datasets` writes above the folders of several splits."""
 
@@ -36,7 +43,9 @@ class Listing:
     """The files to read, in their order, and those that were left out."""
 
     split: str = "train"
+    """The split to read of a data set that `datasets` saved."""
     on_error: str = "stop"
+    """Policy for a file that cannot be read: `stop`, or `skip`, which records it."""
     files: dict[Path, int] = field(default_factory=dict)
     """Path -> size in bytes."""
     num_ignored: int = 0
@@ -55,7 +64,7 @@ class Listing:
         self.unreadable.append(f"{path}: {reason}")
 
     def leave_out_folder(self, error: OSError) -> None:
-        """Do the same for a folder that cannot be listed."""
+        """Record a folder that cannot be listed, by the error of trying it. `os.walk` calls this."""
         self.leave_out(Path(error.filename), error.strerror or str(error))
 
 
@@ -65,44 +74,66 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     Hidden files and folders are skipped unless they are named. Raises DataError where there is nothing to read, and
     with `on_error` stop for a file or folder that cannot be read.
     """
-    found = Listing(split=split, on_error=on_error)
-    names: dict[tuple[int, int], Path] = {}
+    listing = Listing(split=split, on_error=on_error)
+    first_paths: dict[tuple[int, int], Path] = {}  # of each file, by device and inode
     for source in sources:
-        num_ignored, chosen = found.num_ignored, list[tuple[Path, int]]()
-        paths = sorted(expand(source, found), key=lambda path: (os.path.islink(path), path.as_posix()))
+        num_ignored_before = listing.num_ignored
+        # Names that are no links come first, so that a file is read under its own name.
+        paths = sorted(expand(source, listing), key=lambda path: (os.path.islink(path), path.as_posix()))
+        new_files: list[tuple[Path, int]] = []
         for path in paths:
-            if not os.path.exists(path):
-                is_link = os.path.islink(path)
-                found.leave_out(path, f"it is {dead_link(path)}" if is_link else "No such file or directory")
-            elif not is_readable_kind(path):
-                found.num_ignored += 1
-            elif not os.access(path, os.R_OK):
-                found.leave_out(path, "Permission denied")
-            elif (status := path.stat()).st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
-                found.leave_out(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
-            elif (first := names.setdefault((status.st_dev, status.st_ino), path)) != path:
-                found.repeated.append(f"{path} is the same file as {first}")
-            elif path not in found.files:
-                chosen.append((path, status.st_size))
-        if not any(map(is_readable_kind, paths)) and not found.unreadable:
-            is_empty = not paths and found.num_ignored == num_ignored
-            raise DataError(
-                f"{source} is an empty folder; expected files: {READABLE}"
-                if is_empty
-                else f"{source}: nothing here can be read; expected {READABLE}"
-            )
-        found.files |= sorted(chosen, key=lambda item: item[0].as_posix())
-    if not found.files:
-        raise DataError(f"{' '.join(sources)}: no file can be read ({'; '.join(found.unreadable[:3])})")
-    return found
+            size = _size_to_read(path, listing, first_paths)
+            if size is not None and path not in listing.files:
+                new_files.append((path, size))
+
+        if not any(map(is_readable_kind, paths)) and not listing.unreadable:
+            is_empty = not paths and listing.num_ignored == num_ignored_before
+            if is_empty:
+                raise DataError(f"{source} is an empty folder; expected files: {READABLE}")
+            raise DataError(f"{source}: nothing here can be read; expected {READABLE}")
+        listing.files |= sorted(new_files, key=lambda item: item[0].as_posix())
+
+    if not listing.files:
+        reasons = "; ".join(listing.unreadable[:MAX_REASONS])
+        raise DataError(f"{' '.join(sources)}: no file can be read ({reasons})")
+    return listing
+
+
+def _size_to_read(path: Path, listing: Listing, first_paths: dict[tuple[int, int], Path]) -> int | None:
+    """Return the bytes of a file that is to be read; None for one that is left out, as the listing then records.
+
+    `first_paths` are the paths under which files have been found so far. This one is added, if its file is new.
+    """
+    if not os.path.exists(path):
+        is_link = os.path.islink(path)
+        listing.leave_out(path, f"it is {describe_dead_link(path)}" if is_link else "No such file or directory")
+        return None
+    if not is_readable_kind(path):
+        listing.num_ignored += 1
+        return None
+    if not os.access(path, os.R_OK):
+        listing.leave_out(path, "Permission denied")
+        return None
+
+    status = path.stat()
+    if status.st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
+        listing.leave_out(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
+        return None
+    first_path = first_paths.setdefault((status.st_dev, status.st_ino), path)
+    if first_path != path:
+        listing.repeated.append(f"{path} is the same file as {first_path}")
+        return None
+    return status.st_size
 
 
 def kind_of(path: Path) -> str | None:
     """Return the key of SUFFIXES that a file belongs to; None for files that are not read, like a compressed table."""
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = path.with_suffix("").suffix if is_compressed else path.suffix
-    kind = next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
-    return None if is_compressed and kind == "table" else kind
+    for kind, suffixes in SUFFIXES.items():
+        if suffix in suffixes:
+            return None if is_compressed and kind == "table" else kind
+    return None
 
 
 def is_readable_kind(path: Path) -> bool:
@@ -110,94 +141,136 @@ def is_readable_kind(path: Path) -> bool:
     return kind_of(path) is not None and os.path.isfile(path)
 
 
-def expand(source: str, found: Listing) -> Iterable[Path]:
-    """Return all files, pipes and the like, but no folders, that a path, folder or glob leads to."""
+def expand(source: str, listing: Listing) -> Iterable[Path]:
+    """Return all files, pipes and the like, but no folders, that a path, folder or glob leads to.
+
+    Folders that cannot be read are recorded in the listing. Raises DataError where nothing is found.
+    """
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
-        return walk(path, found)
+        return walk(path, listing)
     if os.path.isfile(path):
         return [path]
     if os.path.islink(path):
-        raise DataError(f"{source} is {dead_link(path)}")
+        raise DataError(f"{source} is {describe_dead_link(path)}")
+
     # The part of the path that exists as a folder is no pattern: `run[1]/*.txt` never means run1.
     folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
     pattern = Path(glob.escape(str(folder))) / path.relative_to(folder)
-    for closed, reason in closed_folders(pattern).items():
-        found.leave_out(closed, reason)
-    # A matching folder is read as if it were named, unless `**` already goes through its files.
+    for closed_folder, reason in find_closed_folders(pattern).items():
+        listing.leave_out(closed_folder, reason)
     matches = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
-    matches = [match for match in matches if "**" not in pattern.parts or not os.path.isdir(match)]
+    if "**" in pattern.parts:  # it goes through the files of the folders that it matches
+        matches = [match for match in matches if not os.path.isdir(match)]
     if not matches:
         raise DataError(f"{source}: {'no file matches' if glob.has_magic(source) else 'no such file or folder'}")
-    matches = filter(os.path.lexists, matches)  # names in closed folders do not exist for us
-    return [path for match in matches for path in (walk(match, found) if os.path.isdir(match) else [match])]
+
+    # A matching folder is read as if it were named.
+    paths = []
+    for match in matches:
+        if os.path.isdir(match):
+            paths.extend(walk(match, listing))
+        elif os.path.lexists(match):  # names in closed folders do not exist for us
+            paths.append(match)
+    return paths
 
 
-def closed_folders(pattern: Path) -> dict[Path, str]:
-    """Find folders that a glob needs to read and cannot, each with the reason, because `glob` skips them silently."""
-    parts, reasons = pattern.parts, dict[Path, str]()
-    for depth in range(1 if pattern.is_absolute() else 0, len(parts) + (parts[-1] == "**")):
+def find_closed_folders(pattern: Path) -> dict[Path, str]:
+    """Find folders that a glob needs to read and cannot, each with the reason, because `glob` skips them silently.
+
+    For `data/*/a.txt`, `data` has to be listed, and each folder in it entered.
+    """
+    parts = pattern.parts
+    first_depth = 1 if pattern.is_absolute() else 0
+    last_depth = len(parts) if parts[-1] == "**" else len(parts) - 1
+    reasons: dict[Path, str] = {}
+    for depth in range(first_depth, last_depth + 1):
         has_to_list = depth == len(parts) or glob.has_magic(parts[depth])
-        for name in sorted(glob.glob(os.path.join(*parts[:depth], ""), recursive=True)) if depth else [os.curdir]:
+        folders = [os.curdir]
+        if depth > 0:
+            folders = sorted(glob.glob(os.path.join(*parts[:depth], ""), recursive=True))
+        for folder in folders:
             try:
-                os.stat(os.path.join(name, os.curdir))
+                os.stat(os.path.join(folder, os.curdir))
                 if has_to_list:
-                    os.scandir(name).close()
+                    os.scandir(folder).close()
             except OSError as error:
-                reasons.setdefault(Path(name), error.strerror or str(error))
+                reasons.setdefault(Path(folder), error.strerror or str(error))
     return reasons
 
 
-def walk(folder: Path, found: Listing) -> Iterator[Path]:
-    """Yield all files below a folder, pipes and the like too. Links to folders come after the folders beside them."""
-    seen: dict[str, str] = {}
-    for place, folders, names in os.walk(folder, onerror=found.leave_out_folder, followlinks=True):
-        first = seen.setdefault(os.path.realpath(place), place)
-        if first != place:
-            found.repeated.append(f"{place} is the same folder as {first}")
-            folders.clear()
+def walk(folder: Path, listing: Listing) -> Iterator[Path]:
+    """Yield all files below a folder, pipes and the like too. Links to folders come after the folders beside them.
+
+    Hidden names are skipped. What is left out, ignored or the same folder again is recorded in the listing.
+    """
+    first_paths: dict[str, str] = {}  # of each folder, by its real path
+    for path, folders, files in os.walk(folder, onerror=listing.leave_out_folder, followlinks=True):
+        first_path = first_paths.setdefault(os.path.realpath(path), path)
+        if first_path != path:
+            listing.repeated.append(f"{path} is the same folder as {first_path}")
+            folders.clear()  # which keeps `os.walk` from entering them
             continue
-        chosen, left_out = saved_data_set(Path(place), [*folders, *names], found.split)
-        found.num_ignored += sum(num_files(Path(place, name)) for name in left_out if not name.startswith("."))
-        chosen = [name for name in sorted(chosen) if not name.startswith(".")]
-        beside = set(folders)
-        yield from (Path(place, name) for name in chosen if name not in beside)
-        folders[:] = sorted(beside.intersection(chosen), key=lambda name: (os.path.islink(Path(place, name)), name))
+
+        data_names, other_names = divide_names(Path(path), [*folders, *files], listing.split)
+        for name in other_names:
+            if not name.startswith("."):
+                listing.num_ignored += count_files(Path(path, name))
+
+        all_folders = set(folders)
+        visible_names = [name for name in sorted(data_names) if not name.startswith(".")]
+        for name in visible_names:
+            if name not in all_folders:
+                yield Path(path, name)
+        # `os.walk` enters these next, in this order.
+        data_folders = all_folders.intersection(visible_names)
+        folders[:] = sorted(data_folders, key=lambda name: (os.path.islink(Path(path, name)), name))
 
 
-def dead_link(path: Path) -> str:
+def describe_dead_link(path: Path) -> str:
+    """Describe a link that leads nowhere, for an error."""
     return f"a link to {os.readlink(path)}, which does not exist or cannot be reached"
 
 
-def saved_data_set(place: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
-    """Divide the names in a folder into those that hold data, and those that `datasets` saved beside them."""
+def divide_names(folder: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
+    """Divide the names in a folder into those that hold data, and those that `datasets` saved beside them.
+
+    In a folder of several splits, `split` alone holds data. Raises DataError if it is not there, and for a data set
+    whose rows cannot be read in their order.
+    """
     if SPLITS_FILE in names:
-        splits = read_object(place / SPLITS_FILE).get("splits")
+        splits = read_object(folder / SPLITS_FILE).get("splits")
         if isinstance(splits, list):
             if split not in splits:
-                there = ", ".join(map(str, splits))
-                raise DataError(f"{place} has no split {split!r}; there are: {there} (choose one with --split)")
+                offered = ", ".join(map(str, splits))
+                raise DataError(f"{folder} has no split {split!r}; there are: {offered} (choose one with --split)")
             return [split], [name for name in names if name not in (SPLITS_FILE, *splits)]
-    if "state.json" in names:
-        state = read_object(place / "state.json")
+
+    if STATE_FILE in names:
+        state = read_object(folder / STATE_FILE)
         if isinstance(state.get("_data_files"), list):
-            if any(value for key, value in state.items() if key.startswith("_indices")):
+            has_indices = any(value for key, value in state.items() if key.startswith("_indices"))
+            if has_indices:
                 raise DataError(
-                    f"{place} was saved with a choice of its rows beside them, by an old release of datasets; load "
+                    f"{folder} was saved with a choice of its rows beside them, by an old release of datasets; load "
                     "and save it again with a new one"
                 )
             files = [str(file["filename"]) for file in state["_data_files"]]
             return files, [name for name in names if name not in (*DATASET_FILES, *files)]
+
     if any(name.endswith(".arrow") for name in names):
         return [name for name in names if name not in DATASET_FILES], []
     return names, []
 
 
-def num_files(path: Path) -> int:
+def count_files(path: Path) -> int:
     """Return 1 for a file; for a folder, the number of files below it that are not hidden."""
     if not path.is_dir() or path.is_symlink():
         return 1
-    return sum(not name.startswith(".") for _, _, names in os.walk(path) for name in names)
+    num_files = 0
+    for _, _, names in os.walk(path):
+        num_files += sum(not name.startswith(".") for name in names)
+    return num_files
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from llmfoundry_lite.files import sync_folder
 from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
 from llmfoundry_lite.prepare.out_folder import (
     check_unchanged,
-    clear_disk_errors,
     discard,
+    disk_errors_as_data_errors,
     find_finished,
     only_preparation_in,
     open_partial,
@@ -85,10 +85,13 @@ def prepare(
     source = open_source(request)
     if request.val_fraction is None:
         request = replace(request, val_fraction=source.val_fraction)
-    given = None if request.tokenizer.startswith(TRAIN_PREFIX) else load_tokenizer(request.tokenizer)
-    record, listing = record_of(request, source, given), source.listing
+    given = None  # the tokenizer of the request, unless it is to be trained
+    if not request.tokenizer.startswith(TRAIN_PREFIX):
+        given = load_tokenizer(request.tokenizer)
+    record = record_of(request, source, given)
+    listing = source.listing
 
-    with clear_disk_errors(out), only_preparation_in(out):
+    with disk_errors_as_data_errors(out), only_preparation_in(out):
         if overwrite:
             discard(out)
         finished = find_finished(out, record, given)
@@ -101,8 +104,9 @@ def prepare(
             tokenizer = provide_tokenizer(partial, given, request, source, bars)
             workers = num_workers or count_usable_cores()
             work = tokenize(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
-            splits, skipped, named = pack(partial, work.num_units, request, tokenizer, bars)
+            packed = pack(partial, work.num_units, request, tokenizer, bars)
         check_unchanged(source, record)
+
         seconds = time.monotonic() - started
         summary = Summary(
             format_version=FORMAT_VERSION,
@@ -116,13 +120,13 @@ def prepare(
                 eos_token_id=tokenizer.eos_token_id,
                 eos_token=tokenizer.eos_token,
             ),
-            splits=splits,
-            skipped=skipped,
+            splits=packed.splits,
+            skipped=packed.skipped,
             ignored_files=listing.num_ignored,
             seconds=round(seconds, 3),
             documents_per_second=round(work.documents / seconds, 1),
             text_bytes_per_second=round(work.text_bytes / seconds, 1),
-            skipped_examples=tuple(named),
+            skipped_examples=tuple(packed.named),
             unreadable=tuple(listing.unreadable),
             repeated=tuple(listing.repeated),
             lost_text=work.loss.as_json(),
@@ -131,26 +135,33 @@ def prepare(
     return summary
 
 
-def tell_repeated(names: Sequence[str], notify: Callable[[str], None]) -> None:
-    for sentence in names[:MAX_SHOWN]:
+def tell_repeated(sentences: Sequence[str], notify: Callable[[str], None]) -> None:
+    """Notify of files and folders that have several names; `sentences` are those of `Listing.repeated`."""
+    for sentence in sentences[:MAX_SHOWN]:
         notify(f"{sentence}, so it is read once")
-    if len(names) > MAX_SHOWN:
-        notify(f"{len(names) - MAX_SHOWN:,} more names of what is read already")
+    if len(sentences) > MAX_SHOWN:
+        notify(f"{len(sentences) - MAX_SHOWN:,} more names of what is read already")
 
 
 def provide_tokenizer(
     partial: Path, given: Tokenizer | None, request: PrepareRequest, source: Source, bars: Progress
 ) -> Tokenizer:
-    """Load the tokenizer in `.partial/tokenizer`. An earlier launch left it, or it is the given one, or trained now."""
+    """Load the tokenizer in `.partial/tokenizer`. An earlier launch left it, or it is the given one, or trained now.
+
+    It is loaded from there in any case, so that this process and its workers have the same.
+    """
     folder = partial / "tokenizer"
-    if folder.is_dir() and given and origin_of_tokens(load_tokenizer(folder)) != origin_of_tokens(given):
-        shutil.rmtree(folder)
+    if folder.is_dir() and given:
+        is_same = origin_of_tokens(load_tokenizer(folder)) == origin_of_tokens(given)
+        if not is_same:
+            shutil.rmtree(folder)
+
     if not folder.is_dir():
         tokenizer = given
         if tokenizer is None:
             task = bars.add_task("training the tokenizer", total=None)
-            sample = sample_for_training(source, request)
-            tokenizer = train_tokenizer(sample, int(request.tokenizer.removeprefix(TRAIN_PREFIX)))
+            texts = sample_for_training(source, request)
+            tokenizer = train_tokenizer(texts, int(request.tokenizer.removeprefix(TRAIN_PREFIX)))
             bars.remove_task(task)
         unfinished = partial / "tokenizer.unfinished"
         tokenizer.save(unfinished)
@@ -167,7 +178,8 @@ def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
     decided after tokenising, so enough of those stay out of the training sample here, by a safe guess of tokens per
     byte.
     """
-    step = max(1, -(-(source.total_bytes or 0) // TOKENIZER_SAMPLE_BYTES))
+    total_bytes = source.total_bytes or 0
+    step = max(1, -(-total_bytes // TOKENIZER_SAMPLE_BYTES))  # rounded up
     documents: list[Document] = []
     num_bytes = 0
     for unit in itertools.islice(source.units(), 0, None, step):
@@ -178,12 +190,14 @@ def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
             break
     if not documents:
         raise DataError(f"{' '.join(request.sources)}: no document to train a tokenizer on")
+
     keys = np.array([document.split_key for document in documents], np.uint64)
     sizes = np.array([document.num_bytes for document in documents], np.int64)
     threshold = threshold_of(request)
     if threshold > 0:
-        threshold = raise_threshold(threshold, keys, sizes, request.max_seq_len * RESERVED_BYTES_PER_TOKEN)
-    return [document.text for document, held_out in zip(documents, keys < threshold, strict=True) if not held_out]
+        bytes_of_a_sample = request.max_seq_len * RESERVED_BYTES_PER_TOKEN
+        threshold = raise_threshold(threshold, keys, sizes, bytes_of_a_sample)
+    return [document.text for document, key in zip(documents, keys, strict=True) if key >= threshold]
 
 
 def progress_bars(show: bool) -> Progress:

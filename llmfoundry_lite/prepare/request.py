@@ -1,18 +1,26 @@
-"""The request of `data prepare`: everything that decides its result."""
+"""The request of `data prepare`: everything that decides its result. `__post_init__` checks it."""
 
 from dataclasses import dataclass
 
 from llmfoundry_lite.errors import DataError
 
 TRAIN_PREFIX = "train:"
-COMPRESSION_LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
+COMPRESSION_LEVELS = {
+    "br": range(12),
+    "bz2": range(1, 10),
+    "gz": range(10),
+    "snappy": range(0),
+    "zstd": range(1, 23),
+}
 """Levels that StreamingDataset 0.13 knows. Importing it to ask takes seconds, which is too long for an error."""
 
 SHARD_LIMIT_BYTES = 2**32
 """Most bytes that MDS can address in a shard."""
 SHARD_HEAD_BYTES = 4096
 """Upper limit of the bytes before the samples of an MDS shard."""
-MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // 8
+MAX_BYTES_PER_TOKEN = 8
+"""Bytes in a shard for each token: at most 4 of the token, and the offset of a sample of one token."""
+MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // MAX_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +52,7 @@ class PrepareRequest:
     """Compression of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
 
     def __post_init__(self) -> None:
+        """Raise DataError for an impossible value, in the words of the command's options."""
         if not self.text_keys or not all(self.text_keys):
             raise DataError("--text-key is empty; expected the name of a field or column")
         if not 1 <= self.max_seq_len <= MAX_SEQ_LEN:
@@ -55,7 +64,7 @@ class PrepareRequest:
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
-        smallest = SHARD_HEAD_BYTES + 8 * self.max_seq_len
+        smallest = SHARD_HEAD_BYTES + MAX_BYTES_PER_TOKEN * self.max_seq_len
         if not smallest <= self.size_limit_bytes < SHARD_LIMIT_BYTES:
             raise DataError(
                 f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
@@ -70,10 +79,12 @@ class PrepareRequest:
 
     @property
     def text_keys(self) -> tuple[str, ...]:
+        """The keys of `text_key`, also where there is one."""
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
 
 
 def check_encoding(encoding: str) -> None:
+    """Raise DataError unless Python knows an encoding of text by this name."""
     try:
         "text".encode(encoding)
     except (LookupError, ValueError) as error:
@@ -84,11 +95,12 @@ def check_encoding(encoding: str) -> None:
 
 
 def check_compression(compression: str) -> None:
-    names = set(COMPRESSION_LEVELS)
-    names |= {f"{name}:{level}" for name, levels in COMPRESSION_LEVELS.items() for level in levels}
+    """Raise DataError unless this is the name of a compression, alone or with one of its levels."""
+    names = set()
+    descriptions = []
+    for name, levels in COMPRESSION_LEVELS.items():
+        names.add(name)
+        names.update(f"{name}:{level}" for level in levels)
+        descriptions.append(f"{name}, {name}:{levels[0]} to {name}:{levels[-1]}" if levels else name)
     if compression not in names:
-        known = ", ".join(
-            f"{name}, {name}:{levels[0]} to {name}:{levels[-1]}" if levels else name
-            for name, levels in COMPRESSION_LEVELS.items()
-        )
-        raise DataError(f"--compression {compression}: expected one of {known}")
+        raise DataError(f"--compression {compression}: expected one of {', '.join(descriptions)}")

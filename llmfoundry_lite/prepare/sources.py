@@ -2,7 +2,8 @@
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
 
-A source is cut into units of work that are the same in every launch and on every machine.
+A source is cut into units of work that are the same in every launch and on every machine. `listing.py` finds the files;
+`documents.py` says what a unit is, and reads it.
 """
 
 import hashlib
@@ -25,8 +26,10 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
-TABLES, ROWS = ("csv", "table"), "rows of CSV, parquet and arrow"
-"""Kinds of files that a companion reads, and the name of its reader."""
+TABLES = ("csv", "table")
+"""Kinds of files that a companion reads."""
+ROWS = "rows of CSV, parquet and arrow"
+"""Name of the companion's reader of them."""
 
 # Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
 MIN_UNIT_BYTES = 256 * 1024
@@ -41,7 +44,14 @@ DEFAULT_VAL_FRACTION = 0.005
 # tables of characters (a seventh of all bytes, with nothing to learn from), and generated files that record paths of
 # the machine on which Python was built.
 STDLIB_EXCLUDED_FOLDERS = {
-    *("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"),
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "__pycache__",
 }
 STDLIB_EXCLUDED_MODULES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
@@ -66,7 +76,8 @@ def _check_spelling(source: str) -> None:
     """Raise DataError for a URL, also a misspelt one, unless it is the name of something here."""
     url = meant_url(source) or source
     hub_folder = source.removeprefix(HUB_PREFIX)  # `hf:` may name a folder here, by its absolute path too
-    if "://" not in url or os.path.exists(source) or os.path.exists(hub_folder):
+    exists = os.path.exists(source) or os.path.exists(hub_folder)
+    if "://" not in url or exists:
         return
     if url.startswith("hf://"):
         raise DataError(f"{source}: no such file or folder; did you mean {HUB_PREFIX}{url.removeprefix('hf://')}?")
@@ -80,18 +91,22 @@ def open_source(request: PrepareRequest) -> Source:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
     for source in sources:
         _check_spelling(source)
-    special = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
-    if special and len(sources) > 1:
-        raise DataError(f"{special[0]} cannot be prepared together with other sources; prepare them into two folders")
+
+    # The standard library, or a data set of the Hub, must stand alone.
+    not_files = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
+    if not_files and len(sources) > 1:
+        raise DataError(f"{not_files[0]} cannot be prepared together with other sources; prepare them into two folders")
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
-    if special:
-        open_hub = companions.find("readers", "hf: data sets of text", special[0])
-        return open_hub(special[0].removeprefix(HUB_PREFIX), request)
+    if not_files:
+        open_hub = companions.find("readers", "hf: data sets of text", not_files[0])
+        return open_hub(not_files[0].removeprefix(HUB_PREFIX), request)
+
     listing = list_files(sources, split=request.split, on_error=request.on_error)
-    table = next((path for path in listing.files if kind_of(path) in TABLES), None)
-    if table is not None:
-        companions.require("readers", ROWS, str(table))
+    for path in listing.files:
+        if kind_of(path) in TABLES:
+            companions.require("readers", ROWS, str(path))  # raises at once if no companion can read it
+            break
     return Source(
         units=lambda: file_units(listing, request),
         identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),
@@ -102,15 +117,20 @@ def open_source(request: PrepareRequest) -> Source:
 
 
 def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
-    """Return facts on all files to compare and show. `files`: (name, path, whether its modification time counts)."""
+    """Return facts on all files to compare and show: their number, bytes, and a digest of names, sizes and times.
+
+    `files` are names, paths, and whether the time of modification counts. Raises DataError for a file that is gone.
+    """
     digest = hashlib.sha256()
-    num_files = total_bytes = 0
+    num_files = 0
+    total_bytes = 0
     for name, path, with_time in files:
         try:
             status = path.stat()
         except OSError as error:
             raise DataError(f"{path} was there when the preparation began and is not now: {error.strerror}") from error
-        digest.update(os.fsencode(f"{name}\0{status.st_size}\0{status.st_mtime_ns if with_time else 0}\n"))
+        modified_ns = status.st_mtime_ns if with_time else 0
+        digest.update(os.fsencode(f"{name}\0{status.st_size}\0{modified_ns}\n"))
         num_files += 1
         total_bytes += status.st_size
     return {"files": num_files, "bytes": total_bytes, "digest": digest.hexdigest()[:16]}
@@ -122,17 +142,26 @@ def open_standard_library(folder: Path | None = None) -> Source:
     The order is by path within the library; neither order nor split depends on where Python is installed.
     """
     folder = Path(folder or sysconfig.get_path("stdlib"))
-    found = [path.relative_to(folder) for path in folder.rglob("*.py")] if folder.is_dir() else []
-    files = sorted((path for path in found if is_library_source(path)), key=Path.as_posix)
+    files: list[Path] = []
+    if folder.is_dir():
+        all_files = [path.relative_to(folder) for path in folder.rglob("*.py")]
+        files = sorted(filter(is_library_source, all_files), key=Path.as_posix)
     if not files:
         raise DataError(f"this Python ({sys.executable}) comes without the source of its standard library")
+
     sizes = {folder / path: (folder / path).stat().st_size for path in files}
+    total_bytes = sum(sizes.values())
     modules = {str(folder / path): path.parts[0].removesuffix(".py") for path in files}
-    python = {"python": ".".join(map(str, sys.version_info[:3]))}
+
+    def identify() -> dict[str, str | int]:
+        version = ".".join(map(str, sys.version_info[:3]))
+        # Times do not count, because installing the same Python elsewhere changes them.
+        return {"python": version, **inventory((path.as_posix(), folder / path, False) for path in files)}
+
     return Source(
-        units=lambda: whole_units(sizes.items(), unit_bytes(sum(sizes.values())), modules),
-        identify=lambda: {**python, **inventory((path.as_posix(), folder / path, False) for path in files)},
-        total_bytes=sum(sizes.values()),
+        units=lambda: whole_units(sizes.items(), unit_bytes(total_bytes), modules),
+        identify=identify,
+        total_bytes=total_bytes,
         val_fraction=STDLIB_VAL_FRACTION,
     )
 
@@ -152,8 +181,13 @@ def unit_bytes(total_bytes: int) -> int:
 
 
 def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
-    """Cut local files into units, in the order of the listing."""
-    encoding, target = request.encoding, unit_bytes(sum(listing.files.values()))
+    """Cut local files into units, in the order of the listing.
+
+    Small whole files share a unit. Files of lines are cut by bytes where their lines can be found by offset, and read
+    through otherwise: a compressed file has no offsets, and another encoding may have other line ends.
+    """
+    encoding = request.encoding
+    target = unit_bytes(sum(listing.files.values()))
     for kind, files in itertools.groupby(listing.files.items(), key=lambda item: kind_of(item[0])):
         if kind == "whole":
             yield from whole_units(files, target)
@@ -164,31 +198,51 @@ def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
             elif path.suffix in COMPRESSED_SUFFIXES or encoding:
                 yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
             else:
-                for start in range(0, size, target):
-                    end = min(size, start + target)
-                    yield Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
+                yield from range_units(path, size, target)
+
+
+def range_units(path: Path, size: int, target_bytes: int) -> Iterator[Unit]:
+    """Cut a plain file of lines into ranges of `target_bytes`; the last may have less."""
+    for start in range(0, size, target_bytes):
+        end = min(size, start + target_bytes)
+        yield Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
 
 
 def whole_units(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Unit]:
-    """Yield groups of consecutive files of at least `target_bytes`; the last may have less."""
+    """Yield groups of consecutive files of at least `target_bytes`; the last may have less.
+
+    `files` are paths and sizes. `modules` are the top-level modules of the standard library's files, by path.
+    """
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
         names = tuple(str(path) for path, _ in group)
-        named = tuple(modules[name] for name in names) if modules else ()
-        yield Unit(kind="whole", names=names, num_bytes=group_bytes, modules=named)
+        unit_modules = tuple(modules[name] for name in names) if modules else ()
+        yield Unit(kind="whole", names=names, num_bytes=group_bytes, modules=unit_modules)
 
 
 def stream_units(
     kind: str, name: str, values: Iterable[tuple[Any, int]], target: int, size_bytes: int = 0
 ) -> Iterator[Unit]:
-    """Cut a stream of (line or text, bytes read so far) into units of about `target` bytes or characters."""
-    first, consumed_bytes = 1, 0
-    for group, length in group_by_size(
-        values, lambda value: 0 if isinstance(value[0], Bad) else len(value[0]), target, max_items=MAX_ROWS_PER_UNIT
-    ):
+    """Cut a stream of values into units of about `target` bytes or characters, or of MAX_ROWS_PER_UNIT values.
+
+    `values` are lines or texts, each with the bytes that have been read from disk so far. `size_bytes` is the size of
+    the file, which the last unit makes up for, so that the progress bar ends at its end.
+    """
+    first_row = 1
+    bytes_before = 0
+    for group, length in group_by_size(values, _length_of_value, target, max_items=MAX_ROWS_PER_UNIT):
+        _, bytes_read = group[-1]
         is_last = length < target and len(group) < MAX_ROWS_PER_UNIT
-        read_bytes = max(size_bytes, group[-1][1]) if is_last else group[-1][1]
+        if is_last:
+            bytes_read = max(size_bytes, bytes_read)
         content = tuple(value for value, _ in group)
-        yield Unit(kind=kind, names=(name,), first=first, content=content, num_bytes=read_bytes - consumed_bytes)
-        first, consumed_bytes = first + len(group), read_bytes
+        yield Unit(kind=kind, names=(name,), first=first_row, content=content, num_bytes=bytes_read - bytes_before)
+        first_row += len(group)
+        bytes_before = bytes_read
+
+
+def _length_of_value(value: tuple[Any, int]) -> int:
+    """Return the length of a line or text of a stream; 0 for one that cannot be read."""
+    content, _ = value
+    return 0 if isinstance(content, Bad) else len(content)

@@ -12,6 +12,7 @@ from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.report.tables import Table
 
 FORMAT_VERSION = 1
+"""Version of `summary.json` and of the shards. Another one is another preparation."""
 SPLITS = ("train", "val")
 SUMMARY_FILE = "summary.json"
 MAX_SHOWN = 5
@@ -101,39 +102,64 @@ def load_summary(folder: str | Path) -> Summary:
 
 
 def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
-    """Print the short table at the end of a preparation."""
+    """Print the short table at the end of a preparation, and lines on the tokenizer and on what was left out."""
+    console = console or Console()
+    table = _table_of_splits(summary, title=f"prepared in {printable(str(out))}")
+    console.print(table.title, highlight=False, markup=False)
+    table.print(console)
+    console.print("\n".join(_lines_on(summary)), highlight=False, markup=False)
+
+
+def _table_of_splits(summary: Summary, title: str) -> Table:
+    """Make a table with a row for each split."""
+    columns = ["split", "documents", "samples", "tokens", "left over", "text", "shards"]
     rows = []
     for name, split in summary.splits.items():
-        counts = (split.documents, split.samples, split.tokens, split.remainder_tokens)
-        rows.append([name, *(f"{count:,}" for count in counts), f"{split.text_bytes / 1e6:.2f} MB", f"{split.shards}"])
-    columns = ["split", "documents", "samples", "tokens", "left over", "text", "shards"]
-    table = Table(f"prepared in {printable(str(out))}", columns, rows)
+        rows.append(
+            [
+                name,
+                f"{split.documents:,}",
+                f"{split.samples:,}",
+                f"{split.tokens:,}",
+                f"{split.remainder_tokens:,}",
+                f"{split.text_bytes / 1e6:.2f} MB",
+                f"{split.shards}",
+            ]
+        )
+    return Table(title, columns, rows)
+
+
+def _lines_on(summary: Summary) -> list[str]:
+    """Return the lines below the table. All that other people have named is made printable."""
     tokenizer = summary.tokenizer
     lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
-        lines += some_of(summary.skipped_examples, sum(summary.skipped.values()) - summary.skipped["empty"])
+        num_not_empty = sum(summary.skipped.values()) - summary.skipped["empty"]  # empty ones are not named
+        lines += first_sentences(summary.skipped_examples, num_not_empty)
     if summary.ignored_files:
         lines.append(f"files ignored, of no kind we read or no part of a saved data set: {summary.ignored_files:,}")
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
-        lines += some_of(summary.unreadable, len(summary.unreadable))
-    if summary.lost_text and (sentence := describe_lost_text(summary.lost_text)):
-        lines.append(f"text: {printable(sentence)}")
+        lines += first_sentences(summary.unreadable, len(summary.unreadable))
+    if summary.lost_text:
+        sentence = describe_lost_text(summary.lost_text)
+        if sentence:
+            lines.append(f"text: {printable(sentence)}")
     if "val" not in summary.splits:
         lines.append("no validation split: none was asked for, or too little text to hold out a sample")
     lines.append(
         f"{summary.seconds:.1f} s, {summary.documents_per_second:,.0f} documents/s, "
         f"{summary.text_bytes_per_second / 1e6:.2f} MB/s"
     )
-    console = console or Console()
-    console.print(table.title, highlight=False, markup=False)
-    table.print(console)
-    console.print("\n".join(lines), highlight=False, markup=False)
+    return lines
 
 
-def some_of(sentences: tuple[str, ...], count: int) -> list[str]:
+def first_sentences(sentences: tuple[str, ...], count: int) -> list[str]:
     """Return indented lines: the first sentences, and the number of others among `count`."""
-    shown = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
-    return shown + ([f"  and {count - len(shown):,} more"] if count > len(shown) else [])
+    lines = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
+    num_more = count - len(lines)
+    if num_more > 0:
+        lines.append(f"  and {num_more:,} more")
+    return lines

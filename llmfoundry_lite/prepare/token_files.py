@@ -1,7 +1,8 @@
 """Step 1 of `data prepare`: units of text to files of tokens, by any worker in any order.
 
 A unit whose token file, `.partial/units/NNNNNNNN.npz`, is there and made of this text by this tokenizer is never done
-again.
+again. `tokenize` is the whole step. `TokenFiles` makes one file; it exists once in this process, and once in each
+worker.
 """
 
 import math
@@ -19,7 +20,7 @@ from functools import cached_property
 from io import BytesIO
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import Progress
@@ -42,7 +43,14 @@ MAX_LOST_TEXT = 0.01
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
+"""End of the origin of a token file that the fast encoder has made."""
 FAST_ENCODER = "fast encoder of text: gigatoken"
+"""Name of the companion's part."""
+MAX_TASKS_PER_WORKER = 2
+"""Units under way for each worker, which keep it busy. More would only wait in memory, with their text."""
+MAX_WAITING_PER_WORKER = 16
+"""Units of a worker whose results may wait for an earlier unit's."""
+MAX_UINT16_VOCAB = 1 << 16
 
 
 class Unequal(Exception):
@@ -68,7 +76,32 @@ class TokenUnit:
     made_of: np.ndarray
     """One str: the unit and the tokenizer."""
     loss: np.ndarray
-    """One str: characters of the unit's beginning that the tokens do not spell, as `LostText.stored` has it."""
+    """One str: characters of the unit's beginning that the tokens do not spell, as `LostText.as_text` has it."""
+
+
+class NumberedUnit(NamedTuple):
+    """A unit of the source, before this launch's work on it."""
+
+    number: int
+    unit: Unit
+    has_file: bool
+    """Whether its token file is there already."""
+
+
+class UnitCounts(NamedTuple):
+    """What a unit holds."""
+
+    documents: int
+    text_bytes: int
+
+
+class FinishedUnit(NamedTuple):
+    """A unit whose token file is there."""
+
+    number: int
+    unit: Unit
+    counts: UnitCounts | None
+    """None where the file was there already."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,8 +131,8 @@ def tokenize(
     The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
     Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
     """
-    fast = find_fast_encoder()
-    if fast and fast.may_be_used(source.total_bytes, partial / VERDICT):
+    fast_encoder = find_fast_encoder()
+    if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / VERDICT):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
             return make_token_files(source, files, num_workers, bars, max_lost_text)
@@ -111,7 +144,8 @@ def tokenize(
 
 def find_fast_encoder() -> Any:
     """Return the class of the fast encoder; None where no companion has it."""
-    return dict(companions.parts("builders", lambda name: name == FAST_ENCODER)).get(FAST_ENCODER)
+    encoders = dict(companions.parts("builders", lambda name: name == FAST_ENCODER))
+    return encoders.get(FAST_ENCODER)
 
 
 def make_token_files(
@@ -121,29 +155,38 @@ def make_token_files(
 
     Units are counted in their order, those of earlier launches too, so that each launch refuses the same.
     """
-    work, total = Work(), source.total_bytes
-    task = bars.add_task("tokenising", total=total)
-    done = {path.name for path in files.folder.glob("*.npz")}
-    units = (
-        (number, unit, files.path(number).name in done and files.is_of(number, unit))
-        for number, unit in enumerate(source.units())
-    )
-    for number, unit, made in (
-        make_here(files, units) if num_workers == 1 else make_in_processes(files, units, num_workers)
-    ):
+    work = Work()
+    bytes_to_do = source.total_bytes
+    task = bars.add_task("tokenising", total=bytes_to_do)
+    units = number_units(source, files)
+    if num_workers == 1:
+        finished_units = make_here(files, units)
+    else:
+        finished_units = make_in_processes(files, units, num_workers)
+
+    for number, unit, counts in finished_units:
         work.num_units = number + 1
-        if made is not None:
-            work.documents += made[0]
-            work.text_bytes += made[1]
+        if counts is not None:
+            work.documents += counts.documents
+            work.text_bytes += counts.text_bytes
             bars.advance(task, unit.num_bytes)
-        elif total is not None:  # shrink the work rather than advance, or the ETA believes the old speed
-            total -= unit.num_bytes
-            bars.update(task, total=total)
+        elif bytes_to_do is not None:  # shrink the work rather than advance, or the ETA believes the old speed
+            bytes_to_do -= unit.num_bytes
+            bars.update(task, total=bytes_to_do)
+
         work.loss += files.loss(number)
         if work.loss.characters >= ENOUGH_CHARACTERS:
             refuse_lost_text(work.loss, files.request, max_lost_text)
     refuse_lost_text(work.loss, files.request, max_lost_text)
     return work
+
+
+def number_units(source: Source, files: "TokenFiles") -> Iterator[NumberedUnit]:
+    """Yield the units of a source, and whether an earlier launch has left the token file of each."""
+    left_names = {path.name for path in files.folder.glob("*.npz")}
+    for number, unit in enumerate(source.units()):
+        has_file = files.path(number).name in left_names and files.is_of(number, unit)
+        yield NumberedUnit(number, unit, has_file)
 
 
 def refuse_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
@@ -157,27 +200,23 @@ def refuse_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: flo
 
 
 def allowing(share: float) -> float:
-    """Return a round number that allows this share."""
+    """Return a round number that allows this share: 0.02 for 0.0101."""
     return math.ceil(100 * share) / 100
 
 
-Units = Iterator[tuple[int, Unit, bool]]
-"""Units with their numbers, and whether the token file of each is there already."""
-Made = Iterator[tuple[int, Unit, tuple[int, int] | None]]
-"""Units with their numbers, and the documents and bytes of text in each; None where the token file was there."""
-
-
-def make_here(files: "TokenFiles", units: Units) -> Made:
-    """Make the missing token files in this process."""
+def make_here(files: "TokenFiles", units: Iterator[NumberedUnit]) -> Iterator[FinishedUnit]:
+    """Make the missing token files in this process. Yields all units in order."""
     files.prove()
-    for number, unit, is_done in units:
-        yield number, unit, None if is_done else files.make(number, unit)
+    for number, unit, has_file in units:
+        counts = None if has_file else files.make(number, unit)
+        yield FinishedUnit(number, unit, counts)
 
 
-def make_in_processes(files: "TokenFiles", units: Units, num_workers: int) -> Made:
-    """Do the same in worker processes, two units under way for each: enough to keep all busy; streams wait in memory.
+def make_in_processes(files: "TokenFiles", units: Iterator[NumberedUnit], num_workers: int) -> Iterator[FinishedUnit]:
+    """Make the missing token files in worker processes. Yields all units in order.
 
-    Results are taken in order, so that every launch over the same input names the same bad document.
+    Results are taken in order, so that every launch over the same input names the same bad document. Raises DataError
+    where a worker process has ended, and what a worker raises.
     """
     workers = ProcessPoolExecutor(
         num_workers,
@@ -186,22 +225,31 @@ def make_in_processes(files: "TokenFiles", units: Units, num_workers: int) -> Ma
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
-    running: deque[tuple[int, Unit, Future[tuple[int, int]] | None]] = deque()
+    # Units in order, whose results are yet to be taken. The future is None where the token file is there already.
+    waiting: deque[tuple[int, Unit, Future[UnitCounts] | None]] = deque()
 
-    def is_full() -> bool:
-        under_way = sum(future is not None for _, _, future in running)
-        return under_way > 2 * num_workers or len(running) > 16 * num_workers
+    def must_take_first() -> bool:
+        _, _, first_future = waiting[0]
+        if first_future is None:
+            return True
+        num_tasks = sum(future is not None for _, _, future in waiting)
+        return num_tasks > MAX_TASKS_PER_WORKER * num_workers or len(waiting) > MAX_WAITING_PER_WORKER * num_workers
+
+    def take_first() -> FinishedUnit:
+        number, unit, future = waiting.popleft()
+        counts = None if future is None else future.result()  # waits, and raises the worker's error
+        return FinishedUnit(number, unit, counts)
 
     try:
         if files.is_fast:  # not here, where a crash of the library would end the command
             workers.submit(prove_in_worker).result()
-        for number, unit, is_done in units:
-            running.append((number, unit, None if is_done else workers.submit(make_in_worker, number, unit)))
-            while running and (running[0][2] is None or is_full()):
-                first, its_unit, future = running.popleft()
-                yield first, its_unit, future and future.result()
-        for number, unit, future in running:
-            yield number, unit, future and future.result()
+        for number, unit, has_file in units:
+            future = None if has_file else workers.submit(make_in_worker, number, unit)
+            waiting.append((number, unit, future))
+            while waiting and must_take_first():
+                yield take_first()
+        while waiting:
+            yield take_first()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
@@ -240,7 +288,7 @@ def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
     assert parent is not None, "start_worker is for worker processes"
 
     def follow_parent() -> None:
-        # After a kill -9 nobody closes the task queue: without this, workers would wait on it forever.
+        # After a kill -9 nobody closes the task queue, so without this workers would wait on it without end.
         parent.join()
         os._exit(1)
 
@@ -250,10 +298,12 @@ def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
 
 
 def prove_in_worker() -> None:
+    """Compare the encoders of this worker. Raises Unequal."""
     _files_of_worker.prove()
 
 
-def make_in_worker(number: int, unit: Unit) -> tuple[int, int]:
+def make_in_worker(number: int, unit: Unit) -> UnitCounts:
+    """Write the token file of one unit, by the tokenizer of this worker."""
     return _files_of_worker.make(number, unit)
 
 
@@ -261,6 +311,7 @@ class TokenFiles:
     """The token files of a preparation, and one process's means to make them."""
 
     def __init__(self, request: PrepareRequest, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
+        """Take the folder of work in progress, and the tokenizer in it. `is_fast` uses the fast encoder."""
         self.request = request
         self.partial = partial
         self.folder = partial / "units"
@@ -269,14 +320,19 @@ class TokenFiles:
 
     @cached_property
     def encoder(self) -> Any:
-        """The fast encoder if there is one, built by the first task, where an error can be reported."""
-        return find_fast_encoder()(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
+        """The fast encoder if it is used, built by the first task, where an error can be reported; else None."""
+        if not self.is_fast:
+            return None
+        encoder_class = find_fast_encoder()
+        return encoder_class(self.tokenizer, self.partial / VERDICT)
 
     @cached_property
     def speller(self) -> Speller:
+        """What finds the text that the tokenizer loses."""
         return Speller(self.tokenizer)
 
     def loss(self, number: int) -> LostText:
+        """Return the text that the tokenizer loses at the beginning of a unit, from its token file."""
         with np.load(self.path(number)) as stored:
             return load_lost_text(str(stored["loss"]))
 
@@ -286,6 +342,7 @@ class TokenFiles:
             self.encoder.prove()
 
     def path(self, number: int) -> Path:
+        """Return the path of a unit's token file."""
         return self.folder / f"{number:08}.npz"
 
     def is_of(self, number: int, unit: Unit) -> bool:
@@ -295,27 +352,37 @@ class TokenFiles:
                 made_of = str(stored["made_of"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return False
-        name = self.origin(unit)
-        return made_of == name or (self.is_fast and made_of == name + IN_GIGATOKEN)
+        origin = self.origin(unit)
+        return made_of == origin or (self.is_fast and made_of == origin + IN_GIGATOKEN)
 
     def origin(self, unit: Unit) -> str:
+        """Name what a token file is made of: the text of a unit, and the tokenizer."""
         return f"{unit.digest()} by {origin_of_tokens(self.tokenizer)}"
 
-    def make(self, number: int, unit: Unit) -> tuple[int, int]:
-        """Write the token file of one unit. Returns its documents and their bytes."""
+    def make(self, number: int, unit: Unit) -> UnitCounts:
+        """Write the token file of one unit. Raises DataError for a document that cannot be read, and Unequal."""
         dtype = token_dtype(self.tokenizer)
+        end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
         skipped = Skipped()
-        documents: list[tuple[int, int, int]] = []
+        loss = LostText()
         pieces: list[np.ndarray] = []
-        end_of_text, loss = np.array([self.tokenizer.eos_token_id], dtype), LostText()
+        doc_tokens: list[int] = []
+        doc_bytes: list[int] = []
+        doc_keys: list[int] = []
         for document in read_documents(unit, self.request, skipped):
-            ids = self.encoder.encode(document) if self.encoder else self.tokenizer.encode_to_array(document.text)
-            pieces += ids.astype(dtype), end_of_text
-            documents.append((len(ids) + 1, document.num_bytes, document.split_key))
+            if self.encoder:
+                ids = self.encoder.encode(document)
+            else:
+                ids = self.tokenizer.encode_to_array(document.text)
+            pieces.append(ids.astype(dtype))
+            pieces.append(end_of_text)
+            doc_tokens.append(len(ids) + 1)
+            doc_bytes.append(document.num_bytes)
+            doc_keys.append(document.split_key)
             if loss.characters < SPELLED_CHARACTERS:
                 loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
-        doc_tokens, doc_bytes, doc_keys = zip(*documents, strict=True) if documents else ((), (), ())
-        made = TokenUnit(
+
+        token_unit = TokenUnit(
             tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
             doc_tokens=np.array(doc_tokens, np.int64),
             doc_bytes=np.array(doc_bytes, np.int64),
@@ -323,25 +390,28 @@ class TokenFiles:
             skipped=np.array([skipped.counts[reason] for reason in SKIP_REASONS], np.int64),
             named=np.array(skipped.named, str),
             made_of=np.array(self.origin(unit) + IN_GIGATOKEN * self.is_fast),
-            loss=np.array(loss.stored()),
+            loss=np.array(loss.as_text()),
         )
         content = BytesIO()
-        np.savez(content, **{name: getattr(made, name) for name in TokenUnit.__slots__})
+        np.savez(content, **{name: getattr(token_unit, name) for name in TokenUnit.__slots__})
         write_atomically(self.path(number), content.getbuffer())
-        return len(doc_tokens), sum(doc_bytes)
+        return UnitCounts(documents=len(doc_tokens), text_bytes=sum(doc_bytes))
 
 
 def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
     """Read a token file, or only what it says about its documents."""
     with np.load(path) as stored:
-        tokens = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
-        return TokenUnit(tokens=tokens, **{name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"})
+        # An entry of an .npz file is read when it is asked for.
+        values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
+        values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
+        return TokenUnit(**values)
 
 
 def origin_of_tokens(tokenizer: Tokenizer) -> str:
+    """Name what decides the tokens of a text: the tokenizer's fingerprint, and the id that ends a document."""
     return f"{tokenizer.fingerprint} {tokenizer.eos_token_id}"
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """Return the smallest type that holds every id."""
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 65536 else np.uint32)
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= MAX_UINT16_VOCAB else np.uint32)

@@ -31,7 +31,7 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.folder_locks import check_not_held
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
-from llmfoundry_lite.data.recorded import Places, given_places
+from llmfoundry_lite.data.recorded import DataLocations, locations_at
 from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
@@ -104,7 +104,7 @@ def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
         if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
     dataset, config, tokenizer = open_data(run, read_layers(changes, for_training=False))
-    epoch, step = dataset.stages.locate(number - 1)
+    epoch, step = dataset.stages.locate_batch(number - 1)
     ids = dataset.stages.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
     rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
     digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
@@ -155,7 +155,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     words = {"train_loader": {"dataset": plain_words(dataset)}}
     opened, *_ = open_data(found, [Layer("batches", words)] if dataset else [])  # an empty block would stand for all
     loader = build_text_loader(opened, kind=StatefulLoader)
-    epoch, num_batches = opened.stages.locate(first - 1)
+    epoch, num_batches = opened.stages.locate_batch(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)
     return _read_batches(found, loader, first, last)
 
@@ -188,7 +188,8 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     if loader.name != "text":
         raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
     own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
-    placed = Places(own=own, given=given_places(config, given)).place(loader.dataset)
+    locations = DataLocations(download_folder=own, named_by_user=locations_at(config, given))
+    placed = locations.choose_for(loader.dataset)
     for folder in build_folders(placed):
         if folder.remote:
             check_not_held(folder.path)
@@ -223,7 +224,7 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
 
 def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
     """Return the row as it was trained, padding included, and without."""
-    shard, sample = dataset.locate(sample_id)
+    shard, sample = dataset.locate_sample(sample_id)
     padded_t = dataset.read_sample(shard, sample).numpy()
     folder = dataset.folders[dataset.cache.table.stream_of(shard)]
     name = Path(dataset.cache.path(shard)).name

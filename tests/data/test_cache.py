@@ -13,5 +13,5 @@ def test_packed_shards_count_where_they_are_kept_and_a_folder_without_a_remote_n
     kinds = [(True, "s3://b"), (False, "s3://b"), (True, None)]
     cache: Any = ShardCache.__new__(ShardCache)
     cache.folders = [SimpleNamespace(stream=SimpleNamespace(keep_zip=keep), remote=remote) for keep, remote in kinds]
-    cache.table = SimpleNamespace(of_stream=lambda number: rows)
-    assert cache._sizes.tolist() == [7, 9, 5, 6, 0, 0]
+    cache.table = SimpleNamespace(rows_of_stream=lambda number: rows)
+    assert cache._limited_bytes.tolist() == [7, 9, 5, 6, 0, 0]

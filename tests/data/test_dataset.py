@@ -363,9 +363,9 @@ def test_a_shard_that_is_to_be_read_next_gives_no_room_to_another(tmp_path):
     limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
     cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
     for shard in range(4):
-        cache.bring(shard)
+        cache.ensure_present(shard)
     assert cache.is_ready(0)
-    cache.bring(4)
+    cache.ensure_present(4)
     assert [os.path.exists(cache.path(shard)) for shard in range(5)] == [True, False, True, True, True]
 
 
@@ -374,10 +374,10 @@ def test_a_shard_that_the_remote_has_lost_stays_and_makes_room_once_alone(tmp_pa
     limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
     cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
     for shard in range(4):
-        cache.bring(shard)
+        cache.ensure_present(shard)
     (remote / Path(cache.path(0)).name).unlink()
     for shard in (4, 5):
-        cache.bring(shard)
+        cache.ensure_present(shard)
     assert [os.path.exists(cache.path(shard)) for shard in range(6)] == [True, False, True, True, True, True]
 
 
@@ -386,21 +386,21 @@ def test_a_shard_that_is_still_coming_takes_its_room_already(tmp_path, monkeypat
     limit = (remote / "index.json").stat().st_size + 4 * max(path.stat().st_size for path in remote.glob("*.mds"))
     cache = open_data(tmp_path / "cache", remote=str(remote), cache_limit=limit).cache
     for shard in range(4):
-        cache.bring(shard)
+        cache.ensure_present(shard)
     has_begun, may_come = threading.Event(), threading.Event()
-    bring = cache.folders[0].bring
+    fetch_shard = cache.folders[0].fetch_shard
 
-    def bring_the_first_late(reader, *, again):
+    def fetch_the_first_late(reader, *, again):
         if not has_begun.is_set():
             has_begun.set()
             assert may_come.wait(60)
-        return bring(reader, again=again)
+        return fetch_shard(reader, again=again)
 
-    monkeypatch.setattr(cache.folders[0], "bring", bring_the_first_late)
-    other = threading.Thread(target=cache.bring, args=(4,))
+    monkeypatch.setattr(cache.folders[0], "fetch_shard", fetch_the_first_late)
+    other = threading.Thread(target=cache.ensure_present, args=(4,))
     other.start()
     assert has_begun.wait(60)
-    cache.bring(5)
+    cache.ensure_present(5)
     may_come.set()
     other.join()
     assert [os.path.exists(cache.path(shard)) for shard in range(6)] == [False, False, True, True, True, True]
@@ -959,7 +959,7 @@ def test_data_prepared_again_in_the_same_shape_is_refused_unless_the_checkpoint_
     for key in ("content", "streams", "order_version"):
         del state[key]
     again.load_state_dict(state)
-    assert again._next == (0, 24)
+    assert again._next_start == (0, 24)
 
 
 def test_equal_streams_in_another_order_are_refused(tmp_path):

@@ -9,7 +9,7 @@ from streaming import MDSWriter
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
-from llmfoundry_lite.data.recorded import Places, given_places, state_of
+from llmfoundry_lite.data.recorded import DataLocations, locations_at, shard_state
 from llmfoundry_lite.errors import ConfigError, DataError
 
 
@@ -26,8 +26,10 @@ def contents(folder):
 
 def place(own, given=(), uses_recorded_remote=False, **words):
     dataset = build_block(TextDatasetConfig, words, "train_loader.dataset")
-    places = Places(own=own, given=given, uses_recorded_remote=uses_recorded_remote, advice=", or --so")
-    return places.place(dataset)
+    locations = DataLocations(
+        download_folder=own, named_by_user=given, uses_recorded_remote=uses_recorded_remote, advice=", or --so"
+    )
+    return locations.choose_for(dataset)
 
 
 def read(dataset):
@@ -41,14 +43,14 @@ def test_whole_shards_are_read_in_place(tmp_path, has_remote):
     before, remote = contents(tmp_path), {"remote": "s3://theirs"} if has_remote else {}
     found = place(tmp_path / "own", local=str(tmp_path / "data"), split="train", **remote)
     assert (found.local, found.remote, found.split) == (str(tmp_path / "data"), None, "train")
-    assert read(found) == [*range(40)] and contents(tmp_path) == before and state_of(folder) == "whole"
+    assert read(found) == [*range(40)] and contents(tmp_path) == before and shard_state(folder) == "whole"
 
 
 def test_packed_shards_are_unpacked_in_a_folder_of_our_own(tmp_path):
     folder = write(tmp_path / "data", compression="zstd")
     before = contents(folder)
     found = place(tmp_path / "own", local=str(folder))
-    assert (found.local, found.remote) == (str(tmp_path / "own" / "0"), str(folder)) and state_of(folder) == "packed"
+    assert (found.local, found.remote) == (str(tmp_path / "own" / "0"), str(folder)) and shard_state(folder) == "packed"
     assert read(found) == [*range(40)] and contents(folder) == before
     assert len([*(tmp_path / "own" / "0").glob("*.mds")]) > 1
 
@@ -92,7 +94,7 @@ def test_streams_and_stages_are_placed_with_what_they_take_from_each_other(tmp_p
     found = place(tmp_path / "own", stages=stages, split="x")
     first, last = (stage.streams for stage in found.stages)
     assert first["a"].local == last["a"].local == f"{tmp_path}/a" and first["a"].remote is last["a"].remote is None
-    assert (last["b"].local, last["b"].remote) == (str(tmp_path / "own" / "2"), str(b)) and state_of(
+    assert (last["b"].local, last["b"].remote) == (str(tmp_path / "own" / "2"), str(b)) and shard_state(
         tmp_path / "a" / "x"
     )
     streams = {"a": {"local": a}, "b": {"local": "gone"}}
@@ -107,15 +109,15 @@ def test_what_the_user_gave_is_known_by_its_key_at_any_depth():
     values = {"local": "a", "streams": {"x": {"local": "b", "remote": "c"}, "y": {"remote": "d"}}, "split": "e"}
     values = {"train_loader": {"dataset": values | {"stages": [{"streams": {"z": {"local": "f"}}}]}}}
     key = "train_loader.dataset"
-    assert given_places(values, [f"{key}.local", f"{key}.split"]) == {"a"}
-    assert given_places(values, [f"{key}.streams", f"{key}.stages", "seed"]) == {"b", "c", "d", "f"}
+    assert locations_at(values, [f"{key}.local", f"{key}.split"]) == {"a"}
+    assert locations_at(values, [f"{key}.streams", f"{key}.stages", "seed"]) == {"b", "c", "d", "f"}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"shards": [{}]}', '{"shards": [{"raw_data": {"basename": 1}}]}'])
 def test_an_index_that_is_none_is_named(tmp_path, content):
     (tmp_path / "index.json").write_text(content)
     with pytest.raises(DataError, match=r"index\.json is not an MDS index .*; give the data of the run"):
-        state_of(tmp_path)
+        shard_state(tmp_path)
 
 
 @pytest.mark.parametrize("split", ["../x", "/etc", "a/../../b", "..", "a\0b"])

@@ -83,14 +83,14 @@ def change_hashes(folder: Path, shard: int, change) -> Path:
 @pytest.mark.parametrize("change", [lambda _: {}, lambda known: dict.fromkeys(known, "")], ids=["none", "empty"])
 def test_one_shard_without_a_hash_among_others_is_refused_unless_told(tmp_path, change):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    before = read_table(folder).contents[0]
+    before = read_table(folder).content_digests[0]
     change_hashes(folder, 2, change)
     with pytest.raises(DataError, match=r"shard.00002.mds has no hash, .* load it all the same: allow_unhashed_shards"):
         read_table(folder)
     table = read_table(folder, allow_unhashed_shards=True)
     readers = readers_of(table, folder)
     assert [bool(readers[i].raw_data.hashes) for i in range(4)] == [True, True, False, True]
-    assert table.contents[0].startswith("mixed:") and table.contents[0] != before
+    assert table.content_digests[0].startswith("mixed:") and table.contents[0] != before
 
 
 def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
@@ -99,9 +99,9 @@ def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
     table = read_table(changed)
     readers = readers_of(table, folder)
     assert [list(readers[i].raw_data.hashes) for i in range(4)] == [["xxh64"], ["xxh64"], ["sha1"], ["xxh64"]]
-    digests = {table.contents[0]}
+    digests = {table.content_digests[0]}
     for change in (lambda known: {"md5": known["sha1"]}, lambda known: {"md5": known["md5"][::-1]}):
-        digests.add(read_table(change_hashes(folder, 2, change)).contents[0])
+        digests.add(read_table(change_hashes(folder, 2, change)).content_digests[0])
     assert len(digests) == 3, "algorithm and value are both part of what the data is"
     with pytest.raises(DataError, match=r"validate_hash is xxh64, but .* has md5; leave validate_hash out"):
         read_table(folder, hash_name="xxh64")
@@ -110,7 +110,7 @@ def test_shards_of_different_algorithms_are_each_checked_by_their_own(tmp_path):
 def test_the_digest_of_shards_with_one_algorithm_is_this_one_for_ever(tmp_path):
     """Checkpoints keep it."""
     hashed, plain = write_mds(tmp_path / "a", hashes=["xxh64"]), write_mds(tmp_path / "b")
-    contents = [read_table(folder).contents[0] for folder in (hashed, plain)]
+    contents = [read_table(folder).content_digests[0] for folder in (hashed, plain)]
     assert contents == ["xxh64:c0de21416b8955a2c712774c86bbe0a6", "sizes:2cfa14b5dabe97ca3fb48aca8db7cc41"]
 
 
@@ -181,14 +181,14 @@ def test_a_shard_that_is_listed_twice_is_refused(tmp_path):
 
 def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
     folder = write_mds(tmp_path / "a", hashes=["xxh64"])
-    digest = read_table(folder).contents[0]
+    digest = read_table(folder).content_digests[0]
     index = folder / "index.json"
     regular = index.read_text()
     index.write_text(regular.replace("shard.", "piece."))
-    assert read_table(folder).contents[0] == digest
+    assert read_table(folder).content_digests[0] == digest
     some_hash = json.loads(regular)["shards"][3]["raw_data"]["hashes"]["xxh64"]
     index.write_text(regular.replace(some_hash, some_hash[::-1]))
-    assert read_table(folder).contents[0] != digest
+    assert read_table(folder).content_digests[0] != digest
 
 
 def test_of_several_hashes_the_fastest_is_checked(tmp_path):

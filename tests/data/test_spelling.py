@@ -30,7 +30,7 @@ def trained(model, trainer, special, parts, vocab_size=120, **options) -> Tokeni
 def measured(tokenizer: Tokenizer, text: str) -> tuple[dict[str, int], int]:
     """The kinds that are not 0, and the bytes that no token stands for."""
     loss = Speller(tokenizer).measure(text)
-    assert load_lost_text(loss.stored()) == loss and loss.characters == len(text)
+    assert load_lost_text(loss.as_text()) == loss and loss.characters == len(text)
     return {kind: count for kind, count in loss.kinds.items() if count}, loss.lost_bytes
 
 

@@ -1,7 +1,9 @@
 """Stages of data: other streams from a batch on, in an order that no layout, worker or stop changes."""
 
 import json
+import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -36,11 +38,11 @@ def test_epochs_of_all_stages_are_every_batch_once(stages, more):
     while batch < begins[-1] + more:
         assert staged.batch_at(epoch, 0) == batch and staged.num_batches(epoch) > 0
         for step in range(staged.num_batches(epoch)):
-            assert staged.locate(batch + step) == (epoch, step)
+            assert staged.locate_batch(batch + step) == (epoch, step)
         batch, epoch = batch + staged.num_batches(epoch), epoch + 1
     ends = {staged.batch_at(number, staged.num_batches(number)) for number in range(epoch)}
     assert ends >= {end for _, end in pairwise(begins)}
-    assert [begin for begin, _ in staged.begun(begins[-1])] == (begins[:-1] or [0])
+    assert [begin for begin, _ in staged.stages_begun(begins[-1])] == (begins[:-1] or [0])
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def mixture(tmp_path):
 def state_at(batch: int, settings, *, ends_epoch: bool = False) -> dict:
     """The state between two batches; where an epoch ends there, of its end or of the next one's beginning."""
     dataset = open_data(None, **settings)
-    epoch, step = dataset.stages.locate(batch)
+    epoch, step = dataset.stages.locate_batch(batch)
     if ends_epoch and step == 0:
         epoch, step = epoch - 1, dataset.stages.num_batches(epoch - 1)
     dataset.begin_at(epoch, 0)
@@ -191,6 +193,14 @@ def test_a_stage_that_has_begun_keeps_its_shares(mixture):
     open_data(None, **changed).load_state_dict(state_at(12, mixture))
     with pytest.raises(DataError, match="is not what the checkpoint was trained with"):
         open_data(None, **changed).load_state_dict(state_at(13, mixture))
+
+
+def test_other_data_of_a_begun_stage_is_named_though_a_later_one_has_more_streams(mixture):
+    state, code = state_at(20, mixture), Path(mixture["streams"]["code"]["local"])
+    shutil.rmtree(code)
+    write_shards(code, 90, first=5000)
+    with pytest.raises(DataError, match=rf"the checkpoint was trained with: {code} holds .*, 'code' in the checkpoint"):
+        open_data(None, **mixture).load_state_dict(state)
 
 
 def test_one_folder_in_two_stages_has_one_remote(mixture, tmp_path):
