@@ -93,7 +93,7 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     Raises DataError if there is no such folder, CheckpointError for a URL that cannot be read, and ConfigError without
     the companion `llmfoundry_ops`.
     """
-    return companions.find("readers", "runs that are still written", "lf.runs")(folder)
+    return companions.load("llmfoundry_ops.runs:list_runs", "lf.runs")(folder)
 
 
 def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:

@@ -107,7 +107,7 @@ class Noted(Callback):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@needs("train -n")
+@needs("llmfoundry_ops")
 def test_launchers_import_only_what_the_configuration_names(planted, data):
     """The user's own callback lies in the working directory, and imports a module beside it. Nothing there stands for
     an installed module."""
@@ -146,7 +146,7 @@ def test_ranks_of_an_evaluation_import_nothing_from_the_working_directory(plante
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@needs("bench")
+@needs("llmfoundry_machines")
 @pytest.mark.parametrize("words", ["doctor --quick", "bench mfu --shapes tiny --seq-len 64 --num-steps 1 --out out"])
 def test_machines_are_measured_without_the_working_directory(planted, words):
     code = 2 if "doctor" in words else 0  # a machine without a GPU, or a busy one, is not fit

@@ -34,7 +34,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
         _run_here("llmfoundry_lite.train", main, context.args)
     try:
-        launch = companions.find("commands", "train -n")
+        launch = companions.load("llmfoundry_ops.commands:train_ranks", "train -n")
     except ConfigError as error:
         raise ConfigError(f"{error}; or composer -n {num_ranks} -m llmfoundry_lite.train …") from error
     raise typer.Exit(launch(context.args, num_ranks, 3 if max_restarts is None else max_restarts, log_dir))

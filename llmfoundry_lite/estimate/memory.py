@@ -8,7 +8,7 @@ buffers, and the allocator's fragmentation.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from llmfoundry_lite.companions import find
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.model_memory import (
@@ -31,8 +31,6 @@ ROUNDING = 1 / 300
 """Share that torch's allocator adds by rounding up; by rehearsals."""
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step."""
-STAGES = "memory of a pipeline's ranks"
-"""Builder: (config, layout, device) -> the estimate of one device of the fullest rank."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
 """Scratch numbers for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
@@ -43,7 +41,9 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
     Without `device`, libraries are assumed to take the most that they take on any.
     """
     if layout.pipeline > 1:
-        return find("builders", STAGES)(config, layout, device)
+        key = "pp_config.pipeline_parallel_degree"
+        estimate_fullest = companions.load("llmfoundry_layouts.stage_memory:estimate_fullest", key)
+        return estimate_fullest(config, layout, device)
     moments = estimate_moments(Portion(config, layout)).values()
     return add_the_rest(Portion(config, layout), fullest(moments), device)
 

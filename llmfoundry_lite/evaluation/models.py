@@ -130,7 +130,7 @@ def find_subject(
     """
     at = Placement(DTYPES[precision], device, shard)
     if where.startswith("hf:"):
-        fetch = companions.find("readers", "hf: models to evaluate", f"models: {where}")
+        fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_evaluate", f"models: {where}")
         return _find_folder(where, fetch(where.removeprefix("hf:")), tokenizer, at)
     check_url_spelling(where)
     if "://" not in where and not Path(where).exists():
@@ -211,7 +211,8 @@ def _find_folder(where: str, folder: Path, tokenizer: str | None, at: Placement)
         )
     else:
         try:
-            load = companions.find("readers", "causal models of other types")(folder)
+            open_plain = companions.load("llmfoundry_formats.plain_models:open_plain", "causal models of other types")
+            load = open_plain(folder)
         except ConfigError as error:
             raise DataError(f"models: {where}: its model_type is {kind!r}, not {', '.join(KINDS)}; {error}") from error
     found = load_tokenizer(tokenizer or folder)
@@ -241,10 +242,15 @@ def _own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
         return None
 
 
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """Read a `pytorch_model.bin` without running anything in it."""
+    read_weights_file = companions.load("llmfoundry_formats.pickles:read_weights_file", "pytorch_model.bin")
+    tensors, _ = read_weights_file(path, is_trusted=False)
+    return tensors
+
+
 def _load_folder(folder: Path, at: Placement) -> Any:
-    config, weights = import_model(
-        folder, lambda path: companions.find("readers", "pytorch_model.bin")(path, is_trusted=False)[0]
-    )
+    config, weights = import_model(folder, _read_pickle)
     model = _build_empty(config, at)
     _fill(model, weights, at)
     return TreeModel(model, at.device)

@@ -117,7 +117,8 @@ def read_rows(config: TaskConfig) -> list[dict[str, Any]]:
     """Return the rows of the task's file or data set. Raises DataError, which names file, line and column."""
     where = config.dataset_uri
     if where.startswith("hf://"):
-        found = companions.find("readers", "hf:// data sets of tasks")(config)
+        read_hub = companions.load("llmfoundry_formats.hub_tasks:read_hub", f"{config.label}: {where}")
+        found = read_hub(config)
     else:
         found = [row for row, _ in read_json_lines(config)]
     if not found:

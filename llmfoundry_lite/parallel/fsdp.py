@@ -88,7 +88,8 @@ def shard_model(
     is_divided = "tensor" in names_of(mesh)
     if is_divided:
         data_mesh = within_stage(mesh, without=("tensor",))
-        divide_layers = companions.find("builders", "tp_config.tensor_parallel_degree")
+        key = "tp_config.tensor_parallel_degree"
+        divide_layers = companions.load("llmfoundry_layouts.tensor:divide_layers", key)
         divide_layers(model, mesh["tensor"], sequence_parallel)
     reduction = torch.float64 if sums else precision.reduction
     # FSDP2 would cast every float that enters a block or a stage: angles of RoPE, slopes and biases of ALiBi, weights

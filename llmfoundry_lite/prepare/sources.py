@@ -25,8 +25,8 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
-TABLES, ROWS = ("csv", "table"), "rows of CSV, parquet and arrow"
-"""Kinds of files that a companion reads, and the name of its reader."""
+TABLES = ("csv", "table")
+"""Kinds of files that a companion reads."""
 
 # Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
 MIN_UNIT_BYTES = 256 * 1024
@@ -86,12 +86,12 @@ def open_source(request: PrepareRequest) -> Source:
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
     if special:
-        open_hub = companions.find("readers", "hf: data sets of text", special[0])
+        open_hub = companions.load("llmfoundry_formats.hub_texts:open_hub", special[0])
         return open_hub(special[0].removeprefix(HUB_PREFIX), request)
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     table = next((path for path in listing.files if kind_of(path) in TABLES), None)
     if table is not None:
-        companions.require("readers", ROWS, str(table))
+        companions.require("llmfoundry_formats", f"{table}: rows of CSV, parquet and arrow")
     return Source(
         units=lambda: file_units(listing, request),
         identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),
@@ -160,7 +160,8 @@ def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
             continue
         for path, size in files:
             if kind in TABLES:
-                yield from companions.find("readers", ROWS)(kind, path, size, target, request)
+                cut_table = companions.load("llmfoundry_formats.tables:cut_table", str(path))
+                yield from cut_table(kind, path, size, target, request)
             elif path.suffix in COMPRESSED_SUFFIXES or encoding:
                 yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
             else:

@@ -42,7 +42,6 @@ MAX_LOST_TEXT = 0.01
 VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
-FAST_ENCODER = "fast encoder of text: gigatoken"
 
 
 class Unequal(Exception):
@@ -98,7 +97,7 @@ def tokenize(
     The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
     Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
     """
-    fast = find_fast_encoder()
+    fast = companions.load_if_installed("llmfoundry_formats.fast_encoder:FastEncoder")
     if fast and fast.may_be_used(source.total_bytes, partial / VERDICT):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
@@ -107,11 +106,6 @@ def tokenize(
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
     return make_token_files(source, files, num_workers, bars, max_lost_text)
-
-
-def find_fast_encoder() -> Any:
-    """Return the class of the fast encoder; None where no companion has it."""
-    return dict(companions.parts("builders", lambda name: name == FAST_ENCODER)).get(FAST_ENCODER)
 
 
 def make_token_files(
@@ -269,8 +263,11 @@ class TokenFiles:
 
     @cached_property
     def encoder(self) -> Any:
-        """The fast encoder if there is one, built by the first task, where an error can be reported."""
-        return find_fast_encoder()(self.tokenizer, self.partial / VERDICT) if self.is_fast else None
+        """The fast encoder if it is used, built by the first task, where an error can be reported."""
+        if not self.is_fast:
+            return None
+        encoder = companions.load("llmfoundry_formats.fast_encoder:FastEncoder")
+        return encoder(self.tokenizer, self.partial / VERDICT)
 
     @cached_property
     def speller(self) -> Speller:

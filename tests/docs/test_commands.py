@@ -11,7 +11,7 @@ import typer
 import llmfoundry_lite.eval
 import llmfoundry_lite.train
 from llmfoundry_lite.cli.main import app, run
-from llmfoundry_lite.companions import list_missing
+from llmfoundry_lite.companions import find_missing
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from tests.helpers.launch import ROOT
@@ -39,7 +39,7 @@ def words_after(command: str, programs: tuple[str, ...]) -> list[str] | None:
 
 def launches(kind: str) -> list[list[str]]:
     found = [words_after(command, PROGRAMS[kind]) for command in FENCED]
-    missing = {*list_missing()}
+    missing = {*find_missing("blocks")}
     return [words for words in found if words and not missing & {word.partition(".")[0] for word in words}]
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import llmfoundry_lite.eval
-from llmfoundry_lite import companions
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -31,7 +30,7 @@ from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -494,7 +493,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
         path.unlink()
     assert not load_subject("model", tokenizer="tokenizer", device=CPU).notes
     (here / "model/vocab.json").write_text("{}")
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     assert load_subject("model", tokenizer="tokenizer", device=CPU).notes == [
         "passed over the model's own tokenizer model: tokenizers without tokenizer.json: needs the companion "
         "llmfoundry_formats"
@@ -600,7 +599,7 @@ def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
 WRITE = {"label": "write", "icl_task_type": "generation_task_with_answers", "dataset_uri": "next.jsonl"}
 
 
-@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=needs("causal models of other types"))])
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=needs("llmfoundry_formats"))])
 def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here, is_ours):
     riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
     (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
@@ -640,7 +639,7 @@ REPOSITORY = [
 ]
 
 
-@needs("causal models of other types")
+@needs("llmfoundry_formats")
 @pytest.mark.parametrize("has_safetensors", [True, False])
 def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_nothing_else(
     here, monkeypatch, has_safetensors
