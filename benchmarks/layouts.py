@@ -202,7 +202,7 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
     first, overlay = min(predictions), OVERLAYS[size][-1]
     launcher = "llmfoundry-lite train -n 8"
     if first > PER_NODE:
-        launcher = f"srun -N {first // PER_NODE} --ntasks-per-node {PER_NODE} python -m llmfoundry_lite.train"
+        launcher = f"srun -N {first // PER_NODE} --ntasks-per-node {PER_NODE} python -m llmfoundry_lite.launch_train"
     more = ", and on more" if len(predictions) > 1 else ""
     lines = [
         f"# {model.upper()} on {first} {DEVICES[size]}{more}: laid over the run and the devices' overlay.",

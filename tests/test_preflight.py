@@ -19,8 +19,8 @@ from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
-from llmfoundry_lite.train import check as check_launch
-from llmfoundry_lite.train import main as train_main
+from llmfoundry_lite.launch_train import check as check_launch
+from llmfoundry_lite.launch_train import main as train_main
 from tests.helpers.launch import ROOT
 from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data

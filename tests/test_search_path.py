@@ -13,7 +13,7 @@ import pytest
 from llmfoundry_lite import search_path
 from llmfoundry_lite.companions import search_path as path_of_companions
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.train import check
+from llmfoundry_lite.launch_train import check
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.present import needs
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config
@@ -122,7 +122,7 @@ def test_launchers_import_only_what_the_configuration_names(planted, data):
     lite = [sys.executable, "-m", "llmfoundry_lite"]
     assert "mine None\n" in call(planted, *lite, "train", "-n", "2", path)
     assert "mine None\n" in call(
-        planted, PROGRAMS / "composer", "-n", "2", "-m", "llmfoundry_lite.train", path, "run_name=b"
+        planted, PROGRAMS / "composer", "-n", "2", "-m", "llmfoundry_lite.launch_train", path, "run_name=b"
     )
     assert "mine None\n" not in call(planted, *lite, "replay", "-n", "2", "runs/tiny", "ba2..ba4")
     assert "mine None\n" in call(planted, *lite, "replay", "--trust-code", "-n", "2", "runs/tiny", "ba2..ba4")

@@ -157,8 +157,8 @@ def _rank(
 
 
 def _train(arguments: list[str]) -> None:
+    from llmfoundry_lite.launch_train import main
     from llmfoundry_lite.ranks.ending import run_and_exit
-    from llmfoundry_lite.train import main
 
     sys.argv = ["scripts/train.py", *arguments]
     run_and_exit(main)

@@ -94,5 +94,5 @@ def test_ranks_that_start_again_need_a_companion(monkeypatch, capsys, data, tmp_
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert run(["train", "-n", "2", "mpt-125m"]) == 2
-    words = "error: train -n: needs the companion llmfoundry_ops; or composer -n 2 -m llmfoundry_lite.train …\n"
+    words = "error: train -n: needs the companion llmfoundry_ops; or composer -n 2 -m llmfoundry_lite.launch_train …\n"
     assert capsys.readouterr().err == words

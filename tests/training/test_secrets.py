@@ -16,7 +16,7 @@ from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import is_installed
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import WandbConfig
-from llmfoundry_lite.train import check
+from llmfoundry_lite.launch_train import check
 from llmfoundry_lite.training.mirrors import WandbMirror
 from llmfoundry_lite.training.run_state import build_segment, find_differences, with_references
 from tests.helpers.launch import PATHS, train
