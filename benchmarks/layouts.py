@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, show
 from llmfoundry_planner.plan.report import CHECKPOINTING, three_digits
 from llmfoundry_planner.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes

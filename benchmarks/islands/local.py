@@ -35,7 +35,7 @@ from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.canvas import our_settings, plt
 from llmfoundry_lite.report.figure import write
 from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 NAMES = "abcd"

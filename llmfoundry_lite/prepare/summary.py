@@ -9,7 +9,7 @@ from rich.console import Console
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import DataError, printable
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")

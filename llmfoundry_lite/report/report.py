@@ -37,7 +37,7 @@ from llmfoundry_lite.report.reading import (
     read_run,
 )
 from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
-from llmfoundry_lite.report.tables import csv_text
+from llmfoundry_lite.tables import csv_text
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT

@@ -18,7 +18,7 @@ from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.launch import train
 from tests.helpers.present import leave_out_companions

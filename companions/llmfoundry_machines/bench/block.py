@@ -30,7 +30,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.products import Linear
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import measure_on_ranks
 
