@@ -203,8 +203,6 @@ class TextDataset(IterableDataset):
                 raise DataError(f"{self.folders[i].path} holds no samples; prepare the data again")
         size = self.config.epoch_size
         epoch_samples = number_abbrev_to_int(size) if size else None
-        if epoch_samples and epoch_samples > 10**18:
-            raise DataError(f"epoch_size is {size}, expected at most 10^18 samples")
         Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
         return [int(streams[i].choose) if i in streams else 0 for i in range(max(streams) + 1)]
 

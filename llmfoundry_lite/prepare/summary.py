@@ -33,11 +33,6 @@ class SplitSummary:
     """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
     shards: int
 
-    @property
-    def tokens_per_byte(self) -> float:
-        """Factor from a loss in nats per token to bits per byte: `loss / ln 2 * tokens_per_byte`."""
-        return (self.tokens + self.remainder_tokens) / self.text_bytes
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSummary:

@@ -117,16 +117,6 @@ def test_claims_that_a_kill_left_unfinished_are_cleared_and_others_are_not(tmp_p
     assert [(tmp_path / name).exists() for name in (litter, theirs)] == [False, True]
 
 
-@pytest.mark.fault
-def test_the_last_number_of_a_claim_is_refused_in_a_line(url, monkeypatch):
-    monkeypatch.setattr(leases, "WATCH_SECONDS", 0)
-    store = CheckpointStore(url)
-    store.leases.folder.make(with_parents=True)
-    store.leases.folder.put("999999999999999999.json", b"{}")
-    with pytest.raises(CheckpointError, match=r"which no launch can have; remove \.leases/999999999999999999\.json"):
-        store.acquire()
-
-
 # ------------------------------------------------------------------------------------------------ one guard, one test
 
 

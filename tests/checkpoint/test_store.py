@@ -191,15 +191,6 @@ def test_the_epoch_outlives_a_lost_lease_file(url):
 
 
 @pytest.mark.fault
-def test_a_number_that_no_manifest_can_hold_is_nobody_s_claim(url):
-    store, lease = saved(url)
-    store.leases.folder.put("99999999999999999999.json", b"{}")
-    save(store, lease, 1)
-    save(store, store.acquire(), 2)
-    assert [candidate.error for candidate in store.candidates()] == [None, None]
-
-
-@pytest.mark.fault
 @pytest.mark.parametrize("change", ["absent", "foreign", "folder"])
 def test_only_its_own_claim_tells_a_writer_that_it_may_write(url, change):
     store, lease = saved(url, 1)
