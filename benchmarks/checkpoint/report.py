@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.checkpoint.interval import SAVES
-from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
+from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import measured_table, ratios

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from llmfoundry_lite import tables
-from llmfoundry_lite.checkpoint.log_lines import console_line
+from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, printable
 from llmfoundry_ops.runs import LiveRun, open_run
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
-from llmfoundry_lite.checkpoint.log_lines import read_lines
+from llmfoundry_lite.checkpoint.run_log import read_lines
 from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run

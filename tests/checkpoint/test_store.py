@@ -21,10 +21,10 @@ from llmfoundry_lite.checkpoint import commit, local_folder
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.grid import Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
-from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import TensorRecord, encode
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
+from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present, check_structure, verify_checkpoint
 from llmfoundry_lite.cli.checkpoint import describe_row

@@ -7,7 +7,7 @@ import pytest
 import torch
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.log_lines import console_line
+from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.builders import find_separator
