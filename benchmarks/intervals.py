@@ -16,7 +16,7 @@ import numpy as np
 
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 LEVEL, SEED, NUM_TESTS = 0.05, 17, (1, 5, 10, 20)

@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import check_names, describe_conditions, open_console, show
 from llmfoundry_planner.plan.report import CHECKPOINTING, three_digits
 from llmfoundry_planner.plan.search import AS_FAST, find_sizes, search_layouts, usable_bytes
@@ -202,7 +202,7 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
     first, overlay = min(predictions), OVERLAYS[size][-1]
     launcher = "llmfoundry-lite train -n 8"
     if first > PER_NODE:
-        launcher = f"srun -N {first // PER_NODE} --ntasks-per-node {PER_NODE} python -m llmfoundry_lite.train"
+        launcher = f"srun -N {first // PER_NODE} --ntasks-per-node {PER_NODE} python -m llmfoundry_lite.launch_train"
     more = ", and on more" if len(predictions) > 1 else ""
     lines = [
         f"# {model.upper()} on {first} {DEVICES[size]}{more}: laid over the run and the devices' overlay.",

@@ -21,7 +21,7 @@ from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import GIB, MIB, Accelerator
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.memory import PER_NODE, fits
 from llmfoundry_planner.plan.search import find_sizes
 from llmfoundry_planner.rehearse.device import find_device

@@ -20,7 +20,7 @@ import psutil
 from numpy.typing import NDArray
 
 from llmfoundry_lite.data.order import SampleOrder
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 
 NUM_DOMAINS, SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, BATCH_SIZE = 8, 50, 1_000, 256

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from llmfoundry_lite.data.tokenizer import END_OF_TEXT, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 
 PEER_VARIABLE = "LLMFOUNDRY_COMMAND"

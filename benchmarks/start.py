@@ -29,10 +29,10 @@ from llmfoundry_machines.bench.steps import SHAPES, write_run
 IMPORT = "import composer"
 PYTHON = sys.executable
 LAUNCHERS = {
-    "composer -n 2": (str(Path(PYTHON).with_name("composer")), "-n", "2", "-m", "llmfoundry_lite.train"),
+    "composer -n 2": (str(Path(PYTHON).with_name("composer")), "-n", "2", "-m", "llmfoundry_lite.launch_train"),
     "torchrun --nproc-per-node 2": (
         *(PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("-m", "llmfoundry_lite.train"),
+        *("-m", "llmfoundry_lite.launch_train"),
     ),
     "llmfoundry-lite train -n 2": (PYTHON, "-m", "llmfoundry_lite", "train", "-n", "2"),
 }

@@ -1,17 +1,22 @@
-"""Companions: packages beside this one that add commands, blocks of YAML, readers and builders. The only seam.
+"""The seam to companions: packages beside this one that add to it. The core imports none of them.
 
-Ours are in `companions/` of a clone, and installed with a wheel. Others announce themselves by an entry point of the
-group `llmfoundry_lite.companions`. Each has a small `Companion` that names its parts, as `module:name`, and imports
-none of them. The core imports no companion: it asks for a part here. A missing one is an error of one line; energy, a
-fast encoder and a report's launches are done without. Any `commands` may be added. `readers` and `builders` answer
-names that the core asks for: a new name needs a caller there.
+Where the core needs a part of one of our companions, it names the part by its address, `package.module:name`, in the
+line that uses it:
+
+    build_context = companions.load("llmfoundry_layouts.context:build_context", "cp_config.context_parallel_degree")
+
+Without the companion this raises an error of one line. What a run can do without, such as energy counters, is asked
+for with `load_if_installed`.
+
+Any companion, also somebody else's, may add commands to `llmfoundry-lite` and blocks to a run's YAML. It lists them in
+a `Companion`: ours in their module `companion.py`, others in what an entry point of the group
+`llmfoundry_lite.companions` names. Ours lie in `companions/` of a clone, and a wheel brings them.
 """
 
 import importlib
-import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -22,105 +27,162 @@ from typing import Any
 from llmfoundry_lite.errors import ConfigError
 
 GROUP = "llmfoundry_lite.companions"
-SLOTS = ("commands", "blocks", "readers", "builders")
-OURS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "llmfoundry_islands": {"commands": ("islands",), "blocks": ("islands",)},
-    "llmfoundry_planner": {"commands": ("plan", "fabric", "rehearse")},
-    "llmfoundry_machines": {"commands": ("bench", "doctor")},
-    "llmfoundry_formats": {
-        "readers": (
-            "causal models of other types",
-            "folders of GPT-2, Llama, Mistral and Qwen",
-            "checkpoints of Composer and DCP",
-            "pytorch_model.bin",
-            "tokenizers without tokenizer.json",
-            "hf:// data sets of tasks",
-            "hf: data sets of text",
-            "hf: models to import",
-            "hf: models to evaluate",
-            "rows of CSV, parquet and arrow",
-            "rows of parquet and arrow",
-            "logs of lm-eval and Inspect",
-        ),
-        "builders": ("fast encoder of text: gigatoken",),
+
+PACKAGES = (
+    "llmfoundry_islands",
+    "llmfoundry_planner",
+    "llmfoundry_machines",
+    "llmfoundry_formats",
+    "llmfoundry_ops",
+    "llmfoundry_layouts",
+)
+"""Our companions."""
+
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "commands": {
+        "islands": "llmfoundry_islands",
+        "plan": "llmfoundry_planner",
+        "fabric": "llmfoundry_planner",
+        "rehearse": "llmfoundry_planner",
+        "bench": "llmfoundry_machines",
+        "doctor": "llmfoundry_machines",
+        "init": "llmfoundry_ops",
+        "watch": "llmfoundry_ops",
+        "relay": "llmfoundry_ops",
     },
-    "llmfoundry_ops": {
-        "commands": ("init", "train -n", "watch", "relay"),
-        "readers": ("runs that are still written",),
-        "builders": (
-            "additions to a report",
-            "energy counters",
-            "callbacks.hf_checkpointer",
-            "callbacks.generate_callback",
-            "callbacks.early_stopper",
-            "callbacks.kill_loss_spike",
-        ),
-    },
-    "llmfoundry_layouts": {
-        "builders": (
-            "tp_config.tensor_parallel_degree",
-            "tp_config.tensor_parallel_degree: the loss",
-            "cp_config.context_parallel_degree",
-            "pp_config.pipeline_parallel_degree",
-            "fsdp_config.sharding_strategy: ZERO_1",
-            "checks of tp_config, cp_config and pp_config",
-            "check of a pipeline's microbatches",
-            "dry run of tp_config, cp_config and pp_config",
-            "memory of a pipeline's ranks",
-        )
-    },
+    "blocks": {"islands": "llmfoundry_islands"},
 }
-"""Package -> slot -> names of its parts, so that an error can name a companion that is not here."""
+"""Table of a `Companion` -> name of each entry of ours -> its package, which an error names where it is missing."""
+
 SOURCE = Path(__file__).parents[1] / "companions"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Companion:
-    """Parts of a companion, each as `module:name`."""
+    """Commands and blocks that a companion adds, each by its address, `module:name`."""
 
     commands: Mapping[str, str] = field(default_factory=dict)
-    """`plan` -> a function, or a `typer.Typer` for a group; `train -n` -> the function behind that option."""
+    """Name of a command of `llmfoundry-lite` -> its function, or a `typer.Typer` for a group of commands."""
     examples: tuple[str, ...] = ()
     """Command lines to show at the end of help texts."""
     blocks: Mapping[str, str] = field(default_factory=dict)
-    """A key of a run's YAML -> its `Block`."""
-    readers: Mapping[str, str] = field(default_factory=dict)
-    """A kind of foreign file -> the function that reads it."""
-    builders: Mapping[str, str] = field(default_factory=dict)
-    """A key or setting of a run, or what else the core asks for -> the function, class or table for it."""
+    """Key of a run's YAML -> its `Block` (`config/blocks.py`)."""
+
+
+# ------------------------------------------------------------------------------------------------ parts by address
+
+
+def load(address: str, needed_for: str = "") -> Any:
+    """Import a part of one of our companions, such as "llmfoundry_layouts.context:build_context".
+
+    `needed_for` is what the user asked for: a key, a file, an option. Raises ConfigError, which begins with it, if the
+    companion is not installed.
+    """
+    require(address.partition(".")[0], needed_for or address)
+    return import_address(address)
+
+
+def load_if_installed(address: str) -> Any:
+    """Import a part of one of our companions; return None if the companion is not installed."""
+    if not is_installed(address.partition(".")[0]):
+        return None
+    return import_address(address)
+
+
+def require(package: str, needed_for: str) -> None:
+    """Raise ConfigError if this companion is not installed. Imports nothing, so that a check answers quickly."""
+    if not is_installed(package):
+        raise missing(package, needed_for)
+
+
+def missing(package: str, needed_for: str) -> ConfigError:
+    """Return the error that names a companion which is not installed."""
+    return ConfigError(f"{needed_for}: needs the companion {package}")
+
+
+def is_installed(package: str) -> bool:
+    """Return whether one of our companions lies in this clone or is installed."""
+    _search_clone()
+    return find_spec(package) is not None
+
+
+@cache
+def _search_clone() -> None:
+    """Let Python find the companions of this clone, which take precedence over installed ones."""
+    if SOURCE.is_dir():
+        sys.path.insert(0, str(SOURCE))
+
+
+def import_address(address: str) -> Any:
+    """Import what an address names, `module:name`. Raises ImportError or AttributeError."""
+    module, _, name = address.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# ---------------------------------------------------------------------------------------------- commands and blocks
 
 
 @cache
 def find_companions() -> list[Companion]:
-    """Return the installed companions: ours in their order, then those of others.
+    """Return the installed companions that add commands or blocks: ours in the order of `TABLES`, then those of others.
 
     One of others that cannot be loaded, or names a part like an existing one, is left out with a line.
     """
-    if SOURCE.is_dir():
-        sys.path.insert(0, str(SOURCE))  # this clone's take precedence over installed ones
-    found: list[Companion] = [
-        importlib.import_module(f"{name}.companion").COMPANION for name in OURS if find_spec(name)
-    ]
-    for point in entry_points(group=GROUP):
+    ours = dict.fromkeys(package for table in TABLES.values() for package in table.values())
+    companions = [import_address(f"{package}.companion:COMPANION") for package in ours if is_installed(package)]
+
+    for entry_point in entry_points(group=GROUP):
         try:
-            other = point.load()
-            if not isinstance(other, Companion):
-                raise TypeError(f"{point.value} is no Companion")
-            for slot in SLOTS:
-                taken = {name for one in found for name in getattr(one, slot)} & {*getattr(other, slot)}
-                if taken:
-                    raise ValueError(f"its {slot} {', '.join(sorted(taken))} are another's already")
+            companion = entry_point.load()
+            if not isinstance(companion, Companion):
+                raise TypeError(f"{entry_point.value} is no Companion")
+            _check_names(companion, companions)
         except Exception as error:
-            leave_out(point.name, error)
+            leave_out(entry_point.name, error)
         else:
-            found.append(other)
-    return found
+            companions.append(companion)
+    return companions
+
+
+def _check_names(companion: Companion, others: list[Companion]) -> None:
+    """Raise ValueError if a command or block of this companion has the name of another companion's."""
+    for table in TABLES:
+        names = {name for other in others for name in getattr(other, table)}
+        taken = names & {*getattr(companion, table)}
+        if taken:
+            raise ValueError(f"its {table} {', '.join(sorted(taken))} are another's already")
+
+
+def parts(table: str) -> Iterator[tuple[str, Any]]:
+    """Import and yield the name and the part of each entry in a table: "commands" or "blocks".
+
+    Where somebody else's part cannot be imported, it is left out with a line.
+    """
+    for companion in find_companions():
+        for name, address in getattr(companion, table).items():
+            try:
+                part = import_address(address)
+            except (ImportError, AttributeError) as error:
+                if address.partition(".")[0] in PACKAGES:
+                    raise
+                leave_out(name, error)
+            else:
+                yield name, part
+
+
+def find_missing(table: str) -> dict[str, str]:
+    """Return the commands or blocks of ours that no installed companion has: name -> the package that would have it."""
+    names = {name for companion in find_companions() for name in getattr(companion, table)}
+    return {name: package for name, package in TABLES[table].items() if name not in names}
 
 
 def leave_out(name: str, error: Exception) -> None:
     """Print that a companion of others, or a part of it, is left out, and why."""
     words = " ".join(str(error).split()) or type(error).__name__
     print(f"warning: companion {name}: left out: {words}", file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- other processes
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -132,58 +194,3 @@ def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     folders = [str(SOURCE.parent), str(SOURCE)] if SOURCE.is_dir() else []
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, given)])}
-
-
-def parts(slot: str, is_asked: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Any]]:
-    """Import and yield parts in a slot: `commands`, `blocks`, `readers` or `builders`."""
-    for companion in find_companions():
-        for name, where in getattr(companion, slot).items():
-            if not is_asked(name):
-                continue
-            try:
-                part = bring(where)
-            except (ImportError, AttributeError) as error:
-                if where.startswith(tuple(OURS)):
-                    raise
-                leave_out(name, error)
-            else:
-                yield name, part
-
-
-def find(slot: str, name: str, where: str = "") -> Any:
-    """Import the part of this name. Raises ConfigError, which names the missing companion, and `where` it is needed."""
-    if (part := look_for(slot, name)) is None:
-        raise missing(name, where)
-    return part
-
-
-def look_for(slot: str, name: str) -> Any:
-    """Import the part of this name; return None if no companion has it."""
-    given = next((there for one in find_companions() if name in (there := getattr(one, slot))), None)
-    return None if given is None else bring(given[name])
-
-
-def require(slot: str, name: str, where: str = "") -> None:
-    """Raise ConfigError if no companion has this part, which one of ours would have. Imports no part."""
-    if name in list_missing(slot):
-        raise missing(name, where)
-
-
-def missing(name: str, where: str = "") -> ConfigError:
-    package = next((package for package, slots in OURS.items() if name in itertools.chain(*slots.values())), None)
-    what = f"{where}: {name}" if where else name
-    return ConfigError(f"{what}: needs the companion {package}" if package else f"{what}: no companion has it")
-
-
-def list_missing(*slots: str) -> list[str]:
-    """Return the parts of our companions that nobody has here, by name: those in `slots`, or in every slot."""
-    found = find_companions()  # makes those of this clone importable
-    absent = [ours for package, ours in OURS.items() if find_spec(package) is None]
-    asked = [(slot, name) for ours in absent for slot in slots or SLOTS for name in ours.get(slot, ())]
-    return [name for slot, name in asked if not any(name in getattr(one, slot) for one in found)]
-
-
-def bring(where: str) -> Any:
-    """Import a part, given as `module:name`."""
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)

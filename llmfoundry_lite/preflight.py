@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -84,8 +84,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
 
     With `must_exist` (a launch) missing data are an error. Without it (a dry run) they are noted as not checked.
     """
-    for part in _parts_of_companions(config, layout):
-        companions.require("builders", part)
+    _check_companions(config, layout)
     check_batch(config, layout)
     for block in given_blocks(config.blocks).values() if must_exist else ():
         block.check_here(config)
@@ -108,12 +107,15 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     return found
 
 
-def _parts_of_companions(config: TrainConfig, layout: Layout) -> Iterator[str]:
-    """Yield the builders of companions that the run asks for, by their names in `companions.OURS`."""
-    yield from (key for dimension, key in DEGREE_KEYS.items() if getattr(layout, dimension) > 1)
+def _check_companions(config: TrainConfig, layout: Layout) -> None:
+    """Raise ConfigError, which names the key, if the run needs a companion that is not installed."""
+    for dimension, key in DEGREE_KEYS.items():
+        if getattr(layout, dimension) > 1:
+            companions.require("llmfoundry_layouts", key)
     if config.sharding.sharding_strategy == "ZERO_1":
-        yield "fsdp_config.sharding_strategy: ZERO_1"
-    yield from config.callbacks.of_companions
+        companions.require("llmfoundry_layouts", "fsdp_config.sharding_strategy: ZERO_1")
+    for key in config.callbacks.of_companions:
+        companions.require("llmfoundry_ops", key)
 
 
 def check_installed(*packages: str) -> None:
@@ -189,7 +191,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
     for task in tasks:
         is_local = not task.dataset_uri.startswith("hf://")
         if not is_local:
-            companions.require("readers", "hf:// data sets of tasks")
+            companions.require("llmfoundry_formats", f"icl_tasks: {task.label}: {task.dataset_uri}")
         is_here = is_local and Path(task.dataset_uri).exists()
         if must_exist and is_local and not is_here:
             raise DataError(
@@ -381,7 +383,8 @@ def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool)
             if must_exist:
                 raise ConfigError(f"{message}; {_fetch(name)}")
         elif found.text_keys:
-            companions.require("readers", f"tokenizers without {TOKENIZER_FILE}", f"tokenizer.name: {name}")
+            needed_for = f"tokenizer.name: {name}: tokenizers without {TOKENIZER_FILE}"
+            companions.require("llmfoundry_formats", needed_for)
         found.not_checked.append(message)
         return
     tokenizer = load_tokenizer(name)
@@ -584,7 +587,9 @@ def describe_division(heading: str, config: TrainConfig, layout: Layout) -> list
     where they exchange across nodes in every block."""
     if layout.ranks_per_data_rank == 1:
         return []
-    return companions.find("builders", "dry run of tp_config, cp_config and pp_config")[heading](config, layout)
+    needed_for = "tp_config, cp_config and pp_config"
+    descriptions = companions.load("llmfoundry_layouts.description:DESCRIPTIONS", needed_for)
+    return descriptions[heading](config, layout)
 
 
 def _describe_variable(name: str, value: str) -> str:

@@ -42,8 +42,8 @@ def train(config: Configuration, **overrides: Any) -> Run:
 
     Raises ConfigError, DataError or CheckpointError, in one line, before anything heavy starts where it can.
     """
+    from llmfoundry_lite.launch_train import launch
     from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS
-    from llmfoundry_lite.train import launch
 
     os.environ.setdefault(FULL_IMPORTS, "1")  # the program may need modules that a launch skips
     given, arguments = _read(config, overrides)
@@ -71,7 +71,7 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 
     Raises ConfigError, DataError or CheckpointError.
     """
-    from llmfoundry_lite.eval import launch
+    from llmfoundry_lite.launch_eval import launch
 
     given, arguments = _read(config, overrides)
     return {one.model: one for one in _as_rank(lambda: launch(arguments, given))}
@@ -93,7 +93,7 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     Raises DataError if there is no such folder, CheckpointError for a URL that cannot be read, and ConfigError without
     the companion `llmfoundry_ops`.
     """
-    return companions.find("readers", "runs that are still written", "lf.runs")(folder)
+    return companions.load("llmfoundry_ops.runs:list_runs", "lf.runs")(folder)
 
 
 def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:

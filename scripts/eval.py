@@ -12,7 +12,7 @@ if __name__ == "__main__":
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
-    from llmfoundry_lite.eval import main
+    from llmfoundry_lite.launch_eval import main
     from llmfoundry_lite.ranks.ending import run_and_exit
 
     run_and_exit(main)

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import ConfigError, printable
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 
 FORMAT = 1
 COLUMNS = ("device", "software", "commit, date", "part", "found")

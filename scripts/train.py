@@ -11,7 +11,7 @@ if __name__ == "__main__":
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
+    from llmfoundry_lite.launch_train import main
     from llmfoundry_lite.ranks.ending import run_and_exit
-    from llmfoundry_lite.train import main
 
     run_and_exit(main)

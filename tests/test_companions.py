@@ -1,8 +1,10 @@
-"""The seam: what others' companions may do, and what a missing one of ours is answered with."""
+"""The seam: what companions of others may add, where the core uses ours, and what it says of a missing one."""
 
+import ast
 import importlib
+import re
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from importlib.util import find_spec
 
 import pytest
 import typer
@@ -13,6 +15,8 @@ from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
+from tests.helpers.launch import ROOT
+from tests.helpers.present import leave_out_companions
 
 GOOD = Companion(commands={"hello": "json:dumps", "lost": "no_such_module:x"})
 TAKEN = Companion(commands={"hello": "json:loads"})
@@ -34,7 +38,7 @@ def others(monkeypatch):
 
 def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others, capsys):
     others("NOWHERE", "NONE", "GOOD", "TAKEN")
-    assert dict(companions.parts("commands", lambda name: name in ("hello", "lost"))).keys() == {"hello"}
+    assert {name for name, _ in companions.parts("commands") if name in ("hello", "lost")} == {"hello"}
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(": left out: ")[0] for line in lines] == [
         *("warning: companion NOWHERE", "warning: companion NONE", "warning: companion TAKEN"),
@@ -43,12 +47,86 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
     assert "its commands hello are another's already" in lines[2]
 
 
-def test_ours_are_listed_with_the_names_that_they_have():
-    for package, slots in companions.OURS.items():
-        if find_spec(package):
-            here = importlib.import_module(f"{package}.companion").COMPANION
-            found = {slot: tuple(names) for slot in companions.SLOTS if (names := getattr(here, slot))}
-            assert {slot: {*names} for slot, names in found.items()} == {s: {*n} for s, n in slots.items()}, package
+@pytest.mark.parametrize("table", companions.TABLES)
+def test_the_core_knows_what_each_of_ours_adds(table):
+    """Else it could not name a companion that is missing."""
+    installed = {package for package in companions.PACKAGES if companions.is_installed(package)}
+    added = {}
+    for package in sorted(installed & {*companions.TABLES[table].values()}):
+        companion = importlib.import_module(f"{package}.companion").COMPANION
+        added |= dict.fromkeys(getattr(companion, table), package)
+    assert added == {name: package for name, package in companions.TABLES[table].items() if package in installed}
+
+
+# Addresses: where the core uses a part of a companion, and what it is answered where the companion is missing
+
+
+@dataclass(frozen=True)
+class Use:
+    """A call of `companions.load` or `companions.load_if_installed` in our sources."""
+
+    place: str
+    """File and line."""
+    function: str
+    address: str | None
+    """None where the call does not spell it out, so that nobody could follow it."""
+
+
+def find_uses() -> list[Use]:
+    uses = []
+    for folder in ("llmfoundry_lite", "companions"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "tests" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in LOADS:
+                    place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    first = node.args[0]
+                    address = first.value if isinstance(first, ast.Constant) else None
+                    uses.append(Use(place, ast.unparse(node.func), address))
+    return uses
+
+
+LOADS = ("companions.load", "companions.load_if_installed")
+USES = find_uses()
+ADDRESSES = sorted({use.address for use in USES if use.address is not None})
+
+
+def test_every_use_of_a_companion_spells_its_address_out():
+    assert len(USES) >= 25
+    assert [use.place for use in USES if not re.fullmatch(r"llmfoundry_\w+(\.\w+)+:\w+", use.address or "")] == []
+    assert {address.partition(".")[0] for address in ADDRESSES} <= {*companions.PACKAGES}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_leads_to_its_part(address):
+    if not companions.is_installed(address.partition(".")[0]):
+        pytest.skip("its companion is not installed")
+    part = companions.load(address)
+    assert part is companions.import_address(address) is companions.load_if_installed(address)
+    assert callable(part) or isinstance(part, dict)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_without_companions_an_address_is_an_error_of_one_line(monkeypatch, address):
+    leave_out_companions(monkeypatch)
+    package = address.partition(".")[0]
+    with pytest.raises(ConfigError, match=f"^a_key: needs the companion {package}$"):
+        companions.load(address, needed_for="a_key")
+    with pytest.raises(ConfigError, match=f"^{address}: needs the companion {package}$"):
+        companions.load(address)
+    assert companions.load_if_installed(address) is None
+
+
+def test_without_companions_a_command_and_a_block_name_theirs(monkeypatch, capsys):
+    leave_out_companions(monkeypatch)
+    for table, packages in companions.TABLES.items():
+        assert companions.find_missing(table) == packages
+    program = typer.Typer()
+    program.command("report")(lambda: None)
+    program.callback()(lambda: None)
+    assert main.run(["doctor", "--folder", "x"], program) == 2
+    assert capsys.readouterr().err == "error: doctor: needs the companion llmfoundry_machines\n"
 
 
 def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
@@ -63,7 +141,7 @@ def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "part"),
+    ("changes", "key"),
     [
         ("tp_config.tensor_parallel_degree=2", "tp_config.tensor_parallel_degree"),
         ("cp_config.context_parallel_degree=2", "cp_config.context_parallel_degree"),
@@ -72,8 +150,8 @@ def test_a_companion_that_another_needs_is_named(monkeypatch, capsys):
         ("callbacks.early_stopper={monitor: loss, dataloader_label: eval}", "callbacks.early_stopper"),
     ],
 )
-def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, part):
+def test_a_missing_one_is_named_by_a_dry_run_too(monkeypatch, changes, key):
     config = load_train_config(["mpt-125m", changes]).config
-    monkeypatch.setattr(companions, "list_missing", lambda *slots: [part])
-    with pytest.raises(ConfigError, match=rf"^{part}: needs the companion llmfoundry_(layouts|ops)$"):
+    leave_out_companions(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"^{key}: needs the companion llmfoundry_(layouts|ops)$"):
         preflight.check(config, layout_of(config, 2), must_exist=False)

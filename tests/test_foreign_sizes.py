@@ -14,7 +14,6 @@ from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.models import mpt
-from llmfoundry_lite.report.report import ADDITIONS
 from tests.helpers.present import needs, present
 from tests.helpers.recorded import record_of, rewrite, write_run
 from tests.helpers.tiny import tiny_config
@@ -134,7 +133,7 @@ def test_blocks_that_are_none_do_not_end_reading(run_of):
 WRONG = {"infinite": math.inf, "not-a-number": math.nan, "huge": 10**400, "negative": -5, "text": "x", "list": [1]}
 
 
-@needs(ADDITIONS)
+@needs("llmfoundry_ops")
 @pytest.mark.parametrize("kind", WRONG)
 def test_numbers_that_no_launch_writes_do_not_end_a_report(kind, world, tmp_path, capsys, monkeypatch):
     """In each file beside the log, and in each line of the log, but for what tells a line of a launch."""

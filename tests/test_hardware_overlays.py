@@ -135,7 +135,7 @@ def test_the_command_line_has_the_last_word():
     assert config.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "A": "b"}
 
 
-@needs("islands")
+@needs("llmfoundry_islands")
 def test_the_documentation_lists_what_an_overlay_may_set():
     text = (ROOT / "docs/moving-a-run.md").read_text()
     listed = text[text.index("sets only what hardware") : text.index("Any other key")]

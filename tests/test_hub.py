@@ -48,7 +48,7 @@ def prepare(source: str, tokenizer: str, out: Path) -> list[str]:
     return ["data", "prepare", "--source", source, "--tokenizer", tokenizer, "--out", str(out), "--max-seq-len", "32"]
 
 
-@needs("hf: data sets of text")
+@needs("llmfoundry_formats")
 def test_a_private_data_set_on_a_busy_hub_gives_the_shards_of_its_folder(hub, tmp_path, tokenizer_folder):
     """It has been renamed; its files lie on another host; listings and files are refused, and bodies cut, at times."""
     folder = tmp_path / "folder"
@@ -77,7 +77,7 @@ def test_a_private_data_set_on_a_busy_hub_gives_the_shards_of_its_folder(hub, tm
     assert of_files and all(texts.sha in path for path in of_files), "one revision, and not what main is by now"
 
 
-@needs("causal models of other types")
+@needs("llmfoundry_formats")
 def test_a_model_and_a_task_of_the_hub_are_evaluated_as_from_a_folder(hub, tmp_path, tokenizer_folder):
     """The weights are cut after 12 of 16 MiB, and asked for from there; a second evaluation downloads nothing."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32768}
@@ -114,7 +114,7 @@ def test_a_model_and_a_task_of_the_hub_are_evaluated_as_from_a_folder(hub, tmp_p
     assert first == second == local
 
 
-@needs("hf: data sets of text")
+@needs("llmfoundry_formats")
 @pytest.mark.parametrize(
     ("source", "words", "code", "message"),
     [

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from llmfoundry_lite import companions, preflight
+from llmfoundry_lite import preflight
 from llmfoundry_lite.checkpoint import start as starting
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
@@ -19,10 +19,10 @@ from llmfoundry_lite.config.schema import as_dict
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
-from llmfoundry_lite.train import check as check_launch
-from llmfoundry_lite.train import main as train_main
+from llmfoundry_lite.launch_train import check as check_launch
+from llmfoundry_lite.launch_train import main as train_main
 from tests.helpers.launch import ROOT
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config, write_data
 
 
@@ -67,7 +67,7 @@ def test_hours_are_told_by_a_measured_rate_and_many_epochs_are_remarked_on(tmp_p
     assert ", 7.1 hours at 100 tokens per second" in text
 
 
-@needs("tp_config.tensor_parallel_degree")
+@needs("llmfoundry_layouts")
 def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
     config, _ = check(
         tmp_path,
@@ -84,7 +84,7 @@ def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
     )
 
 
-@needs("tp_config.tensor_parallel_degree")
+@needs("llmfoundry_layouts")
 def test_a_launch_across_nodes_warns_of_slow_groups(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     groups = {"tp_config": {"tensor_parallel_degree": 4}, "device_train_microbatch_size": 2}
@@ -380,7 +380,7 @@ def test_text_needs_its_tokenizer_before_a_launch(tmp_path, monkeypatch):
     _, found = check(tmp_path, tiny_config(folder), must_exist=False)
     assert found.not_checked[0].endswith("and train_loader.dataset is text that needs it")
     (tmp_path / "old").mkdir()
-    monkeypatch.setattr(companions, "list_missing", lambda *slots: ["tokenizers without tokenizer.json"])
+    leave_out_companions(monkeypatch)
     with pytest.raises(ConfigError, match=r"^tokenizer.name: .*/old: .* needs the companion llmfoundry_formats$"):
         check(tmp_path, tiny_config(folder, tokenizer={"name": str(tmp_path / "old")}), must_exist=False)
 
@@ -432,7 +432,7 @@ def test_a_separator_that_is_not_the_tokenizers_is_refused_unless_told(tmp_path,
     check(tmp_path, config)
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     stages = {"pipeline_parallel_degree": 2, "schedule": "interleaved"}
     config, _ = check(tmp_path, tiny_config(data, pp_config=stages, model__n_layers=5), world_size=4)

@@ -13,7 +13,7 @@ import pytest
 from llmfoundry_lite import search_path
 from llmfoundry_lite.companions import search_path as path_of_companions
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.train import check
+from llmfoundry_lite.launch_train import check
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.present import needs
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config
@@ -107,7 +107,7 @@ class Noted(Callback):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@needs("train -n")
+@needs("llmfoundry_ops")
 def test_launchers_import_only_what_the_configuration_names(planted, data):
     """The user's own callback lies in the working directory, and imports a module beside it. Nothing there stands for
     an installed module."""
@@ -122,7 +122,7 @@ def test_launchers_import_only_what_the_configuration_names(planted, data):
     lite = [sys.executable, "-m", "llmfoundry_lite"]
     assert "mine None\n" in call(planted, *lite, "train", "-n", "2", path)
     assert "mine None\n" in call(
-        planted, PROGRAMS / "composer", "-n", "2", "-m", "llmfoundry_lite.train", path, "run_name=b"
+        planted, PROGRAMS / "composer", "-n", "2", "-m", "llmfoundry_lite.launch_train", path, "run_name=b"
     )
     assert "mine None\n" not in call(planted, *lite, "replay", "-n", "2", "runs/tiny", "ba2..ba4")
     assert "mine None\n" in call(planted, *lite, "replay", "--trust-code", "-n", "2", "runs/tiny", "ba2..ba4")
@@ -146,7 +146,7 @@ def test_ranks_of_an_evaluation_import_nothing_from_the_working_directory(plante
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@needs("bench")
+@needs("llmfoundry_machines")
 @pytest.mark.parametrize("words", ["doctor --quick", "bench mfu --shapes tiny --seq-len 64 --num-steps 1 --out out"])
 def test_machines_are_measured_without_the_working_directory(planted, words):
     code = 2 if "doctor" in words else 0  # a machine without a GPU, or a busy one, is not fit

@@ -83,7 +83,7 @@ def check_whole_path(programs, second_step, folder):
     small = (*small, "global_train_batch_size=8", "train_loader.num_workers=0", "eval_loader.num_workers=0")
     plan = call(ours, "train", "mine.yaml", *small, "--dry-run", cwd=work)
     assert "parameters" in plan and "memory" in plan
-    launch = (programs / "composer", "-n", "2", "-m", "llmfoundry_lite.train")
+    launch = (programs / "composer", "-n", "2", "-m", "llmfoundry_lite.launch_train")
     call(*launch, "mine.yaml", "cpu", *small, "eval_interval=0", "device_train_microbatch_size=2", cwd=work)
     assert json.loads((work / "runs/mine/status.json").read_text())["status"] == "done"
 

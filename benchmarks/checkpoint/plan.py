@@ -40,7 +40,7 @@ from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 
 MEGABYTE = 1_000_000

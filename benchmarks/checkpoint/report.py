@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.checkpoint.interval import SAVES
-from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
+from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import measured_table, ratios
 
 OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"

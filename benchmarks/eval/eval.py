@@ -46,7 +46,7 @@ from llmfoundry_lite.evaluation.tasks import prepare_task
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.products import matmul_transposed
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, model_of
 

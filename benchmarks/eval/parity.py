@@ -30,7 +30,7 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.task_files import read_rows
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 
 TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40

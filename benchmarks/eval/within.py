@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eval.eval import SUITES, compare, make_items, make_model, peer_of, write_rendered
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES
 

@@ -43,7 +43,7 @@ from llmfoundry_islands.coordination.messages import TOKEN
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, EXIT_USER, UserError
 from llmfoundry_lite.ranks.lean_imports import HEAVY
 from llmfoundry_lite.ranks.rank import rendezvous
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, spread, tell
 from llmfoundry_machines.bench.steps import write_run
 from llmfoundry_ops.launcher import World

@@ -40,7 +40,7 @@ from benchmarks.switch.switch import (
 )
 from benchmarks.switch.workshop import INSTRUCTION_SETS, NO_GPU, Cluster, Workshop, probe
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, open_console, show, tabulate, tell
 
 ISLANDS, SOUND = "islands", "sound"

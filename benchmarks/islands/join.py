@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_planner.plan.join import EVERY, EXACT, LOST, OVERLAP, Pair, in_gigabits, join, name_way
 from llmfoundry_planner.plan.plan import hardware_named, make_plan

@@ -35,7 +35,7 @@ from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.canvas import our_settings, plt
 from llmfoundry_lite.report.figure import write
 from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 NAMES = "abcd"
@@ -145,7 +145,7 @@ class Shop:
         self.links = folder / "links.json"
         set_links(self.links, "open", BITS_PER_SECOND, DELAY_SECONDS)
         yaml = folder / "run.yaml"
-        self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.train") for name in NAMES]
+        self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.launch_train") for name in NAMES]
 
     def train(self, count: int, every: int, variant: str, seed: int, stop_after: int | None = None) -> dict[str, Any]:
         """Train one run to its end. `every` 0: exact islands, or one world."""

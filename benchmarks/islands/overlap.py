@@ -35,7 +35,7 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.exact import GRID_BITS
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 BLOCKS = {f"blocks.{i}.w": Box((0, 0), (512, 256)) for i in range(8)}

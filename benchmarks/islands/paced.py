@@ -25,4 +25,4 @@ def main(arguments: Sequence[str]) -> None:
 
     for kind in (Islands, LocalIslands):
         kind.exchange_gradient = delay(kind.exchange_gradient)  # type: ignore[method-assign]
-    importlib.import_module("llmfoundry_lite.train").main(arguments)  # as a launcher finds it
+    importlib.import_module("llmfoundry_lite.launch_train").main(arguments)  # as a launcher finds it

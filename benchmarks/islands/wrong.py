@@ -100,4 +100,4 @@ if __name__ == "__main__":
     from llmfoundry_islands.training.islands import Islands
 
     KINDS[kind](Islands)
-    runpy.run_module("llmfoundry_lite.train", run_name="__main__", alter_sys=True)
+    runpy.run_module("llmfoundry_lite.launch_train", run_name="__main__", alter_sys=True)

@@ -33,7 +33,7 @@ from llmfoundry_lite.evaluation.pairs import p_text
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, open_console, tabulate, tell
 
 SEEDS = (17, 18, 19)

@@ -26,7 +26,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.hardware import ACCELERATORS, REPORT_SCHEMA
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 from llmfoundry_planner.plan import rates, step
 from llmfoundry_planner.plan.calibrate import calibrate, minimise

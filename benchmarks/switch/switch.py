@@ -41,7 +41,7 @@ from benchmarks.switch.figure import plot_switch
 from benchmarks.switch.workshop import INSTRUCTION_SETS, NO_GPU, Cluster, Launch, Machine, Workshop, probe
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import (
     check_names,
     describe_conditions,

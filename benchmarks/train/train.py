@@ -21,7 +21,7 @@ from benchmarks.train import peer
 from llmfoundry_lite.devices import device_type, keep_freed_memory, peak_memory_bytes
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import (
     DTYPES,

@@ -1,4 +1,4 @@
-"""Parts that islands add to the core."""
+"""The command and the block that islands add."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -208,7 +208,7 @@ def bench_memory(
 
     Shows it beside the rehearsal and the estimate.
     """
-    companions.require("commands", "rehearse")
+    companions.require("llmfoundry_planner", "rehearse")
     from llmfoundry_machines.bench.memory import run
 
     raise typer.Exit(run(list(filter(None, models.split(","))), minutes, most, out))

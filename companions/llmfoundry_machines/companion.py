@@ -1,4 +1,4 @@
-"""Parts that measure and check a machine."""
+"""Commands that measure and check a machine."""
 
 from llmfoundry_lite.companions import Companion
 

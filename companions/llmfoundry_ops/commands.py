@@ -16,14 +16,14 @@ from llmfoundry_lite.ranks.rank import set_environment
 def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
     """Train on ranks of this machine and return the launch's exit code. Raises UserError as a rank would."""
     from llmfoundry_lite.config.spans import parse_seconds
+    from llmfoundry_lite.launch_train import check, prepare_environment
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
-    from llmfoundry_lite.train import check, prepare_environment
     from llmfoundry_ops.launcher import Launcher, Program
 
     config = check(arguments)[0].config
     prepare_environment(config)
-    program = Program("llmfoundry_lite.train", "llmfoundry_lite.training.train", HEAVY)
+    program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
     logs = log_dir or Path(config.run_folder) / "logs"
 
     def status(key: str) -> Any:

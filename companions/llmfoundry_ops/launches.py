@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
+from llmfoundry_lite.checkpoint.save_interval import suggest_save_interval
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.status import is_running, read_status
 from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run

@@ -18,7 +18,7 @@ from llmfoundry_lite.report.canvas import our_settings
 from llmfoundry_lite.report.figure import clean, color, stack, write
 from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
 from llmfoundry_lite.report.reading import SECONDS, Run
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_ops.journal import Allocation
 from llmfoundry_ops.launches import MIN_FAILURES, describe_failures, find_allocations
 

@@ -13,9 +13,9 @@ from typing import Any
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
 from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.checkpoint.log_lines import POSITIONS, Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
+from llmfoundry_lite.checkpoint.run_log import POSITIONS, Record, number_of, read_lines, validation_losses
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from llmfoundry_lite.checkpoint.log_lines import METRICS, read_lines
+from llmfoundry_lite.checkpoint.run_log import METRICS, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, DivergedError, either

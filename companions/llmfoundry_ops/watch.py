@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from llmfoundry_lite.checkpoint.log_lines import console_line
+from llmfoundry_lite import tables
+from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, printable
-from llmfoundry_lite.report import tables
 from llmfoundry_ops.runs import LiveRun, open_run
 
 PIPE_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""Parts that the planner adds to the core."""
+"""Commands of the planner."""
 
 from llmfoundry_lite.companions import Companion
 

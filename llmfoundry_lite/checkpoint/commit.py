@@ -26,7 +26,7 @@ SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
 HINT = "latest.json"
 """Names the newest save, for people and scripts; nothing here reads it."""
 LOG = "log"
-"""The folder of the parts of the run's log: see `log_parts`."""
+"""The folder of the parts of the run's log: see `run_log.py`."""
 
 
 # ---------------------------------------------------------------------------------------------- one checkpoint

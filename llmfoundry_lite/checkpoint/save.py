@@ -33,9 +33,9 @@ from llmfoundry_lite.checkpoint.commit import lease_epoch_of
 from llmfoundry_lite.checkpoint.grid import Chunk
 from llmfoundry_lite.checkpoint.lease import LeaseRequest, Renewals
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
-from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan, boxes_of
+from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, Tensors, local_tensor
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.checkpoint.log_lines import METRICS, SAVED, read_lines
-from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.checkpoint.paths import check_not_foreign, folder_of_checkpoints
+from llmfoundry_lite.checkpoint.run_log import METRICS, SAVED, read_lines, read_log
 from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,

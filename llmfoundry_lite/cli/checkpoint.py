@@ -433,7 +433,7 @@ def verify_visibly(found: Checkpoint) -> None:
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    from llmfoundry_lite.report.tables import Table, console
+    from llmfoundry_lite.tables import Table, console
 
     Table("", columns, rows, right).print(console())
 

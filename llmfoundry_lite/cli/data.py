@@ -107,7 +107,7 @@ def data_show(
     recorded are only read. Name a remote to download from it: train_loader.dataset.remote=…
     """
     from llmfoundry_lite.report.batch import compute_losses, read_batch
-    from llmfoundry_lite.report.tables import Table, console
+    from llmfoundry_lite.tables import Table, console
 
     found = read_batch(where, batch, changes or ())
     by = "as in the log" if found.logged_digest else "the log has none of this batch"

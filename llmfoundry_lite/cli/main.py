@@ -43,7 +43,7 @@ app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
 app.command("replay")(runs.replay_command)
 ours = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-for name, command in companions.parts("commands", lambda name: " " not in name):
+for name, command in companions.parts("commands"):
     if name in ours:
         companions.leave_out(name, ValueError("the core has a command of this name"))
     elif isinstance(command, typer.Typer):
@@ -110,9 +110,9 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
     except UserError as error:
         return tell(error)
     except typer.TyperException as error:  # a command line that does not parse
-        if arguments and arguments[0] in companions.list_missing("commands"):
-            print(f"error: {companions.missing(arguments[0])}", file=sys.stderr)
-            return EXIT_USER
+        missing = companions.find_missing("commands")
+        if arguments and arguments[0] in missing:
+            return tell(companions.missing(missing[arguments[0]], needed_for=arguments[0]))
         context = getattr(error, "ctx", None)
         if context is not None and not arguments[len(context.command_path.split()) - 1 :]:
             print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
@@ -121,11 +121,10 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         message = " ".join(error.format_message().split()).rstrip(".")
         print(f"error: {printable(message)}{hint}", file=sys.stderr)
         return EXIT_USER
-    except ModuleNotFoundError as error:  # one companion may use another, that is not here
-        if error.name not in companions.OURS:
+    except ModuleNotFoundError as error:  # one companion may import another, which is not installed
+        if error.name not in companions.PACKAGES:
             raise
-        print(f"error: {arguments[0]}: needs the companion {error.name}", file=sys.stderr)
-        return EXIT_USER
+        return tell(companions.missing(error.name, needed_for=arguments[0]))
     except typer.Abort:
         return EXIT_INTERRUPTED
     return code if isinstance(code, int) else EXIT_DONE

@@ -29,29 +29,29 @@ LogDir = Annotated[
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
     """Train a model: YAML files or names, then key=value. --help has more."""
-    from llmfoundry_lite.train import main
+    from llmfoundry_lite.launch_train import main
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
-        _run_here("llmfoundry_lite.train", main, context.args)
+        _run_here("llmfoundry_lite.launch_train", main, context.args)
     try:
-        launch = companions.find("commands", "train -n")
+        launch = companions.load("llmfoundry_ops.commands:train_ranks", "train -n")
     except ConfigError as error:
-        raise ConfigError(f"{error}; or composer -n {num_ranks} -m llmfoundry_lite.train …") from error
+        raise ConfigError(f"{error}; or composer -n {num_ranks} -m llmfoundry_lite.launch_train …") from error
     raise typer.Exit(launch(context.args, num_ranks, 3 if max_restarts is None else max_restarts, log_dir))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models in context: models.NAME=WHERE. --help has more."""
-    from llmfoundry_lite.eval import main
+    from llmfoundry_lite.launch_eval import main
 
     if not _is_launch(context.args, num_ranks):
-        _run_here("llmfoundry_lite.eval", main, context.args)
+        _run_here("llmfoundry_lite.launch_eval", main, context.args)
     from llmfoundry_lite.config.load_eval import load_eval_config
     from llmfoundry_lite.launch.ranks import run_ranks
 
     config, _, _ = load_eval_config(context.args)
     logs = log_dir or Path(config.results_folder) / "logs"
-    raise typer.Exit(run_ranks("llmfoundry_lite.eval", context.args, num_ranks, logs))
+    raise typer.Exit(run_ranks("llmfoundry_lite.launch_eval", context.args, num_ranks, logs))
 
 
 def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
@@ -158,8 +158,8 @@ def replay_command(
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
     from llmfoundry_lite.launch.replay import compare_replay, for_a_replay, plan_replay, write_replay
+    from llmfoundry_lite.launch_train import check, prepare_environment
     from llmfoundry_lite.ranks.rank import rank_variables
-    from llmfoundry_lite.train import check, prepare_environment
 
     refuse_other_launchers()
     states = [argument for argument in arguments or () if argument.startswith("ba") and "=" not in argument]

@@ -44,8 +44,8 @@ def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
 
 
 def missing_blocks(values: Mapping[str, Any]) -> list[str]:
-    """Return the blocks that `values` sets and that no companion here has."""
-    return [key for key in companions.list_missing("blocks") if values.get(key) is not None]
+    """Return the blocks that `values` sets and that no installed companion has."""
+    return [key for key in companions.find_missing("blocks") if values.get(key) is not None]
 
 
 def keys_of_blocks() -> dict[str, Key]:

@@ -14,7 +14,6 @@ from os.path import commonprefix
 from typing import Any
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.config.blocks import missing_blocks
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.schema import TrainConfig
@@ -35,9 +34,10 @@ def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence
     A block of a run that a companion would bring is answered with the companion's name; null leaves it out anywhere.
     """
     is_run = cls is TrainConfig and isinstance(values, dict)
-    for name in missing_blocks(values) if is_run else ():
-        raise ConfigError(f"{source_of(name, layers)}: {companions.missing(name)}")
-    absent = companions.list_missing("blocks") if is_run else ()
+    absent = companions.find_missing("blocks") if is_run else {}
+    for name, package in absent.items():
+        if values.get(name) is not None:
+            raise companions.missing(package, f"{source_of(name, layers)}: {name}")
     unknown = [
         (join(inside, name), _suggest(str(name), inside, keys_of(block)))
         for block, inside, name, _ in _walk(cls, values, path)

@@ -33,9 +33,6 @@ TOKENIZER_OPTIONS = ("model_max_length", "pad_token", "padding_side", "use_fast"
 MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
-DIVISION = "checks of tp_config, cp_config and pp_config"
-MICROBATCHES = "check of a pipeline's microbatches"
-
 
 def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
     """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
@@ -207,7 +204,8 @@ def _check_layout(config: TrainConfig) -> None:
     Without the companion nothing is checked: `preflight` refuses a degree above 1, and other keys have no effect.
     """
     if config.tp_config or config.cp_config or config.pp_config:
-        for _, check_division in companions.parts("builders", lambda name: name == DIVISION):
+        check_division = companions.load_if_installed("llmfoundry_layouts.checks:check_division")
+        if check_division is not None:
             check_division(config)
 
 
@@ -239,7 +237,9 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
             f"device; with exact_sums every microbatch has as many; {remedy} {either(divisors(num_samples))}"
         )
     if layout.pipeline > 1:
-        companions.find("builders", MICROBATCHES)(config, layout, num_samples)
+        key = "pp_config.pipeline_parallel_degree"
+        check_microbatches = companions.load("llmfoundry_layouts.checks:check_microbatches", key)
+        check_microbatches(config, layout, num_samples)
 
 
 # ---------------------------------------------------------------------------------------------- schedule

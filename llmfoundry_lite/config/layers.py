@@ -222,8 +222,10 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
     for key in leaf_keys(layer.values):
         if not is_for_hardware(key):
-            if (name := key.partition(".")[0]) in companions.list_missing("blocks"):
-                raise ConfigError(f"{layer.source}: {companions.missing(name)}")
+            name = key.partition(".")[0]
+            missing = companions.find_missing("blocks")
+            if name in missing:
+                raise companions.missing(missing[name], f"{layer.source}: {name}")
             raise ConfigError(
                 f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
                 f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"

@@ -95,8 +95,9 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, missing = _without_missing(tasks)
-    if any(task.dataset_uri.startswith("hf://") for task in tasks):
-        companions.require("readers", "hf:// data sets of tasks")
+    for task in tasks:
+        if task.dataset_uri.startswith("hf://"):
+            companions.require("llmfoundry_formats", f"{task.label}: {task.dataset_uri}")
     if config.eval_gauntlet is not None:
         notes += _check_gauntlet(config.eval_gauntlet, layers)
         notes += _note_incomplete(config.eval_gauntlet, tasks)

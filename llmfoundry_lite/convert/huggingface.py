@@ -165,7 +165,9 @@ def layout_named(hf_config: HFConfig, where: str) -> Readable:
         raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(KINDS)}")
     if kind == "mpt":
         return MPT_LAYOUT
-    return companions.find("readers", "folders of GPT-2, Llama, Mistral and Qwen", where)(kind)
+    needed_for = f"{where}: folders of GPT-2, Llama, Mistral and Qwen"
+    find_layout = companions.load("llmfoundry_formats.layouts:find_layout", needed_for)
+    return find_layout(kind)
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:

@@ -72,7 +72,8 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     """
     store, path = open_empty_store(out), Path(source)
     if (path / METADATA).is_file() or (path.is_file() and path.suffix != ".safetensors"):
-        import_pickled = companions.find("readers", "checkpoints of Composer and DCP", source)
+        needed_for = f"{source}: checkpoints of Composer and DCP"
+        import_pickled = companions.load("llmfoundry_formats.checkpoints:import_pickled", needed_for)
         return import_pickled(path, store, out, trust_pickle, config)
     check_source(source)
     return publish_weights(read_hugging_face_source(source, trust_pickle, config), source, store, out)
@@ -158,7 +159,7 @@ def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Se
     name = source.removeprefix(HUB)
     if name == source:
         return read_hugging_face(Path(source), source, trust_pickle, config)
-    fetch = companions.find("readers", "hf: models to import", source)
+    fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_import", source)
     return read_hugging_face(fetch(name, trust_pickle), source, trust_pickle, config)
 
 
@@ -168,7 +169,8 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
     notes: list[str] = []
 
     def read_pickle(path: Path) -> Tensors:
-        tensors, note = companions.find("readers", "pytorch_model.bin")(path, is_trusted=True)
+        read_weights_file = companions.load("llmfoundry_formats.pickles:read_weights_file", "pytorch_model.bin")
+        tensors, note = read_weights_file(path, is_trusted=True)
         notes.append(note)
         return tensors
 

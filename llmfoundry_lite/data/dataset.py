@@ -50,8 +50,6 @@ from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 NUM_FETCHING_THREADS = 2
 DEFAULT_PREDOWNLOAD_BATCHES = 8
 """Batches of a rank whose shards are fetched ahead by default, as StreamingDataset does."""
-MAX_EPOCH_SAMPLES = 10**18
-"""Limit of `epoch_size`, below which no sum of samples exceeds 64 bits."""
 
 # Sample ids are computed in pieces, and a piece is mostly one shuffled block, since a part of a block costs as much as
 # the whole. These are the bounds for blocks that are tiny or huge.
@@ -259,9 +257,6 @@ class TextDataset(IterableDataset):
 
         epoch_size = self.config.epoch_size
         epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
-        if epoch_samples and epoch_samples > MAX_EPOCH_SAMPLES:
-            raise DataError(f"epoch_size is {epoch_size}, expected at most 10^18 samples")
-
         Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
         choose_per_folder = [0] * (max(streams) + 1)
         for index, stream in streams.items():

@@ -123,7 +123,8 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     if TOKENIZER_FILE in files:
         return tokenizer_from_files(files, name)
     try:
-        convert = companions.find("readers", f"tokenizers without {TOKENIZER_FILE}")
+        needed_for = f"tokenizers without {TOKENIZER_FILE}"
+        convert = companions.load("llmfoundry_formats.old_tokenizers:convert_with_transformers", needed_for)
     except ConfigError as error:
         raise DataError(f"tokenizer {name}: {error}") from error
     return convert(name, files)

@@ -11,7 +11,7 @@ recorded (`llmfoundry-lite rehearse`).
 from collections.abc import Iterable
 from dataclasses import replace
 
-from llmfoundry_lite.companions import find
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.model_memory import (
@@ -36,8 +36,6 @@ ROUNDING = 1 / 300
 """Share that torch's allocator adds by rounding up; by rehearsals."""
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step, as `llmfoundry_layouts.zero` does."""
-PIPELINE_MEMORY = "memory of a pipeline's ranks"
-"""Name of the companion's builder: (config, layout, device) -> the estimate of one device of the fullest rank."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
 """Numbers of scratch memory for each parameter during an optimizer's step; torch's fused AdamW needs none."""
 
@@ -49,7 +47,9 @@ def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accele
     most that they take on any device.
     """
     if layout.pipeline > 1:
-        return find("builders", PIPELINE_MEMORY)(config, layout, device)
+        key = "pp_config.pipeline_parallel_degree"
+        estimate_fullest = companions.load("llmfoundry_layouts.stage_memory:estimate_fullest", key)
+        return estimate_fullest(config, layout, device)
     portion = Portion(config, layout)
     return add_step_and_libraries(portion, largest(estimate_moments(portion).values()), device)
 

@@ -156,7 +156,7 @@ def find_subject(
     """
     placement = Placement(DTYPES[precision], device, shard)
     if source.startswith("hf:"):
-        fetch = companions.find("readers", "hf: models to evaluate", f"models: {source}")
+        fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_evaluate", f"models: {source}")
         return _find_folder(source, fetch(source.removeprefix("hf:")), tokenizer, placement)
 
     check_url_spelling(source)
@@ -282,7 +282,8 @@ def _choose_loader(
             "set fsdp=false"
         )
     try:
-        return companions.find("readers", "causal models of other types")(folder)
+        open_plain = companions.load("llmfoundry_formats.plain_models:open_plain", "causal models of other types")
+        return open_plain(folder)
     except ConfigError as error:
         raise DataError(
             f"models: {source}: its model_type is {model_type!r}, not {', '.join(KINDS)}; {error}"
@@ -304,8 +305,9 @@ def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
 
     def read_pickled(path: Path) -> Any:
         """Return the tensors of a pickled file by name."""
-        read = companions.find("readers", "pytorch_model.bin")
-        return read(path, is_trusted=False)[0]
+        read_weights_file = companions.load("llmfoundry_formats.pickles:read_weights_file", "pytorch_model.bin")
+        tensors, _ = read_weights_file(path, is_trusted=False)
+        return tensors
 
     config, weights = import_model(folder, read_pickled)
     model = _build_empty(config, placement)

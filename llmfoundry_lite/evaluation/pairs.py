@@ -20,7 +20,7 @@ from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.tables import Table, markdown_list, markdown_text
+from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 
 
 class Point(NamedTuple):

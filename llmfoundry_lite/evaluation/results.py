@@ -103,7 +103,7 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
     if cluster is None and None not in our_paths:
         return load_results([path for path in our_paths if path is not None])
     try:
-        load_logs = companions.find("readers", "logs of lm-eval and Inspect")
+        load_logs = companions.load("llmfoundry_formats.logs:load_logs", "logs of lm-eval and Inspect")
     except ConfigError as missing:
         if cluster is not None:
             raise

@@ -17,7 +17,7 @@ from llmfoundry_lite.evaluation.records import Record, cut_at, error_of_sum, is_
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.tables import Table, markdown_list
+from llmfoundry_lite.tables import Table, markdown_list
 
 WARNING = "warning: "
 IRREGULAR_ITEMS = {

@@ -35,7 +35,8 @@ def read_rows(config: TaskConfig) -> list[Row]:
     """
     source = config.dataset_uri
     if source.startswith("hf://"):
-        rows = companions.find("readers", "hf:// data sets of tasks")(config)
+        read_hub = companions.load("llmfoundry_formats.hub_tasks:read_hub", f"{config.label}: {source}")
+        rows = read_hub(config)
     else:
         rows = [row for row, _ in read_json_lines(config)]
     if not rows:

@@ -1,4 +1,8 @@
-"""Several ranks of this machine for `eval -n` and `replay -n`, started by `composer`, or by torchrun without it."""
+"""Start the ranks of `eval -n` and `replay -n` on this machine, and wait for them.
+
+One rank is a process. Several are started by Composer's launcher (`composer_launcher.py`), or by torchrun where
+Composer is not installed. `train -n` has a launcher of its own, in the companion `llmfoundry_ops`.
+"""
 
 import os
 import signal
@@ -17,61 +21,89 @@ from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 from llmfoundry_lite.search_path import SAFE_PATH, SET_BY_US
 
-COMPOSER = r"""
-import re, sys
-from composer.cli import launcher
-from llmfoundry_lite.ranks.output import ignore_output_errors
-ignore_output_errors()
-NEEDLESS = re.compile(r"-+Begin global rank \d+ (?:STDERR-+\n.*?|STDOUT-+\n\s*)-+End global rank \d+ \w+-+\n?", re.S)
-launcher.print = lambda text: text.startswith("Waiting up to") or print(NEEDLESS.sub("", text).rstrip())
-sys.exit(launcher.main())
-"""
-"""`composer`, without announcing that it waits, and with one block for a rank's output, if there is any."""
-
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError inside another launcher: each of its ranks would start all ranks again."""
-    under_srun = (environment.get("SLURM_STEP_NUM_TASKS") or "1") != "1"
-    if under_srun or "RANK" in environment:
-        other = "srun" if under_srun else "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "composer"
-        raise ConfigError(f"-n: {other} has started this process as one of its ranks; leave out -n, or {other}")
+    """Raise ConfigError if another launcher has started this process, because each of its ranks would start all ranks
+    again."""
+    is_under_srun = (environment.get("SLURM_STEP_NUM_TASKS") or "1") != "1"
+    if is_under_srun:
+        launcher = "srun"
+    elif "RANK" not in environment:
+        return
+    elif "TORCHELASTIC_RUN_ID" in environment:
+        launcher = "torchrun"
+    else:
+        launcher = "composer"
+    raise ConfigError(f"-n: {launcher} has started this process as one of its ranks; leave out -n, or {launcher}")
 
 
 def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> int:
-    """Run `python -m module` on each rank, and return the exit code; of several, it is their launcher's.
+    """Run `python -m module` on each rank, and wait until all have ended.
 
-    Rank 0 prints here. composer has rank R print into `logs`/rankR.txt; torchrun has all print here, and makes 1 of
-    every code. Signals go to the ranks, which composer would leave behind. No module in the working directory is
-    imported, unless the configuration names it. Raises ConfigError for a folder that takes no logs.
+    Only rank 0 prints to this terminal; with Composer's launcher, rank R writes to `logs`/rankR.txt. torchrun prints
+    all ranks here, and returns 1 for every failure.
+
+    Signals that ask this process to leave are passed on to the ranks, because Composer's launcher would end and leave
+    them behind. No rank imports a module from the working directory, unless the configuration names it.
+
+    Returns the exit code of the process, or of the launcher if there are several ranks. Raises ConfigError if the logs
+    cannot be written.
     """
-    launcher: list[str] = []
-    if num_ranks > 1 and find_spec("composer") is None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    elif num_ranks > 1:
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
-        file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
-        launcher = ["-c", COMPOSER, "-n", str(num_ranks), "--stdout", file, "--stderr", file]
+    launcher = _build_launcher(num_ranks, logs)
     command = [sys.executable, "-P", *launcher, "-m", module, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name not in rank_variables(0, 1)}
-    environment |= search_path()
-    environment.setdefault(SAFE_PATH, SET_BY_US)  # for the launcher, and for the ranks that it starts
-    process, asked = subprocess.Popen(command, env=environment), list[int]()
+    process = subprocess.Popen(command, env=_build_environment())
+    has_passed_on_signals = False
 
     def pass_on(number: int, frame: object) -> None:
-        asked.append(number)
-        with suppress(psutil.Error):
-            launched = psutil.Process(process.pid)
-            for one in (launched.children() if num_ranks > 1 else []) or [launched]:
-                one.send_signal(number)
+        nonlocal has_passed_on_signals
+        has_passed_on_signals = True
+        with suppress(psutil.Error):  # a process that has ended meanwhile
+            for receiver in _find_ranks(process.pid, num_ranks):
+                receiver.send_signal(number)
 
-    before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     listen(pass_on)
     try:
-        code = process.wait()
+        exit_code = process.wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else EXIT_PREEMPTED if asked else EXIT_FAILURE
+
+    if exit_code >= 0:
+        return exit_code
+    # A negative code is the signal that ended the launcher. If we passed one on, the user asked the ranks to leave.
+    return EXIT_PREEMPTED if has_passed_on_signals else EXIT_FAILURE
+
+
+def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
+    """Return the arguments of Python that start this many ranks of what follows them; none for one rank."""
+    if num_ranks == 1:
+        return []
+    if find_spec("composer") is None:
+        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
+    # Composer fills in {rank} by `str.format`, so braces of the folder's own name are doubled.
+    log_file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
+    launcher = ["-m", "llmfoundry_lite.launch.composer_launcher", "-n", str(num_ranks)]
+    return [*launcher, "--stdout", log_file, "--stderr", log_file]
+
+
+def _build_environment() -> dict[str, str]:
+    """Return this process's environment for the launcher and its ranks."""
+    ours = rank_variables(0, 1)  # the command line has set them for checks; the launcher sets each rank's own
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= search_path()
+    environment.setdefault(SAFE_PATH, SET_BY_US)  # -P holds for the launcher alone, and this for its ranks too
+    return environment
+
+
+def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
+    """Return the processes to send a signal to: the launcher's ranks, or the one process if there is no launcher or it
+    has not started its ranks yet. Raises psutil.Error if the process has ended."""
+    process = psutil.Process(pid)
+    ranks = process.children() if num_ranks > 1 else []
+    return ranks or [process]

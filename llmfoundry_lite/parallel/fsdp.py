@@ -112,7 +112,8 @@ def shard_model(
     data_mesh = stage_mesh
     if is_divided:
         data_mesh = mesh_of_stage(mesh, without=("tensor",))
-        divide_layers = companions.find("builders", "tp_config.tensor_parallel_degree")
+        key = "tp_config.tensor_parallel_degree"
+        divide_layers = companions.load("llmfoundry_layouts.tensor:divide_layers", key)
         divide_layers(model, mesh["tensor"], sequence_parallel)
 
     policy = MixedPrecisionPolicy(

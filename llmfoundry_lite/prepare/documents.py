@@ -168,7 +168,7 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
                 if line and not line.isspace():
                     yield index, text_of_line(line, text_keys)
         case "table":
-            read_table = companions.find("readers", "rows of parquet and arrow")
+            read_table = companions.load("llmfoundry_formats.tables:read_table", "rows of parquet and arrow")
             rows = read_table(Path(unit.names[0]), unit.start, unit.end, text_keys)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
         case _:

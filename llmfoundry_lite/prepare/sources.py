@@ -28,8 +28,6 @@ PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
 TABLES = ("csv", "table")
 """Kinds of files that a companion reads."""
-ROWS = "rows of CSV, parquet and arrow"
-"""Name of the companion's reader of them."""
 
 # Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
 MIN_UNIT_BYTES = 256 * 1024
@@ -99,13 +97,13 @@ def open_source(request: PrepareRequest) -> Source:
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
     if not_files:
-        open_hub = companions.find("readers", "hf: data sets of text", not_files[0])
+        open_hub = companions.load("llmfoundry_formats.hub_texts:open_hub", not_files[0])
         return open_hub(not_files[0].removeprefix(HUB_PREFIX), request)
 
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     for path in listing.files:
         if kind_of(path) in TABLES:
-            companions.require("readers", ROWS, str(path))  # raises at once if no companion can read it
+            companions.require("llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow")  # raises at once
             break
     return Source(
         units=lambda: file_units(listing, request),
@@ -194,7 +192,8 @@ def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
             continue
         for path, size in files:
             if kind in TABLES:
-                yield from companions.find("readers", ROWS)(kind, path, size, target, request)
+                cut_table = companions.load("llmfoundry_formats.tables:cut_table", str(path))
+                yield from cut_table(kind, path, size, target, request)
             elif path.suffix in COMPRESSED_SUFFIXES or encoding:
                 yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
             else:

@@ -9,7 +9,7 @@ from rich.console import Console
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import DataError, printable
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 
 FORMAT_VERSION = 1
 """Version of `summary.json` and of the shards. Another one is another preparation."""
@@ -33,11 +33,6 @@ class SplitSummary:
     text_bytes: int
     """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
     shards: int
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """Factor from a loss in nats per token to bits per byte: `loss / ln 2 * tokens_per_byte`."""
-        return (self.tokens + self.remainder_tokens) / self.text_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

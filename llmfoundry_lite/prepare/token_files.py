@@ -44,8 +44,6 @@ VERDICT = "distrusted-encoder.txt"
 """In `.partial`: why the fast encoder is not asked any more."""
 IN_GIGATOKEN = " in gigatoken"
 """End of the origin of a token file that the fast encoder has made."""
-FAST_ENCODER = "fast encoder of text: gigatoken"
-"""Name of the companion's part."""
 MAX_TASKS_PER_WORKER = 2
 """Units under way for each worker, which keep it busy. More would only wait in memory, with their text."""
 MAX_WAITING_PER_WORKER = 16
@@ -131,7 +129,7 @@ def tokenize(
     The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
     Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
     """
-    fast_encoder = find_fast_encoder()
+    fast_encoder = companions.load_if_installed("llmfoundry_formats.fast_encoder:FastEncoder")
     if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / VERDICT):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
@@ -140,12 +138,6 @@ def tokenize(
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
     return make_token_files(source, files, num_workers, bars, max_lost_text)
-
-
-def find_fast_encoder() -> Any:
-    """Return the class of the fast encoder; None where no companion has it."""
-    encoders = dict(companions.parts("builders", lambda name: name == FAST_ENCODER))
-    return encoders.get(FAST_ENCODER)
 
 
 def make_token_files(
@@ -323,7 +315,7 @@ class TokenFiles:
         """The fast encoder if it is used, built by the first task, where an error can be reported; else None."""
         if not self.is_fast:
             return None
-        encoder_class = find_fast_encoder()
+        encoder_class = companions.load("llmfoundry_formats.fast_encoder:FastEncoder")
         return encoder_class(self.tokenizer, self.partial / VERDICT)
 
     @cached_property

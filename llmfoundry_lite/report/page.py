@@ -12,7 +12,7 @@ from typing import Any
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.reading import Run
 from llmfoundry_lite.report.segments import changes_of, short_precision
-from llmfoundry_lite.report.tables import Table, console, markdown_list, markdown_text
+from llmfoundry_lite.tables import Table, console, markdown_list, markdown_text
 
 Facts = dict[str, Any]
 

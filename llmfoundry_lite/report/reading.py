@@ -20,10 +20,17 @@ from numpy.typing import NDArray
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, MAX_LOG_BYTES, MAX_YAML_BYTES, TooLargeError, too_large
 from llmfoundry_lite.checkpoint.folder import Folder
-from llmfoundry_lite.checkpoint.log_lines import METRICS, Record, merge_logs, number_of, read_lines, validation_losses
-from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
+from llmfoundry_lite.checkpoint.run_log import (
+    METRICS,
+    Record,
+    merge_logs,
+    number_of,
+    read_lines,
+    read_log,
+    validation_losses,
+)
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import TrainConfig

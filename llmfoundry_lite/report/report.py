@@ -20,7 +20,7 @@ import numpy as np
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
-from llmfoundry_lite.checkpoint.log_lines import read_lines
+from llmfoundry_lite.checkpoint.run_log import read_lines
 from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
@@ -37,7 +37,7 @@ from llmfoundry_lite.report.reading import (
     read_run,
 )
 from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
-from llmfoundry_lite.report.tables import csv_text
+from llmfoundry_lite.tables import csv_text
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT
@@ -48,7 +48,6 @@ TAIL = 20
 NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
 LOOK_BACK_PARAMETERS = 50_000_000
 """Parameters of a model, at most, whose earlier texts are shown beside its last."""
-ADDITIONS = "additions to a report"
 MAX_READ_BYTES = 256 * 1024**2
 """Size of validation data, at most, from which prompts are read."""
 
@@ -80,7 +79,7 @@ def report(
     folder = out or runs[0].folder.path_here
     if folder is None:
         raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
-    added: Additions = (companions.look_for("builders", ADDITIONS) or Additions)(runs, form)
+    added: Additions = (companions.load_if_installed("llmfoundry_ops.report:Launches") or Additions)(runs, form)
     answer = ("report.md", f"loss.{form}", f"report.{form}", *added.answers, "report.csv")
     check_replaceable(folder / "report.json", [folder / name for name in answer])
     names = [run.name for run in runs]
@@ -142,10 +141,12 @@ def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def note_on_relays(runs: Sequence[Run]) -> None:
     """Note where a run has moved between sites, and nobody here can tell of them."""
-    if ADDITIONS in companions.list_missing("builders"):
-        for run in runs:
-            if run.folder.path_here is not None and (run.folder.path_here / "relay.jsonl").exists():
-                run.notes.append(f"no sites and no allocations: relay.jsonl: {companions.missing(ADDITIONS)}")
+    if companions.is_installed("llmfoundry_ops"):
+        return
+    for run in runs:
+        if run.folder.path_here is not None and (run.folder.path_here / "relay.jsonl").exists():
+            missing = companions.missing("llmfoundry_ops", "relay.jsonl")
+            run.notes.append(f"no sites and no allocations: {missing}")
 
 
 def add_comparisons(facts: dict[str, Any], runs: Sequence[Run]) -> list[Difference]:

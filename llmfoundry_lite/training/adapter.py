@@ -37,7 +37,7 @@ class LanguageModel(ComposerModel):
         self.model: Any = model
         self.sum_loss = sum_loss
         self.context = context
-        """The ranks that divide each sample's tokens, from a companion's builder of `cp_config`; None where none do."""
+        """The ranks that divide each sample's tokens, built by a companion for `cp_config`; None where none do."""
         self.precision = precision
         self.separator = separator
         """The token that ends a document, if documents in a sample are not to see each other."""

@@ -66,7 +66,7 @@ def build_and_restore(
         reduces_every_microbatch=config.reduces_every_microbatch,
         sums=model.sums,
     )
-    meter: Meter = (companions.look_for("builders", "energy counters") or Meter)()
+    meter: Meter = (companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter)()
     agreement = Agreement(ranks, preemption, partners.move_on, meter)
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.eval_interval != 0 else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
@@ -127,7 +127,18 @@ def build_callbacks(
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
     """Build those of LLM Foundry's callbacks that a companion has. They follow the restored run and its saves."""
-    return [companions.find("builders", name)(config, checkpointing) for name in config.callbacks.of_companions]
+    callbacks, builders = config.callbacks, list[Any]()
+    if callbacks.hf_checkpointer is not None:
+        key = "callbacks.hf_checkpointer"
+        builders.append(companions.load("llmfoundry_ops.after_saves:build_hf_checkpointer", key))
+    if callbacks.generate_callback is not None:
+        key = "callbacks.generate_callback"
+        builders.append(companions.load("llmfoundry_ops.after_saves:build_generate", key))
+    if callbacks.early_stopper is not None:
+        builders.append(companions.load("llmfoundry_ops.stoppers:EarlyStopper", "callbacks.early_stopper"))
+    if callbacks.kill_loss_spike is not None:
+        builders.append(companions.load("llmfoundry_ops.stoppers:KillLossSpike", "callbacks.kill_loss_spike"))
+    return [build(config, checkpointing) for build in builders]
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:
@@ -166,19 +177,22 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
     separator, begins = find_separator(config)
     context = None
     if layout.context > 1:
-        build_context = companions.find("builders", "cp_config.context_parallel_degree")
+        key = "cp_config.context_parallel_degree"
+        build_context = companions.load("llmfoundry_layouts.context:build_context", key)
         context = build_context(config.context, layout, device_type)
     compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
     loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
     if layout.tensor > 1:
-        divide_vocabulary = companions.find("builders", "tp_config.tensor_parallel_degree: the loss")
+        key = "tp_config.tensor_parallel_degree"
+        divide_vocabulary = companions.load("llmfoundry_layouts.tensor:divide_vocabulary", key)
         loss = partial(loss, divide_vocabulary=divide_vocabulary)
     if config.exact_sums and config.model.tie_word_embeddings:
         loss = round_unembedding_gradient(loss)
     by_rows = not config.accumulate_train_batch_on_tokens
     rows: dict[str, Any] = {"separator": separator, "separator_begins": begins, "by_rows": by_rows}
     if layout.pipeline > 1:
-        build = companions.find("builders", "pp_config.pipeline_parallel_degree")
+        key = "pp_config.pipeline_parallel_degree"
+        build = companions.load("llmfoundry_layouts.language_model:build_language_model", key)
         language_model: Any = build(config.model, config.pipeline, loss, context, rows=rows, **options)
     else:
         model = build_parallel_model(config.model, **options)
@@ -215,7 +229,9 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
-        return companions.find("builders", "fsdp_config.sharding_strategy: ZERO_1")(named, build)
+        key = "fsdp_config.sharding_strategy: ZERO_1"
+        share_optimizer = companions.load("llmfoundry_layouts.zero:share_optimizer", key)
+        return share_optimizer(named, build)
     return build(named)
 
 

@@ -20,11 +20,10 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
-from llmfoundry_lite.checkpoint.log_lines import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES
-from llmfoundry_lite.checkpoint.log_parts import Log, read_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
+from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
 from llmfoundry_lite.checkpoint.save import About, Saved, Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint

@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from llmfoundry_lite.checkpoint.log_lines import missing_lines, read_lines
+from llmfoundry_lite.checkpoint.run_log import missing_lines, read_lines
 
 
 class LogFile:

@@ -17,7 +17,7 @@ OUTER_MOMENTUM = "outer_momentum"
 
 def find_partners(config: TrainConfig) -> "Partners":
     for block in given_blocks(config.blocks).values():
-        return companions.bring(block.partners)(config)
+        return companions.import_address(block.partners)(config)
     return Partners()
 
 

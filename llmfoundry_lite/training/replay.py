@@ -24,10 +24,10 @@ from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, DETERMINISTIC, RECORDED
+from llmfoundry_lite.launch_train import check, prepare_environment
 from llmfoundry_lite.ranks.codec import Item
 from llmfoundry_lite.ranks.ending import checks, run_and_exit
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
-from llmfoundry_lite.train import check, prepare_environment
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.run_state import find_differences

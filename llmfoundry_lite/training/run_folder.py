@@ -21,7 +21,7 @@ from composer import Trainer
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination
 
-from llmfoundry_lite.checkpoint.log_lines import METRICS, Record, missing_lines, read_lines
+from llmfoundry_lite.checkpoint.run_log import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from composer.core import State, Timestamp
 
-from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
-from llmfoundry_lite.checkpoint.log_lines import duration_text
+from llmfoundry_lite.checkpoint.run_log import duration_text
+from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.training.agreement import Agreement

@@ -29,7 +29,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main as cli_main
 from llmfoundry_lite.errors import CheckpointError, UserError
-from llmfoundry_lite.train import launch
+from llmfoundry_lite.launch_train import launch
 from tests.checkpoint.ranks import build, save_now
 from tests.checkpoint.saves import names, save
 from tests.helpers.bombs import MIB, little_memory

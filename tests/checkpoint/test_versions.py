@@ -9,9 +9,9 @@ import torch
 import xxhash
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, VERSION, Manifest, Timestamp, decode, encode
 from llmfoundry_lite.checkpoint.restore import load
+from llmfoundry_lite.checkpoint.run_log import read_log
 from llmfoundry_lite.checkpoint.shards import hash_buffers
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint

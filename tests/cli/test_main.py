@@ -69,7 +69,7 @@ def test_an_answer_has_a_question_mark_for_what_the_console_cannot_print():
     assert "Compress shards: zstd, zstd:9, gz, ?" in " ".join(result.stdout.split())
 
 
-@needs("init")
+@needs("llmfoundry_ops")
 def test_a_command_that_writes_files_writes_them_whatever_its_console(tmp_path):
     splits, tokenizer = {"train": {"samples": 1000}}, {"vocab_size": 512}
     (tmp_path / "summary.json").write_text(json.dumps({"max_seq_len": 64, "splits": splits, "tokenizer": tokenizer}))

@@ -135,10 +135,3 @@ def test_only_a_run_s_blocks_are_looked_for_in_companions(monkeypatch, block, ke
     monkeypatch.setattr(companions, "find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=f"{key}: unknown key; "):
         refuse_unknown_keys(block, {key: {}})
-
-
-@pytest.mark.parametrize("name", ["pp_config.pipeline_parallel_degree", "fsdp_config.sharding_strategy: ZERO_1"])
-def test_a_builder_whose_companion_is_missing_names_it(monkeypatch, name):
-    monkeypatch.setattr(companions, "find_companions", list)
-    with pytest.raises(ConfigError, match=f"^{name}: needs the companion llmfoundry_layouts$"):
-        companions.find("builders", name)

@@ -775,7 +775,7 @@ def test_with_exact_sums_all_numbers_of_ranks_that_are_possible_are_named_at_onc
         pytest.param(
             ("pp_config={pipeline_parallel_degree: 2, schedule: 1f1b}",),
             *(2, [1, 2]),
-            marks=needs("pp_config.pipeline_parallel_degree"),
+            marks=needs("llmfoundry_layouts"),
         ),
     ],
 )

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.train import main as train_main
+from llmfoundry_lite.launch_train import main as train_main
 
 RUN = """\
 max_seq_len: 128

@@ -19,7 +19,6 @@ from transformers import (
     MptConfig,
 )
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
 from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
@@ -48,10 +47,10 @@ from tests.helpers.models import (
     with_attention,
     with_scaling,
 )
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.tiny import build_tokenizer
 
-READS_OTHERS = needs("folders of GPT-2, Llama, Mistral and Qwen")
+READS_OTHERS = needs("llmfoundry_formats")
 MISTRAL = with_attention(LLAMA, sliding_window_size=8)
 LAYOUTS = {
     "mpt": ALIBI,
@@ -406,7 +405,7 @@ def test_a_type_that_is_not_ours_is_refused_with_those_that_are(kind, shown):
 
 
 def test_a_layout_of_another_family_names_the_companion_before_weights_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError) as error:
         import_model(tmp_path)

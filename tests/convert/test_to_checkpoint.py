@@ -10,7 +10,6 @@ import torch
 import torch._utils
 
 import llmfoundry_lite
-from llmfoundry_lite import companions
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
@@ -21,7 +20,7 @@ from llmfoundry_lite.evaluation.models import find_subject
 from tests.helpers.importing import folder_of, refusal, run
 from tests.helpers.launch import train
 from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.readers import find_unpickling
 from tests.helpers.tiny import (
     SEQ_LEN,
@@ -33,7 +32,7 @@ from tests.helpers.tiny import (
     write_data,
 )
 
-READS_OTHERS = needs("folders of GPT-2, Llama, Mistral and Qwen")
+READS_OTHERS = needs("llmfoundry_formats")
 PACKAGE = Path(llmfoundry_lite.__file__).parent
 
 
@@ -208,7 +207,7 @@ def test_what_a_companion_reads_is_left_to_it(tmp_path, monkeypatch):
     (tmp_path / "ep0-ba1").mkdir()
     for source in (tmp_path / "ep0-ba1/.metadata", tmp_path / "ep0-ba1-rank0.pt"):
         source.touch()
-        monkeypatch.setattr(companions, "find_companions", list)
+        leave_out_companions(monkeypatch)
         with pytest.raises(
             ConfigError, match="checkpoints of Composer and DCP: needs the companion llmfoundry_formats"
         ):
@@ -239,7 +238,7 @@ def test_a_tokenizer_lies_beside_what_was_imported_however_its_folder_is_written
 def test_nothing_here_unpickles_and_an_evaluation_asks_for_tensors_alone():
     assert not find_unpickling(PACKAGE) and not find_unpickling(PACKAGE.parent / "scripts")
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    asked = {path: re.findall(r'"pytorch_model.bin"\)\((.*?)\)', text) for path, text in sources.items()}
+    asked = {path: re.findall(r"read_weights_file\((.*?)\)", text) for path, text in sources.items()}
     assert {path: found for path, found in asked.items() if found} == {
         "convert/to_checkpoint.py": ["path, is_trusted=True"],
         "evaluation/models.py": ["path, is_trusted=False"],

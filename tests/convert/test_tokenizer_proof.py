@@ -20,7 +20,7 @@ from tests.helpers.data import make_documents
 from tests.helpers.models import ALIBI, LLAMA, QWEN2, QWEN3, SMALL, random_model, random_tokens, with_attention
 from tests.helpers.present import needs
 
-READS_OTHERS = needs("folders of GPT-2, Llama, Mistral and Qwen")
+READS_OTHERS = needs("llmfoundry_formats")
 MODELS = {
     "mpt": ALIBI,
     "gpt2": SMALL,

@@ -921,9 +921,9 @@ def test_batches_that_cannot_be_are_refused(shards, as_rank):
     assert "a global batch of 12 samples cannot be split evenly over 5 ranks" in message_of(open_data, shards)
 
 
-@pytest.mark.parametrize("epoch_size", [10**12, "10t", 10**30])
+@pytest.mark.parametrize("epoch_size", [10**12, "10t"])
 def test_an_epoch_of_too_many_repeats_is_refused_at_once(shards, epoch_size):
-    words = "expected at most 10^18" if epoch_size == 10**30 else "at most 16777216 can be; use a smaller epoch_size or"
+    words = "at most 16777216 can be; use a smaller epoch_size or"
     assert words in message_of(open_data, shards, epoch_size=epoch_size)
 
 

@@ -11,7 +11,6 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.data.tokenizer import (
     Tokenizer,
     build_tokenizer,
@@ -21,6 +20,7 @@ from llmfoundry_lite.data.tokenizer import (
 )
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import make_documents
+from tests.helpers.present import leave_out_companions
 
 
 def copy_with(source: Path, target: Path, **changes: object) -> Path:
@@ -154,7 +154,7 @@ def test_a_folder_of_a_model_without_its_tokenizer_is_refused(tmp_path: Path) ->
 
 
 def test_a_tokenizer_that_has_to_be_converted_names_the_companion(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path)

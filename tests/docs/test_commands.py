@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import typer
 
-import llmfoundry_lite.eval
-import llmfoundry_lite.train
+import llmfoundry_lite.launch_eval
+import llmfoundry_lite.launch_train
 from llmfoundry_lite.cli.main import app, run
-from llmfoundry_lite.companions import list_missing
+from llmfoundry_lite.companions import find_missing
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from tests.helpers.launch import ROOT
@@ -23,7 +23,7 @@ STARTERS = ("llmfoundry-lite ", "composer ", "python ", "srun ", "OMP_NUM_THREAD
 FENCED = sorted({line for page in PAGES for line in commands(page.read_text()) if line.startswith(STARTERS)})
 QUOTED = sorted({span for page in PAGES for span in quoted_commands(page.read_text(), "llmfoundry-lite ")})
 OURS = present(command for command in (*FENCED, *QUOTED) if "llmfoundry-lite " in command)
-PROGRAMS = {"train": ("scripts/train.py", "llmfoundry_lite.train", "train"), "eval": ("scripts/eval.py", "eval")}
+PROGRAMS = {"train": ("scripts/train.py", "llmfoundry_lite.launch_train", "train"), "eval": ("scripts/eval.py", "eval")}
 PROGRAM = typer.main.get_command(app)
 
 
@@ -39,7 +39,7 @@ def words_after(command: str, programs: tuple[str, ...]) -> list[str] | None:
 
 def launches(kind: str) -> list[list[str]]:
     found = [words_after(command, PROGRAMS[kind]) for command in FENCED]
-    missing = {*list_missing()}
+    missing = {*find_missing("blocks")}
     return [words for words in found if words and not missing & {word.partition(".")[0] for word in words}]
 
 
@@ -66,7 +66,7 @@ def leaves(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def test_every_help_ends_with_an_example_that_parses(path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(ROOT)
-    own = {("train",): llmfoundry_lite.train.HELP, ("eval",): llmfoundry_lite.eval.HELP}.get(path)
+    own = {("train",): llmfoundry_lite.launch_train.HELP, ("eval",): llmfoundry_lite.launch_eval.HELP}.get(path)
     assert own or run([*path, "--help"]) == 0
     last = (own or capsys.readouterr().out).splitlines()[-1]
     said, _, example = last.partition(": llmfoundry-lite ")

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from llmfoundry_lite.errors import EXIT_MEANINGS
-from llmfoundry_lite.train import HELP
+from llmfoundry_lite.launch_train import HELP
 from tests.helpers.launch import ROOT
 from tests.helpers.markdown import section
 

@@ -165,8 +165,7 @@ def quickstart(folder: Path, small: str) -> str:
 
 
 @pytest.mark.slow
-@needs("init")
-@needs("train -n")
+@needs("llmfoundry_ops")
 @pytest.mark.multiprocess
 def test_the_commands_of_the_first_pages_run_in_their_order(said):
     folder = Path(said["folder"])
@@ -180,8 +179,7 @@ def test_the_commands_of_the_first_pages_run_in_their_order(said):
 
 
 @pytest.mark.slow
-@needs("init")
-@needs("train -n")
+@needs("llmfoundry_ops")
 @pytest.mark.multiprocess
 def test_the_quickstart_interrupted_and_repeated_ends_right(said):
     output, run = said["make quickstart"], Path(said["folder"]) / "runs/mpt-quickstart"
@@ -204,8 +202,7 @@ def test_the_quickstart_interrupted_and_repeated_ends_right(said):
 
 
 @pytest.mark.slow
-@needs("init")
-@needs("train -n")
+@needs("llmfoundry_ops")
 def test_the_first_pages_code_loads_the_model(said, monkeypatch):
     monkeypatch.chdir(said["folder"])
     (code,) = re.findall(r"```python\n(.*?)```", FIRST, re.S)
@@ -215,7 +212,7 @@ def test_the_first_pages_code_loads_the_model(said, monkeypatch):
 
 
 @pytest.mark.slow
-@needs("init")
+@needs("llmfoundry_ops")
 @pytest.mark.parametrize("command", NOT_RUN)
 def test_what_cannot_run_here_is_checked(said, command, monkeypatch):
     if command.startswith("make "):

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from llmfoundry_lite.companions import OURS
+from llmfoundry_lite.companions import PACKAGES
 from tests.helpers.launch import ROOT
 
 TOUR = (ROOT / "docs/tour.md").read_text()
@@ -54,7 +54,7 @@ def test_files_that_the_tour_names_exist():
 
 def test_the_tour_names_every_companion():
     """And each says in one screen what it is for."""
-    for package in OURS:
+    for package in PACKAGES:
         assert f"| `{package}` |" in TOUR
         if (folder := ROOT / "companions" / package).is_dir():
             assert 5 < len((folder / "README.md").read_text().splitlines()) < 40

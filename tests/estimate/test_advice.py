@@ -2,7 +2,7 @@ import re
 
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.estimate.memory import PIPELINE_MEMORY, advise_less_memory
+from llmfoundry_lite.estimate.memory import advise_less_memory
 from tests.helpers.launch import ROOT
 from tests.helpers.present import needs
 
@@ -35,7 +35,7 @@ def test_what_would_be_refused_is_not_advised():
         assert "offload_optimizer" not in advise(1, refusing, "global_train_batch_size=32")
 
 
-@needs(PIPELINE_MEMORY)
+@needs("llmfoundry_layouts")
 def test_what_a_pipeline_would_refuse_is_not_advised():
     stages = "pp_config.pipeline_parallel_degree=4"
     assert "device_train_microbatch_size: 2 (" in advise(4, stages, "global_train_batch_size=20")

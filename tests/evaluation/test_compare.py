@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -28,6 +27,7 @@ from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.models import normal_model
+from tests.helpers.present import leave_out_companions
 from tests.helpers.results import choice, text, write_result
 
 CPU, TINY = torch.device("cpu"), ModelConfig(d_model=16, n_heads=2, n_layers=1, max_seq_len=64, vocab_size=384)
@@ -563,7 +563,7 @@ def test_a_comparison_that_ended_midway_does_not_block_the_next_one(tmp_path):
 
 
 def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     path = write_result(tmp_path / "out/suite", "ours", {"t/0-shot": TEN})
     (tmp_path / "out/suite/compare.json").write_text("{}")
     for where in (path, tmp_path / "out", tmp_path / "out/suite"):

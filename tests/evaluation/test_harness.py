@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import llmfoundry_lite.eval
-from llmfoundry_lite import companions
+import llmfoundry_lite.launch_eval
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
@@ -32,7 +31,7 @@ from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.launch import launch, train
 from tests.helpers.models import normal_model
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 from tests.helpers.results import write_result
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
@@ -127,7 +126,7 @@ def test_a_finished_task_is_known_again_before_a_model_is_loaded(here, tokenizat
     suite_of_it = {"models": {"ours": "model"}, "icl_tasks": [task], "tokenization": tokenization}
     (here / "icl.yaml").write_text(json.dumps(suite_of_it))
     for _ in range(2):
-        llmfoundry_lite.eval.main(["icl.yaml"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml"])
 
 
 def test_a_torn_items_file_is_evaluated_again(here, monkeypatch):
@@ -255,37 +254,37 @@ def test_a_task_that_was_asked_after_other_tokens_is_not_taken_for_the_same(here
 
 def test_a_launch_that_would_replace_anything_is_refused_before_any_model_is_loaded(here, monkeypatch):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
-    llmfoundry_lite.eval.main(["icl.yaml"])
+    llmfoundry_lite.launch_eval.main(["icl.yaml"])
     monkeypatch.setattr(models, "import_model", lambda folder: pytest.fail("weights are read"))
     with pytest.raises(DataError, match=r"icl/ours.json holds choice/0-shot with limit None, not 3 as asked for now"):
-        llmfoundry_lite.eval.main(["icl.yaml", "models.another=model", "limit=3"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", "models.another=model", "limit=3"])
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 finished tasks of model with precision fp32, not bf16"):
-        llmfoundry_lite.eval.main(["icl.yaml", "precision=bf16"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", "precision=bf16"])
     (here / "model/README.md").write_text("other files")
     with pytest.raises(DataError, match=r"icl/ours.json holds 2 .* of model with save files:\w+, not files:\w+ as now"):
-        llmfoundry_lite.eval.main(["icl.yaml"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml"])
 
 
 def test_a_limit_beyond_the_data_limits_nothing(here, capsys):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}, "limit": 99}))
-    llmfoundry_lite.eval.main(["icl.yaml"])
+    llmfoundry_lite.launch_eval.main(["icl.yaml"])
     assert "a try" not in (here / "results/icl/table.md").read_text()
     before = (here / "results/icl/ours.json").read_text()
     assert "nothing was run" not in capsys.readouterr().err
     for same in ("limit=null", "limit=1000"):
-        llmfoundry_lite.eval.main(["icl.yaml", same])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", same])
         told = "ours: nothing was run, results/icl/ours.json has every task; redo=true asks again"
         assert told in capsys.readouterr().err
     assert (here / "results/icl/ours.json").read_text() == before
     with pytest.raises(DataError, match="with limit None, not 3 as asked for now"):
-        llmfoundry_lite.eval.main(["icl.yaml", "limit=3"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", "limit=3"])
 
 
 def test_a_try_of_a_few_items_gives_way(here):
     (here / "icl.yaml").write_text(json.dumps({"icl_tasks": ["choice"], "models": {"ours": "model"}}))
     found = []
     for options in (["limit=3"], ["limit=4"], ["limit=4", "precision=bf16"], []):
-        llmfoundry_lite.eval.main(["icl.yaml", *options])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", *options])
         known = json.loads((here / "results/icl/ours.json").read_text())
         found.append((known["precision"], known["tasks"]["choice/0-shot"]["settings"]["limit"]))
     assert found == [("fp32", 3), ("fp32", 4), ("bf16", 4), ("fp32", None)]
@@ -341,7 +340,7 @@ def evaluate_suite(arguments):
     from llmfoundry_lite.ranks.ending import run_and_exit
 
     sys.argv = ["scripts/eval.py", *arguments]
-    run_and_exit(llmfoundry_lite.eval.main)
+    run_and_exit(llmfoundry_lite.launch_eval.main)
 
 
 def items_of(folder):
@@ -418,7 +417,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
         assert {**same.tasks[name], "seconds": 0} == {**record, "seconds": 0}
 
     (here / "icl.yaml").write_text("icl_tasks: [choice]\nmodels: {tiny: runs/tiny}\nsuite: curve\n")
-    llmfoundry_lite.eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
+    llmfoundry_lite.launch_eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
     names = ["tiny-ba2.items.jsonl", "tiny-ba2.json", "tiny-ba4.items.jsonl", "tiny-ba4.json"]
     assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
     learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
@@ -439,7 +438,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 
         with monkeypatch.context() as patch:
             patch.setattr(suite, name, prune_first)
-            llmfoundry_lite.eval.main(
+            llmfoundry_lite.launch_eval.main(
                 ["--all-checkpoints", "runs/live", "icl_tasks=[choice]", "suite=curve", "redo=true"]
             )
         assert "models.live-ba2: passed over runs/live/checkpoints/ba2, which was removed" in capsys.readouterr().err
@@ -460,7 +459,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     with pytest.raises(CheckpointError, match=r"ba4/shard-00000.safetensors") as error:
         load_subject("runs/tiny", device=CPU)
     assert "\n" not in str(error.value)
-    llmfoundry_lite.eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
+    llmfoundry_lite.launch_eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
     assert "models.tiny-ba4: passed over damaged checkpoint: " in capsys.readouterr().err
     assert [path.stem for path in (here / "results/damaged").glob("*.json")] == ["tiny-ba2"]
     shard.unlink()
@@ -481,10 +480,10 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
             load_subject(where, device=CPU)
         assert str(error.value) == message
     with pytest.raises(DataError, match="models: nowhere does not exist; expected a run or a folder of checkpoints"):
-        llmfoundry_lite.eval.main(["--all-checkpoints", "nowhere"])
+        llmfoundry_lite.launch_eval.main(["--all-checkpoints", "nowhere"])
     for misspelt in (
         lambda: load_subject("S3://b/x", device=CPU),
-        lambda: llmfoundry_lite.eval.main(["--all-checkpoints", "s3:/b/x"]),
+        lambda: llmfoundry_lite.launch_eval.main(["--all-checkpoints", "s3:/b/x"]),
     ):
         with pytest.raises(ConfigError, match=r"did you mean s3://b/x\?"):
             misspelt()
@@ -495,7 +494,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
         path.unlink()
     assert not load_subject("model", tokenizer="tokenizer", device=CPU).notes
     (here / "model/vocab.json").write_text("{}")
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     assert load_subject("model", tokenizer="tokenizer", device=CPU).notes == [
         "passed over the model's own tokenizer model: tokenizers without tokenizer.json: needs the companion "
         "llmfoundry_formats"
@@ -587,7 +586,7 @@ def ask_for_tasks_that_are_not_everywhere(folder):
     with pytest.raises(
         UserError, match=r"rank 1 has the tasks next/0-shot, next/2-shot, rank 0 choice/0-shot, choice/2"
     ):
-        llmfoundry_lite.eval.main([f"models.a={folder}/model"])
+        llmfoundry_lite.launch_eval.main([f"models.a={folder}/model"])
 
 
 @pytest.mark.multiprocess
@@ -601,7 +600,7 @@ def test_ranks_that_find_other_data_do_not_wait_for_each_other(here):
 WRITE = {"label": "write", "icl_task_type": "generation_task_with_answers", "dataset_uri": "next.jsonl"}
 
 
-@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=needs("causal models of other types"))])
+@pytest.mark.parametrize("is_ours", [True, pytest.param(False, marks=needs("llmfoundry_formats"))])
 def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here, is_ours):
     riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
     (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
@@ -641,7 +640,7 @@ REPOSITORY = [
 ]
 
 
-@needs("causal models of other types")
+@needs("llmfoundry_formats")
 @pytest.mark.parametrize("has_safetensors", [True, False])
 def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_nothing_else(
     here, monkeypatch, has_safetensors
@@ -734,7 +733,7 @@ def test_bad_input_is_one_line_before_anything_is_computed(here, rows, changes, 
     (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [{**TASK, **changes}]}))
     with pytest.raises(UserError) as error:
-        llmfoundry_lite.eval.main(["icl.yaml"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml"])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (here / "results").exists()
@@ -750,7 +749,7 @@ def test_a_gauntlet_leaves_out_by_name_a_task_that_no_item_of_can_be_asked(here,
     (here / "w.jsonl").write_text(json.dumps({**GOOD, "choices": [TEXT * 9, TEXT * 8]}))
     asked = {"models": {"ours": "model"}, "icl_tasks": tasks, "eval_gauntlet": {"categories": categories}}
     (here / "icl.yaml").write_text(json.dumps(asked))
-    llmfoundry_lite.eval.main(["icl.yaml"])
+    llmfoundry_lite.launch_eval.main(["icl.yaml"])
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "left out of the gauntlet: " in line]
     assert lines == [
@@ -763,21 +762,21 @@ def test_a_gauntlet_leaves_out_by_name_a_task_that_no_item_of_can_be_asked(here,
     assert "v is left out: no accuracy of v/0-shot" in table and "| t |" in table.replace("  ", " ")
     (here / "t.jsonl").write_text("")
     with pytest.raises(DataError, match="no task has an item that can be asked of a model of 64 tokens; name others"):
-        llmfoundry_lite.eval.main(["icl.yaml", "results_folder=other"])
+        llmfoundry_lite.launch_eval.main(["icl.yaml", "results_folder=other"])
 
 
 def test_what_could_not_be_asked_or_had_to_be_cut_is_told_under_the_table(here, capsys):
     rows = [GOOD, {**GOOD, "choices": ["sat", ""]}, {**GOOD, "query": TEXT * 9}]
     (here / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [TASK]}))
-    llmfoundry_lite.eval.main(["icl.yaml"])
+    llmfoundry_lite.launch_eval.main(["icl.yaml"])
     told = capsys.readouterr().out
     assert "1 skipped (an answer without tokens, first in row 2); 2 asked" in told
     assert "1 with a context cut to fit the model, of 2 items" in told
     write = {"label": "w", "icl_task_type": "generation_task_with_answers", "dataset_uri": "w.jsonl"}
     (here / "w.jsonl").write_text(json.dumps({"context": TEXT * 9, "answer": "a cat"}))
     (here / "icl.yaml").write_text(json.dumps({"models": {"ours": "model"}, "icl_tasks": [write]}))
-    llmfoundry_lite.eval.main(["icl.yaml"])
+    llmfoundry_lite.launch_eval.main(["icl.yaml"])
     assert "w/0-shot: 1 with a context cut to fit the model, of 1 items" in " ".join(capsys.readouterr().out.split())
 
 

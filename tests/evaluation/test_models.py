@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.evaluation.models import TreeModel
 from tests.helpers.folders import VOCAB, load, refusal, write_foundry
 from tests.helpers.models import normal_model
+from tests.helpers.present import leave_out_companions
 
 CPU = torch.device("cpu")
 PLAIN = ModelConfig(d_model=16, n_heads=2, n_layers=4, max_seq_len=32, vocab_size=VOCAB)
@@ -93,6 +93,6 @@ def test_two_sets_of_weights_or_an_adapter_beside_them_are_refused(tmp_path, tok
 
 
 def test_another_type_names_the_companion_that_runs_it(folder, monkeypatch):
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     (folder / "config.json").write_text('{"model_type": "gpt_neox"}')
     assert refusal(folder).endswith("; causal models of other types: needs the companion llmfoundry_formats")

@@ -205,7 +205,7 @@ def test_what_is_equally_good_is_called_different_at_most_one_time_in_twenty():
     assert 60 <= one <= 125 and any_of_five <= 125, (one, any_of_five)
 
 
-@needs("bench")
+@needs("llmfoundry_machines")
 def test_the_bench_writes_its_table_and_finds_no_contradiction(tmp_path, capsys):
     assert run_benchmark(["intervals", "--num-draws", "20", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "intervals.md").read_text()

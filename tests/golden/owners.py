@@ -6,14 +6,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.companions import OURS
+from llmfoundry_lite.companions import PACKAGES, TABLES
 from tests.golden.lab import CASES, split
 
 RECORD: dict[str, Any] = json.loads(Path(__file__).with_name("record.json").read_text())
 CORE = "core"
-OWNERS = (CORE, *OURS)
-BRINGS = {name: package for package, slots in OURS.items() for names in slots.values() for name in names}
-"""Name of a part -> the companion that has it."""
+OWNERS = (CORE, *PACKAGES)
+LISTS = {**TABLES["commands"], **TABLES["blocks"]}
+"""Command or block -> the companion that brings it. The core's help and its configurations list them."""
+SETTINGS = (
+    "tp_config.tensor_parallel_degree",
+    "cp_config.context_parallel_degree",
+    "pp_config.pipeline_parallel_degree",
+    "fsdp_config.sharding_strategy: ZERO_1",
+)
+"""Settings for which a run needs `llmfoundry_layouts`."""
+BRINGS = LISTS | dict.fromkeys(SETTINGS, "llmfoundry_layouts")
+"""Word of a key -> the companion that the key needs."""
 LINES = {"runs": CASES["runs"], "errors/command": CASES["commands"], "errors/resumed": CASES["resumed"]}
 """Beginning of keys -> arguments of the case that comes next in a key."""
 BY_HAND = {
@@ -26,7 +35,7 @@ BY_HAND = {
     "llmfoundry_ops": ("commands/report/keys",),  # its additions to report.json
 }
 """Companion -> patterns of keys that need it by files or words, and not by arguments."""
-LISTED = re.compile(rf"^(  ({'|'.join(BRINGS)})  .*|({'|'.join(BRINGS)}): null)\n", re.M)
+LISTED = re.compile(rf"^(  ({'|'.join(LISTS)})  .*|({'|'.join(LISTS)}): null)\n", re.M)
 """Lines that list a companion in the core's words: a command in the help, a block that a configuration lacks."""
 
 
@@ -45,7 +54,7 @@ def owners_of(job: str) -> set[str]:
 
 
 def names_in(key: str) -> list[str]:
-    """Return what may be names of parts: words of a key and of its case, settings, and their first keys."""
+    """Return what may be words of `BRINGS`: words of a key and of its case, settings, and their first keys."""
     words = re.split("[/ ]", key)
     for beginning, lines in LINES.items():
         if key.startswith(f"{beginning}/"):

@@ -26,7 +26,7 @@ def train(lab: Lab, name: str, num_ranks: int, *arguments: str, **environment: s
     logs = lab.folder / "runs" / name / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks = ("-n", num_ranks, *("--stdout", f"{logs}/rank{{rank}}.txt", "--stderr", f"{logs}/rank{{rank}}.txt"))
-    lab.check(*ranks, "-m", "llmfoundry_lite.train", *given, module="composer.cli.launcher")
+    lab.check(*ranks, "-m", "llmfoundry_lite.launch_train", *given, module="composer.cli.launcher")
 
 
 def need_run(lab: Lab, name: str) -> None:

@@ -27,7 +27,9 @@ PATHS = f"{ROOT}:{ROOT / 'companions'}"
 """PYTHONPATH of a process that runs a module of a companion, or of its tests."""
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["llmfoundry_lite.ranks.lean", "llmfoundry_lite.training.train", "tests.helpers.launch"])
+_server.set_forkserver_preload(
+    ["llmfoundry_lite.ranks.preload", "llmfoundry_lite.training.train", "tests.helpers.launch"]
+)
 
 _first_port = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _ports = itertools.cycle(random.Random().sample(range(_first_port, _first_port + 1_000), 1_000))
@@ -157,8 +159,8 @@ def _rank(
 
 
 def _train(arguments: list[str]) -> None:
+    from llmfoundry_lite.launch_train import main
     from llmfoundry_lite.ranks.ending import run_and_exit
-    from llmfoundry_lite.train import main
 
     sys.argv = ["scripts/train.py", *arguments]
     run_and_exit(main)

@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from llmfoundry_lite.checkpoint.log_parts import write_log
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.helpers.tiny import write_config
 

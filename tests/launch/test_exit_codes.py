@@ -135,7 +135,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("ours", marks=needs("train -n")), "one process", "composer", "nohup"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ours", marks=needs("llmfoundry_ops")), "one process", "composer", "nohup"]
+)
 def test_a_run_whose_terminal_closes_is_saved(tmp_path, data, name):
     """`composer` does not outlive its terminal, its ranks do. Under `nohup` the run goes on."""
     command, expected = LAUNCHERS[name]

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch import ranks
 from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
 from tests.helpers.launch import ROOT
+from tests.helpers.present import leave_out_companions
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_a_signal_goes_to_the_ranks(tmp_path, num_ranks):
 
 
 def test_ranks_that_start_again_need_a_companion(monkeypatch, capsys, data, tmp_path):
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert run(["train", "-n", "2", "mpt-125m"]) == 2
-    words = "error: train -n: needs the companion llmfoundry_ops; or composer -n 2 -m llmfoundry_lite.train …\n"
+    words = "error: train -n: needs the companion llmfoundry_ops; or composer -n 2 -m llmfoundry_lite.launch_train …\n"
     assert capsys.readouterr().err == words

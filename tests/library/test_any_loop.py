@@ -38,7 +38,7 @@ def losses(folder, num_ranks, *arguments) -> list[tuple[int, float]]:
     [
         (PLAIN, [(2, 20), (3, 40)]),
         (TITAN, [(2, 20), (4, 40, 2), (3, 60)]),
-        pytest.param(PORTABLE, [(3, 10), (2, 35)], marks=needs("checkpoints of Composer and DCP")),
+        pytest.param(PORTABLE, [(3, 10), (2, 35)], marks=needs("llmfoundry_formats")),
     ],
     ids=["plain torch", "torchtitan", "portable format"],
 )

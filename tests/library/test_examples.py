@@ -21,7 +21,7 @@ EXAMPLES: dict[str, Any] = {
 }
 
 
-OF_COMPANIONS = {"runs": needs("runs that are still written")}
+OF_COMPANIONS = {"runs": needs("llmfoundry_ops")}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=OF_COMPANIONS.get(name, ())) for name in EXAMPLES])

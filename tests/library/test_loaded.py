@@ -108,7 +108,7 @@ def test_two_models_in_four_threads_write_what_each_writes_alone(model):
     assert found == alone * 6
 
 
-@needs("folders of GPT-2, Llama, Mistral and Qwen")
+@needs("llmfoundry_formats")
 def test_gpt_2_becomes_ours_with_the_probabilities_of_transformers(model, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

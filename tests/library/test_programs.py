@@ -1,8 +1,10 @@
 """`lf.train` and `lf.evaluate`: what a program gives them, alone and as ranks of a launcher."""
 
+import inspect
 import io
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,6 @@ import torch.distributed as dist
 import yaml
 
 import llmfoundry_lite as lf
-import llmfoundry_lite.train
 from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -56,6 +57,13 @@ def test_a_mapping_without_tasks_asks_those_whose_data_are_here(here, tmp_path):
     assert found["tiny"].tasks.keys() == {"words/0-shot"}
 
 
+def test_train_stays_a_function_whatever_else_is_imported():
+    """A module of that name would take its place in the package."""
+    names = [module.name for module in pkgutil.iter_modules(lf.__path__)]
+    assert {*names}.isdisjoint(lf.__all__)
+    assert inspect.isfunction(lf.train) and inspect.isfunction(lf.evaluate) and inspect.isfunction(lf.runs)
+
+
 @pytest.mark.parametrize("call", ["train", "evaluate"])
 def test_a_console_that_cannot_print_a_character_ends_no_call(call, here, tmp_path, monkeypatch, capfd):
     """What they print has `±` and `·`. Afterwards the program's output is as it was."""
@@ -72,7 +80,7 @@ def test_a_console_that_cannot_print_a_character_ends_no_call(call, here, tmp_pa
 
 def test_a_program_s_signals_and_process_group_are_as_they_were(here, tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    run = llmfoundry_lite.train(settings(here), run_folder=str(tmp_path / "run"))
+    run = lf.train(settings(here), run_folder=str(tmp_path / "run"))
     assert run.log["batch"][-1] == 2 and signal.getsignal(signal.SIGINT) is before and not dist.is_initialized()
 
 

@@ -14,7 +14,6 @@ import torch
 import yaml
 
 import llmfoundry_lite as lf
-from llmfoundry_lite import companions
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.evaluation.loaded import model_of
 from llmfoundry_lite.evaluation.models import load_subject
@@ -23,17 +22,15 @@ from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import earlier_models, report
 from tests.helpers.launch import ROOT
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 
 pytestmark = pytest.mark.multiprocess
-watches = needs("runs that are still written")
+watches = needs("llmfoundry_ops")
 
 
 def test_without_the_companion_that_watches_runs_it_is_named(monkeypatch):
-    monkeypatch.setattr(companions, "find_companions", list)
-    with pytest.raises(
-        lf.UserError, match=r"^lf.runs: runs that are still written: needs the companion llmfoundry_ops$"
-    ):
+    leave_out_companions(monkeypatch)
+    with pytest.raises(lf.UserError, match=r"^lf.runs: needs the companion llmfoundry_ops$"):
         lf.runs()
 
 
@@ -43,7 +40,7 @@ def test_a_report_without_the_reader_of_its_export_shows_texts_of_the_newest_che
     assert json.loads((moved / "huggingface/config.json").read_text())["model_type"] == "gpt2"
     options: dict[str, Any] = {"prompts": ["def"], "temperature": 0.0}
     (told,) = report([str(moved)], **options)["samples"]
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     assert report([str(moved)], **options)["samples"] == [told]
     shutil.rmtree(moved / "checkpoints")
     without = report([str(moved)], **options)

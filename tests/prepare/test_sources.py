@@ -13,7 +13,6 @@ import datasets
 import pytest
 import zstandard
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.prepare import contents, documents, listing, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
@@ -22,7 +21,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.sources import open_source
 from tests.helpers.data import make_documents
 from tests.helpers.preparing import NESTED_ROWS, assert_reads_nested, plain, request, texts_of, units_of, write_jsonl
-from tests.helpers.present import needs
+from tests.helpers.present import leave_out_companions, needs
 
 # Fields
 
@@ -53,14 +52,13 @@ def test_a_number_too_long_for_python_is_one_bad_line(tmp_path: Path) -> None:
     [
         ("a.tsv.gz", b"text\nx\n", "{0}/a.tsv.gz: rows of CSV, parquet and arrow"),
         ("b/c.parquet", b"", "{0}/b/c.parquet: rows of CSV, parquet and arrow"),
-        ("hf:someone/texts", b"", "hf:someone/texts: hf: data sets of text"),
+        ("hf:someone/texts", b"", "hf:someone/texts"),
     ],
 )
 def test_what_a_companion_reads_names_it_before_anything_is_read(
     name: str, content: bytes, message: str, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(companions, "find_companions", list)
-    monkeypatch.setattr(companions, "list_missing", lambda *slots: [sources.ROWS])
+    leave_out_companions(monkeypatch)
     plain(tmp_path / "a.jsonl", b'{"text": "x"}')
     if not name.startswith("hf:"):
         plain(tmp_path / name, content)
@@ -73,7 +71,7 @@ def test_what_a_companion_reads_names_it_before_anything_is_read(
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-be", "cp1252", "utf-8-sig"])
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", pytest.param("csv", marks=needs(sources.ROWS)), "jsonl.gz"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", pytest.param("csv", marks=needs("llmfoundry_formats")), "jsonl.gz"])
 def test_text_in_other_encodings_arrives_as_utf8(encoding: str, suffix: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sources, "MIN_UNIT_BYTES", 40)
     monkeypatch.setattr(contents, "BLOCK_BYTES", 7)

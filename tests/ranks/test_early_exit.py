@@ -25,11 +25,11 @@ sys.meta_path.insert(0, Finder())
 """
 
 PROGRAMS = {
-    "module": ["-m", "llmfoundry_lite.train", "mpt-125m"],
+    "module": ["-m", "llmfoundry_lite.launch_train", "mpt-125m"],
     "script": [str(ROOT / "scripts/train.py"), "mpt-125m"],
     "command": ["-m", "llmfoundry_lite", "train", "mpt-125m"],
     "launcher": ["-m", "llmfoundry_lite", "train", "-n", "2", "mpt-125m"],
-    "module of eval": ["-m", "llmfoundry_lite.eval"],
+    "module of eval": ["-m", "llmfoundry_lite.launch_eval"],
     "script of eval": [str(ROOT / "scripts/eval.py")],
     "eval": ["-m", "llmfoundry_lite", "eval"],
     "relay": ["-m", "llmfoundry_lite", "relay", "relay.yaml"],
@@ -62,7 +62,7 @@ def test_a_launcher_in_a_job_of_several_ranks_hears_sigterm(tmp_path):
 def test_a_program_that_imports_composer_leaves_with_75(tmp_path, data):
     """Composer's own signal handlers would exit with 143."""
     config = write_config(tmp_path / "run.yaml", tiny_config(data))
-    done = run(["-m", "llmfoundry_lite.train", config], tmp_path, signal.SIGTERM, AT="composer.core.engine")
+    done = run(["-m", "llmfoundry_lite.launch_train", config], tmp_path, signal.SIGTERM, AT="composer.core.engine")
     text = "preempted by SIGTERM before anything had begun; run the same command again\n"
     assert (done.returncode, done.stderr) == (75, text)
 

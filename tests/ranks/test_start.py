@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_lite.errors import ConfigError, MissingRanksError
-from llmfoundry_lite.eval import launch as launch_eval
+from llmfoundry_lite.launch_eval import launch as launch_eval
+from llmfoundry_lite.launch_train import launch as launch_train
 from llmfoundry_lite.ranks.ending import run_and_exit
 from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.train import launch as launch_train
 from tests.helpers.launch import launch
 
 

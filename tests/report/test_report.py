@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.ranks.status import write_ended_early
@@ -19,9 +18,10 @@ from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import first_words, prompt_in, report
 from llmfoundry_lite.report.segments import spans_of
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.launch import train
+from tests.helpers.present import leave_out_companions
 from tests.helpers.reported import FLOPS_PER_TOKEN, H100, TOKENS, elapsed, on_cpu, on_gpu, record, save, write_run
 from tests.helpers.tiny import tiny_config, write_config, write_data
 
@@ -99,13 +99,12 @@ def test_without_the_companion_of_launches_a_report_has_no_section_on_them(tmp_p
     where = switching(tmp_path / "run")
     for name in ("launches.jsonl", "relay.jsonl"):
         (tmp_path / "run" / name).touch()
-    monkeypatch.setattr(companions, "find_companions", list)
-    monkeypatch.setattr(companions, "find_spec", lambda name: None)
+    leave_out_companions(monkeypatch)
     facts = report([where])
     assert not {"failures", "relay"} & facts["runs"][0].keys() and "relay_figure" not in facts
     page = (tmp_path / "run/report.md").read_text()
     assert not re.search(r"^## (Launches|Sites|Time line) of", page, re.M)
-    missing = "relay.jsonl: additions to a report: needs the companion llmfoundry_ops"
+    missing = "relay.jsonl: needs the companion llmfoundry_ops"
     assert f"no sites and no allocations: {missing}" in facts["runs"][0]["notes"]
 
 

@@ -197,7 +197,7 @@ def test_fp16_carries_its_loss_scale(tmp_path, data):
     assert losses(tmp_path, "parts") == losses(tmp_path, "whole")
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.slow
 def test_fp16_skips_the_same_batches_on_any_number_of_ranks(tmp_path, data):
     """Gradients times 2^24 overflow, and which lower scale they stand follows from the data alone."""

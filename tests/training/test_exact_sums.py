@@ -153,7 +153,7 @@ def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(
     assert bits(tmp_path, "plain-one")[0] != bits(tmp_path, "plain-two")[0]
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 def test_stages_in_16_bits_weigh_rows_of_unlike_length_as_one_rank_does(tmp_path, texts):
     by_rows = {**reading_texts(texts), "accumulate_train_batch_on_tokens": False}
     config = exact_config(texts, precision="amp_bf16", max_duration="2ba", **by_rows)
@@ -164,7 +164,7 @@ def test_stages_in_16_bits_weigh_rows_of_unlike_length_as_one_rank_does(tmp_path
     assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "plain"), rel=1e-5)
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.slow
 def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data, texts):
     references = {}
@@ -172,7 +172,7 @@ def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data,
         check_case(tmp_path, data, texts, case, references)
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.long
 @pytest.mark.parametrize("rows", FACTORS["rows"])
 @pytest.mark.parametrize("precision", FACTORS["precision"])

@@ -103,7 +103,7 @@ def unequal(texts: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_rows_of_unlike_length_and_dropout_give_one_run_on_any_ranks_in_any_microbatch(tmp_path, texts):

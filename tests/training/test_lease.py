@@ -11,9 +11,9 @@ import pytest
 from llmfoundry_lite.checkpoint import lease as leases
 from llmfoundry_lite.checkpoint.lease import Lease, Renewals
 from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.launch_train import main
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.ranks.ending import run_and_exit
-from llmfoundry_lite.train import main
 from tests.helpers.launch import Launch, launch
 from tests.helpers.tiny import tiny_config, write_config
 

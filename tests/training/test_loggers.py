@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.log_lines import console_line, duration_text, validation_losses
+from llmfoundry_lite.checkpoint.run_log import console_line, duration_text, validation_losses
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TensorboardConfig, WandbConfig
 from llmfoundry_lite.config.spans import Duration

@@ -113,8 +113,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "divided samples": ("FULL_SHARD", Layout(shard=2, context=2)),
     "divided samples, replicated": ("NO_SHARD", Layout(replicate=2, context=2, has_whole_copies=True)),
 }
-ZERO = "fsdp_config.sharding_strategy: ZERO_1"
-if ZERO in companions.list_missing():
+if not companions.is_installed("llmfoundry_layouts"):
     LAYOUTS = {name: one for name, one in LAYOUTS.items() if one[0] != "ZERO_1" and one[1].tensor == 1}
 
 
@@ -141,8 +140,10 @@ def updates_on_ranks() -> None:
         orders = {n.removeprefix("model/"): runs for n, runs in orders.items()}
         assert len(orders) == (2 * SMALL.n_layers if layout.tensor > 1 else 0)  # weights and biases
         build = partial(build_muon, config=config, model=model_config, group=group, row_orders=orders)
-        share = companions.find("builders", ZERO) if strategy == "ZERO_1" else None
-        optimizer: Any = share(named, build) if share else build(named)
+        if strategy == "ZERO_1":
+            optimizer: Any = companions.load("llmfoundry_layouts.zero:share_optimizer")(named, build)
+        else:
+            optimizer = build(named)
         for step in range(2):
             for seed, (n, parameter) in enumerate(named.items()):
                 gradient = random_like(parameter, 100 * step + seed)
@@ -194,7 +195,7 @@ def data(tmp_path_factory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.long
 @pytest.mark.multiprocess
 def test_a_run_changes_its_layout_at_any_checkpoint(tmp_path, data):

@@ -152,7 +152,7 @@ def test_without_exact_sums_other_ranks_are_within_a_band(folder):
     assert outcome.text.startswith("within a band: ") and "devices 1 -> 2" in outcome.text and not outcome.is_equal
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_run_in_stages_is_bit_equal_in_stages_and_on_one_rank(folder, num_ranks):
     if not (folder / "runs/stages").exists():

@@ -102,7 +102,7 @@ def test_a_storm_at_the_start_ends_ranks_with_75_and_nothing_is_lost(tmp_path, d
     train([path], tmp_path, env=credentials(proxy.port) | quick).check()
 
 
-@needs("train -n")
+@needs("llmfoundry_ops")
 def test_storms_at_the_start_and_in_the_middle_of_a_save_cost_a_launcher_nothing_but_time(tmp_path, data, proxy):
     proxy.refuses = Storm(at_start=30, in_save=25)
     config = tiny_config(data, max_duration="6ba", save_interval="2ba", save_folder="s3://runs/{run_name}")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint.log_parts import write_log as write_log_parts
 from llmfoundry_lite.checkpoint.manifest import Manifest, Timestamp
+from llmfoundry_lite.checkpoint.run_log import write_log as write_log_parts
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.load_train import load_train_config

@@ -103,7 +103,7 @@ FINISHED_ON: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.slow
 def test_a_run_that_finds_itself_done_is_exported_from_any_layout(tmp_path, data):
     config = tiny_config(data, max_duration="2ba", autoresume=True, export_at_end=True, model__n_layers=4)

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from llmfoundry_lite.checkpoint.log_parts import read_log
+from llmfoundry_lite.checkpoint.run_log import read_log
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from tests.checkpoint.s3_server import s3_server
 from tests.helpers.launch import train

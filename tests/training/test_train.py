@@ -7,7 +7,7 @@ import pytest
 import torch
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint.log_lines import console_line
+from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.builders import find_separator
@@ -176,7 +176,7 @@ def test_each_of_several_validation_loaders_is_logged_by_its_label(tmp_path, dat
     assert "validation wiki " in console_line(two[-1], Duration(2, "ba"))
 
 
-@needs("pp_config.pipeline_parallel_degree")
+@needs("llmfoundry_layouts")
 @pytest.mark.slow
 def test_several_validation_loaders_lose_the_same_in_a_pipeline(tmp_path, data):
     config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_loader=two_loaders(data))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint import local_folder
-from llmfoundry_lite.checkpoint.log_lines import FAILED_SAVES
+from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES
 from llmfoundry_lite.checkpoint.save import Saved
 from llmfoundry_lite.config.spans import parse_limit
 from llmfoundry_lite.errors import CheckpointError

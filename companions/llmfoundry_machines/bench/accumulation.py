@@ -11,7 +11,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import GIB
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import DTYPES, SHAPES, count_step_flops, measure_in_a_process
 

@@ -30,7 +30,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask
 from llmfoundry_lite.models.mpt import Block
 from llmfoundry_lite.models.products import Linear
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import measure_on_ranks
 
@@ -50,7 +50,6 @@ COLUMNS: list[frame.Column] = [
     ("of the products", lambda row: f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}"),
 ]
 NUM_KEYS = 5
-DIVISION = "cp_config.context_parallel_degree"
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
 
 
@@ -82,7 +81,7 @@ def run(
     if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
         raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
     if max(devices) > 1:
-        companions.require("builders", DIVISION)
+        companions.require("llmfoundry_layouts", f"--devices {max(devices)}")
     cases = []
     for (batch_size, seq_len), dtype, num_devices, implementation in product(
         points, dtypes, devices, [*implementations, NONE]
@@ -139,7 +138,7 @@ def build(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Build a layer, or this rank's part of one, as a function from x [b, t, d] to its output [b, t, d].
 
-    `context`: the ranks that divide each sample, from the builder of `DIVISION`; None for one device.
+    `context`: the ranks that divide each sample, as `cp_config` does; None for one device.
     """
     torch.manual_seed(0)
     block = Block(model)
@@ -254,7 +253,8 @@ def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, An
 
 
 def measure_part(config: ContextParallelConfig, *case: Any) -> dict[str, Any]:
-    size, build_context = config.context_parallel_degree, companions.find("builders", DIVISION)
+    size = config.context_parallel_degree
+    build_context = companions.load("llmfoundry_layouts.context:build_context", "--devices")
     return measure(*case, context=build_context(config, Layout(context=size, node_size=size), device_type()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import DataError, either
 from llmfoundry_lite.hardware import REPORT_SCHEMA
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 
 CONDITIONS = {

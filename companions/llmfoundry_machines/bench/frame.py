@@ -21,7 +21,7 @@ from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.files import check_answer_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, REPORT_SCHEMA
-from llmfoundry_lite.report.tables import Table, markdown_list
+from llmfoundry_lite.tables import Table, markdown_list
 
 T = TypeVar("T")
 PIPE_WIDTH = 140

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmfoundry_lite.devices import accelerator
 from llmfoundry_lite.hardware import GIB, PRODUCTS
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.block import available
 from llmfoundry_machines.bench.frame import (
     Column,

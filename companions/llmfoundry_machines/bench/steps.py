@@ -149,7 +149,7 @@ def train_on_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
     """Train on so many ranks of this machine. Raises RuntimeError with the first error that a rank printed."""
     # By torchrun: Composer's launcher would import Composer once more, for nothing.
     command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["-m", "llmfoundry_lite.train", *arguments]
+    command += ["-m", "llmfoundry_lite.launch_train", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = [line[7:] for line in done.stderr.splitlines() if line.startswith("error: ")][:1]

@@ -32,7 +32,7 @@ Mark = Callable[[str], None]
 """Called at each stage; the measurement goes on when it returns."""
 Measure = Callable[[Settings, Mark], dict[str, Any]]
 
-IMPORTS = ["llmfoundry_lite.ranks.lean", "llmfoundry_machines.bench.trainer", "llmfoundry_lite.training.train"]
+IMPORTS = ["llmfoundry_lite.ranks.preload", "llmfoundry_machines.bench.trainer", "llmfoundry_lite.training.train"]
 IMPORTS += ["torch._inductor.compile_fx"]
 """Modules that the server imports. None of them starts a thread or asks for a device, which do not survive a fork."""
 HANG_SECONDS = 60.0

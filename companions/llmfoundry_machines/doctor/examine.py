@@ -34,7 +34,7 @@ from rich.console import Console
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, UserError, mask_urls
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.release import NAME, read_release
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_machines.doctor.finding import INSTALL, Finding, Machine, Status
 
 Check = Callable[[Machine], Iterable[Finding]]

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from llmfoundry_lite.checkpoint.lease import Lease
-from llmfoundry_lite.checkpoint.log_parts import write_log
+from llmfoundry_lite.checkpoint.run_log import write_log
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from tests.checkpoint.saves import write_draft
 

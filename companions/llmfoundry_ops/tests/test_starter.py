@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from llmfoundry_lite import companions
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
@@ -13,6 +12,7 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_ops import hours, like, starter
 from llmfoundry_ops.hours import Point, choose
 from llmfoundry_ops.starter import Facts, count_parameters, read_shape, sizes, write_starter
+from tests.helpers.present import leave_out_companions
 
 
 def data_folder(folder, samples, num_val=32):
@@ -178,7 +178,7 @@ def test_hours_and_a_size_are_one_too_many(tmp_path, capsys):
 
 
 def test_without_the_companion_of_formats_a_foreign_model_is_refused_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(companions, "find_companions", list)
+    leave_out_companions(monkeypatch)
     monkeypatch.setattr(like, "check_tokenizer", lambda *given: None)
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "config.json").write_text('{"model_type": "llama"}')

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
+from llmfoundry_lite.checkpoint.save_interval import suggest_save_interval
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER

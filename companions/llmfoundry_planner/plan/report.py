@@ -8,7 +8,7 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.estimate.model_memory import knows_optimizer
 from llmfoundry_lite.hardware import GIB
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token
-from llmfoundry_lite.report.tables import Table
+from llmfoundry_lite.tables import Table
 from llmfoundry_planner.plan.cost import (
     PREDICTED_DAYS,
     PUBLISHED_DAYS,

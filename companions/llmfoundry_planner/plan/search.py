@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from llmfoundry_lite.checkpoint.intervals import MAX_SAVE_FRACTION
+from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, divisors
 from llmfoundry_lite.config.schema import (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmfoundry_lite.checkpoint.intervals import suggest_save_interval
+from llmfoundry_lite.checkpoint.save_interval import suggest_save_interval
 from llmfoundry_planner.plan.cost import compute_optimal, cost_of, lost_share
 from llmfoundry_planner.plan.network import find_node
 

@@ -66,7 +66,7 @@ def test_a_layout_sets_what_hardware_decides_and_says_why(name):
     model, count, size = parts_of(name)
     launcher = "llmfoundry-lite train -n 8"
     if count > 8:
-        launcher = f"srun -N {count // 8} --ntasks-per-node 8 python -m llmfoundry_lite.train"
+        launcher = f"srun -N {count // 8} --ntasks-per-node 8 python -m llmfoundry_lite.launch_train"
     command = re.search(rf"^# {launcher} (\S+) (\S+) (\S+)$", text, re.MULTILINE)
     assert command and command[1] == model and command[2] in OVERLAYS[size] and command[3] == name
 

@@ -11,7 +11,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmfoundry_formats import fast_encoder
 from llmfoundry_formats.fast_encoder import FastEncoder
-from llmfoundry_lite import companions
 from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.documents import Document, split_key
@@ -19,6 +18,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.token_files import VERDICT, Unequal
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import request, write_jsonl
+from tests.helpers.present import leave_out_companions
 
 needs_gigatoken = pytest.mark.skipif(importlib.util.find_spec("gigatoken") is None, reason="gigatoken is not installed")
 
@@ -227,7 +227,7 @@ def test_with_and_without_it_the_shards_are_the_same(tmp_path: Path, tokenizer_f
     encode = FastEncoder.encode
     monkeypatch.setattr(FastEncoder, "encode", lambda self, document: used.append(1) or encode(self, document))
     with monkeypatch.context() as core:
-        core.setattr(companions, "find_companions", list)
+        leave_out_companions(core)
         said_by_preparing(text, tokenizer_folder, tmp_path / "plain")
     assert not used
     for num_workers in (1, 2):

@@ -65,7 +65,7 @@ def layers_of_parts() -> None:
         model = block.model_of(48, heads, 16)
         divided = block.divide(model, 2)
         assert divided is not None
-        build_context = companions.find("builders", block.DIVISION)
+        build_context = companions.load("llmfoundry_layouts.context:build_context")
         context = build_context(divided, Layout(context=2, node_size=2), "cpu")
         x_btd = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(1))
         for implementation in ("sdpa", block.NONE):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmfoundry_lite.checkpoint.log_parts import read_log
 from llmfoundry_lite.checkpoint.restore import load_newest
+from llmfoundry_lite.checkpoint.run_log import read_log
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint

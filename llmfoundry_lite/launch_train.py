@@ -1,7 +1,7 @@
 """Train a model, as one rank of a launch.
 
-    composer -n 8 -m llmfoundry_lite.train mpt-1b h100-8 variables.data=data/c4      # installed
-    composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                # in a clone
+    composer -n 8 -m llmfoundry_lite.launch_train mpt-1b h100-8 variables.data=data/c4  # installed
+    composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                   # in a clone
     llmfoundry-lite train mpt-125m --dry-run
 
 The order is configuration, preflight, environment, then the heavy imports. No torch before those.
@@ -12,12 +12,9 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 
     leave_with_75_when_asked()
 
-import importlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from llmfoundry_lite import preflight
@@ -33,7 +30,7 @@ from llmfoundry_lite.ranks.status import hear_of_other_nodes, refusals_recorded
 
 EXIT_CODES = "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
 HELP = f"""\
-usage: composer -n RANKS -m llmfoundry_lite.train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
+usage: composer -n RANKS -m llmfoundry_lite.launch_train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
        llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
 
 YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
@@ -118,15 +115,6 @@ def prepare_environment(config: TrainConfig) -> None:
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")
 
-
-class _Callable(ModuleType):
-    """Module type that can be called. `lf.train` is a function, and becomes this module once somebody imports it."""
-
-    def __call__(self, *arguments: Any, **overrides: Any) -> Any:
-        return importlib.import_module("llmfoundry_lite.programs").train(*arguments, **overrides)
-
-
-sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     run_and_exit(main)

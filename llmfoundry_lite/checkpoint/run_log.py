@@ -1,14 +1,24 @@
-"""The lines of metrics.jsonl, which is append-only: reading, merging with a carried log, and printing.
+"""A run's log: the lines of metrics.jsonl, and the parts of it that lie beside checkpoints. No torch.
 
-A launch that carries on from batch 100 appends batch 101. Earlier lines of batches above 100 are then a dead branch. So
-the order of lines decides what counts, and a merge must keep it.
+Lines are read, merged and printed. The file is append-only. A launch that carries on from batch 100 appends batch 101.
+Earlier lines of batches above 100 are then a dead branch. So the order of lines decides what counts, and a merge must
+keep it.
+
+Parts, `log/<save_id>.jsonl`, are shared by checkpoints. A log is not state: if a part is lost, the others are read, and
+the next launch that has the whole log writes it again.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
+from llmfoundry_lite.checkpoint.folder import Folder, Source
+from llmfoundry_lite.checkpoint.manifest import LogPart
+from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, hash_blocks, read_bytes, read_file
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 Record = dict[str, Any]
 
@@ -21,6 +31,9 @@ POSITIONS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "tim
 """Unit of a duration -> key of how many are done."""
 MAX_NUMBER = 2**128
 """Limit of numbers, above the range of fp32."""
+
+
+# --------------------------------------------------------------------------------------------------------------- lines
 
 
 def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
@@ -100,3 +113,66 @@ def duration_text(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+# -------------------------------------------------------------------------------------------- parts beside checkpoints
+
+
+class Log(NamedTuple):
+    """A run's log as it was read."""
+
+    content: bytes | None
+    """None if the checkpoint has no log."""
+    parts: tuple[LogPart, ...]
+    """The intact parts at the beginning of the log."""
+    notes: list[str]
+    """A line for each damaged part."""
+
+
+def read_log(checkpoint: Checkpoint) -> Log:
+    """Read a checkpoint's log. Lost parts are noted."""
+    if not checkpoint.manifest.log:
+        return Log(None, (), [])
+    found, whole, notes = [], [], []
+    for part in checkpoint.manifest.log:
+        try:
+            found.append(_read_part(checkpoint.folder.parent(), part))
+            if not notes:
+                whole.append(part)
+        except CheckpointError as error:
+            notes.append(f"a part of the log is lost: {error}")
+    return Log(b"".join(found), tuple(whole), notes)
+
+
+def _read_part(folder: Folder, part: LogPart) -> bytes:
+    def read(source: Source) -> bytes:
+        content = read_bytes(source, 0, part.num_bytes)
+        if hash_blocks(content, part.block_bytes).hex() != part.block_hashes:
+            raise DamagedCheckpointError(f"{folder.url}/{part.name}: its bytes are not what was written", part.name)
+        return content
+
+    return read_file(folder, part, read)
+
+
+def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
+    """Write the end of `content` that the parts `before` lack, and return all parts. Raises OSError. A new part absorbs
+    those before it that are no longer than itself, so a million lines take at most twenty."""
+    kept: list[LogPart] = []
+    end = 0
+    for part in before:
+        if hash_blocks(content[end : end + part.num_bytes], part.block_bytes).hex() != part.block_hashes:
+            break
+        kept.append(part)
+        end += part.num_bytes
+    while kept and kept[-1].num_bytes <= len(content) - end:
+        end -= kept.pop().num_bytes
+    new = content[end:]
+    if not new:
+        return tuple(kept)
+    name = f"{save_id}.jsonl"
+    folder = store.root.child(LOG)
+    folder.make()
+    folder.put(name, new)
+    hashes = hash_blocks(new, BLOCK_BYTES).hex()
+    record = LogPart(name=f"{LOG}/{name}", num_bytes=len(new), block_bytes=BLOCK_BYTES, block_hashes=hashes)
+    return (*kept, record)

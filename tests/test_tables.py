@@ -4,7 +4,7 @@ import io
 import pytest
 from rich.console import Console
 
-from llmfoundry_lite.report.tables import Table, markdown_text
+from llmfoundry_lite.tables import Table, markdown_text
 
 
 def test_names_stay_text_in_markdown():

@@ -1,7 +1,7 @@
 """Evaluate models in context, as one rank of a launch.
 
 llmfoundry-lite eval icl-zero-shot models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
-composer -n 8 -m llmfoundry_lite.eval icl-zero-shot models.ours=runs/mpt-1b
+composer -n 8 -m llmfoundry_lite.launch_eval icl-zero-shot models.ours=runs/mpt-1b
 python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks whose data are here
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmfoundry_lite.evaluation.results import Results
 
 HELP = """\
-usage: composer -n RANKS -m llmfoundry_lite.eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
+usage: composer -n RANKS -m llmfoundry_lite.launch_eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
        llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
 
 YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here

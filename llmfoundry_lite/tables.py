@@ -1,4 +1,4 @@
-"""The table type of every room: on a console, as Markdown, CSV and JSON. Names and numbers stay text in all of them."""
+"""The type of every table that is shown: on a console, as Markdown, CSV and JSON. Names and numbers stay text."""
 
 import csv
 import html
