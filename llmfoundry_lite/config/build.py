@@ -90,8 +90,9 @@ def _fill(cls: type, values: Any, path: str) -> Any:
         place = join(path, name)
         expected = key.setting.expected or _describe(key.hint)
         if name in values and (values[name] is not None or key.allows_none):
-            arguments[name] = _convert(key.hint, values[name], place, expected)
-            _check(place, arguments[name], key.setting)
+            value = _convert(key.hint, values[name], place, expected)
+            _check(place, value, key.setting)
+            arguments[name] = _parse(place, value, key.setting)
         elif key.default is dataclasses.MISSING:
             raise ConfigError(f"{place}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
@@ -177,6 +178,16 @@ def _check(place: str, value: Any, setting: Setting) -> None:
                 check(item)
             except ValueError as error:
                 raise _wrong(place, item, error) from None
+
+
+def _parse(place: str, value: Any, setting: Setting) -> Any:
+    """Return what the configuration holds for a value of a YAML, such as a `Duration` for text. Raises ConfigError."""
+    if setting.parse is None or value is None:
+        return value
+    try:
+        return setting.parse(value)
+    except ValueError as error:
+        raise _wrong(place, value, error) from None
 
 
 OTHER_WORDS = {

@@ -50,7 +50,7 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_blocks(config)
         _check_exact_sums(config)
         _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
-        _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
+        _check_schedule_spans(config.scheduler, config.max_duration)
         _check_own_loaders(config, layers)
 
 
@@ -250,12 +250,12 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
 
     Composer's schedules convert between epochs and batches by an epoch's length, which only the launch knows.
     """
-    schedule, run = config.scheduler, Duration.parse(config.max_duration)
-    epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
+    schedule, run = config.scheduler, config.max_duration
+    epochs = f"; max_duration: {run.value} counts epochs" if isinstance(run.written, int) else ""
     more = {"inv_sqrt_with_warmup": ("t_scale", "t_cooldown"), "warmup_stable_decay": ("t_decay",)}
     end = () if schedule.name == "constant_with_warmup" else ("t_max",)
     for name in ("t_warmup", *end, *more.get(schedule.name, ())):
-        span = Duration.parse(getattr(schedule, name))
+        span: Duration = getattr(schedule, name)
         if span.value == 0 or span.unit in ("dur", run.unit):
             continue
         if schedule.name in COMPOSERS_SCHEDULES and {span.unit, run.unit} == {"ba", "ep"}:
@@ -284,7 +284,7 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
     """Check that warm-up and decay are parts of the schedule, one after the other."""
-    warmup, decay, end = (Duration.parse(span) for span in (schedule.t_warmup, schedule.t_decay, schedule.t_max))
+    warmup, decay, end = schedule.t_warmup, schedule.t_decay, schedule.t_max
     has_end = schedule.name != "constant_with_warmup"
     if has_end and warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(
@@ -353,15 +353,15 @@ def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: 
 
 def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterator[tuple[str, str]]:
     for key in ("max_duration", "eval_interval", "save_interval"):
-        value = getattr(config, key)
+        value = getattr(config, key).written
         if key in given and isinstance(value, int) and value > 0:
             yield key, f": {value} counts epochs; {value} batches are {value}ba"
-    run = Duration.parse(config.max_duration)
+    run = config.max_duration
     meanings = {"t_warmup": "the learning rate never reaches lr", "t_max": "the schedule does not end"}
     if config.scheduler.name == "constant_with_warmup":
         del meanings["t_max"]
     for key, meaning in meanings.items():
-        span = Duration.parse(getattr(config.scheduler, key))
+        span: Duration = getattr(config.scheduler, key)
         if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
             yield f"scheduler.{key}", f": {span} is longer than the run, {run}: {meaning}"
     for name in config.tokenizer.kwargs:

@@ -53,7 +53,7 @@ class RopeScaling:
         "no_scaling",
         choices="no_scaling linear dynamic ntk llama3",
         instead="expected no_scaling, linear, dynamic, ntk or llama3",
-        uses=(Use(where=lambda _, run: run.model.attn_config.rope, elsewhere="model.attn_config.rope is false"),),
+        uses=(Use(has_effect=lambda _, run: run.model.attn_config.rope, reason="model.attn_config.rope is false"),),
     )
     """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
     the factor from the start. llama3: only slow frequencies are divided by the factor."""
@@ -77,11 +77,11 @@ class RopeScaling:
             yield f"high_freq_factor: {given} given, expected more than low_freq_factor, {least}"
 
 
-ROPE = (Use(where=lambda attention, _: attention.rope, elsewhere="{path}.rope is false"),)
+ROPE = (Use(has_effect=lambda attention, _: attention.rope, reason="{path}.rope is false"),)
 NORMS_OF_Q_AND_K = (
     Use(
-        where=lambda attention, _: attention.qk_ln or attention.qk_gn,
-        elsewhere="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
+        has_effect=lambda attention, _: attention.qk_ln or attention.qk_gn,
+        reason="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
     ),
 )
 
@@ -127,7 +127,7 @@ class AttentionConfig:
     alibi: bool = False
     """Use linear distance biases instead of learned positions."""
     alibi_bias_max: int = setting(
-        8, POSITIVE, uses=(Use(where=lambda attention, _: attention.alibi, elsewhere="{path}.alibi is false"),)
+        8, POSITIVE, uses=(Use(has_effect=lambda attention, _: attention.alibi, reason="{path}.alibi is false"),)
     )
     """Number that sets ALiBi's steepest slope, 2**-(alibi_bias_max / heads)."""
     rope: bool = False
@@ -206,8 +206,8 @@ class InitConfig:
         must_be("true, false or a number above 0", _is_divisor),
         uses=(
             Use(
-                where=lambda init, _: init.name not in ("neox_init_", "default_"),
-                elsewhere="{block.name} has its own scale for these weights",
+                has_effect=lambda init, _: init.name not in ("neox_init_", "default_"),
+                reason="{block.name} has its own scale for these weights",
             ),
         ),
     )
@@ -219,8 +219,8 @@ class InitConfig:
         must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit),
         uses=(
             Use(
-                where=lambda init, _: init.emb_init_std is None,
-                elsewhere="{path}.emb_init_std takes precedence",
+                has_effect=lambda init, _: init.emb_init_std is None,
+                reason="{path}.emb_init_std takes precedence",
             ),
         ),
     )
@@ -232,8 +232,8 @@ class InitConfig:
         NON_NEGATIVE,
         uses=(
             Use(
-                where=lambda init, _: init.name.startswith(("kaiming", "xavier")),
-                elsewhere="only kaiming and xavier have a gain, and {path}.name is {block.name}",
+                has_effect=lambda init, _: init.name.startswith(("kaiming", "xavier")),
+                reason="only kaiming and xavier have a gain, and {path}.name is {block.name}",
             ),
         ),
     )
@@ -263,8 +263,8 @@ class ModelConfig:
         POSITIVE,
         uses=(
             Use(
-                where=lambda model, _: model.ffn_config.ffn_hidden_size is None,
-                elsewhere="{path}.ffn_config.ffn_hidden_size takes precedence",
+                has_effect=lambda model, _: model.ffn_config.ffn_hidden_size is None,
+                reason="{path}.ffn_config.ffn_hidden_size takes precedence",
             ),
         ),
     )
@@ -286,7 +286,7 @@ class ModelConfig:
         "meta",
         choices="meta cpu mixed",
         hardware=True,
-        uses=(Use(where=lambda _, run: False, elsewhere="every weight is made where it lives"),),
+        uses=(Use(has_effect=lambda _, run: False, reason="every weight is made where it lives"),),
     )
     """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
     logit_scale: float | str | None = setting(
@@ -308,7 +308,7 @@ class ModelConfig:
         "auto",
         choices="auto fused_crossentropy torch_crossentropy",
         change="freely",
-        uses=(Use(where=lambda _, run: False, elsewhere="all choices are the same chunked loss"),),
+        uses=(Use(has_effect=lambda _, run: False, reason="all choices are the same chunked loss"),),
     )
     """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
 

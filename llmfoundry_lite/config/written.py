@@ -112,7 +112,7 @@ def _choose_in_block(block: type, values: Mapping[str, Any], path: str, rule: Ru
         place, key = f"{path}.{name}" if path else name, keys.get(SYNONYMS.get(name, name))
         setting = key.setting if key else Setting()
         hint, inner = (key.hint, setting.rule or rule) if key else (Any, rule)
-        if setting.written is not None:
+        if setting.written is not None and setting.parse is None:
             hint, inner = setting.written, "freely"
         chosen[name] = _choose(hint, value, place, inner, setting)
     return chosen
