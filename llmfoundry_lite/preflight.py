@@ -27,9 +27,9 @@ from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
-from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, length_in, share_left_out
 from llmfoundry_lite.data.tokenizer import (

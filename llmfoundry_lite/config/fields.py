@@ -198,7 +198,7 @@ def check_source(value: str) -> None:
 def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
     """Make the check of a folder of this machine.
 
-    `url_key` is the key that takes a URL instead. A folder that is read, and that is there, may have braces in its name.
+    `url_key` is the key that takes a URL instead. A folder that is read may have braces in its name, if it is there.
     """
     kind = "a folder of this machine"
     if url_key:

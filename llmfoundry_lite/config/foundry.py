@@ -1,6 +1,6 @@
 """LLM Foundry's keys that have no counterpart: ignored with a note, or refused with what to use instead.
 
-`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `written.py` and
+`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `scalars.py` and
 `load_eval.py`.
 """
 

@@ -24,9 +24,9 @@ from llmfoundry_lite.config.layers import (
     read_layers,
     source_of,
 )
+from llmfoundry_lite.config.scalars import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.uses import find_unused_keys
-from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, nearest
 

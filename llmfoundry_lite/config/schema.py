@@ -27,6 +27,7 @@ from llmfoundry_lite.config.fields import (
     span,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.spans import (
     TIME_UNITS,
     Duration,
@@ -36,7 +37,6 @@ from llmfoundry_lite.config.spans import (
     describe_span,
     parse_limit,
 )
-from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_urls
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
@@ -93,9 +93,10 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> float:
-        if self.weight_decay is None:
-            return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
-        return self.weight_decay
+        """The weight decay, or its default for this optimizer."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -205,8 +206,9 @@ class FSDPConfig:
                 "true, or remove it"
             )
         if self.sharding_strategy == "ZERO_1" and self.offload_optimizer:
-            remedy = "use FULL_SHARD, or remove one of them"
-            yield f"offload_optimizer: ZERO_1 keeps the whole model on each device; {remedy}"
+            yield (
+                "offload_optimizer: ZERO_1 keeps the whole model on each device; use FULL_SHARD, or remove one of them"
+            )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -243,8 +245,10 @@ class PipelineConfig:
 
     @property
     def num_runs(self) -> int:
-        """Runs of blocks on each device."""
-        return self.virtual_stages or (2 if self.schedule in ("interleaved", "zbv") else 1)
+        """Number of runs of blocks on each device."""
+        if self.virtual_stages is not None:
+            return self.virtual_stages
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
 
     @property
     def splits_backward(self) -> bool:
@@ -253,18 +257,26 @@ class PipelineConfig:
 
     def takes_microbatches(self, count: int) -> bool:
         """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
-        degree = self.pipeline_parallel_degree
         if self.schedule == "gpipe":
             return count >= 1
+        if count < self.pipeline_parallel_degree:
+            return False
         has_rounds = self.schedule in ("interleaved", "zero_bubble")
-        return count >= degree and not (has_rounds and count % (count // degree))
+        num_rounds = count // self.pipeline_parallel_degree
+        return not has_rounds or count % num_rounds == 0
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
-        """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;
-        else one for each sample."""
+        """Return how many microbatches a device's batch has if the configuration does not say it.
+
+        It is a multiple of the number of stages that divides the batch: the least that gives each stage 4 or more, else
+        the largest one. Without such a multiple, each sample is a microbatch.
+        """
         degree = self.pipeline_parallel_degree
         fitting = [n for n in range(degree, device_batch_size + 1, degree) if device_batch_size % n == 0]
-        return next((n for n in fitting if n >= 4 * degree), fitting[-1] if fitting else device_batch_size)
+        for num_microbatches in fitting:
+            if num_microbatches >= 4 * degree:
+                return num_microbatches
+        return fitting[-1] if fitting else device_batch_size
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -445,9 +457,11 @@ DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
 MAX_SEED = 2**32 - 2**16
+"""Largest seed to which any rank can add its number within 32 bits."""
 
 
-def _parse_eval_interval(written: str | int) -> Duration:
+def _parse_eval_interval(written: Scalar) -> Duration:
+    """Read a span, or 0, which never evaluates. Raises ValueError."""
     interval = Duration.parse(written, TIME_UNITS)
     if interval.value == 0 and written != 0:
         raise ValueError("more than 0, or 0 to never evaluate")
@@ -455,6 +469,7 @@ def _parse_eval_interval(written: str | int) -> Duration:
 
 
 def _is_all_or_count(value: int) -> bool:
+    """Return whether a value is -1, which stands for all, or a count."""
     return value == -1 or value > 0
 
 
@@ -677,8 +692,11 @@ class TrainConfig:
 
     @property
     def sharding(self) -> FSDPConfig:
+        """The block fsdp_config, or its default for the model's size."""
+        if self.fsdp_config is not None:
+            return self.fsdp_config
         is_small = self.model.num_matrix_parameters <= MAX_REPLICATED_PARAMETERS
-        return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
+        return FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -686,6 +704,7 @@ class TrainConfig:
 
     @property
     def sequence_parallel(self) -> bool:
+        """Whether devices that divide layers also divide each sequence between them."""
         return self.tensor_parallel_degree > 1 and self.tp_config is not None and self.tp_config.sequence_parallel
 
     @property
@@ -703,23 +722,31 @@ class TrainConfig:
 
     def is_deterministic_on(self, device_type: str) -> bool:
         """Whether a launch on `cuda` or `cpu` uses deterministic kernels alone."""
-        return self.exact_sums and device_type == "cuda" if self.deterministic is None else self.deterministic
+        if self.deterministic is not None:
+            return self.deterministic
+        return self.exact_sums and device_type == "cuda"
 
     @property
     def reduces_every_microbatch(self) -> bool:
+        """Whether gradients are summed over devices after each microbatch, instead of after the last one."""
         if self.pipeline.pipeline_parallel_degree > 1:
             return False  # a pipeline's stage sums its gradients once, after the schedule
-        wish = self.sharding.reduce_every_microbatch
-        return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS if wish is None else wish
+        if self.sharding.reduce_every_microbatch is not None:
+            return self.sharding.reduce_every_microbatch
+        return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
-        """Return the samples of a launch's first microbatch; with auto that is 1, from which it measures."""
+        """Return the number of samples in a launch's first microbatch; with auto that is 1, from which it measures."""
         if self.device_train_microbatch_size == "auto":
             return 1
-        if self.pipeline.pipeline_parallel_degree > 1 and self.device_train_microbatch_size is None:
-            wish = self.pipeline.num_microbatches or self.pipeline.default_num_microbatches(device_batch_size)
-            return -(-device_batch_size // wish)
-        return min(int(self.device_train_microbatch_size or device_batch_size), device_batch_size)
+        if self.device_train_microbatch_size is not None:
+            return min(int(self.device_train_microbatch_size), device_batch_size)
+        if self.pipeline.pipeline_parallel_degree == 1:
+            return device_batch_size
+        num_microbatches = self.pipeline.num_microbatches
+        if num_microbatches is None:
+            num_microbatches = self.pipeline.default_num_microbatches(device_batch_size)
+        return -(-device_batch_size // num_microbatches)  # rounded up
 
     @property
     def trains_alone(self) -> bool:
@@ -733,7 +760,7 @@ class TrainConfig:
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of one device in one forward pass of an evaluation."""
+        """Number of samples of one device in one forward pass of an evaluation."""
         if self.device_eval_batch_size is not None:
             return self.device_eval_batch_size
         if isinstance(self.device_train_microbatch_size, int):
@@ -742,9 +769,10 @@ class TrainConfig:
 
     @property
     def eval_subset_samples(self) -> int | None:
-        """Samples of an evaluation; None for all. No setting of the hardware changes them."""
-        count = self.eval_subset_num_batches
-        return count * self.global_train_batch_size if count > 0 else None
+        """Number of samples of an evaluation; None for all. No setting of the hardware changes it."""
+        if self.eval_subset_num_batches == -1:
+            return None
+        return self.eval_subset_num_batches * self.global_train_batch_size
 
     @property
     def has_own_components(self) -> bool:
@@ -755,8 +783,8 @@ class TrainConfig:
     @property
     def validation(self) -> dict[str, LoaderConfig]:
         """Key -> block, for each block of validation data."""
-        single = {} if self.eval_loader is None else {"eval_loader": self.eval_loader}
-        return single | {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
+        blocks = {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
+        return blocks if self.eval_loader is None else {"eval_loader": self.eval_loader, **blocks}
 
     @property
     def loaders(self) -> dict[str, LoaderConfig]:
@@ -765,6 +793,7 @@ class TrainConfig:
 
     @property
     def checkpoint_folder(self) -> str:
+        """Folder or URL of the run's checkpoints."""
         return self.save_folder or f"{self.run_folder}/checkpoints"
 
 
@@ -775,10 +804,13 @@ def data_label(key: str) -> str:
 
 
 def with_keys(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as dictionaries, by the keys of a YAML."""
-    values = {}
+    """Return the configuration by the keys of a YAML, in which blocks of companions stand at the top."""
+    values: dict[str, Any] = {}
     for name, value in as_yaml(config).items():
-        values |= value if name == "blocks" else {name: value}
+        if name == "blocks":
+            values |= value
+        else:
+            values[name] = value
     return values
 
 
@@ -788,18 +820,21 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     Text from an environment variable stays as it was written, `${oc.env:…}`. Credentials in URLs are masked.
     """
 
-    def recorded(text: str) -> str:
+    def without_secrets(text: str) -> str:
         return mask_urls(text.written if isinstance(text, FromEnvironment) else text)
 
-    values = map_texts(with_keys(config), recorded)
-    values["optimizer"]["weight_decay"] = config.optimizer.decay  # recorded: the default may change
+    values = map_texts(with_keys(config), without_secrets)
+    values["optimizer"]["weight_decay"] = config.optimizer.decay  # because another release may have another default
     values["optimizer"] = keys_of_optimizer(values["optimizer"])
     return values
 
 
 def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recorded optimizer that it is given: a user's own is given no `betas` and `weight_decay` of
-    ours, but what the YAML says, which is in `kwargs`."""
+    """Return the keys of a recorded optimizer that have an effect.
+
+    A user's own optimizer is given no `betas` and `weight_decay` of ours. It is given what the YAML says, which is in
+    `kwargs`.
+    """
     if not str(block.get("name")).startswith("python:"):
         return block
     return {key: block[key] for key in ("name", "lr", "kwargs") if key in block}

@@ -19,9 +19,9 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import lay_over, merge_layers, read_layers
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.scalars import AMBIGUOUS
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.config.written import AMBIGUOUS
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
 from llmfoundry_lite.errors import CheckpointError, ConfigError, mask_credentials
 
