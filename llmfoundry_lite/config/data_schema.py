@@ -10,6 +10,7 @@ from llmfoundry_lite.config.fields import (
     NON_NEGATIVE,
     POSITIVE,
     REQUIRED,
+    Check,
     Use,
     check_source,
     local_folder,
@@ -43,14 +44,20 @@ _REMOTE = must_be(
 )
 
 
-def _in_units(units: Mapping[str, int], example: str) -> Any:
-    def is_one(value: int | str) -> bool:
+def _in_units(units: Mapping[str, int], example: str) -> Check:
+    """Make the check of a number above 0, which may be text with a unit, such as `example`."""
+
+    def is_above_0(value: int | str) -> bool:
         if not isinstance(value, str):
             return value > 0
-        found = re.fullmatch(rf"(\d+)b?|(\d+(?:\.\d+)?)({'|'.join(units)})", value.lower())
-        return found is not None and int(found[1] or float(found[2]) * units[found[3]]) > 0
+        match = re.fullmatch(rf"(\d+)b?|(\d+(?:\.\d+)?)({'|'.join(units)})", value.lower())
+        if match is None:
+            return False
+        if match[1]:
+            return int(match[1]) > 0
+        return int(float(match[2]) * units[match[3]]) > 0
 
-    return must_be(f"a number above 0, such as {example}", is_one)
+    return must_be(f"a number above 0, such as {example}", is_above_0)
 
 
 IS_WITHIN = must_be(
@@ -94,9 +101,11 @@ class StageConfig:
 
 
 def _has_remote(dataset: "TextDatasetConfig", _: Any) -> bool:
-    streams = [*dataset.streams.values()]
-    streams += [stream for stage in dataset.stages for stream in stage.streams.values()]
-    return dataset.remote is not None or any(stream.remote is not None for stream in streams)
+    """Return whether the data set, or one of its streams, is downloaded."""
+    sources: list[TextDatasetConfig | StreamConfig] = [dataset, *dataset.streams.values()]
+    for stage in dataset.stages:
+        sources += stage.streams.values()
+    return any(source.remote is not None for source in sources)
 
 
 DOWNLOADING = (Use(has_effect=_has_remote, reason="nothing is downloaded without a remote"),)

@@ -13,10 +13,14 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 
 SHARES = ("proportion", "repeat", "choose")
+"""Keys of a stream that say how much of it an epoch has."""
+
 Streams = dict[str, StreamConfig]
+"""Name -> stream. A data set without named streams is a single one, without a name."""
 
 
 def own_streams(dataset: TextDatasetConfig) -> Streams:
+    """Return the streams of the data set itself, apart from those of its stages."""
     return dataset.streams or {"": StreamConfig(local=dataset.local, remote=dataset.remote)}
 
 
@@ -25,29 +29,37 @@ def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
 
     Keys that a stage's stream leaves out, its share aside, come from the last stream of its name before it.
     """
-    known, found = own_streams(dataset), []
+    if not dataset.stages:
+        return [own_streams(dataset)]
+
+    newest_by_name = own_streams(dataset)
+    streams_by_stage = []
     for stage in dataset.stages:
-        streams = {name: _complete(stream, known.get(name)) for name, stream in stage.streams.items()}
-        known = {**known, **streams}
-        found.append(streams or own_streams(dataset))
-    return found or [own_streams(dataset)]
+        streams = {name: _complete(stream, newest_by_name.get(name)) for name, stream in stage.streams.items()}
+        newest_by_name = {**newest_by_name, **streams}
+        streams_by_stage.append(streams or own_streams(dataset))
+    return streams_by_stage
 
 
 def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig:
-    lacking = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
-    return replace(stream, **{name: getattr(before, name) for name in lacking}) if before else stream
+    """Return a stream with the keys that it leaves out, its share aside, from the stream of its name before it."""
+    if before is None:
+        return stream
+    missing = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
+    return replace(stream, **{name: getattr(before, name) for name in missing})
 
 
 def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
     """Return key -> stream, each folder once. Keys are relative to the data set's block."""
-    found: dict[Path, tuple[str, StreamConfig]] = {}
+    by_folder: dict[Path, tuple[str, StreamConfig]] = {}
     for number, streams in enumerate(streams_of_stages(dataset)):
-        is_own = not dataset.stages or not dataset.stages[number].streams
+        has_own_streams = bool(dataset.stages) and bool(dataset.stages[number].streams)
+        block = f".stages[{number}].streams" if has_own_streams else ".streams"
         for name, stream in streams.items():
-            key = "" if not name else f".streams.{name}" if is_own else f".stages[{number}].streams.{name}"
+            key = f"{block}.{name}" if name else ""
             folder = Path(stream.local or stream.remote or "", stream.split or dataset.split or "")
-            found.setdefault(folder, (key, stream))
-    return dict(found.values())
+            by_folder.setdefault(folder, (key, stream))
+    return dict(by_folder.values())
 
 
 def first_batches(
