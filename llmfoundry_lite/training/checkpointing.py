@@ -506,7 +506,7 @@ class Checkpointing(Callback):
             device_train_microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
             save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
-            changes={change.key: [change.there, change.here] for change in self.changes},
+            changes={change.key: [change.before, change.after] for change in self.changes},
             **self.partners.segment,
         )
         return (*self.segments, here)
