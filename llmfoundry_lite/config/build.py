@@ -140,11 +140,13 @@ def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
             inner = parameters[1]
             return {name: _convert(inner, one, f"{place}.{name}", _describe(inner)) for name, one in value.items()}
     elif origin in (list, tuple):
-        has_length = isinstance(value, list) and (origin is list or len(value) == len(parameters))
-        if has_length:
+        # A tuple has as many items as its type names. All items have the same type.
+        if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
             inner = parameters[0]
-            places = [f"{place}[{index}]" for index in range(len(value))]
-            return origin(_convert(inner, *pair, _describe(inner)) for pair in zip(value, places, strict=True))
+            items = []
+            for index, item in enumerate(value):
+                items.append(_convert(inner, item, f"{place}[{index}]", _describe(inner)))
+            return origin(items)
     else:
         converted = _convert_scalar(hint, value)
         if converted is not None:

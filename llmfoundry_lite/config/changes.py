@@ -89,7 +89,7 @@ def rule_of(key: str) -> Rule:
     """Return the rule of a key: its own, or that of the nearest block with one. Raises KeyError for an unknown key."""
     if key == "optimizer.kwargs.weight_decay":  # arguments of a user's own optimizer have no schema
         return "logged"
-    rules = [setting.rule for setting in settings_along(TrainConfig, key)]
+    rules: list[Rule | None] = [setting.rule for setting in settings_along(TrainConfig, key)]
     for rule in reversed(rules):
         if rule is not None:
             return rule

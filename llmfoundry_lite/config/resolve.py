@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,7 +15,7 @@ OBJECTS = {"allow_objects": True}
 """Flag that lets OmegaConf carry our PlainScalar."""
 
 
-def merge_and_resolve(mappings: Sequence[Mapping[str, Any]]) -> Any:
+def merge_and_resolve(mappings: Sequence[dict[str, Any]]) -> Any:
     """Lay later mappings over earlier ones, and resolve `${…}`. Raises OmegaConfBaseException.
 
     Text that came from an environment variable becomes a `FromEnvironment`.
