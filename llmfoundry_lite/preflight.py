@@ -27,10 +27,9 @@ from llmfoundry_lite.config.data_stages import first_batches, places_of
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
-from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
-from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.data.rows import check_length, percent_left_out, tokens_per_sample
 from llmfoundry_lite.data.tokenizer import (
@@ -201,7 +200,7 @@ def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> 
         if not has_tokenizer or not (is_here or must_exist):
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
             found.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
-        elif config.eval_interval != 0:
+        elif config.evaluates:
             tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)  # once: a large one takes a second
             _check_task(task, config, tokenizer)
 
@@ -435,7 +434,7 @@ def describe(
         *_under("batch", _describe_batch(config, layout)),
         *_under("samples", describe_division("samples", config, layout)),
         *_under("stages", describe_division("stages", config, layout)),
-        f"duration       {config.max_duration}{_describe_duration(config, found)}",
+        f"duration       {config.max_duration.written}{_describe_duration(config, found)}",
         *_describe_data(config, found),
         f"precision      {_describe_precision(config)}",
         f"optimizer      {_describe_optimizer(config)}",
@@ -515,8 +514,8 @@ def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
             facts.insert(0, f"{found.num_samples[label]:,} samples")
         if label != "train":
             first = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
-            often = f"every {Duration.parse(config.eval_interval)}{first}"
-            facts.append(often if config.eval_interval else "never evaluated")
+            often = f"every {config.eval_interval}{first}"
+            facts.append(often if config.evaluates else "never evaluated")
         elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
             facts.append(f"{count % batch} of them left out of each epoch")
         if dataset.stages:
@@ -545,7 +544,7 @@ def _describe_optimizer(config: TrainConfig) -> str:
         facts += [*given, "its own defaults for all else", config.scheduler.name]
     else:
         facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
-    facts += [f"warm-up {config.scheduler.t_warmup}"] if Duration.parse(config.scheduler.t_warmup).value else []
+    facts += [f"warm-up {config.scheduler.t_warmup.written}"] if config.scheduler.t_warmup.value else []
     facts += [f"gradients clipped at {clipping.clipping_threshold:g}"] if clipping else []
     return ", ".join(facts)
 
@@ -563,12 +562,10 @@ def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_saves(config: TrainConfig) -> str:
-    interval, kept = SaveInterval.parse(config.save_interval), config.save_num_checkpoints_to_keep
-    often = (
-        "as often as costs 2 %" if config.save_interval == "auto" else f"every {interval.span or config.save_interval}"
-    )
+    interval, kept = config.save_interval, config.save_num_checkpoints_to_keep
+    often = "as often as costs 2 %" if interval.is_auto else f"every {interval.span or interval.written}"
     how_many = "all" if kept == -1 else f"the newest {kept}"
-    limit = f"the run ends when saves fail for {config.max_unsaved}"
+    limit = f"the run ends when saves fail for {config.max_unsaved.written}"
     return f"{config.checkpoint_folder}, {often} and at the end, {how_many} kept; {limit}"
 
 
@@ -604,7 +601,7 @@ def _describe_variable(name: str, value: str) -> str:
 
 
 def _describe_duration(config: TrainConfig, found: Preflight) -> str:
-    duration, batch = Duration.parse(config.max_duration), config.global_train_batch_size
+    duration, batch = config.max_duration, config.global_train_batch_size
     batch_tokens = batch * config.max_seq_len
     samples = _samples_per_epoch(config, found) or 0
     num_batches = {

@@ -16,6 +16,7 @@ from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import as_dict
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
 from llmfoundry_lite.hardware import GIB, Device
@@ -219,11 +220,13 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     unseen = []
     assert describe(config) == "carries on from runs/tiny/checkpoints/ba2"  # ba3 is there, and cannot be read
     assert unseen == [True]
-    assert describe(replace(config, stop_at="16sp")).endswith(
+    assert describe(replace(config, stop_at=Duration(16, "sp"))).endswith(
         "/ba2, where stop_at ends this launch: nothing is trained"
     )
-    assert describe(replace(config, max_duration="2ba")).endswith("/ba2, where the run is done: nothing is trained")
-    assert describe(replace(config, max_duration="1ep", stop_at="3ba")).endswith("/ba2")
+    assert describe(replace(config, max_duration=Duration(2, "ba"))).endswith(
+        "/ba2, where the run is done: nothing is trained"
+    )
+    assert describe(replace(config, max_duration=Duration(1, "ep"), stop_at=Duration(3, "ba"))).endswith("/ba2")
     other = replace(config, seed=18)
     refused = f"seed is 18 here and {config.seed} in the checkpoint; a run carries on as the run it was"
     assert describe(other).startswith(f"refused: {refused}")

@@ -14,7 +14,7 @@ from llmfoundry_lite.errors import ConfigError
 class SyncConfig:
     """Local steps: each island trains alone between exchanges of the weights' mean change. Not the run of one world."""
 
-    every: str | int = span(REQUIRED, ("ba",))
+    every: Duration = span(REQUIRED, ("ba",))
     """Batches between two exchanges."""
     lr: float = setting(0.7, POSITIVE)
     """Rate of the outer step."""
@@ -24,15 +24,15 @@ class SyncConfig:
     """Type of numbers that travel. The next exchange adds what rounding drops, unless the island dies before."""
     fragments: int = setting(1, POSITIVE)
     """Parts of the weights that are exchanged in turn, each once in `every` batches."""
-    delay: str | int = span("0ba", ("ba",), may_be_zero=True)
+    delay: Duration = span("0ba", ("ba",), may_be_zero=True)
     """Batches that islands compute while a fragment travels."""
     alpha: float = setting(
         0.5,
         must_be("0 <= alpha < 1", lambda value: 0 <= value < 1),
         uses=(
             Use(
-                where=lambda sync, _: Duration.parse(sync.delay).value > 0,
-                elsewhere="{path}.delay is {block.delay}, in which nothing is trained",
+                has_effect=lambda sync, _: sync.delay.value > 0,
+                reason="{path}.delay is {block.delay.written}, in which nothing is trained",
             ),
         ),
     )
@@ -106,21 +106,21 @@ def _check_local_steps(config: TrainConfig, sync: SyncConfig) -> None:
             "fsdp_config.sharding_strategy: ZERO_1 does not go with islands.sync: it divides the optimizer's state, "
             "with the momentum of outer steps, otherwise than the weights; use FULL_SHARD or NO_SHARD"
         )
-    every, delay = (int(Duration.parse(text).value) for text in (sync.every, sync.delay))
+    every, delay = int(sync.every.value), int(sync.delay.value)
     if every % sync.fragments:
         raise ConfigError(
             f"islands.sync.fragments: {sync.fragments} given, expected a divisor of islands.sync.every, {every} batches"
         )
     if delay >= every // sync.fragments:
         raise ConfigError(
-            f"islands.sync.delay: {sync.delay} given, expected less than every / fragments, which is "
+            f"islands.sync.delay: {sync.delay.written} given, expected less than every / fragments, which is "
             f"{every // sync.fragments} batches"
         )
     for key, value in {key: getattr(config, key) for key in ("max_duration", "stop_after", "stop_at")}.items():
-        if value is not None and Duration.parse(value).unit in ("tok", "sp"):
+        if value is not None and value.unit in ("tok", "sp"):
             raise ConfigError(
-                f"{key}: {value} does not go with islands.sync: an island counts its own samples and tokens between "
-                "exchanges, so each would reach it in another batch; give batches or epochs, such as 1000ba"
+                f"{key}: {value.written} does not go with islands.sync: an island counts its own samples and tokens "
+                "between exchanges, so each would reach it in another batch; give batches or epochs, such as 1000ba"
             )
 
 

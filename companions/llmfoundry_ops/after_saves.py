@@ -51,8 +51,8 @@ class Job:
 class AfterSaves(Callback):
     """Runs a job for the first checkpoint published at or after each multiple of `interval`, and for the run's last."""
 
-    def __init__(self, interval: str | int, checkpointing: Checkpointing, job_of: Callable[[str, str], Job]):
-        self.span = Duration.parse(interval)
+    def __init__(self, interval: Duration, checkpointing: Checkpointing, job_of: Callable[[str, str], Job]):
+        self.span = interval
         self.checkpointing = checkpointing
         self.job_of = job_of
         """Name and URL of a checkpoint -> its job."""

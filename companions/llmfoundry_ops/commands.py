@@ -15,7 +15,6 @@ from llmfoundry_lite.ranks.rank import set_environment
 
 def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
     """Train on ranks of this machine and return the launch's exit code. Raises UserError as a rank would."""
-    from llmfoundry_lite.config.spans import parse_seconds
     from llmfoundry_lite.launch_train import check, prepare_environment
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
@@ -36,7 +35,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
         logs,
         progress=lambda: status("last_saved"),  # trained batches that no save holds are trained again
         begun=lambda: status("batch") or 0,
-        retry_seconds=parse_seconds(config.retry_for),
+        retry_seconds=config.retry_for.seconds,
     )
     return launcher.run(arguments)
 

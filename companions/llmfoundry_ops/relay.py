@@ -25,7 +25,6 @@ import psutil
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import check_present
-from llmfoundry_lite.config.schema import parse_seconds
 from llmfoundry_lite.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -147,7 +146,7 @@ class Runner:
 
         Raises GivenUp after `retry_for`, or when asked to leave.
         """
-        began, pause = time.monotonic(), max(parse_seconds(self.relay.rest), 0.1)
+        began, pause = time.monotonic(), max(self.relay.rest.seconds, 0.1)
         while True:
             try:
                 return call()
@@ -157,8 +156,10 @@ class Runner:
                 text = str(error)
             if self.ending.num_asked:
                 raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
-            if time.monotonic() - began > parse_seconds(self.relay.retry_for):
-                raise GivenUp(f"{text}; given up after {self.relay.retry_for} (retry_for); start the relay again")
+            if time.monotonic() - began > self.relay.retry_for.seconds:
+                raise GivenUp(
+                    f"{text}; given up after {self.relay.retry_for.written} (retry_for); start the relay again"
+                )
             say(f"{text}; looking again in {pause:g} s")
             self.ending.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -241,13 +242,14 @@ class Runner:
             return
         now = time.monotonic()
         self.in_vain_since = now if self.in_vain_since is None else self.in_vain_since
-        if now - self.in_vain_since < parse_seconds(self.relay.retry_for):
+        if now - self.in_vain_since < self.relay.retry_for.seconds:
             return
         state = f"batch {allocation.to_batch} is saved" if allocation.to_batch else "nothing is saved"
         why = allocation.reason or f"exit code {allocation.code}: {last_line(tail_of(self._output(allocation)))}"
         raise GivenUp(
-            f"given up: no launch has saved anything for {self.relay.retry_for} (retry_for), and {state}; allocation "
-            f"{allocation.number} at {allocation.site}: {allocation.ended}: {why}; mend that, and start the relay again"
+            f"given up: no launch has saved anything for {self.relay.retry_for.written} (retry_for), and {state}; "
+            f"allocation {allocation.number} at {allocation.site}: {allocation.ended}: {why}; mend that, and start the "
+            "relay again"
         )
 
     def _newest_batch(self) -> int:
@@ -343,7 +345,7 @@ class Runner:
         is_waiting = False
         lease_before: str | None = None
         while self.ending.num_asked < 2:
-            if time.monotonic() - heard_at > parse_seconds(self.relay.silence):
+            if time.monotonic() - heard_at > self.relay.silence.seconds:
                 lease = self._lease()
                 if lease in ("", lease_before):
                     return
@@ -361,7 +363,7 @@ class Runner:
             if not has_begun and not is_waiting:
                 is_waiting = True
                 where = f"allocation {allocation.number} at {allocation.site}"
-                say(f"{where} may be about to begin; waiting for {self.relay.silence} (silence)")
+                say(f"{where} may be about to begin; waiting for {self.relay.silence.written} (silence)")
             if has_begun and lease_before is None:
                 lease_before = self._lease()
             self.ending.sleep(LOOK_SECONDS)
@@ -440,7 +442,7 @@ def rest_of(relay: Relay, site: str, allocations: list[Allocation]) -> float:
     if not here or not here[-1].is_early:
         return 0.0
     num_in_vain = next((i for i, one in enumerate(reversed(here)) if not one.is_in_vain), len(here))
-    return min(parse_seconds(relay.rest) * 2 ** max(0, num_in_vain - 1), MAX_REST_SECONDS)
+    return min(relay.rest.seconds * 2 ** max(0, num_in_vain - 1), MAX_REST_SECONDS)
 
 
 def how_it_ended(

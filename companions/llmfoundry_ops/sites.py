@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.fields import REQUIRED, check_place, local_folder, matches, must_be, setting
+from llmfoundry_lite.config.fields import REQUIRED, check_place, local_folder, matches, must_be, parsed, setting
 from llmfoundry_lite.config.layers import merge_layers, read_file
-from llmfoundry_lite.config.spans import Duration, parse_seconds
+from llmfoundry_lite.config.spans import Duration, Time
 from llmfoundry_lite.errors import ConfigError
 
 ARGUMENTS = "{arguments}"
@@ -46,7 +46,9 @@ class Site:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Policy:
-    every: str | None = setting(None, matches("batches, such as 200ba", "[1-9][0-9_]*ba"))
+    every: Duration | None = setting(
+        None, matches("batches, such as 200ba", "[1-9][0-9_]*ba"), parse=Duration.parse, written=str
+    )
     """Batches after which the run moves (200ba). None: it moves when a site is preempted or fails."""
     order: list[str] = setting(list)
     """Names of sites, repeated from the first. By default all of them in the order of the file."""
@@ -60,11 +62,11 @@ class Relay:
     """The run's save_folder, if it has one: a folder or a URL. By default `checkpoints` in the run folder."""
     policy: Policy
     sites: dict[str, Site]
-    rest: str = setting("5s", parse_seconds)
+    rest: Time = parsed("5s", Time.parse, str)
     """Rest of a site that has left early; twice as long each time in a row that it saved nothing, at most an hour."""
-    silence: str = setting("10m", parse_seconds)
+    silence: Time = parsed("10m", Time.parse, str)
     """Time without a change of status.json after which a launch whose launcher has ended is given up."""
-    retry_for: str = setting("12h", parse_seconds)
+    retry_for: Time = parsed("12h", Time.parse, str)
     """Time after which the relay gives up, while no launch saves anything or a folder cannot be used."""
 
     @property
@@ -82,7 +84,7 @@ class Relay:
     @property
     def every(self) -> int | None:
         """Batches."""
-        return None if self.policy.every is None else int(Duration.parse(self.policy.every).value)
+        return None if self.policy.every is None else int(self.policy.every.value)
 
 
 def load_relay(path: str) -> Relay:

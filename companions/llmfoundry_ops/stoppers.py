@@ -13,7 +13,6 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.run_log import METRICS, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, data_label
-from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, DivergedError, either
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -44,8 +43,8 @@ class EarlyStopper(Callback):
         block = config.callbacks.early_stopper
         assert block is not None
         self.config, self.checkpointing, self.block = config, checkpointing, block
-        self.label, self.patience = block.dataloader_label, Duration.parse(block.patience)
-        labels = [data_label(key) for key in config.validation if config.eval_interval != 0]
+        self.label, self.patience = block.dataloader_label, block.patience
+        labels = [data_label(key) for key in config.validation if config.evaluates]
         if self.label not in ("train", *labels):
             raise ConfigError(
                 f"callbacks.early_stopper.dataloader_label: {self.label!r} given, expected {either([*labels, 'train'])}"
@@ -100,7 +99,7 @@ class KillLossSpike(Callback):
         block = config.callbacks.kill_loss_spike
         assert block is not None
         self.config, self.checkpointing, self.block = config, checkpointing, block
-        self.max_duration = Duration.parse(config.max_duration)
+        self.max_duration = config.max_duration
         self.window = deque[float]()
         self.size, self.num_outliers, self.loss_cap, self.problem = 0, 0, math.inf, ""
 

@@ -138,10 +138,9 @@ def training_done(checkpoint: Checkpoint) -> dict[str, int]:
     return {"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token}
 
 
-def has_reached(span: str | int, done: Mapping[str, int]) -> bool:
+def has_reached(span: Duration, done: Mapping[str, int]) -> bool:
     """Return whether the training done, by unit, is at the end of a span or beyond it."""
-    end = Duration.parse(span)
-    return done[end.unit] >= end.value
+    return done[span.unit] >= span.value
 
 
 def _refuse_changes_after_the_end(config: TrainConfig, newest: Checkpoint) -> None:
@@ -154,9 +153,9 @@ def _refuse_changes_after_the_end(config: TrainConfig, newest: Checkpoint) -> No
     if not lost:
         return
     raise CheckpointError(
-        f"{newest.url} is the end of the run {config.run_name} (max_duration={config.max_duration}), so nothing is "
-        f"trained with {', '.join(map(str, lost))}; choose another run_name for another run, or a longer max_duration, "
-        "or leave the change out"
+        f"{newest.url} is the end of the run {config.run_name} (max_duration={config.max_duration.written}), so "
+        f"nothing is trained with {', '.join(map(str, lost))}; choose another run_name for another run, or a longer "
+        "max_duration, or leave the change out"
     )
 
 
@@ -230,7 +229,7 @@ def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, st
         if has_reached(config.max_duration, training_done(newest)):
             raise CheckpointError(
                 f"load_path: {newest.url} is at batch {newest.manifest.timestamp.batch}, where a run with "
-                f"max_duration={config.max_duration} is done, so nothing would be trained; set a longer max_duration, "
-                "or begin a new run with its weights (load_weights_only=true)"
+                f"max_duration={config.max_duration.written} is done, so nothing would be trained; set a longer "
+                "max_duration, or begin a new run with its weights (load_weights_only=true)"
             )
     return url, is_one

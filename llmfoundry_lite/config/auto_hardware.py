@@ -4,7 +4,6 @@ Devices are read from the files in which the kernel lists them: a configuration 
 `nvidia-smi`, NVML or HIP takes seconds. Only kernels without NVIDIA's files (WSL, gVisor) are asked by `nvidia-smi`.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -38,6 +37,8 @@ class Found(NamedTuple):
 
 
 class Choice(NamedTuple):
+    """The settings that `hardware=auto` stands for."""
+
     values: Path | dict[str, Any]
     """The overlay's file, or the keys to set where there is none."""
     note: str
@@ -47,16 +48,18 @@ class Choice(NamedTuple):
 def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Choice:
     """Choose the overlay for the devices that /proc and /sys under `root` list. Raises ConfigError for two kinds."""
     found = find_devices(root, environ)
+    overlays = shipped_folder("yamls") / "hardware"
     if found is None:
-        return Choice(shipped_folder("yamls") / "hardware/cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
+        return Choice(overlays / "cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
     devices = f"{found.num_devices} x {found.name}"
-    if path := _overlay_for(found):
-        return Choice(path, f"{AUTO}: {path.stem}, for {devices}")
+    overlay = _overlay_for(found)
+    if overlay is not None:
+        return Choice(overlay, f"{AUTO}: {overlay.stem}, for {devices}")
     name = _slug(found.row.name if found.row else found.name)
     return Choice(
         SAFE,
         f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For its own settings copy "
-        f"one of {shipped_folder('yamls') / 'hardware'} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
+        f"one of {overlays} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
     )
 
 
@@ -67,53 +70,82 @@ def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ
     Raises ConfigError when that leaves two kinds, or when a variable names none of the devices.
     """
     present = {"nvidia": _nvidia(root), "amd": _amd(root)}
-    devices = [one for vendor, listed in present.items() for one in _visible(listed, vendor, environ)]
-    known = [device for device in devices if device.row is not None] or devices
-    kinds = {device.name: device for device in known}
+    visible = [device for vendor, devices in present.items() for device in _visible(devices, vendor, environ)]
+    in_table = [device for device in visible if device.row is not None]
+    usable = in_table or visible
+    kinds = {device.name: device for device in usable}
     if len(kinds) > 1:
         raise ConfigError(
             f"{AUTO}: this machine has {' and '.join(kinds)}; hide one kind (CUDA_VISIBLE_DEVICES, "
             "HIP_VISIBLE_DEVICES) or name an overlay, as in hardware=h100-8"
         )
     if kinds:
-        return next(iter(kinds.values()))._replace(num_devices=len(known), uuid="")
-    given = _variables("nvidia", environ) | _variables("amd", environ)
-    named = [f"{name}={value}" for name, value in given.items() if value.split(",")[0].strip() not in ("", "-1")]
-    if any(present.values()) and named:
+        return usable[0]._replace(num_devices=len(usable), uuid="")
+
+    # None is left. Variables that hide all on purpose are empty or -1; others name devices that are not there.
+    variables = _variables("nvidia", environ) | _variables("amd", environ)
+    naming = [f"{name}={value}" for name, value in variables.items() if value.split(",")[0].strip() not in ("", "-1")]
+    if any(present.values()) and naming:
         raise ConfigError(
-            f"{AUTO}: {' '.join(named)} leaves none of this machine's devices; name those that it has, once each"
+            f"{AUTO}: {' '.join(naming)} leaves none of this machine's devices; name those that it has, once each"
         )
     return None
 
 
 def _nvidia(root: Path) -> list[Found]:
-    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` from each device's file, by PCI address."""
+    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` from each device's file, by PCI address.
+
+    Where the kernel has no such files, nvidia-smi is asked, if it is there.
+    """
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    facts = [dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M)) for file in files]
-    named = [(one["Model"], one.get("GPU UUID", "")) for one in facts if "Model" in one]
-    if not files and (program := shutil.which("nvidia-smi")):
-        command = [program, "--query-gpu=name,uuid", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            lines = result.stdout.splitlines() if result.returncode == 0 else []
-            named = [(name, uuid) for name, _, uuid in (line.partition(", ") for line in lines)]
-    return [Found(name, find_accelerator(name), uuid="" if "?" in uuid else uuid) for name, uuid in named]
+    names_and_uuids = []
+    for file in files:
+        facts = dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M))
+        if "Model" in facts:
+            names_and_uuids.append((facts["Model"], facts.get("GPU UUID", "")))
+    if not files:
+        names_and_uuids = _ask_nvidia_smi()
+    # A driver that does not know a UUID yet writes question marks.
+    return [Found(name, find_accelerator(name), uuid="" if "?" in uuid else uuid) for name, uuid in names_and_uuids]
+
+
+def _ask_nvidia_smi() -> list[tuple[str, str]]:
+    """Return name and UUID of each device that nvidia-smi lists; none where it is absent or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=name,uuid", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if result.returncode != 0:
+        return []
+    names_and_uuids = []
+    for line in result.stdout.splitlines():
+        name, _, uuid = line.partition(", ")
+        names_and_uuids.append((name, uuid))
+    return names_and_uuids
 
 
 def _amd(root: Path) -> list[Found]:
     """Read KFD's node of each device as torch counts them: an MI250 has two. Nodes without SIMDs are processors."""
-    found = []
+    devices = []
     files = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # 2 before 10
         facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _read(file), re.M)}
         if not facts.get("simd_count") or not facts.get("simd_per_cu"):
             continue
-        pci, units = facts.get("device_id"), facts["simd_count"] // facts["simd_per_cu"]
-        rows = [row for row in ACCELERATORS.values() if pci in row.pci_ids and units == row.num_compute_units]
-        name = f"AMD Instinct {rows[0].name}" if rows else f"AMD device {pci or 0:x}"
+        pci_id = facts.get("device_id")
+        num_compute_units = facts["simd_count"] // facts["simd_per_cu"]
+        rows = [
+            row for row in ACCELERATORS.values() if pci_id in row.pci_ids and row.num_compute_units == num_compute_units
+        ]
+        row = rows[0] if rows else None
+        name = f"AMD Instinct {row.name}" if row else f"AMD device {pci_id or 0:x}"
         uuid = f"GPU-{facts['unique_id']:016x}" if facts.get("unique_id") else ""
-        found.append(Found(name, rows[0] if rows else None, uuid=uuid))
-    return found
+        devices.append(Found(name, row, uuid=uuid))
+    return devices
 
 
 def _read(file: Path) -> str:
@@ -127,10 +159,11 @@ def _read(file: Path) -> str:
 def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that hide devices, and their values, in the order in which they apply: HIP's numbers count
     within ROCm's list. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
-    names = ["CUDA_VISIBLE_DEVICES"]
-    if vendor == "amd":
-        of_hip = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
-        names = ["ROCR_VISIBLE_DEVICES", *of_hip[:1]]
+    if vendor == "nvidia":
+        names = ["CUDA_VISIBLE_DEVICES"]
+    else:
+        names_for_hip = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
+        names = ["ROCR_VISIBLE_DEVICES", *names_for_hip[:1]]
     return {name: environ[name] for name in names if name in environ}
 
 
@@ -142,28 +175,40 @@ def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> l
     """
     for variable, value in _variables(vendor, environ).items():
         words = [word.strip() for word in value.split(",")]
-        if slices := [word for word in words if word.startswith("MIG-")]:
+        slices = [word for word in words if word.startswith("MIG-")]
+        if slices:
             return [Found("NVIDIA MIG slice", None)] * len(slices) if devices else []
+
         chosen: list[int] = []
         for word in words:
-            if (index := _index_of(word, devices, len(chosen))) is None:
+            index = _index_of(word, devices, position=len(chosen))
+            if index is None:
                 break
             chosen.append(index)
-        if len({device.name for device in devices}) > 1:
-            is_by_uuid = words[0].startswith("GPU-")
-            is_by_speed = vendor == "nvidia" and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-            problem = ""
-            if is_by_uuid and any(not device.uuid for device in devices):
-                problem = "the kernel tells no UUID of some devices; "
-            elif not is_by_uuid and is_by_speed and 0 < len(chosen) < len(devices):
-                problem = (
-                    "CUDA numbers unlike devices by their speed; set CUDA_DEVICE_ORDER=PCI_BUS_ID, name devices by "
-                    "UUID (nvidia-smi -L), or "
-                )
-            if problem:
-                raise ConfigError(f"{AUTO}: {variable}={value}: {problem}name an overlay, as in hardware=h100-8")
-        devices = [devices[index] for index in chosen] if len(set(chosen)) == len(chosen) else []
+        _refuse_ambiguous_choice(variable, value, devices, len(chosen), vendor, environ)
+        is_named_twice = len(set(chosen)) < len(chosen)
+        devices = [] if is_named_twice else [devices[index] for index in chosen]
     return devices
+
+
+def _refuse_ambiguous_choice(
+    variable: str, value: str, devices: list[Found], num_chosen: int, vendor: str, environ: Mapping[str, str]
+) -> None:
+    """Raise ConfigError where a variable chooses some of unlike devices, and nothing tells which."""
+    if len({device.name for device in devices}) < 2:
+        return
+    is_by_uuid = value.split(",")[0].strip().startswith("GPU-")
+    is_by_speed = vendor == "nvidia" and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    problem = ""
+    if is_by_uuid and any(not device.uuid for device in devices):
+        problem = "the kernel tells no UUID of some devices; "
+    elif not is_by_uuid and is_by_speed and 0 < num_chosen < len(devices):
+        problem = (
+            "CUDA numbers unlike devices by their speed; set CUDA_DEVICE_ORDER=PCI_BUS_ID, name devices by "
+            "UUID (nvidia-smi -L), or "
+        )
+    if problem:
+        raise ConfigError(f"{AUTO}: {variable}={value}: {problem}name an overlay, as in hardware=h100-8")
 
 
 def _index_of(word: str, devices: list[Found], position: int) -> int | None:
@@ -174,22 +219,29 @@ def _index_of(word: str, devices: list[Found], position: int) -> int | None:
         return int(number[1]) if number and int(number[1]) < len(devices) else None
     if any(not device.uuid for device in devices):
         return position if position < len(devices) else None
-    found = [i for i, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
-    return found[0] if len(found) == 1 else None
+    indices = [index for index, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
+    return indices[0] if len(indices) == 1 else None
 
 
 def _overlay_for(found: Found) -> Path | None:
     """Return the overlay named after the device. One for this number of cards is preferred, then the user's own."""
-    own = Path("yamls/hardware").resolve()
-    folders = dict.fromkeys((own, (shipped_folder("yamls") / "hardware").resolve()))
+    folders = dict.fromkeys([Path("yamls/hardware").resolve(), (shipped_folder("yamls") / "hardware").resolve()])
     paths = [path for folder in folders for path in sorted(folder.glob("*.yaml")) if _is_for(path.stem, found)]
-    num_cards = found.num_devices // (found.row.devices_per_card if found.row else 1)
-    return next((path for path in paths if path.stem.endswith(f"-{num_cards}")), next(iter(paths), None))
+    devices_per_card = found.row.devices_per_card if found.row else 1
+    num_cards = found.num_devices // devices_per_card
+    for path in paths:
+        if path.stem.endswith(f"-{num_cards}"):
+            return path
+    return paths[0] if paths else None
 
 
 def _is_for(stem: str, found: Found) -> bool:
+    """Return whether an overlay's file name means this device: by the table, or a device's own name and any number."""
     rows: Sequence[Accelerator] = find_rows(stem)
-    return found.row in rows[:1] if len(rows) == 1 else _slug(found.name) in (stem, re.sub(r"-\d+$", "", stem))
+    if len(rows) == 1:
+        return found.row == rows[0]
+    stem_without_number = re.sub(r"-\d+$", "", stem)
+    return _slug(found.name) in (stem, stem_without_number)
 
 
 def _slug(name: str) -> str:

@@ -31,11 +31,14 @@ class Block:
 
 @cache
 def find_blocks() -> dict[str, Block]:
-    """Return the blocks of the companions that are here, by key."""
-    found = dict(companions.parts("blocks"))
-    for key in [key for key, block in found.items() if not isinstance(block, Block)]:
-        companions.leave_out(key, TypeError(f"{found.pop(key)!r} is no Block"))
-    return found
+    """Return the blocks of the companions that are here, by key. A part that is no Block is left out, with a note."""
+    blocks = {}
+    for key, part in dict(companions.parts("blocks")).items():
+        if isinstance(part, Block):
+            blocks[key] = part
+        else:
+            companions.leave_out(key, TypeError(f"{part!r} is no Block"))
+    return blocks
 
 
 def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
@@ -49,6 +52,8 @@ def missing_blocks(values: Mapping[str, Any]) -> list[str]:
 
 
 def keys_of_blocks() -> dict[str, Key]:
-    return {
-        key: Key(block.schema | None, None, block.rules, block.schema, None) for key, block in find_blocks().items()
-    }
+    """Return the keys that companions add at the top of a run's YAML. Each block may be null, which leaves it out."""
+    keys = {}
+    for name, block in find_blocks().items():
+        keys[name] = Key(block.schema | None, default=None, setting=block.rules, block=block.schema, container=None)
+    return keys

@@ -1,6 +1,7 @@
-"""Plain dictionaries -> the dataclasses of a schema, strictly: every key known, every value of its type and range.
+"""Values of a YAML -> the dataclasses of a schema, strictly: every key known, every value of its type and range.
 
-An error names the file, the key, what was given, what was expected and the nearest valid key.
+`layers.py` has merged the files and the arguments. An error names the file, the key, what was given, what was expected
+and the nearest valid key.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ from typing import Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of, schema_keys
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
+from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.written import hint_at_number
 from llmfoundry_lite.errors import ConfigError, either, nearest
 
 
@@ -31,35 +32,40 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
     """Raise ConfigError that names every key, at any depth, that `cls` does not have.
 
-    A block of a run that a companion would bring is answered with the companion's name; null leaves it out anywhere.
+    In a run, the block of a companion that is not here is answered with the companion's name. Such a block may be null,
+    which leaves it out.
     """
     is_run = cls is TrainConfig and isinstance(values, dict)
     absent = companions.find_missing("blocks") if is_run else {}
     for name, package in absent.items():
         if values.get(name) is not None:
             raise companions.missing(package, f"{source_of(name, layers)}: {name}")
-    unknown = [
-        (join(inside, name), _suggest(str(name), inside, keys_of(block)))
-        for block, inside, name, _ in _walk(cls, values, path)
-        if name not in keys_of(block) and not (block is cls and name in absent)
-    ]
+
+    unknown = []
+    for block, inside, name, _ in _walk(cls, values, path):
+        is_absent_block = block is cls and name in absent
+        if name not in keys_of(block) and not is_absent_block:
+            unknown.append((join(inside, name), _suggest(str(name), inside, keys_of(block))))
     refuse_keys(unknown, layers, "unknown key; ", "unknown keys")
 
 
-def refuse_keys(found: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
-    """Raise ConfigError for the keys in `found`, each with what to do instead, if there are any.
+def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
+    """Raise ConfigError for the `refused` keys, each with what to do instead, if there are any.
 
-    It reads `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`, file by file.
+    It reads `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`, file by file. `one` and
+    `several` are the words for a single key and for more.
     """
-    if len(found) == 1:
-        key, hint = found[0]
+    if not refused:
+        return
+    if len(refused) == 1:
+        key, hint = refused[0]
         raise ConfigError(f"{source_of(key, layers)}: {key}: {one}{hint}")
+
     by_source: dict[str, list[str]] = {}
-    for key, hint in found:
+    for key, hint in refused:
         by_source.setdefault(source_of(key, layers), []).append(f"{key} ({hint})")
-    if found:
-        parts = [f"{source}: {', '.join(keys)}" for source, keys in by_source.items()]
-        raise ConfigError(f"{len(found)} {several}: {'; '.join(parts)}")
+    parts = [f"{source}: {', '.join(keys)}" for source, keys in by_source.items()]
+    raise ConfigError(f"{len(refused)} {several}: {'; '.join(parts)}")
 
 
 def refuse_other_kinds(values: Any) -> None:
@@ -72,9 +78,12 @@ def refuse_other_kinds(values: Any) -> None:
 
 def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, str, Any]]:
     """Yield the block, its path, the name and the value of each key, at any depth, wherever there is a block."""
-    for name, value in values.items() if isinstance(values, dict) else ():
+    if not isinstance(values, dict):
+        return
+    for name, value in values.items():
         yield cls, path, name, value
-        if key := keys_of(cls).get(name):
+        key = keys_of(cls).get(name)
+        if key is not None:
             for inside, block in key.blocks(join(path, name), value):
                 yield from _walk(typing.cast(type, key.block), block, inside)
 
@@ -83,73 +92,113 @@ def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, s
 
 
 def _fill(cls: type, values: Any, path: str) -> Any:
+    """Make the dataclass `cls` from the block at `path`, whose keys are known. Raises ConfigError."""
     if not isinstance(values, dict):
         raise _wrong(path, values, "a block of `key: value` lines")
+
     arguments = {}
     for name, key in keys_of(cls).items():
         place = join(path, name)
         expected = key.setting.expected or _describe(key.hint)
-        if name in values and (values[name] is not None or key.allows_none):
-            arguments[name] = _convert(key.hint, values[name], place, expected)
-            _check(place, arguments[name], key.setting)
+        is_given = name in values and (values[name] is not None or key.allows_none)
+        if is_given:
+            value = _convert(key.hint, values[name], place, expected)
+            _check(place, value, key.setting)
+            arguments[name] = _parse(place, value, key.setting)
         elif key.default is dataclasses.MISSING:
             raise ConfigError(f"{place}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
-            default = f"remove the line for the default, {key.default}"
-            raise ConfigError(f"{place}: nothing given, expected {expected}; {default}")
-    own = {one.name for one in dataclasses.fields(cls)}
-    brought = {name: arguments.pop(name, None) for name in keys_of(cls) if name not in own}
-    return cls(**arguments, **({"blocks": brought} if brought else {}))
+            # null where the type has none. An empty block or list means the default.
+            raise ConfigError(
+                f"{place}: nothing given, expected {expected}; remove the line for the default, {key.default}"
+            )
+
+    # Keys of companions are no fields of the dataclass, which holds them in one field.
+    own_names = {field.name for field in dataclasses.fields(cls)}
+    names_of_companions = [name for name in keys_of(cls) if name not in own_names]
+    if names_of_companions:
+        arguments["blocks"] = {name: arguments.pop(name, None) for name in names_of_companions}
+    return cls(**arguments)
 
 
 def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
+    """Return the value at `place` as the type `hint` of a field, or raise ConfigError, which says what was `expected`.
+
+    Numbers convert to each other where nothing is lost, and whole numbers to text. Text is never read as a number.
+    """
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (value is None and type(None) in parameters):
         return value
     if origin in (types.UnionType, typing.Union):
-        options = [option for option in parameters if option is not type(None)]
-        exact = [option for option in options if isinstance(option, type) and type(value) is option]
-        for option in exact + options:
-            try:
-                return _convert(option, value, place, _describe(option))
-            except ConfigError:
-                if len(options) == 1:
-                    raise
-    elif dataclasses.is_dataclass(hint):
+        return _convert_to_one_of([option for option in parameters if option is not type(None)], value, place, expected)
+    if dataclasses.is_dataclass(hint):
         return _fill(typing.cast(type, hint), value, place)
-    elif origin is dict and isinstance(value, dict):
-        inner = parameters[1]
-        return {k: _convert(inner, v, f"{place}.{k}", _describe(inner)) for k, v in value.items()}
-    elif origin in (list, tuple) and isinstance(value, list) and (origin is list or len(value) == len(parameters)):
-        inner = parameters[0]
-        return origin(_convert(inner, v, f"{place}[{i}]", _describe(inner)) for i, v in enumerate(value))
-    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
+
+    if origin is dict:
+        if isinstance(value, dict):
+            inner = parameters[1]
+            return {name: _convert(inner, one, f"{place}.{name}", _describe(inner)) for name, one in value.items()}
+    elif origin in (list, tuple):
+        # A tuple has as many items as its type names. All items have the same type.
+        if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
+            inner = parameters[0]
+            items = []
+            for index, item in enumerate(value):
+                items.append(_convert(inner, item, f"{place}[{index}]", _describe(inner)))
+            return origin(items)
+    else:
+        converted = _convert_scalar(hint, value)
+        if converted is not None:
+            return converted
+
+    error = _wrong(place, value, expected)
+    if isinstance(value, str) and hint in (int, float, bool):
+        raise ConfigError(f"{error}{hint_at_number(value)}")
+    raise error
+
+
+def _convert_to_one_of(options: Sequence[Any], value: Any, place: str, expected: str) -> Any:
+    """Return the value as the first of several types that takes it; its own type goes first. Raises ConfigError."""
+    if len(options) == 1:
+        return _convert(options[0], value, place, _describe(options[0]))
+    own_type_first = sorted(options, key=lambda option: option is not type(value))
+    for option in own_type_first:
+        with contextlib.suppress(ConfigError):
+            return _convert(option, value, place, _describe(option))
+    raise _wrong(place, value, expected)
+
+
+def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
+    """Return a scalar as the type `hint`; None if that type does not take it."""
+    is_whole_number = isinstance(value, int) and not isinstance(value, bool)
+    if hint is float and is_whole_number:
+        try:
             return float(value)
-    elif hint is int and isinstance(value, float) and value.is_integer():
+        except OverflowError:
+            return None
+    if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    elif hint is str and isinstance(value, int) and not isinstance(value, bool):
+    if hint is str and is_whole_number:
         return str(value)
-    elif type(value) is hint or (hint is str and isinstance(value, str)):
+    if hint is str and isinstance(value, str):
         return value
-    wrong = _wrong(place, value, expected)
-    raise (
-        ConfigError(f"{wrong}{hint_at_number(value)}")
-        if isinstance(value, str) and hint in (int, float, bool)
-        else wrong
-    )
+    return value if type(value) is hint else None
 
 
 def _describe(hint: Any) -> str:
+    """Say in words which values the type of a field takes."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        # A whole number is a number.
         return " or ".join(_describe(option) for option in options if not (option is int and float in options))
-    if typing.get_origin(hint) is tuple:
+    if origin is tuple:
         return f"a list of {len(options)} numbers"
-    return "a list" if typing.get_origin(hint) is list else "a block of `key: value` lines"
+    if origin is list:
+        return "a list"
+    return "a block of `key: value` lines"
 
 
 def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
@@ -160,23 +209,47 @@ def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
 
 
 def _check(place: str, value: Any, setting: Setting) -> None:
-    """Check a value by the metadata of its key, and that its numbers are finite and fit. Raises ConfigError."""
+    """Check a value of the right type by the rules of its key. Raises ConfigError.
+
+    Numbers must be finite and have at most 64 bits, in lists too. The checks of a tuple hold for each of its items.
+    """
     if value is None:
         return
-    for index, number in enumerate(value) if isinstance(value, list | tuple) else [(None, value)]:
-        where = place if index is None else f"{place}[{index}]"
-        if is_number(number) and isinstance(number, int) and abs(number) >= 2**63:
-            raise _wrong(where, number, "a whole number of 64 bits")
-        if is_number(number) and not math.isfinite(number):
-            raise _wrong(where, number, "a finite number")
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_number(f"{place}[{index}]", item)
+    else:
+        _check_number(place, value)
+
     if setting.choices:
         _check_choice(place, value, setting)
-    for item in value if isinstance(value, tuple) else [value]:
+    items = value if isinstance(value, tuple) else [value]
+    for item in items:
         for check in setting.checks:
             try:
                 check(item)
             except ValueError as error:
                 raise _wrong(place, item, error) from None
+
+
+def _check_number(place: str, value: Any) -> None:
+    """Raise ConfigError for a number that is not finite, or that no 64 bits can hold."""
+    if not is_number(value):
+        return
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise _wrong(place, value, "a whole number of 64 bits")
+    if not math.isfinite(value):
+        raise _wrong(place, value, "a finite number")
+
+
+def _parse(place: str, value: Any, setting: Setting) -> Any:
+    """Return what the configuration holds for a value of a YAML, such as a `Duration` for text. Raises ConfigError."""
+    if setting.parse is None or value is None:
+        return value
+    try:
+        return setting.parse(value)
+    except ValueError as error:
+        raise _wrong(place, value, error) from None
 
 
 OTHER_WORDS = {
@@ -196,28 +269,40 @@ OTHER_WORDS = {
 
 
 def _check_choice(place: str, value: Any, setting: Setting) -> None:
-    choices, instead = setting.choices, setting.instead
+    """Raise ConfigError for a value that is not among the choices of its key; it suggests the nearest one."""
+    choices = setting.choices
     if value in choices:
         return
     if "python:" in choices and str(value).startswith("python:"):
         check_import_path(place, value)
         return
-    hint = instead or f"expected {either(choices)}"
-    if nearest := _nearest_choice(str(value), choices, cutoff=0.85 if instead else 0.75):
-        hint = f"did you mean {nearest}?" + ("" if instead else f" ({hint})")
+
+    hint = setting.instead or f"expected {either(choices)}"
+    # A key with advice of its own suggests a choice only where the value is very much like it.
+    likely = _nearest_choice(str(value), choices, cutoff=0.85 if setting.instead else 0.75)
+    if likely and setting.instead:
+        hint = f"did you mean {likely}?"
+    elif likely:
+        hint = f"did you mean {likely}? ({hint})"
     hint = hint.replace("python:", "python:package.module:Thing")
     raise ConfigError(f"{place}: {value!r} is not known; {hint}")
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
-    for ours in choices:
-        if value.lower() in OTHER_WORDS.get(ours, ()):
-            return ours
+    """Return the choice that was probably meant; empty if none is near.
+
+    Another library's word for a choice goes first, then a choice of which the value is the beginning, then similar
+    spelling, from `cutoff` (of 1) on.
+    """
+    for choice in choices:
+        if value.lower() in OTHER_WORDS.get(choice, ()):
+            return choice
     begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
     return begun[0] if len(begun) == 1 else nearest(value, choices, cutoff)
 
 
 def check_import_path(place: str, value: str) -> None:
+    """Raise ConfigError for text that is not of the form `python:package.module:Thing`."""
     if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
         raise _wrong(place, value, "an import path, python:package.module:Thing")
 
@@ -226,6 +311,7 @@ def check_import_path(place: str, value: str) -> None:
 
 
 MAX_KEYS_LISTED = 24
+"""Keys of a block that an error lists in full."""
 NICKNAMES = {
     "learning_rate": "lr",
     "batch_size": "global_train_batch_size",
@@ -235,27 +321,37 @@ NICKNAMES = {
 
 
 def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
-    """Suggest the key that was probably meant, or list the valid ones."""
-    full, word = join(path, name), NICKNAMES.get(name, name)
-    everywhere = [other for other in _every_key() if other != full]  # without a training's key in an evaluation
+    """Say which key was probably meant by the unknown `name` in the block at `path`, or list the block's `keys`.
+
+    A key of this block is suggested before one of another block, unless only another block has exactly this name.
+    """
+    word = NICKNAMES.get(name, name)
+    others = [other for other in _every_key() if other != join(path, name)]  # without a training's key in an evaluation
     if path:
-        everywhere = [other for other in everywhere if "." not in other or _section(other) == _section(path)]
-    elsewhere = [other for other in everywhere if _last(other) == word]
+        others = [other for other in others if "." not in other or _section(other) == _section(path)]
+    is_anothers = any(_last(other) == word for other in others)
+
     near = nearest(word, keys)
-    if near and (near == word or not elsewhere):
+    if near and (near == word or not is_anothers):
         return f"did you mean {join(path, near)}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
         return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
-    far = word if elsewhere else nearest(word, map(_last, everywhere), cutoff=0.8)
-    if far:
-        found = [other for other in everywhere if _last(other) == far]
-        shared = [len(commonprefix([other.split("."), path.split(".")])) for other in found]  # noqa: RUF071 - of lists
-        return f"did you mean {min(zip(shared, found, strict=True), key=lambda one: (-one[0], one[1].count('.')))[1]}?"
+
+    near = word if is_anothers else nearest(word, map(_last, others), cutoff=0.8)
+    if near:
+        of_this_name = [other for other in others if _last(other) == near]
+        closest = min(of_this_name, key=lambda other: (-_num_shared_blocks(other, path), other.count(".")))
+        return f"did you mean {closest}?"
     if len(keys) > MAX_KEYS_LISTED:
         return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
     return f"valid keys here: {', '.join(keys) or 'none'}"
+
+
+def _num_shared_blocks(key: str, path: str) -> int:
+    """Return the number of outer blocks that two dotted keys have in common."""
+    return len(commonprefix([key.split("."), path.split(".")]))  # noqa: RUF071 - of lists
 
 
 def _section(key: str) -> str:
@@ -265,10 +361,15 @@ def _section(key: str) -> str:
 
 
 def _last(key: str) -> str:
+    """Return the name of a dotted key in its own block."""
     return key.rsplit(".", 1)[-1]
 
 
 def _every_key() -> list[str]:
     """Return the keys of a training YAML, each block before its own keys."""
-    keys = (key.replace(".*", "").split(".") for key in schema_keys(TrainConfig))
-    return list(dict.fromkeys(".".join(key[: end + 1]) for key in keys for end in range(len(key))))
+    keys: dict[str, None] = {}
+    for key in schema_keys(TrainConfig):
+        parts = key.replace(".*", "").split(".")
+        for length in range(1, len(parts) + 1):
+            keys[".".join(parts[:length])] = None
+    return list(keys)

@@ -5,7 +5,6 @@ checks whether tp_config, cp_config and pp_config can divide the model.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,8 +45,9 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
         _check_layout(config)
         _check_blocks(config)
         _check_exact_sums(config)
-        _check_schedule_units(config, any(get(layer.values, "scheduler.t_scale")[0] for layer in layers))
-        _check_schedule_spans(config.scheduler, Duration.parse(config.max_duration))
+        has_t_scale = any(get(layer.values, "scheduler.t_scale")[0] for layer in layers)
+        _check_schedule_units(config, has_t_scale)
+        _check_schedule_spans(config.scheduler, config.max_duration)
         _check_own_loaders(config, layers)
 
 
@@ -66,12 +66,14 @@ def refuse(problems: Iterator[str], path: str) -> None:
 
 
 def _check_data(config: TrainConfig) -> None:
+    """Check the loaders of text, and lengths and sizes that several blocks have. Raises ConfigError."""
     longest = config.model.max_seq_len
     if config.max_seq_len > longest:
         raise ConfigError(f"max_seq_len: {config.max_seq_len} is more than model.max_seq_len, {longest}")
     for block, loader in config.loaders.items():
         if loader.name == "text":
             _check_loader(loader, f"{block}.dataset", config)
+
     limit = config.tokenizer.kwargs.get("model_max_length")
     if isinstance(limit, int) and limit < config.max_seq_len:
         raise ConfigError(f"tokenizer.kwargs.model_max_length: {limit} is less than max_seq_len, {config.max_seq_len}")
@@ -83,7 +85,9 @@ def _check_data(config: TrainConfig) -> None:
 def _check_own_loaders(config: TrainConfig, layers: Sequence[Layer]) -> None:
     """Refuse a data set beside a `python:` loader, which is never given it."""
     for block, loader in config.loaders.items():
-        for name in keys_of(TextDatasetConfig) if loader.name != "text" else ():
+        if loader.name == "text":
+            continue
+        for name in keys_of(TextDatasetConfig):
             key = f"{block}.dataset.{name}"
             if name not in OF_THE_MODEL and _is_from_run(key, loader.dataset, layers):
                 raise ConfigError(
@@ -94,39 +98,47 @@ def _check_own_loaders(config: TrainConfig, layers: Sequence[Layer]) -> None:
 def _is_from_run(key: str, block: Any, layers: Sequence[Layer]) -> bool:
     """Return whether the run itself, not an overlay, gives a key of `block` another value than its default."""
     default = keys_of(type(block))[key.rpartition(".")[2]].default
-    given = (get(layer.values, key) for layer in layers if not layer.is_overlay)
-    return any(is_there and value != default for is_there, value in given)
+    for layer in layers:
+        is_given, value = get(layer.values, key)
+        if is_given and value != default and not layer.is_overlay:
+            return True
+    return False
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
+    """Check the data set of a loader of text, which stands at `block`. Raises ConfigError."""
     dataset, model = loader.dataset, config.model
     if dataset.streams and (dataset.local or dataset.remote):
         raise ConfigError(
             f"{block}: both streams and local/remote given; put each folder under streams, or use no streams"
         )
     for number, streams in enumerate(streams_of_stages(dataset)):
-        is_own = not dataset.stages or not dataset.stages[number].streams
-        if is_own and not dataset.streams and not dataset.local:
+        has_own_streams = bool(dataset.stages) and bool(dataset.stages[number].streams)
+        key = f"{block}.stages[{number}].streams" if has_own_streams else f"{block}.streams"
+        if has_own_streams or dataset.streams:
+            _check_streams(streams, key, has_epoch_size=dataset.epoch_size is not None)
+        elif not dataset.local:
             raise ConfigError(
                 f"{block}.local: missing; expected the folder of an MDS data set (a remote one is cached there)"
             )
-        if not is_own or dataset.streams:
-            key = f"{block}.streams" if is_own else f"{block}.stages[{number}].streams"
-            _check_streams(streams, key, has_epoch_size=dataset.epoch_size is not None)
     if dataset.stages:
         _check_stages(loader, block, config)
     if dataset.max_seq_len is not None and dataset.max_seq_len > model.max_seq_len:
         raise ConfigError(
             f"{block}.max_seq_len: {dataset.max_seq_len} is more than model.max_seq_len, {model.max_seq_len}"
         )
+
     for key in ("eos_token_id", "bos_token_id"):
-        token, other = getattr(dataset, key), getattr(config.train_loader.dataset, key)
-        if token is not None and token >= model.vocab_size:
+        token = getattr(dataset, key)
+        token_in_training = getattr(config.train_loader.dataset, key)
+        if token is None:
+            continue
+        if token >= model.vocab_size:
             raise ConfigError(f"{block}.{key}: {token} is outside model.vocab_size, {model.vocab_size}")
-        if token not in (None, other):
+        if token != token_in_training:
             raise ConfigError(
-                f"{block}.{key}: {token} is not that of train_loader.dataset, {other}; the model divides documents of "
-                "both alike: give both loaders the same one"
+                f"{block}.{key}: {token} is not that of train_loader.dataset, {token_in_training}; the model divides "
+                "documents of both alike: give both loaders the same one"
             )
     if dataset.eos_token_id is not None and dataset.bos_token_id is not None:
         raise ConfigError(
@@ -135,18 +147,20 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 def _check_streams(streams: Streams, block: str, *, has_epoch_size: bool) -> None:
+    """Check the streams of a data set, or of a stage, which stand at `block`. Raises ConfigError."""
     for name, stream in streams.items():
         if not stream.local:
             raise ConfigError(f"{block}.{name}.local: missing; expected the folder this stream is read or cached in")
-        given = [key for key in SHARES if getattr(stream, key) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{block}.{name}: {' and '.join(given)} given, expected one of them at most")
-        if has_epoch_size and given and given[0] != "proportion":
+        shares = [key for key in SHARES if getattr(stream, key) is not None]
+        if len(shares) > 1:
+            raise ConfigError(f"{block}.{name}: {' and '.join(shares)} given, expected one of them at most")
+        if has_epoch_size and shares and shares[0] != "proportion":
             raise ConfigError(
-                f"{block}.{name}.{given[0]}: given with epoch_size, which proportions divide; use proportion, or "
+                f"{block}.{name}.{shares[0]}: given with epoch_size, which proportions divide; use proportion, or "
                 "remove epoch_size"
             )
-    if len({stream.proportion is None for stream in streams.values()}) == 2:
+    with_proportion = [stream for stream in streams.values() if stream.proportion is not None]
+    if 0 < len(with_proportion) < len(streams):
         raise ConfigError(f"{block}: some streams have a proportion and some do not; give it to all or to none")
 
 
@@ -158,22 +172,25 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
     if not loader.drop_last:
         raise ConfigError(f"{block}.stages: stages end by full batches; remove train_loader.drop_last: false")
     first_batches(dataset, block, config.max_duration, config.global_train_batch_size, config.max_seq_len)
-    named = {name for stage in dataset.stages for name in stage.streams}
+
     if not all(stage.streams for stage in dataset.stages):
-        return
+        return  # a stage without streams reads the data set's own
     if dataset.local or dataset.remote:
         raise ConfigError(f"{block}.local: no stage reads it; name it under a stage's streams, or remove it")
+    names = {name for stage in dataset.stages for name in stage.streams}
     for name, stream in dataset.streams.items():
-        if name not in named:
+        if name not in names:
             raise ConfigError(f"{block}.streams.{name}: no stage names it; name it in one, or remove it")
-        if share := next((key for key in SHARES if getattr(stream, key) is not None), None):
-            raise ConfigError(f"{block}.streams.{name}.{share}: every stage has shares of its own; give it there")
+        for share in SHARES:
+            if getattr(stream, share) is not None:
+                raise ConfigError(f"{block}.streams.{name}.{share}: every stage has shares of its own; give it there")
 
 
 # ------------------------------------------------------------------------------- optimizer, FSDP, compilation
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
+    """Refuse settings that do not go with muon. Raises ConfigError."""
     if optimizer.name != "muon":
         return
     if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
@@ -213,6 +230,7 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
     """Check that the devices can share a batch. Raises ConfigError."""
     batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
     num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
+    # With exact sums the size of a microbatch is part of the run, on any number of devices.
     fixed_size = microbatch if config.exact_sums and isinstance(microbatch, int) else None
     fitting = find_data_ranks(config, fixed_size)
     if batch % num_ranks:
@@ -222,6 +240,7 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
             f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
             f"start with a number of {devices} that divides it{parts} ({near}) or change the batch size"
         )
+
     num_samples = batch // num_ranks
     remedy = "set it to"
     if fixed_size is not None and fitting:  # a run that carries on may not set another size
@@ -249,31 +268,45 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
     """Check that the schedule counts in the unit of max_duration, so that the rate does not depend on the data's size.
 
     Composer's schedules convert between epochs and batches by an epoch's length, which only the launch knows.
+    `has_t_scale` says whether the user gives a t_scale.
     """
-    schedule, run = config.scheduler, Duration.parse(config.max_duration)
-    epochs = f"; max_duration: {run.value} counts epochs" if isinstance(config.max_duration, int) else ""
-    more = {"inv_sqrt_with_warmup": ("t_scale", "t_cooldown"), "warmup_stable_decay": ("t_decay",)}
-    end = () if schedule.name == "constant_with_warmup" else ("t_max",)
-    for name in ("t_warmup", *end, *more.get(schedule.name, ())):
-        span = Duration.parse(getattr(schedule, name))
+    schedule, run = config.scheduler, config.max_duration
+    for name in _spans_of(schedule):
+        span: Duration = getattr(schedule, name)
         if span.value == 0 or span.unit in ("dur", run.unit):
             continue
         if schedule.name in COMPOSERS_SCHEDULES and {span.unit, run.unit} == {"ba", "ep"}:
             continue
-        given, hint = f"{span} given,", ""
+
         if name == "t_scale" and span == Duration(1, "ba") and not has_t_scale:
-            given = "missing;"
+            given, hint = "missing;", ""
         else:
             equivalent = _convert_span(span, run.unit, config)
+            given = f"{span} given,"
             hint = f"; that is {equivalent}" if equivalent else "; a share of the run is written 0.1dur"
+        is_bare_number = isinstance(run.written, int)
+        epochs = f"; max_duration: {run.value} counts epochs" if is_bare_number else ""
         raise ConfigError(
             f"scheduler.{name}: {given} expected a span in {run.unit}, the unit of max_duration, or in dur"
             f"{hint}{epochs}"
         )
 
 
+def _spans_of(schedule: SchedulerConfig) -> list[str]:
+    """Return the keys of the spans that a schedule uses."""
+    keys = ["t_warmup"]
+    if schedule.name != "constant_with_warmup":
+        keys.append("t_max")
+    if schedule.name == "inv_sqrt_with_warmup":
+        keys += ["t_scale", "t_cooldown"]
+    if schedule.name == "warmup_stable_decay":
+        keys.append("t_decay")
+    return keys
+
+
 def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:
-    """Convert a span exactly. Return None for epochs, whose number of samples the configuration does not tell."""
+    """Convert a span to another unit. Return None where it is no whole number of that, and for epochs, whose number of
+    samples the configuration does not tell."""
     seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
     num_tokens = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
     if span.unit not in num_tokens or unit not in num_tokens:
@@ -284,14 +317,17 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
     """Check that warm-up and decay are parts of the schedule, one after the other."""
-    warmup, decay, end = (Duration.parse(span) for span in (schedule.t_warmup, schedule.t_decay, schedule.t_max))
+    warmup, decay, end = schedule.t_warmup, schedule.t_decay, schedule.t_max
     has_end = schedule.name != "constant_with_warmup"
     if has_end and warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(
             f"scheduler.t_warmup: {warmup} is more than t_max, {end}; the warm-up is part of the schedule"
         )
-    lengths = [span.value * run.value if span.unit == "dur" else span.value for span in (warmup, decay, end)]
-    if schedule.name == "warmup_stable_decay" and lengths[0] + lengths[1] > lengths[2]:
+
+    def length(span: Duration) -> float:
+        return span.value * run.value if span.unit == "dur" else span.value
+
+    if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
         raise ConfigError(
             f"scheduler.t_decay: {decay} after a warm-up of {warmup} is more than t_max, {end} (max_duration: {run}); "
             "shorten one of them"
@@ -302,6 +338,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_blocks(config: TrainConfig) -> None:
+    """Check the blocks of companions, of which a run has one at most. Raises ConfigError."""
     given = given_blocks(config.blocks)
     if len(given) > 1:
         first, second, *_ = given
@@ -322,9 +359,9 @@ def _check_exact_sums(config: TrainConfig) -> None:
         "train_loader.name": (config.train_loader.name != "text", "nothing is known of the rows of its microbatches"),
         "optimizer.name": (config.optimizer.name.startswith("python:"), "nothing is known of its arithmetic on shards"),
     }
-    for what, (is_asked_for, why) in reasons.items():
+    for key, (is_asked_for, why) in reasons.items():
         if is_asked_for:
-            raise ConfigError(f"exact_sums: does not go with {what}: {why}; remove one of them")
+            raise ConfigError(f"exact_sums: does not go with {key}: {why}; remove one of them")
     if config.deterministic is False:
         raise ConfigError(
             "deterministic: false given, but exact_sums needs kernels that give the same digits every time; remove one "
@@ -341,61 +378,63 @@ def _check_exact_sums(config: TrainConfig) -> None:
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
-    """Return a warning for each setting that is allowed but perhaps not meant."""
-    given = {key for key in ("max_duration", "eval_interval", "save_interval") for one in layers if key in one.values}
-    found = [f"{source_of(key, layers)}: {key}{text}" for key, text in _surprises(config, given, under_srun)]
-    found += note_unused_keys(config, layers)
-    last = next((one for one in reversed(layers) if "compile_config" in one.values), None)
-    if last is not None and last.is_overlay and config.compile_config is not None:
-        found.append(f"{last.source}: compile_config: compiles during the first batch; without: compile_config=null")
-    return found
+    """Return a warning for each setting that is allowed but perhaps not meant.
+
+    `under_srun`: srun has started the ranks, so that no launcher kills them by a clock of its own.
+    """
+    surprises = [
+        *_find_bare_numbers(config, layers),
+        *_find_long_spans(config.max_duration, config.scheduler),
+        *_find_ignored_options(config),
+        *_find_small_shuffles(config),
+        *_find_needs_of_fsdp(config),
+    ]
+    if not under_srun:
+        surprises += _find_long_grace(config.preemption_grace_seconds)
+    warnings = [f"{source_of(key, layers)}: {key}{text}" for key, text in surprises]
+
+    warnings += note_unused_keys(config, layers)
+    compiling = [layer for layer in layers if "compile_config" in layer.values]
+    if compiling and compiling[-1].is_overlay and config.compile_config is not None:
+        warnings.append(
+            f"{compiling[-1].source}: compile_config: compiles during the first batch; without: compile_config=null"
+        )
+    return warnings
 
 
-def _surprises(config: TrainConfig, given: set[str], under_srun: bool) -> Iterator[tuple[str, str]]:
+Surprise = tuple[str, str]
+"""A key, and what is surprising about it."""
+
+
+def _find_bare_numbers(config: TrainConfig, layers: Sequence[Layer]) -> Iterator[Surprise]:
+    """Yield spans that a user gives without a unit, which counts epochs where batches may be meant."""
     for key in ("max_duration", "eval_interval", "save_interval"):
-        value = getattr(config, key)
-        if key in given and isinstance(value, int) and value > 0:
+        value = getattr(config, key).written
+        is_given = any(key in layer.values for layer in layers)
+        if is_given and isinstance(value, int) and value > 0:
             yield key, f": {value} counts epochs; {value} batches are {value}ba"
-    run = Duration.parse(config.max_duration)
+
+
+def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surprise]:
+    """Yield spans of the schedule that are longer than the run."""
     meanings = {"t_warmup": "the learning rate never reaches lr", "t_max": "the schedule does not end"}
-    if config.scheduler.name == "constant_with_warmup":
+    if schedule.name == "constant_with_warmup":
         del meanings["t_max"]
     for key, meaning in meanings.items():
-        span = Duration.parse(getattr(config.scheduler, key))
-        if span.value > (1 if span.unit == "dur" else run.value if span.unit == run.unit else math.inf):
+        span: Duration = getattr(schedule, key)
+        is_fraction_above_1 = span.unit == "dur" and span.value > 1
+        is_longer = span.unit == run.unit and span.value > run.value
+        if is_fraction_above_1 or is_longer:
             yield f"scheduler.{key}", f": {span} is longer than the run, {run}: {meaning}"
+
+
+def _find_ignored_options(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield options of the tokenizer, and of a division by 1 device, that change nothing."""
     for name in config.tokenizer.kwargs:
         if name not in TOKENIZER_OPTIONS:
             yield f"tokenizer.kwargs.{name}", " has no effect: the tokenizer's own files decide"
-    for key, what in _find_undivided(config).items():
-        yield key, f": {what}"
-    dataset, batch = config.train_loader.dataset, config.global_train_batch_size
-    if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
-        yield (
-            "train_loader.dataset.shuffle_block_size",
-            f": {dataset.shuffle_block_size} is less than two batches of {batch}: shards are shuffled, their samples "
-            f"are not; set it to {100 * batch} or more, or leave it out",
-        )
-    needs_fsdp = {
-        "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
-        "exact_sums in 16 bits": (
-            config.exact_sums and config.precision.startswith("amp_") and config.sharding.mixed_precision != "FULL"
-        ),
-        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
-        "activation_checkpointing of compiled blocks": (
-            config.sharding.activation_checkpointing and config.compile_config is not None
-        ),
-    }
-    for what in (what for what, is_asked_for in needs_fsdp.items() if is_asked_for):
-        if config.sharding.plain_on_one_device:
-            yield "fsdp_config.plain_on_one_device", f" has no effect: {what} needs FSDP2 on one device too"
-    grace = config.preemption_grace_seconds
-    if grace > MAX_GRACE_SECONDS and not under_srun:
-        yield (
-            "preemption_grace_seconds",
-            f": {grace:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({MAX_GRACE_SECONDS} or "
-            "less leaves them time)",
-        )
+    for block, text in _find_undivided(config).items():
+        yield block, f": {text}"
 
 
 def _find_undivided(config: TrainConfig) -> dict[str, str]:
@@ -403,13 +442,53 @@ def _find_undivided(config: TrainConfig) -> dict[str, str]:
 
     They are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
     """
-    found = {}
+    idle_blocks = {}
     for degree_key in DEGREE_KEYS.values():
         block, _, degree = degree_key.partition(".")
         section = getattr(config, block)
-        if section is not None and getattr(section, degree) == 1:
-            fields = [field for field in dataclasses.fields(section) if field.name != degree]
-            idle = [field.name for field in fields if getattr(section, field.name) != field.default]
-            if idle:
-                found[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
-    return found
+        if section is None or getattr(section, degree) != 1:
+            continue
+        fields = [field for field in dataclasses.fields(section) if field.name != degree]
+        idle = [field.name for field in fields if getattr(section, field.name) != field.default]
+        if idle:
+            idle_blocks[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
+    return idle_blocks
+
+
+def _find_small_shuffles(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield a shuffle_block_size so small that samples of a batch come from few places."""
+    dataset, batch = config.train_loader.dataset, config.global_train_batch_size
+    if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
+        yield (
+            "train_loader.dataset.shuffle_block_size",
+            f": {dataset.shuffle_block_size} is less than two batches of {batch}: shards are shuffled, their samples "
+            f"are not; set it to {100 * batch} or more, or leave it out",
+        )
+
+
+def _find_needs_of_fsdp(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield `plain_on_one_device` for each setting that needs FSDP2 on one device too."""
+    if not config.sharding.plain_on_one_device:
+        return
+    is_16_bits = config.precision.startswith("amp_") and config.sharding.mixed_precision != "FULL"
+    needs_fsdp = {
+        "fsdp_config.offload_optimizer": config.sharding.offload_optimizer,
+        "exact_sums in 16 bits": config.exact_sums and is_16_bits,
+        "pp_config": config.pipeline.pipeline_parallel_degree > 1,
+        "activation_checkpointing of compiled blocks": (
+            config.sharding.activation_checkpointing and config.compile_config is not None
+        ),
+    }
+    for setting, is_asked_for in needs_fsdp.items():
+        if is_asked_for:
+            yield "fsdp_config.plain_on_one_device", f" has no effect: {setting} needs FSDP2 on one device too"
+
+
+def _find_long_grace(grace_seconds: float) -> Iterator[Surprise]:
+    """Yield a preemption_grace_seconds that launchers do not leave."""
+    if grace_seconds > MAX_GRACE_SECONDS:
+        yield (
+            "preemption_grace_seconds",
+            f": {grace_seconds:g} is for srun alone; `composer` and `torchrun` kill after 30 s ({MAX_GRACE_SECONDS} or "
+            "less leaves them time)",
+        )

@@ -10,6 +10,7 @@ from llmfoundry_lite.config.fields import (
     NON_NEGATIVE,
     POSITIVE,
     REQUIRED,
+    Check,
     Use,
     check_source,
     local_folder,
@@ -18,6 +19,7 @@ from llmfoundry_lite.config.fields import (
     setting,
     span,
 )
+from llmfoundry_lite.config.spans import Duration
 
 HASHES = (
     "md5 sha1 sha224 sha256 sha384 sha512 sha3_224 sha3_256 sha3_384 sha3_512 blake2b blake2s "
@@ -42,14 +44,20 @@ _REMOTE = must_be(
 )
 
 
-def _in_units(units: Mapping[str, int], example: str) -> Any:
-    def is_one(value: int | str) -> bool:
+def _in_units(units: Mapping[str, int], example: str) -> Check:
+    """Make the check of a number above 0, which may be text with a unit, such as `example`."""
+
+    def is_above_0(value: int | str) -> bool:
         if not isinstance(value, str):
             return value > 0
-        found = re.fullmatch(rf"(\d+)b?|(\d+(?:\.\d+)?)({'|'.join(units)})", value.lower())
-        return found is not None and int(found[1] or float(found[2]) * units[found[3]]) > 0
+        match = re.fullmatch(rf"(\d+)b?|(\d+(?:\.\d+)?)({'|'.join(units)})", value.lower())
+        if match is None:
+            return False
+        if match[1]:
+            return int(match[1]) > 0
+        return int(float(match[2]) * units[match[3]]) > 0
 
-    return must_be(f"a number above 0, such as {example}", is_one)
+    return must_be(f"a number above 0, such as {example}", is_above_0)
 
 
 IS_WITHIN = must_be(
@@ -85,7 +93,7 @@ class StreamConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StageConfig:
-    until: str | float | None = span(None, ("ba", "sp", "tok", "dur"))
+    until: Duration | None = span(None, ("ba", "sp", "tok", "dur"), written=str | float)
     """End of the stage; the last one ends with the run."""
     streams: dict[str, StreamConfig] = setting(dict)
     """Default: the data set's own. Keys that a stream leaves out come from the last stream of that name before it. Its
@@ -93,17 +101,19 @@ class StageConfig:
 
 
 def _has_remote(dataset: "TextDatasetConfig", _: Any) -> bool:
-    streams = [*dataset.streams.values()]
-    streams += [stream for stage in dataset.stages for stream in stage.streams.values()]
-    return dataset.remote is not None or any(stream.remote is not None for stream in streams)
+    """Return whether the data set, or one of its streams, is downloaded."""
+    sources: list[TextDatasetConfig | StreamConfig] = [dataset, *dataset.streams.values()]
+    for stage in dataset.stages:
+        sources += stage.streams.values()
+    return any(source.remote is not None for source in sources)
 
 
-DOWNLOADING = (Use(where=_has_remote, elsewhere="nothing is downloaded without a remote"),)
-SHUFFLING = (Use(where=lambda dataset, _: dataset.shuffle, elsewhere="{path}.shuffle is false"),)
+DOWNLOADING = (Use(has_effect=_has_remote, reason="nothing is downloaded without a remote"),)
+SHUFFLING = (Use(has_effect=lambda dataset, _: dataset.shuffle, reason="{path}.shuffle is false"),)
 DIVIDING_DOCUMENTS = (
     Use(
-        where=lambda _, run: run.model.attn_config.attn_uses_sequence_id,
-        elsewhere="documents see each other without model.attn_config.attn_uses_sequence_id: true",
+        has_effect=lambda _, run: run.model.attn_config.attn_uses_sequence_id,
+        reason="documents see each other without model.attn_config.attn_uses_sequence_id: true",
     ),
 )
 
@@ -149,7 +159,8 @@ class TextDatasetConfig:
         change="freely",
         uses=(
             Use(
-                where=lambda dataset, _: dataset.eos_token_id is not None, elsewhere="{path}.eos_token_id is not given"
+                has_effect=lambda dataset, _: dataset.eos_token_id is not None,
+                reason="{path}.eos_token_id is not given",
             ),
         ),
     )
@@ -159,23 +170,24 @@ class TextDatasetConfig:
         change="freely",
         uses=(
             Use(
-                where=lambda dataset, _: dataset.bos_token_id is not None, elsewhere="{path}.bos_token_id is not given"
+                has_effect=lambda dataset, _: dataset.bos_token_id is not None,
+                reason="{path}.bos_token_id is not given",
             ),
         ),
     )
 
 
 FROM_YAML = Use(
-    where=lambda loader, _: loader.name == "text",
-    elsewhere="{block.name} is not given it; kwargs passes arguments of that name",
+    has_effect=lambda loader, _: loader.name == "text",
+    reason="{block.name} is not given it; kwargs passes arguments of that name",
 )
 BY_WORKERS = Use(
-    where=lambda loader, _: loader.num_workers > 0 or loader.name != "text",
-    elsewhere="{path}.num_workers is 0",
+    has_effect=lambda loader, _: loader.num_workers > 0 or loader.name != "text",
+    reason="{path}.num_workers is 0",
 )
 OWN_LOADER = Use(
-    where=lambda loader, _: loader.name != "text",
-    elsewhere="only a python: loader is given them, and {path}.name is {block.name}; remove it",
+    has_effect=lambda loader, _: loader.name != "text",
+    reason="only a python: loader is given them, and {path}.name is {block.name}; remove it",
     is_refused=True,
 )
 

@@ -13,10 +13,14 @@ from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 
 SHARES = ("proportion", "repeat", "choose")
+"""Keys of a stream that say how much of it an epoch has."""
+
 Streams = dict[str, StreamConfig]
+"""Name -> stream. A data set without named streams is a single one, without a name."""
 
 
 def own_streams(dataset: TextDatasetConfig) -> Streams:
+    """Return the streams of the data set itself, apart from those of its stages."""
     return dataset.streams or {"": StreamConfig(local=dataset.local, remote=dataset.remote)}
 
 
@@ -25,67 +29,85 @@ def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
 
     Keys that a stage's stream leaves out, its share aside, come from the last stream of its name before it.
     """
-    known, found = own_streams(dataset), []
+    if not dataset.stages:
+        return [own_streams(dataset)]
+
+    newest_by_name = own_streams(dataset)
+    streams_by_stage = []
     for stage in dataset.stages:
-        streams = {name: _complete(stream, known.get(name)) for name, stream in stage.streams.items()}
-        known = {**known, **streams}
-        found.append(streams or own_streams(dataset))
-    return found or [own_streams(dataset)]
+        streams = {name: _complete(stream, newest_by_name.get(name)) for name, stream in stage.streams.items()}
+        newest_by_name = {**newest_by_name, **streams}
+        streams_by_stage.append(streams or own_streams(dataset))
+    return streams_by_stage
 
 
 def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig:
-    lacking = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
-    return replace(stream, **{name: getattr(before, name) for name in lacking}) if before else stream
+    """Return a stream with the keys that it leaves out, its share aside, from the stream of its name before it."""
+    if before is None:
+        return stream
+    missing = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
+    return replace(stream, **{name: getattr(before, name) for name in missing})
 
 
 def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
     """Return key -> stream, each folder once. Keys are relative to the data set's block."""
-    found: dict[Path, tuple[str, StreamConfig]] = {}
+    by_folder: dict[Path, tuple[str, StreamConfig]] = {}
     for number, streams in enumerate(streams_of_stages(dataset)):
-        is_own = not dataset.stages or not dataset.stages[number].streams
+        has_own_streams = bool(dataset.stages) and bool(dataset.stages[number].streams)
+        block = f".stages[{number}].streams" if has_own_streams else ".streams"
         for name, stream in streams.items():
-            key = "" if not name else f".streams.{name}" if is_own else f".stages[{number}].streams.{name}"
+            key = f"{block}.{name}" if name else ""
             folder = Path(stream.local or stream.remote or "", stream.split or dataset.split or "")
-            found.setdefault(folder, (key, stream))
-    return dict(found.values())
+            by_folder.setdefault(folder, (key, stream))
+    return dict(by_folder.values())
 
 
 def first_batches(
-    dataset: TextDatasetConfig, path: str, max_duration: str | int | None, batch_size: int, max_seq_len: int
+    dataset: TextDatasetConfig, path: str, max_duration: Duration | None, batch_size: int, max_seq_len: int
 ) -> list[int]:
     """Return the number of batches before each stage. `path` names the block in errors. Raises ConfigError.
 
     A stage begins with the batch at which its predecessor's `until` is reached, as a schedule's decay does.
-    `max_duration` is None without a run; `until` in `dur` is refused then.
+    `max_duration` is None without a run. Then `until` in `dur` is refused.
     """
-    run = None if max_duration is None else Duration.parse(max_duration)
+    if dataset.stages and max_duration is not None and max_duration.unit == "ep":
+        raise ConfigError(
+            f"{path}.stages: max_duration is {max_duration}, and a stage may end within an epoch; write it in ba"
+        )
+
     num_samples = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
 
     def batches_in(span: Duration) -> int:
         return math.ceil(Fraction(str(span.value)) * num_samples[span.unit] / batch_size)
 
-    if dataset.stages and run is not None and run.unit == "ep":
-        raise ConfigError(f"{path}.stages: max_duration is {run}, and a stage may end within an epoch; write it in ba")
-    begins = [0]
+    last_batch = batches_in(max_duration) if dataset.stages and max_duration is not None else None
+    first = [0]
     for number, stage in enumerate(dataset.stages):
-        key, is_last = f"{path}.stages[{number}].until", number == len(dataset.stages) - 1
+        key = f"{path}.stages[{number}].until"
+        is_last = number == len(dataset.stages) - 1
         if stage.until is None:
-            if not is_last:
-                raise ConfigError(f"{key}: missing; expected where this stage ends and the next begins, such as 0.8dur")
-            continue
-        until = Duration.parse(str(stage.until))
-        if until.unit == "dur":
-            if run is None:
-                raise ConfigError(f"{key}: {until} given, and there is no run to take a part of; write it in ba")
-            until = Duration(float(Fraction(str(until.value)) * int(run.value)), run.unit)
-        end, last = batches_in(until), None if run is None else batches_in(run)
+            if is_last:
+                continue
+            raise ConfigError(f"{key}: missing; expected where this stage ends and the next begins, such as 0.8dur")
+
+        end_batch = batches_in(_count_fraction(stage.until, max_duration, key))
+        given = stage.until.written
         if is_last:
-            if last is None or end < last:
-                raise ConfigError(f"{key}: {stage.until} given for the last stage, which lasts to the end; remove it")
+            if last_batch is None or end_batch < last_batch:
+                raise ConfigError(f"{key}: {given} given for the last stage, which lasts to the end; remove it")
             continue
-        if end <= begins[-1]:
-            raise ConfigError(f"{key}: {stage.until} is batch {end}, and the stage begins there or later; give more")
-        if last is not None and end >= last:
-            raise ConfigError(f"{key}: {stage.until} is not before the end of the run, {max_duration}; give less")
-        begins.append(end)
-    return begins
+        if end_batch <= first[-1]:
+            raise ConfigError(f"{key}: {given} is batch {end_batch}, and the stage begins there or later; give more")
+        if max_duration is not None and last_batch is not None and end_batch >= last_batch:
+            raise ConfigError(f"{key}: {given} is not before the end of the run, {max_duration.written}; give less")
+        first.append(end_batch)
+    return first
+
+
+def _count_fraction(span: Duration, run: Duration | None, key: str) -> Duration:
+    """Return a span as it is, except a fraction of the run (`0.8dur`), which is counted in the run's unit."""
+    if span.unit != "dur":
+        return span
+    if run is None:
+        raise ConfigError(f"{key}: {span} given, and there is no run to take a part of; write it in ba")
+    return Duration(float(Fraction(str(span.value)) * int(run.value)), run.unit)

@@ -19,18 +19,18 @@ ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 
 GENERATION = (
     Use(
-        where=lambda task, _: task.icl_task_type == "generation_task_with_answers",
-        elsewhere="a {block.icl_task_type} task generates nothing",
+        has_effect=lambda task, _: task.icl_task_type == "generation_task_with_answers",
+        reason="a {block.icl_task_type} task generates nothing",
     ),
 )
 PROMPTS = (
     Use(
-        where=lambda task, _: task.icl_task_type != "perplexity",
-        elsewhere="the text of a perplexity task has no prompts",
+        has_effect=lambda task, _: task.icl_task_type != "perplexity",
+        reason="the text of a perplexity task has no prompts",
     ),
 )
-EXAMPLES = (Use(where=lambda task, _: any(task.num_fewshot), elsewhere="num_fewshot is 0"),)
-HUB = (Use(where=lambda task, _: task.dataset_uri.startswith("hf://"), elsewhere="dataset_uri is no hf://NAME"),)
+EXAMPLES = (Use(has_effect=lambda task, _: any(task.num_fewshot), reason="num_fewshot is 0"),)
+HUB = (Use(has_effect=lambda task, _: task.dataset_uri.startswith("hf://"), reason="dataset_uri is no hf://NAME"),)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,7 +49,7 @@ class TaskConfig:
     """Numbers of examples. Each gives a result of its own."""
     fewshot_random_seed: int = setting(
         1234,
-        uses=(*EXAMPLES, Use(where=lambda task, _: not task.fewshot_fixed, elsewhere="fewshot_fixed is true")),
+        uses=(*EXAMPLES, Use(has_effect=lambda task, _: not task.fewshot_fixed, reason="fewshot_fixed is true")),
     )
     fewshot_fixed: bool = setting(False, uses=EXAMPLES)
     """Show the same examples for every item, instead of choosing them by (seed, item). They are the first items of the

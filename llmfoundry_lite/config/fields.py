@@ -1,6 +1,7 @@
-"""Keys of a configuration: the values of each, whether it may change in mid-run, and whether hardware may set it.
+"""Keys of a configuration: the values that each may have, whether it may change in mid-run, and who may set it.
 
-`setting` writes these rules beside the key in a schema; `keys_of` and the walks below read them.
+A schema is a set of frozen dataclasses. `setting`, `span` and `parsed` make their fields, and write a key's rules (a
+`Setting`) beside it. `keys_of` and the walks at the end read the rules. `build.py` applies them to values.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
-from llmfoundry_lite.config.spans import TIME_UNITS, Duration, describe_span
+from llmfoundry_lite.config.spans import TIME_UNITS, Duration, Parsed, Scalar, describe_span
 from llmfoundry_lite.errors import REFERENCE, nearest
 from llmfoundry_lite.files import meant_url
 
@@ -24,6 +25,7 @@ Replay = Literal["used", "trusted", "left out"]
 """How `replay` treats the key of a recorded run. used: it decides arithmetic or data. trusted: it runs code."""
 
 REQUIRED = MISSING
+"""Default of a key that must be given."""
 
 Check = Callable[[Any], Any]
 """Function that raises ValueError, whose text says what was expected."""
@@ -31,17 +33,17 @@ Check = Callable[[Any], Any]
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Use:
-    """Where a key has an effect, for a key that does not have one everywhere.
+    """Condition under which a key has an effect, for a key that does not have one everywhere.
 
-    Elsewhere a value that a user wrote is noted. It is refused where the run would not be the one that the user asks
-    for, unless checkpoints hold runs to the key's value, or LLM Foundry's own YAMLs have it there.
+    Where it has none, a value that a user wrote is noted. It is refused where the run would not be the one that the
+    user asks for, unless checkpoints hold runs to the key's value, or LLM Foundry's own YAMLs have it there.
     """
 
-    where: Callable[[Any, Any], Any]
-    """Function that is given the key's block and the whole configuration: whether the key has an effect there."""
-    elsewhere: str
-    """Reason why the key has no effect elsewhere. `{block.name}` and `{run.precision}` stand for their values, `{path}`
-    for the block's place."""
+    has_effect: Callable[[Any, Any], Any]
+    """Function that is given the key's block and the whole configuration, and says whether the key has an effect."""
+    reason: str
+    """Why the key has no effect otherwise. `{block.name}` and `{run.precision}` stand for their values, `{path}` for
+    the block's place."""
     is_refused: bool = False
     even_default: bool = False
     """Whether the default, too, asks for an effect, so that it is noted where a user wrote it."""
@@ -49,25 +51,30 @@ class Use:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Setting:
-    """Metadata of a key."""
+    """The rules of a key, which are the metadata of its field."""
 
     checks: Sequence[Check] = ()
+    """Conditions of the value as a YAML has it."""
     choices: Sequence[str] = ()
     """Values that are allowed. `python:` stands for any import path."""
     instead: str = ""
     """Advice in the error for a value that is not among the choices. Default: their list."""
     expected: str = ""
     """Description of a value in errors. Default: its type."""
+    parse: Callable[[Any], Any] | None = None
+    """Function from the value in a YAML to the one that the configuration holds, such as a `Duration`. Raises
+    ValueError, whose text says what was expected. Default: both are the same."""
+    written: Any = None
+    """Type of the value in a YAML, for a field with `parse`, or one whose own type takes anything. Default: the field's
+    own type."""
     change: Rule | None = None
-    """Rule for changes in mid-run. Default: that of the block around the key. Not looked at beside `hardware=True`."""
+    """Rule for changes in mid-run. Default: that of the block around the key. Ignored beside `hardware=True`."""
     uses: Sequence[Use] = ()
     """Conditions, all of which must hold where the key has an effect."""
     uses_inside: Mapping[str, Use] = field(default_factory=dict)
     """Dotted key within the block -> condition that holds for the block in this place only."""
     shapes_dropout: bool = False
     """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
-    written: Any = None
-    """The type by which its scalars are read, for a field whose own type takes anything. Default: the field's own."""
     is_place: bool = False
     """Whether it is a folder or a URL, in which `~` stands for the user's home folder."""
     hardware: bool = False
@@ -84,35 +91,49 @@ class Setting:
         return "freely" if self.hardware else self.change
 
 
+# ------------------------------------------------------------------------------------------- fields of a schema
+
+
 def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadata: Any) -> Any:
-    """Make a dataclass field. A callable default is a factory. `metadata`: other fields of Setting."""
-    made: dict[str, Any] = {"metadata": {"setting": Setting(checks=checks, choices=choices.split(), **metadata)}}
-    if default is not MISSING:
-        made["default_factory" if callable(default) else "default"] = default
-    return field(**made)
+    """Make a dataclass field. A callable `default` is a factory. `metadata`: other fields of Setting."""
+    rules = {"setting": Setting(checks=checks, choices=choices.split(), **metadata)}
+    if default is MISSING:
+        return field(metadata=rules)
+    if callable(default):
+        return field(default_factory=default, metadata=rules)
+    return field(default=default, metadata=rules)
+
+
+def parsed(default: Any, parse: Callable[[Any], Any], written: Any = str | int, **metadata: Any) -> Any:
+    """Make a dataclass field that holds what `parse` makes of the value in a YAML, whose type is `written`.
+
+    `default` is given as in a YAML, too. None stays None. `metadata`: other fields of Setting.
+    """
+    if default is not MISSING and default is not None:
+        default = parse(default)
+    return setting(default, parse=parse, written=written, **metadata)
 
 
 def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_zero: bool = False, **metadata) -> Any:
-    """Make the field of a span of training."""
+    """Make a dataclass field that holds a `Duration` in one of `units`. `default` is given as in a YAML."""
 
-    def check(value: str | int) -> None:
-        if Duration.parse(value, units).value == 0 and not may_be_zero:
+    def parse(written: Scalar) -> Duration:
+        duration = Duration.parse(written, units)
+        if duration.value == 0 and not may_be_zero:
             raise ValueError("more than 0")
+        return duration
 
-    return setting(default, check, expected=describe_span(units), **metadata)
-
-
-# --------------------------------------------------------------------------------------------------- uses
+    return parsed(default, parse, expected=describe_span(units), **metadata)
 
 
 def only_with(*names: str, is_refused: bool = True) -> Use:
     """Return the use of a key that belongs to blocks of some names, such as a schedule's."""
-    *some, last = names
-    owners = f"{', '.join(some)} and {last} use" if some else f"{last} uses"
+    *others, last = names
+    owners = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
     remedy = "; remove it" if is_refused else ""
     return Use(
-        where=lambda block, _: block.name in names,
-        elsewhere=f"only {owners} it, and {{path}}.name is {{block.name}}{remedy}",
+        has_effect=lambda block, _: block.name in names,
+        reason=f"only {owners} it, and {{path}}.name is {{block.name}}{remedy}",
         is_refused=is_refused,
     )
 
@@ -121,6 +142,8 @@ def only_with(*names: str, is_refused: bool = True) -> Use:
 
 
 def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
+    """Make a check that raises ValueError, with the text `expected`, for values for which `holds` is false."""
+
     def check(value: Any) -> None:
         if not holds(value):
             raise ValueError(expected)
@@ -140,30 +163,46 @@ RUN_NAME = "{run_name}"
 
 
 def check_place(value: str, kind: str = "a folder or a URL") -> None:
-    """Check a folder or URL that is taken as it stands: it is no misspelt URL, which would be a local folder, and has
-    no placeholder that nothing replaces. Raises ValueError."""
-    # Text of an environment variable may be a secret, so messages have it as it was written.
+    """Check a folder or URL that is used as it is written.
+
+    Raises ValueError for a misspelt URL, which would be a local folder, and for a placeholder that nothing replaces.
+    `kind` says in the error what was expected.
+    """
+    # The text of an environment variable may be a secret, so messages quote the value as it was written.
     written = getattr(value, "written", value)
-    if url := meant_url(value):
+    url = meant_url(value)
+    if url:
         meant = url if written == value else f"{url.partition('://')[0]}://…"
         raise ValueError(f"{kind}; did you mean {meant}? A folder of that name is given as ./{written}")
+
     for placeholder in re.findall(r"\{[^{}]*\}", re.sub(REFERENCE, "", written)):
-        if placeholder not in value:  # it has been replaced, and is recorded as it was written
+        is_replaced = placeholder not in value
+        if is_replaced:
             continue
-        is_near = nearest(re.sub(r"[\W_]", "", placeholder).lower(), ["runname"])
-        meant = f"; did you mean {RUN_NAME}?" if is_near and placeholder != RUN_NAME else ""
-        raise ValueError(f"{kind}, in which nothing replaces {placeholder}{meant}")
+        word = re.sub(r"[\W_]", "", placeholder).lower()
+        hint = ""
+        if placeholder != RUN_NAME and nearest(word, ["runname"]):
+            hint = f"; did you mean {RUN_NAME}?"
+        raise ValueError(f"{kind}, in which nothing replaces {placeholder}{hint}")
 
 
 def check_source(value: str) -> None:
-    """Check a folder or URL that is read. One with braces in its name may be there."""
+    """Check a folder or URL that is read. A folder that is there may have braces in its name.
+
+    Raises ValueError as `check_place` does.
+    """
     if meant_url(value) or not os.path.exists(os.path.expanduser(value)):
         check_place(value)
 
 
 def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
-    """Make the check of a folder of this machine; `url_key` is the key that takes a URL instead."""
-    kind = "a folder of this machine" + (f"; {url_key} takes a URL" if url_key else "")
+    """Make the check of a folder of this machine.
+
+    `url_key` is the key that takes a URL instead. A folder that is read may have braces in its name, if it is there.
+    """
+    kind = "a folder of this machine"
+    if url_key:
+        kind += f"; {url_key} takes a URL"
 
     def check(value: str) -> None:
         if "://" in value:
@@ -175,11 +214,13 @@ def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
 
 
 def matches(expected: str, pattern: str) -> Check:
+    """Make the check of text that a regular expression must match as a whole."""
     return must_be(expected, lambda value: re.fullmatch(pattern, value))
 
 
-def not_empty(meaning: str) -> Check:
-    return must_be(meaning, lambda value: value.strip())
+def not_empty(expected: str) -> Check:
+    """Make the check of text that must not be blank."""
+    return must_be(expected, lambda value: value.strip())
 
 
 # -------------------------------------------------------------------------------------------------- walks
@@ -187,11 +228,12 @@ def not_empty(meaning: str) -> Check:
 
 @dataclass(slots=True, frozen=True)
 class Key:
-    """A field of a block."""
+    """A key of a block."""
 
     hint: Any
+    """Type of the value in a YAML."""
     default: Any
-    """Default value; MISSING for a key that must be given."""
+    """Default as a YAML has it; MISSING for a key that must be given."""
     setting: Setting
     block: type | None
     """The dataclass of the block, or blocks, in the field; None for a plain value."""
@@ -205,11 +247,29 @@ class Key:
     def blocks(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield the path and the value of each block in a key that stands at `path`."""
         if self.container is dict and isinstance(value, dict):
-            yield from ((f"{path}.{name}", block) for name, block in value.items())
+            for name, block in value.items():
+                yield f"{path}.{name}", block
         elif self.container is list and isinstance(value, list):
-            yield from ((f"{path}[{number}]", block) for number, block in enumerate(value))
+            for number, block in enumerate(value):
+                yield f"{path}[{number}]", block
         elif self.block is not None:
             yield path, value
+
+
+def as_yaml(value: Any) -> Any:
+    """Return a value of a configuration as a YAML has it, except that tuples stay tuples.
+
+    Blocks are dictionaries, and spans and times are as they were written.
+    """
+    if isinstance(value, Parsed):
+        return value.written
+    if dataclasses.is_dataclass(value):
+        return {one.name: as_yaml(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: as_yaml(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(as_yaml(inner) for inner in value)
+    return value
 
 
 def join(path: str, name: object) -> str:
@@ -219,47 +279,60 @@ def join(path: str, name: object) -> str:
 
 @functools.cache
 def keys_of(block: type) -> dict[str, Key]:
-    hints, found = typing.get_type_hints(block), dict[str, Key]()
-    for one in dataclasses.fields(block):
-        brought = one.metadata.get("setting", Setting()).keys
-        found |= brought() if brought else {one.name: _key_of(one, hints[one.name])}
-    return found
+    """Return the keys of a block's dataclass by name, with those that companions add."""
+    hints = typing.get_type_hints(block)
+    keys: dict[str, Key] = {}
+    for schema_field in dataclasses.fields(block):
+        name = schema_field.name
+        rules = schema_field.metadata.get("setting", Setting())
+        if rules.keys is not None:
+            keys |= rules.keys()
+        else:
+            keys[name] = _key_of(schema_field, hints[name], rules)
+    return keys
 
 
-def _key_of(one: dataclasses.Field, hint: Any) -> Key:
-    default = one.default if one.default_factory is MISSING else one.default_factory()
-    if dataclasses.is_dataclass(default):
-        default = dataclasses.asdict(default)  # type: ignore[arg-type]
-    metadata = one.metadata.get("setting", Setting())
-    for option in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+def _key_of(schema_field: dataclasses.Field, hint: Any, rules: Setting) -> Key:
+    """Describe the key of a field whose annotation is `hint`."""
+    default = schema_field.default
+    if schema_field.default_factory is not MISSING:
+        default = schema_field.default_factory()
+    if rules.parse is not None:
+        allows_none = type(None) in typing.get_args(hint)
+        hint = rules.written | None if allows_none else rules.written
+
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
         container = typing.get_origin(option)
         inner = typing.get_args(option)[-1] if container in (dict, list) else option
         if dataclasses.is_dataclass(inner):
-            return Key(hint, default, metadata, typing.cast(type, inner), container)
-    return Key(hint, default, metadata, None, None)
+            return Key(hint, as_yaml(default), rules, typing.cast(type, inner), container)
+    return Key(hint, as_yaml(default), rules, None, None)
 
 
 def schema_keys(block: type, prefix: str = "") -> Iterator[str]:
     """Yield every key that a YAML of `block` may have; `*` stands for names of the user's choice."""
     for name, key in keys_of(block).items():
-        if key.block is None or key.container or key.allows_none:
+        is_value = key.block is None or key.container is not None or key.allows_none
+        if is_value:
             yield prefix + name
         if key.block is not None:
-            yield from schema_keys(key.block, f"{prefix}{name}.*." if key.container else f"{prefix}{name}.")
+            inside = f"{prefix}{name}.*." if key.container else f"{prefix}{name}."
+            yield from schema_keys(key.block, inside)
 
 
-def settings_along(block: type, key: str) -> list[Setting]:
-    """Return the settings of a dotted key, from the outermost block on. An unknown part ends them."""
-    found: list[Setting] = []
-    parts, inside = iter(key.split(".")), block
-    for part in parts:
-        known = keys_of(inside).get(part)
-        if known is None:
+def settings_along(block: type, dotted_key: str) -> list[Setting]:
+    """Return the settings of a dotted key, from the outermost block on. They end before a name that is unknown."""
+    settings: list[Setting] = []
+    names = iter(dotted_key.split("."))
+    for name in names:
+        key = keys_of(block).get(name)
+        if key is None:
             break
-        found.append(known.setting)
-        if known.block is None:
+        settings.append(key.setting)
+        if key.block is None:
             break
-        inside = known.block
-        if known.container:
-            next(parts, None)
-    return found
+        block = key.block
+        if key.container is not None:
+            next(names, None)  # the name, or the number, of one of several blocks
+    return settings

@@ -1,6 +1,6 @@
 """LLM Foundry's keys that have no counterpart: ignored with a note, or refused with what to use instead.
 
-`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `written.py` and
+`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `scalars.py` and
 `load_eval.py`.
 """
 
@@ -19,14 +19,19 @@ TABLE = Path(__file__).with_name("foundry.table")
 
 
 def _read_table() -> tuple[dict[str, dict[str, str]], dict[str, list[Any]]]:
-    """Return section -> key -> sentence, and key -> values that change nothing, because we do the same anyway."""
-    sections, harmless = dict[str, dict[str, str]](), dict[str, list[Any]]()
+    """Read `foundry.table`, which explains its form.
+
+    Returns section -> key -> sentence, and key -> values that change nothing, because we do the same anyway.
+    """
+    sections: dict[str, dict[str, str]] = {}
+    harmless: dict[str, list[Any]] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             section = sections.setdefault(line.strip("[]"), {})
         elif line and not line.startswith("#"):
             words, _, sentence = line.partition(" -> ")
-            for key, _, value in (word.partition("=") for word in words.split()):
+            for word in words.split():
+                key, _, value = word.partition("=")
                 section[key] = sentence
                 if value:
                     harmless.setdefault(key, []).append(json.loads(value))
@@ -43,9 +48,10 @@ LEFT_OUT, EVAL_LEFT_OUT = _SECTIONS["left out"], _SECTIONS["left out in an evalu
 def refuse_fine_tuning(values: dict[str, Any]) -> None:
     """Raise ConfigError for a YAML of fine-tuning, before any other error: no other change would make it run."""
     for key in _keys_of("*.name", values):
-        if get(values, key)[1] in ("finetuning", "fine_tuning"):
+        _, name = get(values, key)
+        if name in ("finetuning", "fine_tuning"):
             raise ConfigError(
-                f"{key}: {get(values, key)[1]}: fine-tuning is absent here: no loader of "
+                f"{key}: {name}: fine-tuning is absent here: no loader of "
                 "prompts and responses, no loss on responses alone, no adapter. Export a checkpoint "
                 "(`llmfoundry-lite checkpoint export`) and fine-tune that with LLM Foundry or TRL; "
                 "`llmfoundry-lite init DATA --like hf:NAME` trains a Hugging Face model on plain text"
@@ -77,55 +83,76 @@ def drop_keys(
 
 
 def in_one_line(notes: Sequence[str]) -> str:
+    """Return one note for all that `drop_keys` and `drop_values_without_effect` return."""
     keys = [note.partition(": ")[2].partition(" has no effect")[0] for note in notes]
     return f"{len(keys)} keys have no effect ({', '.join(keys)}); --dry-run says why"
 
 
 def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
+    """Return the keys that a pattern of the table stands for: `*` is each block of a loader."""
     if not pattern.startswith("*"):
         return [pattern]
-    several = values.get("eval_loaders")
-    labels = several if isinstance(several, dict) else ()
-    blocks = ("train_loader", "eval_loader", *(f"eval_loaders.{label}" for label in labels))
+    named_loaders = values.get("eval_loaders")
+    labels = named_loaders if isinstance(named_loaders, dict) else ()
+    blocks = ["train_loader", "eval_loader", *(f"eval_loaders.{label}" for label in labels)]
     return [pattern.replace("*", block) for block in blocks]
 
 
 def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
-    """Remove a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
-    rope_hf_config where LLM Foundry ignores it, since rope_impl is dail. Returns notes for the latter two."""
+    """Remove values that change nothing, in place. Returns a note for each but the first.
+
+    These are a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
+    rope_hf_config where LLM Foundry ignores it, because rope_impl is dail.
+    """
     if get(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
         pop(values, "fsdp_config.data_parallel_shard_degree")
-    attention, key = get(values, "model.attn_config")[1], "model.attn_config.attn_impl"
-    notes = []
-    if isinstance(attention, dict) and attention.get("attn_impl") == "triton":
+
+    notes: list[str] = []
+    _, attention = get(values, "model.attn_config")
+    if not isinstance(attention, dict):
+        return notes
+    if attention.get("attn_impl") == "triton":
+        key = "model.attn_config.attn_impl"
         pop(values, key)
         notes.append(f"{source_of(key, layers)}: {key} triton has no effect: LLM Foundry has removed it; auto chooses")
-    scaling = attention.get("rope_hf_config") if isinstance(attention, dict) else None
-    kind = scaling.get("type", "no_scaling") if isinstance(scaling, dict) else "no_scaling"
-    if kind == "no_scaling" or not attention.get("rope") or attention.get("rope_impl", "dail") != "dail":
-        return notes
-    key = "model.attn_config.rope_hf_config"
-    pop(values, key)
-    return [*notes, f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"]
+
+    scaling = attention.get("rope_hf_config")
+    scales_positions = isinstance(scaling, dict) and scaling.get("type", "no_scaling") != "no_scaling"
+    is_dail = attention.get("rope") and attention.get("rope_impl", "dail") == "dail"
+    if scales_positions and is_dail:
+        key = "model.attn_config.rope_hf_config"
+        pop(values, key)
+        notes.append(
+            f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"
+        )
+    return notes
 
 
 def refuse_left_out_keys(
     values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
-    """Raise ConfigError that names every key that has no counterpart here; remove those whose value is harmless."""
+    """Raise ConfigError that names every key that has no counterpart here; remove those whose value is harmless.
+
+    A user's own `python:` object may have arguments of any name.
+    """
     refused = []
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
-            found, value = get(values, key)
+            is_given, value = get(values, key)
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
-            if not found or str(get(values, f"{block}.name")[1]).startswith("python:"):
+            _, name = get(values, f"{block}.name")
+            if not is_given or str(name).startswith("python:"):
                 continue
             if value is None or value in HARMLESS.get(pattern, ()):
                 pop(values, key)
             else:
                 refused.append((key, instead))
-    several = "options of LLM Foundry are left out here"
-    refuse_keys(refused, layers, "LLM Foundry's option is left out here; ", several)
+    refuse_keys(
+        refused,
+        layers,
+        one="LLM Foundry's option is left out here; ",
+        several="options of LLM Foundry are left out here",
+    )
     if values.get("device_eval_batch_size") == "auto":
         key = "device_eval_batch_size"
         raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")

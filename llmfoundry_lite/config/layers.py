@@ -1,19 +1,19 @@
-"""YAML files and `key=value` arguments as layers, laid over each other: files in order < arguments, then `${…}`.
+"""YAML files and `key=value` arguments as layers, which are laid over each other: files in order < arguments.
 
-A layer keeps its source, so that every message can name the file. Inside `naming_source` a message begins with its key;
-what looks at sources itself stands outside of it. An overlay may set only what hardware decides.
+A layer keeps its source, so that every message can name the file. Inside `naming_source` a message begins with its key,
+and the source is added; code that names sources itself stands outside of it. An overlay may set only what hardware
+decides. `merge_layers` resolves `${…}` (`resolve.py`) and reads scalars by the schema (`scalars.py`).
 """
 
 import contextlib
 import re
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-from omegaconf.resolvers import oc
+from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from llmfoundry_lite import companions
@@ -21,17 +21,17 @@ from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config.auto_hardware import AUTO, choose_overlay
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.replayed import PLAIN_COMPILE_KEYS
+from llmfoundry_lite.config.resolve import OBJECTS, merge_and_resolve
+from llmfoundry_lite.config.scalars import read_scalars
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
-from llmfoundry_lite.config.written import FromEnvironment, choose_readings
 from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, nearest
 
-OBJECTS = {"allow_objects": True}
-"""Flag that lets OmegaConf carry our PlainScalar."""
-
 
 class Layer(NamedTuple):
+    """The values of one file, or of all `key=value` arguments."""
+
     source: str
     """A file's name, or `command line`."""
     values: dict[str, Any]
@@ -52,6 +52,10 @@ HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
 
+TEXT_THAT_YAML_MISREADS = re.compile(r"\{run_name\}|\{\w*\}[\w./-]|#|[^\s\"'\[{].*\s#")
+"""Arguments that are text though YAML would read the beginning of a mapping (`{run_name}/x`) or a comment (`a #1`)."""
+
+
 def read_layers(
     arguments: Sequence[str],
     *,
@@ -64,7 +68,7 @@ def read_layers(
 
     Evaluations have no overlays, and need no file.
     """
-    layers = [Layer(GIVEN, dict(given))] if given is not None else []
+    layers = [] if given is None else [Layer(GIVEN, dict(given))]
     overlays: list[Layer] = []
     dotlist: list[str] = []
     for argument in arguments:
@@ -77,17 +81,20 @@ def read_layers(
         elif is_yaml(argument):
             layers.append(read_file(argument))
         else:
-            hint = f"; did you mean {near}?" if (near := near_name(argument)) else ""
+            near = near_name(argument)
+            hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"command line: {argument!r} is neither a .yaml file nor key=value{hint}")
     if for_training and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
+
     layers += overlays
     if check_overlays:
         layers = [_check_overlay(layer, is_first=layer is layers[0]) for layer in layers]
     if dotlist:
-        layers.append(Layer(COMMAND_LINE, _read_dotlist(dotlist)))
-        if "overlay" in layers[-1].values:
+        values = _read_dotlist(dotlist)
+        if "overlay" in values:
             raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
+        layers.append(Layer(COMMAND_LINE, values))
     if for_training:
         _name_eval_loaders(layers)
     return layers
@@ -103,16 +110,19 @@ def is_yaml(argument: str) -> bool:
 
 
 def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of `key.inner=value` arguments as nested dictionaries. Raises ConfigError.
+
+    Each value is read as YAML. OmegaConf makes the blocks, so later arguments override earlier ones.
+    """
     tree = OmegaConf.create({}, flags=OBJECTS)
     for argument in arguments:
         key, _, text = argument.partition("=")
         if not text.strip():  # of a shell's variable that is not set
             raise ConfigError(f"command line: {key}: nothing given after =; give a value, or null to leave it out")
         try:
-            # YAML would read the beginning of a mapping in `{run_name}/x`, a folder, and a comment in `a #1`.
-            value = text if re.match(r"\{run_name\}|\{\w*\}[\w./-]|#|[^\s\"'\[{].*\s#", text) else read_yaml(text)
+            value = text if TEXT_THAT_YAML_MISREADS.match(text) else read_yaml(text)
             _refuse_text_lost_by_yaml(key, text, value)
-            OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
+            OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)  # an error is of this argument alone
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
         try:
@@ -126,10 +136,11 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
 def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
     """Raise ConfigError for text of which YAML keeps something else: nothing of `&a` or `---`, and a space for the end
     of a line. Where a shell has put such text, it is a name or a path."""
-    given = text.strip()
-    if value is None and given.lower() not in ("null", "~"):
+    stripped = text.strip()
+    if value is None and stripped.lower() not in ("null", "~"):
         raise ConfigError(f"command line: {key}: {text!r} given, of which YAML reads nothing; write it in quotes")
-    if isinstance(value, str) and "\n" in given and given[0] not in "\"'|>":
+    is_quoted = stripped[0] in "\"'|>"
+    if isinstance(value, str) and "\n" in stripped and not is_quoted:
         raise ConfigError(f"command line: {key}: {text!r} given, several lines; give one, or write them in quotes")
 
 
@@ -137,10 +148,7 @@ def read_file(name: str) -> Layer:
     """Read a YAML: a file, or one that comes with the package. Raises ConfigError."""
     path = find_yaml(name)
     if path is None:
-        names = [other.name for other in Path(name).parent.glob("*.y*ml")]
-        near, shipped = nearest(Path(name).name, names), near_name(name, cutoff=0.8)
-        meant = str(Path(name).with_name(near)) if near else shipped and f"{shipped}, which comes with the package"
-        raise ConfigError((name or "''") + ": no such file" + (f"; did you mean {meant}?" if meant else ""))
+        raise ConfigError(f"{name or repr('')}: no such file{_suggest_file(name)}")
     try:
         values = read_yaml(read_at_most(path, MAX_YAML_BYTES, "a YAML file").decode())
     except (YAMLError, UnicodeDecodeError) as error:
@@ -152,9 +160,21 @@ def read_file(name: str) -> Layer:
     return Layer(name, values)
 
 
+def _suggest_file(name: str) -> str:
+    """Return the end of the error about a file that does not exist: a file of a similar name, if there is one."""
+    names_beside_it = [other.name for other in Path(name).parent.glob("*.y*ml")]
+    near = nearest(Path(name).name, names_beside_it)
+    if near:
+        return f"; did you mean {Path(name).with_name(near)}?"
+    shipped = near_name(name, cutoff=0.8)
+    return f"; did you mean {shipped}, which comes with the package?" if shipped else ""
+
+
 def _one_line(error: BaseException) -> str:
+    """Return the problem that OmegaConf or PyYAML tells, in one line, with the place that PyYAML knows."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        mark = error.problem_mark
+        return f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
     return " ".join(str(error).split("full_key")[0].split())
 
 
@@ -168,12 +188,15 @@ def is_for_hardware(key: str) -> bool:
 
 def hardware_keys() -> list[str]:
     """Return the keys and whole blocks that an overlay may set, short ones first, a stream's as its data set's."""
-    found: dict[str, None] = {}
+    outermost: dict[str, None] = {}
     for key in schema_keys(TrainConfig):
         parts = key.replace(".streams.*", "").split(".")
-        keys = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-        found |= dict.fromkeys([outer for outer in keys if is_for_hardware(outer)][:1])
-    return sorted(found, key=lambda key: key.count("."))
+        for length in range(1, len(parts) + 1):
+            block_or_key = ".".join(parts[:length])
+            if is_for_hardware(block_or_key):
+                outermost[block_or_key] = None
+                break
+    return sorted(outermost, key=lambda key: key.count("."))
 
 
 def _read_overlay(name: str) -> Layer:
@@ -186,6 +209,7 @@ def _read_overlay(name: str) -> Layer:
                 _refuse_trusted_keys(layer)
             return layer
         return Layer(AUTO, {"overlay": "hardware", **values}, note)
+
     layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
         ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
@@ -196,16 +220,18 @@ def _read_overlay(name: str) -> Layer:
 
 
 def _refuse_trusted_keys(layer: Layer) -> None:
-    """Raise ConfigError for an overlay that nobody has named, in a working directory that may be somebody else's, if it
-    has keys that start programs, name folders to write into, or connect to other machines."""
+    """Raise ConfigError for an overlay that nobody has named, if its keys need trust in its author.
+
+    It lies in a working directory that may be somebody else's. Such keys start programs, name folders to write into, or
+    connect to other machines.
+    """
     path = Path(layer.source)
     for key in leaf_keys(layer.values):
         block, _, name = key.partition(".")
-        may_start_programs = block == "environment" or (
-            block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
-        )
+        names_compiler = block == "compile_config" and name not in ("", *PLAIN_COMPILE_KEYS)
+        starts_programs = block == "environment" or names_compiler
         names_places = block == "islands" or ".dataset." in key
-        if may_start_programs or names_places:
+        if starts_programs or names_places:
             raise ConfigError(
                 f"{AUTO}: {path} sets {key}, which {AUTO} does not take from the working directory, because nobody has "
                 f"named that file; if you trust it, give hardware=yamls/hardware/{path.name}"
@@ -213,6 +239,10 @@ def _refuse_trusted_keys(layer: Layer) -> None:
 
 
 def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
+    """Return the layer, marked if it is an overlay. Removes its key `overlay`.
+
+    Raises ConfigError for an overlay that lies on nothing (`is_first`), or that sets what hardware does not decide.
+    """
     kind = layer.values.pop("overlay", None)
     if kind is None:
         return layer
@@ -220,16 +250,18 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
         raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
     if is_first:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
+
     for key in leaf_keys(layer.values):
-        if not is_for_hardware(key):
-            name = key.partition(".")[0]
-            missing = companions.find_missing("blocks")
-            if name in missing:
-                raise companions.missing(missing[name], f"{layer.source}: {name}")
-            raise ConfigError(
-                f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
-                f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"
-            )
+        if is_for_hardware(key):
+            continue
+        block = key.partition(".")[0]
+        missing = companions.find_missing("blocks")
+        if block in missing:
+            raise companions.missing(missing[block], f"{layer.source}: {block}")
+        raise ConfigError(
+            f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
+            f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"
+        )
     return layer._replace(is_overlay=True)
 
 
@@ -239,49 +271,64 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
 def _name_eval_loaders(layers: Sequence[Layer]) -> None:
     """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`: label -> block. In place.
 
-    A list replaces the loaders of earlier layers, as any list does; so does null. Raises ConfigError.
+    A list replaces the loaders of earlier layers, as any list does, and so does null. Raises ConfigError for a list
+    beside the other key, and for a single loader beside several.
     """
-    for number, (source, values, *_) in enumerate(layers):
+    for number, layer in enumerate(layers):
+        earlier_layers = layers[:number]
         for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
-            given = values.get(key, "")
-            if isinstance(given, list):
-                if values.get(other) is not None:
-                    raise ConfigError(f"{source}: {key}: {other} given too; keep one of them")
-                values.pop(other, None)
-                values.pop(key)
-                values["eval_loaders"] = _by_label(key, given, source)
-            elif given is not None:
-                continue
-            for earlier in layers[:number]:
+            loaders = layer.values.get(key, "")
+            if isinstance(loaders, list):
+                if layer.values.get(other) is not None:
+                    raise ConfigError(f"{layer.source}: {key}: {other} given too; keep one of them")
+                layer.values.pop(other, None)
+                layer.values.pop(key)
+                layer.values["eval_loaders"] = _by_label(key, loaders, layer.source)
+            elif loaders is not None:
+                continue  # a block, which is laid over that of earlier layers; or the layer has no such key
+
+            replaces_single_loader = loaders is not None or key == "eval_loader"
+            for earlier in earlier_layers:
                 earlier.values.pop("eval_loaders", None)
-                if given is not None or key == "eval_loader":
+                if replaces_single_loader:
                     earlier.values.pop("eval_loader", None)
-    single, several = (
-        [name for layer in layers if isinstance(layer.values.get(key), dict) for name in layer.values[key]]
-        for key in ("eval_loader", "eval_loaders")
-    )
-    if single and several:
-        key = f"eval_loader.{single[-1]}"
+
+    keys_of_single = _keys_in_blocks("eval_loader", layers)
+    labels = _keys_in_blocks("eval_loaders", layers)
+    if keys_of_single and labels:
+        last = keys_of_single[-1]
+        key = f"eval_loader.{last}"
         raise ConfigError(
-            f"{source_of(key, layers)}: {key}: there are eval_loaders, {', '.join(dict.fromkeys(several))}; "
-            f"write eval_loaders.{several[0]}.{single[-1]}, or keep one of eval_loader and eval_loaders"
+            f"{source_of(key, layers)}: {key}: there are eval_loaders, {', '.join(dict.fromkeys(labels))}; "
+            f"write eval_loaders.{labels[0]}.{last}, or keep one of eval_loader and eval_loaders"
         )
 
 
+def _keys_in_blocks(name: str, layers: Sequence[Layer]) -> list[str]:
+    """Return the keys that all layers have in the top-level block `name`."""
+    keys: list[str] = []
+    for layer in layers:
+        block = layer.values.get(name)
+        if isinstance(block, dict):
+            keys += block
+    return keys
+
+
 def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
-    named: dict[str, Any] = {}
+    """Return the blocks of a list of loaders by their labels, which are removed. Raises ConfigError."""
+    blocks: dict[str, Any] = {}
     for number, loader in enumerate(loaders):
-        where = f"{source}: {key}[{number}]"
+        place = f"{source}: {key}[{number}]"
         if not isinstance(loader, dict):
-            raise ConfigError(f"{where}: {loader!r} given, expected a block of `key: value` lines")
+            raise ConfigError(f"{place}: {loader!r} given, expected a block of `key: value` lines")
         label = str(loader.get("label") or "")
         if not re.fullmatch(r"[^.\[\]\s][^.\[\]\n]*", label):
             given = f"{label!r} given" if label else "missing"
-            raise ConfigError(f"{where}.label: {given}; expected a name for its loss without dots, such as wiki")
-        if label in named:
-            raise ConfigError(f"{where}.label: {label} given twice; each loss needs a name of its own")
-        named[label] = {name: value for name, value in loader.items() if name != "label"}
-    return named
+            raise ConfigError(f"{place}.label: {given}; expected a name for its loss without dots, such as wiki")
+        if label in blocks:
+            raise ConfigError(f"{place}.label: {label} given twice; each loss needs a name of its own")
+        blocks[label] = {name: value for name, value in loader.items() if name != "label"}
+    return blocks
 
 
 # ------------------------------------------------------------------------------------------------ merging
@@ -291,32 +338,39 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
     """Lay later layers over earlier ones, resolve `${…}`, read scalars as `block` wants them. Raises ConfigError."""
     _refuse_unfilled(layers)
     _refuse_unused_variables(layers)
-    given = [layer.values for layer in layers]
-    for number in range(len(given)):
-        for later in given[number + 1 :]:
-            given[number] = _without_other_kinds(given[number], later)
+    mappings = [layer.values for layer in layers]
+    for number in range(len(mappings)):
+        for later in mappings[number + 1 :]:
+            mappings[number] = _without_other_kinds(mappings[number], later)
     try:
-        merged = OmegaConf.merge(*(OmegaConf.create(values, flags=OBJECTS) for values in given))
-        resolved = OmegaConf.to_container(merged, resolve=True)
-        if re.search(r"\$\{\s*oc\.", str(given)):
-            resolved = _mark(resolved, _resolve_as_written(merged))
+        resolved = merge_and_resolve(mappings)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or ""
-        problem = _one_line(error)
-        if missing := re.search(r"Interpolation key '(.+)' not found", str(error)):
-            known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-            near = nearest(missing[1], known)
-            problem = f"${{{missing[1]}}} names nothing" + (f"; did you mean ${{{near}}}?" if near else "")
-        elif unset := re.search(r"Environment variable '(.+)' not found", str(error)):
-            problem = f"the environment variable {unset[1]} is not set; export it"
+        problem = _describe_unresolved(error, layers)
         raise ConfigError(f"{source_of(key, layers)}: {key or 'configuration'}: {problem}") from None
     with naming_source(layers):
-        return choose_readings(block, typing.cast(dict[str, Any], resolved))
+        return read_scalars(block, resolved)
+
+
+def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[Layer]) -> str:
+    """Say in our words why a `${…}` cannot be resolved."""
+    missing_key = re.search(r"Interpolation key '(.+)' not found", str(error))
+    if missing_key:
+        known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
+        near = nearest(missing_key[1], known)
+        hint = f"; did you mean ${{{near}}}?" if near else ""
+        return f"${{{missing_key[1]}}} names nothing{hint}"
+    unset_variable = re.search(r"Environment variable '(.+)' not found", str(error))
+    if unset_variable:
+        return f"the environment variable {unset_variable[1]} is not set; export it"
+    return _one_line(error)
 
 
 def _refuse_unfilled(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError for `???`, which stands for a value that a later layer must give. Where it is the last word,
-    OmegaConf would take an earlier layer's value, or the text itself."""
+    """Raise ConfigError for `???`, which stands for a value that a later layer must give, where none does.
+
+    OmegaConf would take an earlier layer's value, or the text itself.
+    """
     for number, layer in enumerate(layers):
         for key in leaf_keys(layer.values):
             is_filled = any(_gives(later.values, key) for later in layers[number + 1 :])
@@ -325,8 +379,11 @@ def _refuse_unfilled(layers: Sequence[Layer]) -> None:
 
 
 def _refuse_unused_variables(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError for a variable that the command line sets and no `${…}` names. A sweep over it would train the
-    same run each time. In a YAML file it is no mistake: several files may share their variables."""
+    """Raise ConfigError for a variable that the command line sets and no `${…}` names.
+
+    A sweep over it would train the same run each time. In a YAML file it is no mistake, because several files may share
+    their variables.
+    """
     arguments = next((layer for layer in layers if layer.source == COMMAND_LINE), None)
     variables = get(arguments.values, "variables")[1] if arguments is not None else None
     if not isinstance(variables, dict):
@@ -336,21 +393,26 @@ def _refuse_unused_variables(layers: Sequence[Layer]) -> None:
         return  # the whole block
 
     # A reference may be relative, or end at a block around the variable, so one common name is enough.
-    named = {name for text in references for name in re.findall(r"[\w-]+", text)}
+    words = {word for text in references for word in re.findall(r"[\w-]+", text)}
     for key in leaf_keys(variables):
-        if named.isdisjoint(key.split(".")) and key not in VARIABLES_OF_OURS:
-            meant = [name for text in references for name in re.findall(r"variables\.([\w.-]+)", text)]
-            near = nearest(key, meant)
-            hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
-            raise ConfigError(
-                f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"
-            )
+        is_named = not words.isdisjoint(key.split("."))
+        if is_named or key in VARIABLES_OF_OURS:
+            continue
+        named_variables = [name for text in references for name in re.findall(r"variables\.([\w.-]+)", text)]
+        near = nearest(key, named_variables)
+        hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
+        raise ConfigError(
+            f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"
+        )
 
 
 def _texts(values: Any) -> Iterator[str]:
     """Yield every value within blocks and lists, as text."""
-    if isinstance(values, dict | list):
-        for value in values.values() if isinstance(values, dict) else values:
+    if isinstance(values, dict):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list):
+        for value in values:
             yield from _texts(value)
     else:
         yield str(values)
@@ -368,86 +430,28 @@ def _gives(values: dict[str, Any], key: str) -> bool:
     return True
 
 
-def _resolve_as_written(merged: Any) -> Any:
-    """Resolve everything except `${oc.env:…}`; that too where it names a key, as in `${paths.${oc.env:CLUSTER}}`."""
-    choosing: set[str] = set()
-    while True:
-        try:
-            with _variables_as_written(choosing):
-                return OmegaConf.to_container(merged, resolve=True)
-        except OmegaConfBaseException as error:
-            found = set(re.findall(r"\$\{oc\.env:([^,{}]+)", str(error))) - choosing
-            if not found:
-                raise
-            choosing |= found
-
-
-@contextlib.contextmanager
-def _variables_as_written(choosing: Collection[str]) -> Iterator[None]:
-    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, except for variables in `choosing`."""
-    register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
-
-    def as_written(name: str) -> Callable[..., str | None]:
-        def resolve(*given: Any) -> str | None:
-            if name == "env" and given[0] in choosing:
-                return oc.env(*given)
-            return f"${{oc.{name}:{','.join(map(_argument, given))}}}"
-
-        return resolve
-
-    def select(key: str, *default: Any, _parent_: Any) -> Any:
-        if "${oc." in key:
-            raise InterpolationKeyError(f"oc.select: {key}")
-        return oc.select(key, *default, _parent_=_parent_)
-
-    try:
-        for name in ("env", "decode"):
-            register(f"oc.{name}", as_written(name), replace=True)
-        register("oc.select", select, replace=True)
-        yield
-    finally:
-        for name in ("env", "decode", "select"):
-            register(f"oc.{name}", getattr(oc, name), replace=True)
-
-
-def _argument(value: Any) -> str:
-    if value is None:
-        return "null"
-    is_plain = str(value).startswith("${oc.") or re.fullmatch(r"[\w./:@%+-]*", str(value))
-    return str(value) if is_plain else "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _mark(resolved: Any, written: Any) -> Any:
-    """Return `resolved`, where text from the environment is marked and keeps what `written` has in its stead."""
-    if isinstance(resolved, dict):
-        parts = written if isinstance(written, dict) else dict.fromkeys(resolved, written)
-        return {key: _mark(value, parts.get(key)) for key, value in resolved.items()}
-    if isinstance(resolved, list):
-        parts = written if isinstance(written, list) else [written] * len(resolved)
-        return [_mark(*pair) for pair in zip(resolved, parts, strict=True)]
-    return FromEnvironment(resolved, str(written)) if isinstance(resolved, str) and resolved != written else resolved
-
-
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Drop blocks where `later` has a list, and lists where it has a block, which OmegaConf does not merge."""
     kept = {}
     for key, value in values.items():
         other = later.get(key)
+        are_collections = isinstance(value, dict | list) and isinstance(other, dict | list)
         if isinstance(value, dict) and isinstance(other, dict):
-            value = _without_other_kinds(value, other)
-        elif isinstance(value, dict | list) and isinstance(other, dict | list) and type(value) is not type(other):
+            kept[key] = _without_other_kinds(value, other)
+        elif are_collections and type(value) is not type(other):
             continue
-        kept[key] = value
+        else:
+            kept[key] = value
     return kept
 
 
 def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Return `values`, overridden by `later`. Nothing is resolved, because a recorded configuration is data."""
-    kept = {**values, **later}
+    merged = {**values, **later}
     for key in values.keys() & later.keys():
         if isinstance(values[key], dict) and isinstance(later[key], dict):
-            kept[key] = lay_over(values[key], later[key])
-    return kept
+            merged[key] = lay_over(values[key], later[key])
+    return merged
 
 
 # ---------------------------------------------------------------------------------- keys as dotted paths
@@ -457,8 +461,10 @@ def source_of(key: str, layers: Sequence[Layer]) -> str:
     """Return the source of the last layer that has `key`, or the nearest block around it."""
     parts = re.sub(r"\[\d+\]", "", key).split(".") if key else []
     for length in range(len(parts), 0, -1):
+        key_or_block = ".".join(parts[:length])
         for layer in reversed(layers):
-            if get(layer.values, ".".join(parts[:length]))[0]:
+            has_it, _ = get(layer.values, key_or_block)
+            if has_it:
                 return layer.source
     return layers[0].source if layers else "configuration"
 
@@ -469,11 +475,12 @@ def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{source_of(str(error).partition(': ')[0], layers)}: {error}") from None
+        key = str(error).partition(": ")[0]
+        raise ConfigError(f"{source_of(key, layers)}: {error}") from None
 
 
 def get(values: Any, key: str) -> tuple[bool, Any]:
-    """Return whether `values` has a dotted key, and its value."""
+    """Return whether `values` has a dotted key, and its value, which is None if not."""
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False, None
@@ -482,14 +489,19 @@ def get(values: Any, key: str) -> tuple[bool, Any]:
 
 
 def pop(values: dict[str, Any], key: str) -> None:
-    *parents, last = key.split(".")
-    for part in parents:
-        values = values[part]
+    """Remove a dotted key, which must be there."""
+    *blocks, last = key.split(".")
+    for block in blocks:
+        values = values[block]
     values.pop(last)
 
 
 def leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
-    keys = []
+    """Return the dotted keys of all values that are no blocks, or empty ones."""
+    keys: list[str] = []
     for key, value in values.items():
-        keys += leaf_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
+        if isinstance(value, dict) and value:
+            keys += leaf_keys(value, f"{prefix}{key}.")
+        else:
+            keys.append(prefix + key)
     return keys

@@ -64,10 +64,12 @@ class Layout:
 
     @property
     def degrees(self) -> Coordinates:
+        """Number of ranks in a group of each dimension."""
         return Coordinates(*(getattr(self, name) for name in DIMENSIONS))
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks."""
         return math.prod(self.degrees)
 
     @property
@@ -88,33 +90,44 @@ class Layout:
         return self.world_size // self.num_data_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
-        place = []
+        """Return a rank's place in each dimension. `rank_at` is the inverse."""
+        from_the_innermost = []
         for degree in reversed(self.degrees):
             rank, index = divmod(rank, degree)
-            place.append(index)
-        return Coordinates(*reversed(place))
+            from_the_innermost.append(index)
+        return Coordinates(*reversed(from_the_innermost))
 
-    def rank_at(self, place: Coordinates) -> int:
+    def rank_at(self, coordinates: Coordinates) -> int:
+        """Return the rank in this place."""
         rank = 0
-        for degree, index in zip(self.degrees, place, strict=True):
+        for degree, index in zip(self.degrees, coordinates, strict=True):
             rank = rank * degree + index
         return rank
 
     def group(self, rank: int, dimension: str) -> list[int]:
         """Return, in order, `rank` and the ranks that differ from it in this dimension alone."""
-        place, degree = self.coordinates(rank), getattr(self, dimension)
-        return [self.rank_at(place._replace(**{dimension: index})) for index in range(degree)]
+        coordinates = self.coordinates(rank)
+        degree = getattr(self, dimension)
+        return [self.rank_at(coordinates._replace(**{dimension: index})) for index in range(degree)]
 
     def spans_nodes(self, dimension: str) -> bool:
-        """Return whether a group of this dimension has ranks in several nodes."""
-        faster = self.degrees[DIMENSIONS.index(dimension) :]
-        return self.world_size > self.node_size and faster[0] > 1 and self.node_size % math.prod(faster) != 0
+        """Return whether a group of this dimension has ranks in several nodes.
+
+        Ranks of a group lie `math.prod(inner degrees)` apart, so a group is within a node if the nodes' size is a
+        multiple of its own degree and all inner ones.
+        """
+        if self.world_size <= self.node_size or getattr(self, dimension) == 1:
+            return False
+        own_and_inner_degrees = self.degrees[DIMENSIONS.index(dimension) :]
+        return self.node_size % math.prod(own_and_inner_degrees) != 0
 
     def data_ranks(self, rank: int) -> DataRanks:
+        """Return the data rank of a rank. The first of the ranks that see the same samples is counted."""
         place = self.coordinates(rank)
-        is_counted = place.pipeline == place.context == place.tensor == 0
         return DataRanks(
-            rank=place.replicate * self.shard + place.shard, size=self.num_data_ranks, is_counted=is_counted
+            rank=place.replicate * self.shard + place.shard,
+            size=self.num_data_ranks,
+            is_counted=place.pipeline == place.context == place.tensor == 0,
         )
 
 
@@ -150,13 +163,16 @@ def divide_devices(
                 f"{_name_groups(inner)} of this launch; start a multiple of {num_inner * degree}, or change the degree"
             )
         inner[dimension] = degree
+
     num_data_ranks = world_size // math.prod(degrees.values())
-    num_in_node = max(1, min(num_data_ranks, node_size // (tensor * context)))
-    shard = {
-        "NO_SHARD": 1,
-        "ZERO_1": 1,
-        "HYBRID_SHARD": fsdp.data_parallel_shard_degree or num_in_node,
-    }.get(fsdp.sharding_strategy, num_data_ranks)
+    has_whole_copies = fsdp.sharding_strategy in ("NO_SHARD", "ZERO_1")
+    if has_whole_copies:
+        shard = 1
+    elif fsdp.sharding_strategy == "HYBRID_SHARD":
+        data_ranks_in_node = max(1, min(num_data_ranks, node_size // (tensor * context)))
+        shard = fsdp.data_parallel_shard_degree or data_ranks_in_node
+    else:
+        shard = num_data_ranks
     if num_data_ranks % shard:
         given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         raise ConfigError(
@@ -167,7 +183,7 @@ def divide_devices(
         replicate=num_data_ranks // shard,
         shard=shard,
         node_size=node_size,
-        has_whole_copies=fsdp.sharding_strategy in ("NO_SHARD", "ZERO_1"),
+        has_whole_copies=has_whole_copies,
         **degrees,
     )
 
@@ -185,8 +201,10 @@ def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None
 
 
 def find_data_ranks(config: TrainConfig, microbatch_size: int | None = None) -> list[int]:
-    """Return all numbers of data ranks that can share a batch evenly, ascending; with `microbatch_size`, those whose
-    ranks also have whole microbatches of that size."""
+    """Return all numbers of data ranks that can share a batch evenly, ascending.
+
+    With `microbatch_size`, each of these ranks must also have whole microbatches of that size.
+    """
     batch, pipeline = config.global_train_batch_size, config.pipeline
     shard_degree = config.sharding.data_parallel_shard_degree or 1
     counts = [count for count in divisors(batch) if count % shard_degree == 0]
@@ -211,23 +229,27 @@ RowRanges = Sequence[Sequence[int]]
 
 def divide_stack(sizes: Sequence[int], tensor: int) -> RowRanges:
     """Divide a stack of matrices with `sizes` rows, such as q, k and v: each rank gets its part of every matrix."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        (start + rank * (size // tensor), size // tensor)
-        for rank in range(tensor)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    ranges = []
+    for rank in range(tensor):
+        first_row = 0
+        for size in sizes:
+            part = size // tensor
+            ranges.append((first_row + rank * part, part))
+            first_row += size
+    return ranges
 
 
 def runs_between(runs: RowRanges, begin: int, end: int) -> list[tuple[int, int, int]]:
     """Return the rows from `begin` to `end` in the ranks' order: (first row, number of rows, offset from `begin`)."""
-    found, passed = [], 0
-    for first, length in runs:
-        low, high = max(begin, passed), min(end, passed + length)
+    parts = []
+    position = 0  # of a run's first row, in the ranks' order
+    for first_row, num_rows in runs:
+        low = max(begin, position)
+        high = min(end, position + num_rows)
         if low < high:
-            found.append((first + low - passed, high - low, low - begin))
-        passed += length
-    return found
+            parts.append((first_row + low - position, high - low, low - begin))
+        position += num_rows
+    return parts
 
 
 # ----------------------------------------------------------------------------------------------- in words
@@ -236,7 +258,9 @@ def runs_between(runs: RowRanges, begin: int, end: int) -> list[tuple[int, int, 
 def _name_groups(degrees: Mapping[str, int]) -> str:
     """Name the devices that get one share of the batch together, in the user's words."""
     blocks = [DEGREE_KEYS[name].partition(".")[0] for name, degree in degrees.items() if degree > 1]
-    return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})" if blocks else "devices"
+    if not blocks:
+        return "devices"
+    return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})"
 
 
 def name_data_ranks(layout: Layout) -> str:
@@ -258,8 +282,11 @@ def describe_layout(layout: Layout) -> list[str]:
     divided = [name for name in WORDS if getattr(layout, name) > 1]
     product = " x ".join(f"{getattr(layout, name)} {WORDS[name]} ({name})" for name in divided)
     nodes = f" in nodes of {layout.node_size}" if layout.node_size < layout.world_size else ""
-    lines = [f"{layout.world_size}{nodes}" + (f" = {product}" if product else "")]
-    for name in divided if len(divided) > 1 else []:
+    equation = f" = {product}" if product else ""
+    lines = [f"{layout.world_size}{nodes}{equation}"]
+    if len(divided) < 2:
+        return lines
+    for name in divided:
         across = "across nodes" if layout.spans_nodes(name) else "within a node"
         ranks = [str(rank) for rank in layout.group(0, name)[1:]]
         shown = ", ".join(ranks) if len(ranks) <= 4 else f"{', '.join(ranks[:3])} ... {ranks[-1]}"

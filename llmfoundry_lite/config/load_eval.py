@@ -24,9 +24,9 @@ from llmfoundry_lite.config.layers import (
     read_layers,
     source_of,
 )
+from llmfoundry_lite.config.scalars import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.uses import find_unused_keys
-from llmfoundry_lite.config.written import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, nearest
 
@@ -60,18 +60,20 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
             raise ConfigError(
                 f"command line: unknown option {flag}; expected YAML files, key=value pairs or --all-checkpoints"
             )
-    runs = [a for a in arguments if a not in flags and not is_yaml(a) and not is_key_value(a)]
+    positional = [argument for argument in arguments if argument not in flags]
+    runs = [argument for argument in positional if not is_yaml(argument) and not is_key_value(argument)]
     if runs and not flags:
         named = f"models.{_name_of_run(runs[0])}={runs[0]}"
         raise ConfigError(
             f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
         )
-    layers = read_layers([a for a in arguments if a not in flags and a not in runs], for_training=False, given=given)
+    layers = read_layers([argument for argument in positional if argument not in runs], for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
     foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
     foundry.drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
+
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
     has_file = given is not None or any(is_yaml(argument) for argument in arguments)
@@ -81,27 +83,28 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         if has_file:
             raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
         raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
-    if not has_file or (given is not None and not values.get("icl_tasks")):
+    lacks_tasks = given is not None and not values.get("icl_tasks")
+    if not has_file or lacks_tasks:
         layers.insert(0, _tasks_at_hand(values))
         values = {**layers[0].values, **values}
     values.setdefault("suite", "tasks" if given is not None else Path(layers[0].source).stem)
     config = build_block(EvalConfig, values, "", layers)
     with naming_source(layers):
         _check(config)
-    tasks = [
-        replace(task, dataset_uri=_find(task.dataset_uri, config.data_root))
-        for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes)
-    ]
-    missing: list[str] = []
+
+    tasks = []
+    for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes):
+        tasks.append(replace(task, dataset_uri=_find(task.dataset_uri, config.data_root)))
+    notes_on_missing: list[str] = []
     if config.skip_missing_tasks:
-        tasks, missing = _without_missing(tasks)
+        tasks, notes_on_missing = _without_missing(tasks)
     for task in tasks:
         if task.dataset_uri.startswith("hf://"):
             companions.require("llmfoundry_formats", f"{task.label}: {task.dataset_uri}")
     if config.eval_gauntlet is not None:
         notes += _check_gauntlet(config.eval_gauntlet, layers)
         notes += _note_incomplete(config.eval_gauntlet, tasks)
-    return LoadedEval(config, tasks, notes + missing)
+    return LoadedEval(config, tasks, notes + notes_on_missing)
 
 
 def _check(config: EvalConfig) -> None:
@@ -117,15 +120,17 @@ def _check(config: EvalConfig) -> None:
 
 
 def _name_of_run(run: str) -> str:
+    """Return the name of a run's folder, which may be given with its `checkpoints`."""
     return run.rstrip("/").removesuffix("/checkpoints").split("/")[-1]
 
 
 def _add_runs(models: Any, runs: Sequence[str]) -> Any:
-    """Add each run by its folder's name."""
+    """Return the models and the runs, each by its folder's name. Raises ConfigError for a name that is there twice."""
     if not isinstance(models, dict):
         return models  # the schema refuses it
     for run in runs:
-        if (name := _name_of_run(run)) in models:
+        name = _name_of_run(run)
+        if name in models:
             raise ConfigError(
                 f"models: {models[name]} and {run} are both {name}; name one otherwise: models.NAME={run}"
             )
@@ -177,36 +182,42 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
 
     Notes each tokenizer that is not the model's own.
     """
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     for number, entry in enumerate(models):
-        where = _find_model(entry)
-        if where is None:
+        place = _find_model(entry)
+        if place is None:
             name = entry.get("model_name") if isinstance(entry, dict) else entry
             raise ConfigError(
                 f"{source}: models[{number}]: {name!r} is not evaluated here; expected an MPT's load_path, "
                 "or model.pretrained_model_name_or_path under hf_causal_lm, in no 8 bits and without adapters"
             )
-        name = re.sub(r"[^\w.\-]", "_", str(entry.get("model_name") or where).rstrip("/").rsplit("/", 1)[-1])
-        if name in found:
+        name = str(entry.get("model_name") or place).rstrip("/").rsplit("/", 1)[-1]
+        name = re.sub(r"[^\w.\-]", "_", name)
+        if name in places:
             raise ConfigError(f"{source}: models[{number}]: there are two models named {name}; rename one")
-        found[name] = where
-        tokenizer, own = entry.get("tokenizer"), entry["model"].get("pretrained_model_name_or_path")
-        if isinstance(tokenizer, dict) and tokenizer.get("name") not in (None, "", own):
+        places[name] = place
+
+        tokenizer = entry.get("tokenizer")
+        own_tokenizer = entry["model"].get("pretrained_model_name_or_path")
+        if isinstance(tokenizer, dict) and tokenizer.get("name") not in (None, "", own_tokenizer):
             notes.append(
                 f"{source}: models[{number}].tokenizer {str(tokenizer['name'])!r} has no effect: a model has its own; "
                 "tokenizer=PATH names one for all of them"
             )
-    return found
+    return places
 
 
 def _find_model(entry: Any) -> str | None:
+    """Return where the model of LLM Foundry's list lies: a folder, a URL or hf:NAME. None if none is evaluated here."""
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(model, dict):
         return None
     if entry.get("load_path"):
         return str(entry["load_path"])
+
     pretrained = model.get("pretrained_model_name_or_path")
-    if model.get("name") != "hf_causal_lm" or not pretrained or model.get("peft_config") or model.get("load_in_8bit"):
+    is_changed = model.get("peft_config") or model.get("load_in_8bit")
+    if model.get("name") != "hf_causal_lm" or not pretrained or is_changed:
         return None
     is_folder = re.match(r"[./~]|\w+:", str(pretrained)) or Path(str(pretrained)).is_dir()
     return str(pretrained) if is_folder else f"hf:{pretrained}"
@@ -242,9 +253,10 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
     asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
     notes = []
     for category in gauntlet.categories:
-        if lacks := [benchmark.task for benchmark in category.benchmarks if benchmark.task not in asked]:
+        missing = [benchmark.task for benchmark in category.benchmarks if benchmark.task not in asked]
+        if missing:
             notes.append(
-                f"eval_gauntlet: {category.name} needs {', '.join(lacks)}, not asked for now; without an earlier "
+                f"eval_gauntlet: {category.name} needs {', '.join(missing)}, not asked for now; without an earlier "
                 "result it is left out"
             )
     return notes
@@ -262,32 +274,37 @@ def load_tasks(
     `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names.
     `notes` gets a line for metrics that are not computed, and for keys without effect. Raises ConfigError.
     """
-    metrics = dict[str, list[str]]()
+    metrics: dict[str, list[str]] = {}
+    """Metric that is not computed -> labels of the tasks that ask for it."""
     tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers, metrics)
     if notes is not None:
-        notes += [
-            f"icl_tasks: metric_names: {name} is not computed ({_name_some(labels)}); metric has acc_per_token, acc or "
-            "acc_norm"
-            for name, labels in metrics.items()
-        ]
+        for name, labels in metrics.items():
+            notes.append(
+                f"icl_tasks: metric_names: {name} is not computed ({_name_some(labels)}); metric has acc_per_token, "
+                "acc or acc_norm"
+            )
         notes += _note_unused_keys(tasks)
-    asked: set[str] = set()
+
+    results: set[str] = set()
     for task in tasks:
-        for name in (f"{task.label}/{shots}-shot" for shots in task.num_fewshot):
-            if name in asked:
+        for shots in task.num_fewshot:
+            name = f"{task.label}/{shots}-shot"
+            if name in results:
                 raise ConfigError(f"icl_tasks: {name} is asked for twice; remove one, or give it another label")
-            asked.add(name)
+            results.add(name)
     return tasks
 
 
 def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
+    """Return a note for each key without effect, and each reason, with the tasks that have it."""
     labels: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         for unused in find_unused_keys(task, task):
             labels.setdefault((unused.key, unused.reason), []).append(task.label)
-    return [
-        f"icl_tasks: {key} has no effect ({_name_some(of_key)}): {reason}" for (key, reason), of_key in labels.items()
-    ]
+    notes = []
+    for (key, reason), labels_of_key in labels.items():
+        notes.append(f"icl_tasks: {key} has no effect ({_name_some(labels_of_key)}): {reason}")
+    return notes
 
 
 def _name_some(labels: Sequence[str]) -> str:
@@ -304,18 +321,24 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
 
 
 def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
-    """Return a layer with all tasks whose data are here, where no YAML file was given. Raises ConfigError for none."""
+    """Return a layer with all tasks whose data are here, where no YAML file was given. Raises ConfigError for none.
+
+    Text that was held out from the data of a run among the models is a task, too.
+    """
     folder = str(values.get("task_folder") or "evals")
     if values.get("icl_tasks"):
         return Layer(folder, {})
-    names = [
-        path.stem
-        for path in sorted(find_task_folder(folder).glob("*.yaml"))
-        if all(Path(task.dataset_uri).exists() for task in load_tasks([str(path)], folder))
-    ]
+
+    names = []
+    for path in sorted(find_task_folder(folder).glob("*.yaml")):
+        tasks_of_file = load_tasks([str(path)], folder)
+        if all(Path(task.dataset_uri).exists() for task in tasks_of_file):
+            names.append(path.stem)
+
     models = values["models"].values() if isinstance(values["models"], dict) else ()
-    own = dict.fromkeys(path for where in models if (path := find_held_out_text(str(where))))
-    tasks = [{"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path} for path in own]
+    texts = [find_held_out_text(str(model)) for model in models]
+    paths = dict.fromkeys(path for path in texts if path is not None)  # two runs may have the same data
+    tasks = [{"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path} for path in paths]
     if not (names or tasks):
         raise ConfigError(
             f"command line: no YAML file given, and of no task in {folder}/ are the data here; in a clone, "
@@ -349,13 +372,7 @@ def _load_entries(
     for number, entry in enumerate(entries):
         path = f"icl_tasks[{number}]"
         if isinstance(entry, str):
-            layer = _read_task_file(entry, task_folder)
-            is_list = "icl_tasks" in layer.values
-            inside = merge_layers([layer], EvalConfig if is_list else TaskConfig)
-            values = inside["icl_tasks"] if is_list else [inside]
-            if not isinstance(values, list):
-                raise ConfigError(f"{layer.source}: icl_tasks: {values!r} given, expected a list of tasks")
-            tasks += _load_entries(values, task_folder, [layer], metrics)
+            tasks += _load_task_file(entry, task_folder, metrics)
             continue
         if isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry:
             layer = _read_named_task(str(entry["label"]), path, task_folder, layers)
@@ -363,15 +380,30 @@ def _load_entries(
                 raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
             changes = {key: value for key, value in entry.items() if key != "label"}
             entry = {**merge_layers([layer], TaskConfig), **changes}
-        tasks.append(_build_task(entry, path, layers))
-        asked = entry.get("metric_names") or [] if isinstance(entry, dict) else []
-        for name in [asked] if isinstance(asked, str) else asked:
+
+        task = _build_task(entry, path, layers)
+        tasks.append(task)
+        names = entry.get("metric_names") or [] if isinstance(entry, dict) else []
+        for name in [names] if isinstance(names, str) else names:
             if name not in THEIR_METRICS:
-                metrics.setdefault(str(name), []).append(tasks[-1].label)
+                metrics.setdefault(str(name), []).append(task.label)
     return tasks
 
 
+def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) -> list[TaskConfig]:
+    """Load the task, or the list of tasks under `icl_tasks`, of a file."""
+    layer = _read_task_file(name, task_folder)
+    if "icl_tasks" in layer.values:
+        entries = merge_layers([layer], EvalConfig)["icl_tasks"]
+    else:
+        entries = [merge_layers([layer], TaskConfig)]
+    if not isinstance(entries, list):
+        raise ConfigError(f"{layer.source}: icl_tasks: {entries!r} given, expected a list of tasks")
+    return _load_entries(entries, task_folder, [layer], metrics)
+
+
 def _read_task_file(name: str, task_folder: str) -> Layer:
+    """Read a task's YAML: a file by its path, or one of the folder by its name."""
     is_file = name.endswith((".yaml", ".yml"))
     return read_file(name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml")
 
@@ -381,8 +413,9 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
+    near = nearest(label, names)
     hint = "one of your own says icl_task_type and dataset_uri"
-    if near := nearest(label, names):
+    if near:
         hint = f"did you mean {near}?"
     elif names:
         hint += f"; there are: {', '.join(names)}"
@@ -390,22 +423,30 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
 
 
 def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
-    values = dict(entry) if isinstance(entry, dict) else entry
-    if isinstance(values, dict):
-        values = {TASK_SYNONYMS.get(key, key): value for key, value in values.items() if key not in TASK_WITHOUT_EFFECT}
+    """Make the task of an entry, in LLM Foundry's words or ours, which stands at `path`. Raises ConfigError."""
+    values = entry
+    if isinstance(entry, dict):
+        values = {TASK_SYNONYMS.get(key, key): value for key, value in entry.items() if key not in TASK_WITHOUT_EFFECT}
         if isinstance(values.get("num_fewshot"), int):
             values["num_fewshot"] = [values["num_fewshot"]]
     task = build_block(TaskConfig, values, path, layers)
-    is_text = task.icl_task_type == "perplexity"
-    problem = ""
-    if task.metric not in (None, "acc") and task.icl_task_type not in ("multiple_choice", "schema"):
-        problem = f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
-    elif is_text and task.num_fewshot != [0]:
-        problem = f"num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it"
-    elif is_text and task.cluster is not None:
-        problem = f"cluster: {task.cluster!r} given, but documents are a text's clusters; remove it"
-    elif is_text and task.has_categories:
-        problem = "has_categories: a text has none; remove it"
+    problem = _problem_of(task)
     if problem:
         raise ConfigError(f"{source_of(path, layers)}: {task.label}: {problem}")
     return task
+
+
+def _problem_of(task: TaskConfig) -> str:
+    """Return which keys of a task do not go with its type; empty if all do."""
+    has_choices = task.icl_task_type in ("multiple_choice", "schema")
+    if task.metric not in (None, "acc") and not has_choices:
+        return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
+    if task.icl_task_type != "perplexity":
+        return ""
+    if task.num_fewshot != [0]:
+        return f"num_fewshot: {task.num_fewshot} given, and a text has no examples; remove it"
+    if task.cluster is not None:
+        return f"cluster: {task.cluster!r} given, but documents are a text's clusters; remove it"
+    if task.has_categories:
+        return "has_categories: a text has none; remove it"
+    return ""

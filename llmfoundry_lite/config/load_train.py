@@ -6,7 +6,7 @@ them. `preflight` checks data, tokenizer and machine. No torch here: a wrong key
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +53,19 @@ def load_train_config(
             )
     layers = read_layers([argument for argument in arguments if argument not in flags], given=given)
     values = merge_layers(layers, TrainConfig)
+    notes = [layer.note for layer in layers if layer.note]
+    dry_run = DRY_RUNS[flags[-1]] if flags else ""
+
+    # Words of LLM Foundry that are none of ours: refused, translated, or dropped with a note.
     with naming_source(layers):
         foundry.refuse_fine_tuning(values)
         refuse_other_kinds(values)
-    notes = [layer.note for layer in layers if layer.note]
-    dry_run = DRY_RUNS[flags[-1]] if flags else ""
     without_effect = foundry.drop_keys(values, layers) + foundry.drop_values_without_effect(values, layers)
-    notes += without_effect if dry_run or len(without_effect) < 2 else [foundry.in_one_line(without_effect)]
+    is_short = not dry_run and len(without_effect) > 1
+    notes += [foundry.in_one_line(without_effect)] if is_short else without_effect
     foundry.refuse_left_out_keys(values, layers)
     foundry.drop_variables(values, layers, TrainConfig)
+
     if values.get("run_name") is None and "RUN_NAME" in environ:
         name = environ["RUN_NAME"]
         notes.append(f"run_name: {name}, by the environment variable RUN_NAME; run_name=NAME names another")
@@ -72,12 +76,20 @@ def load_train_config(
         for path in config.callbacks.extra:
             check_import_path("callbacks", path)
     check_together(config, layers)
-    # srun has started all ranks itself: a launcher on each node would kill them by a clock of its own.
-    # `adopt_srun` sets WORLD_SIZE where there are several tasks. With one task, only another launcher sets it.
-    tasks = environ.get("SLURM_STEP_NUM_TASKS")
-    under_srun = tasks is not None and environ.get("WORLD_SIZE") == (None if tasks == "1" else tasks)
-    notes += find_surprises(config, layers, under_srun=under_srun)
+    notes += find_surprises(config, layers, under_srun=_is_under_srun(environ))
     return LoadedTrain(config, dry_run=dry_run, notes=notes)
+
+
+def _is_under_srun(environ: Mapping[str, str]) -> bool:
+    """Return whether srun has started all ranks itself, so that no launcher on each node kills them by its own clock.
+
+    `adopt_srun` sets WORLD_SIZE where there are several tasks. With one task, only another launcher sets it.
+    """
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS")
+    if num_tasks is None:
+        return False
+    world_size_by_srun = None if num_tasks == "1" else num_tasks
+    return environ.get("WORLD_SIZE") == world_size_by_srun
 
 
 def find_run_folder(
@@ -98,20 +110,23 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
 
     Name and run folder are recorded resolved, even if they contain variables, because the record lies there.
     """
-    name, source = values.get("run_name"), f"{source_of('run_name', layers)}: run_name"
+    name = values.get("run_name")
+    source = f"{source_of('run_name', layers)}: run_name"
     if name is None:
-        name, source = environ.get("RUN_NAME"), "the environment: RUN_NAME"
+        name = environ.get("RUN_NAME")
+        source = "the environment: RUN_NAME"
     if name is None:
-        name, source = Path(layers[0].source).stem, f"{layers[0].source}: run_name"
+        name = Path(layers[0].source).stem
+        source = f"{layers[0].source}: run_name"
     if not re.fullmatch(r"\w[\w.\-]*", str(name)):
         raise ConfigError(
             f"{source}: {name!r} given, expected the name of a folder: letters and digits, and . _ - after the first"
         )
     values["run_name"] = str(name)
-    given = [(key, block) for key, block in given_blocks(values).items() if isinstance(values[key], dict)]
-    own = [values[key].get(block.folder_key) for key, block in given]
-    folder = "/".join(["runs/{run_name}", *map(str, filter(None, own))])
-    values["run_folder"] = str(values.get("run_folder") or folder)
+
+    if not values.get("run_folder"):
+        values["run_folder"] = _default_run_folder(values)
+    values["run_folder"] = str(values["run_folder"])
     for place in PLACES:
         block, _, key = place.rpartition(".")
         inside = get(values, block)[1] if block else values
@@ -119,19 +134,38 @@ def _fill_in_names(values: dict[str, Any], layers: Sequence[Layer], environ: Map
             inside[key] = inside[key].replace(RUN_NAME, str(name))
 
 
+def _default_run_folder(values: Mapping[str, Any]) -> str:
+    """Return the run's folder, in which a launch that trains the run with others has a folder of its own."""
+    parts = [f"runs/{RUN_NAME}"]
+    for key, block in given_blocks(values).items():
+        own_folder = values[key].get(block.folder_key) if isinstance(values[key], dict) else None
+        if own_folder:
+            parts.append(str(own_folder))
+    return "/".join(parts)
+
+
 def _gather_extras(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` object into a block whose keys are not checked, in place."""
-    several = values.get("eval_loaders")
-    loaders = [values.get("train_loader"), values.get("eval_loader")]
-    loaders += several.values() if isinstance(several, dict) else ()
     # A user's optimizer may have betas, or a momentum, of its own. A loader's keys may come from a hardware overlay.
-    own = [(values.get("optimizer"), {"name", "lr", "kwargs"}), *((one, keys_of(LoaderConfig)) for one in loaders)]
-    for block, known in own:
-        if isinstance(block, dict) and str(block.get("name", "")).startswith("python:"):
-            extra = {key: block.pop(key) for key in list(block) if key not in known}
-            block["kwargs"] = {**block.get("kwargs", {}), **extra}
+    _move_arguments(values.get("optimizer"), {"name", "lr", "kwargs"})
+    loaders = [values.get("train_loader"), values.get("eval_loader")]
+    named_loaders = values.get("eval_loaders")
+    if isinstance(named_loaders, dict):
+        loaders += named_loaders.values()
+    for loader in loaders:
+        _move_arguments(loader, keys_of(LoaderConfig))
+
     callbacks = values.get("callbacks")
     if isinstance(callbacks, dict):
-        extra = {key: callbacks.pop(key) or {} for key in list(callbacks) if str(key).startswith("python:")}
-        if extra:
-            callbacks["extra"] = {**callbacks.get("extra", {}), **extra}
+        names = [key for key in callbacks if str(key).startswith("python:")]
+        if names:
+            own_callbacks = {name: callbacks.pop(name) or {} for name in names}
+            callbacks["extra"] = {**callbacks.get("extra", {}), **own_callbacks}
+
+
+def _move_arguments(block: Any, known_keys: Collection[str]) -> None:
+    """Move all but the known keys of a user's own object into its `kwargs`, in place. Other blocks stay as they are."""
+    if not isinstance(block, dict) or not str(block.get("name", "")).startswith("python:"):
+        return
+    arguments = {key: block.pop(key) for key in list(block) if key not in known_keys}
+    block["kwargs"] = {**block.get("kwargs", {}), **arguments}

@@ -24,20 +24,26 @@ NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending; of a number above 2**40, which may be anybody's, those below 2**20 with their
-    counterparts."""
-    largest = min(math.isqrt(number), 2**20)
-    small = [n for n in range(1, largest + 1) if number % n == 0]
+    """Return all divisors, ascending.
+
+    Of a number above 2**40, which may be anybody's, only those up to 2**20 are found, with their counterparts, because
+    a search for all would take long.
+    """
+    largest_tried = min(math.isqrt(number), 2**20)
+    small = [n for n in range(1, largest_tried + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _is_init_limit(value: Any) -> bool:
+    """Return whether a value is a limit, 0 or more, or a list of a lower and an upper one."""
     if isinstance(value, list):
-        return len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
+        are_limits = len(value) == 2 and all(is_number(limit) for limit in value)
+        return are_limits and value[0] <= value[1]
     return is_number(value) and value >= 0
 
 
 def _is_divisor(value: Any) -> bool:
+    """Return whether a value is true, false or a number above 0, which may be text."""
     if isinstance(value, str) and not value.replace(".", "", 1).isdecimal():
         return False
     return isinstance(value, bool) or float(value) > 0
@@ -53,7 +59,7 @@ class RopeScaling:
         "no_scaling",
         choices="no_scaling linear dynamic ntk llama3",
         instead="expected no_scaling, linear, dynamic, ntk or llama3",
-        uses=(Use(where=lambda _, run: run.model.attn_config.rope, elsewhere="model.attn_config.rope is false"),),
+        uses=(Use(has_effect=lambda _, run: run.model.attn_config.rope, reason="model.attn_config.rope is false"),),
     )
     """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
     the factor from the start. llama3: only slow frequencies are divided by the factor."""
@@ -73,15 +79,17 @@ class RopeScaling:
             if self.type != "llama3" and getattr(self, key) != getattr(RopeScaling(), key):
                 yield f"{key}: given for type {self.type}; only llama3 has it"
         if self.high_freq_factor <= self.low_freq_factor:
-            given, least = self.high_freq_factor, self.low_freq_factor
-            yield f"high_freq_factor: {given} given, expected more than low_freq_factor, {least}"
+            yield (
+                f"high_freq_factor: {self.high_freq_factor} given, expected more than low_freq_factor, "
+                f"{self.low_freq_factor}"
+            )
 
 
-ROPE = (Use(where=lambda attention, _: attention.rope, elsewhere="{path}.rope is false"),)
+ROPE = (Use(has_effect=lambda attention, _: attention.rope, reason="{path}.rope is false"),)
 NORMS_OF_Q_AND_K = (
     Use(
-        where=lambda attention, _: attention.qk_ln or attention.qk_gn,
-        elsewhere="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
+        has_effect=lambda attention, _: attention.qk_ln or attention.qk_gn,
+        reason="q and k have norms only with qk_ln or qk_gn; model.norm_type and model.norm_eps are for all others",
     ),
 )
 
@@ -127,7 +135,7 @@ class AttentionConfig:
     alibi: bool = False
     """Use linear distance biases instead of learned positions."""
     alibi_bias_max: int = setting(
-        8, POSITIVE, uses=(Use(where=lambda attention, _: attention.alibi, elsewhere="{path}.alibi is false"),)
+        8, POSITIVE, uses=(Use(has_effect=lambda attention, _: attention.alibi, reason="{path}.alibi is false"),)
     )
     """Number that sets ALiBi's steepest slope, 2**-(alibi_bias_max / heads)."""
     rope: bool = False
@@ -140,6 +148,7 @@ class AttentionConfig:
     """Scaling beyond the trained length."""
 
     def problems(self, n_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[str]:
+        """Yield `key: what is wrong` for keys that do not go together, or not with the model's heads."""
         if self.attn_type == "grouped_query_attention" and self.kv_n_heads is None:
             yield "kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
         if self.kv_n_heads not in (None, num_kv_heads):
@@ -148,23 +157,27 @@ class AttentionConfig:
                 "attn_type: grouped_query_attention"
             )
         if n_heads % num_kv_heads:
-            fitting = either(divisors(n_heads))
-            yield f"kv_n_heads: {num_kv_heads} does not divide n_heads, {n_heads}; use one of {fitting}"
+            yield (
+                f"kv_n_heads: {num_kv_heads} does not divide n_heads, {n_heads}; use one of {either(divisors(n_heads))}"
+            )
         if self.qk_ln and self.qk_gn:
             yield "qk_gn: both qk_ln and qk_gn given; use one of them"
         if self.attn_impl in ("blocked", "flex") and self.attn_pdrop:
             yield f"attn_impl: {self.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0"
         if self.attn_impl == "flex" and head_dim < MIN_FLEX_HEAD_DIM:
-            least = f"heads of {MIN_FLEX_HEAD_DIM} dimensions or more"
-            yield f"attn_impl: flex needs {least}, and these have {head_dim}; use auto or sdpa"
-        scaling = self.rope_hf_config.type
+            yield (
+                f"attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and these have {head_dim}; "
+                "use auto or sdpa"
+            )
         if self.alibi and self.rope:
             yield "rope: both alibi and rope given; use one of them"
         if self.rope and head_dim % 2:
             yield f"rope: turns pairs of dimensions, and a head has {head_dim}, odd"
+        scaling = self.rope_hf_config.type
         if self.rope and self.rope_impl == "dail" and scaling != "no_scaling":
             yield f"rope_impl: dail has no {scaling} scaling; use rope_impl: hf"
-        yield from (f"rope_hf_config.{problem}" for problem in self.rope_hf_config.problems())
+        for problem in self.rope_hf_config.problems():
+            yield f"rope_hf_config.{problem}"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -206,8 +219,8 @@ class InitConfig:
         must_be("true, false or a number above 0", _is_divisor),
         uses=(
             Use(
-                where=lambda init, _: init.name not in ("neox_init_", "default_"),
-                elsewhere="{block.name} has its own scale for these weights",
+                has_effect=lambda init, _: init.name not in ("neox_init_", "default_"),
+                reason="{block.name} has its own scale for these weights",
             ),
         ),
     )
@@ -219,8 +232,8 @@ class InitConfig:
         must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit),
         uses=(
             Use(
-                where=lambda init, _: init.emb_init_std is None,
-                elsewhere="{path}.emb_init_std takes precedence",
+                has_effect=lambda init, _: init.emb_init_std is None,
+                reason="{path}.emb_init_std takes precedence",
             ),
         ),
     )
@@ -232,14 +245,15 @@ class InitConfig:
         NON_NEGATIVE,
         uses=(
             Use(
-                where=lambda init, _: init.name.startswith(("kaiming", "xavier")),
-                elsewhere="only kaiming and xavier have a gain, and {path}.name is {block.name}",
+                has_effect=lambda init, _: init.name.startswith(("kaiming", "xavier")),
+                reason="only kaiming and xavier have a gain, and {path}.name is {block.name}",
             ),
         ),
     )
     """Negative slope for kaiming, or gain for xavier (0 stands for 1)."""
 
     def problems(self) -> Iterator[str]:
+        """Yield `key: what is wrong` for keys that do not go together."""
         if self.name == "baseline_" and self.init_std is None:
             yield "init_std: missing; baseline_ draws weights from N(0, init_std)"
         for key in ("emb_init_std", "emb_init_uniform_lim"):
@@ -263,8 +277,8 @@ class ModelConfig:
         POSITIVE,
         uses=(
             Use(
-                where=lambda model, _: model.ffn_config.ffn_hidden_size is None,
-                elsewhere="{path}.ffn_config.ffn_hidden_size takes precedence",
+                has_effect=lambda model, _: model.ffn_config.ffn_hidden_size is None,
+                reason="{path}.ffn_config.ffn_hidden_size takes precedence",
             ),
         ),
     )
@@ -286,7 +300,7 @@ class ModelConfig:
         "meta",
         choices="meta cpu mixed",
         hardware=True,
-        uses=(Use(where=lambda _, run: False, elsewhere="every weight is made where it lives"),),
+        uses=(Use(has_effect=lambda _, run: False, reason="every weight is made where it lives"),),
     )
     """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
     logit_scale: float | str | None = setting(
@@ -308,22 +322,25 @@ class ModelConfig:
         "auto",
         choices="auto fused_crossentropy torch_crossentropy",
         change="freely",
-        uses=(Use(where=lambda _, run: False, elsewhere="all choices are the same chunked loss"),),
+        uses=(Use(has_effect=lambda _, run: False, reason="all choices are the same chunked loss"),),
     )
     """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
 
     def problems(self) -> Iterator[str]:
+        """Yield `key: what is wrong` for keys that do not go together, here and in the blocks below."""
         if self.attn_config.head_dim is None and self.d_model % self.n_heads:
             nearest = min(divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
             yield f"n_heads: {self.n_heads} does not divide d_model, {self.d_model}; the nearest that does is {nearest}"
-        attention = self.attn_config.problems(self.n_heads, self.num_kv_heads, self.head_dim)
-        yield from (f"attn_config.{problem}" for problem in attention)
-        ffn_dim, activation = self.d_model * self.expansion_ratio, self.ffn_config.ffn_act_fn
+        for problem in self.attn_config.problems(self.n_heads, self.num_kv_heads, self.head_dim):
+            yield f"attn_config.{problem}"
+
+        ffn_dim = self.d_model * self.expansion_ratio
         if self.ffn_config.ffn_hidden_size is None and ffn_dim != int(ffn_dim):
             yield (
                 f"expansion_ratio: {self.expansion_ratio} x d_model, {self.d_model}, is no whole number; the nearest "
                 f"that gives one is {max(1, round(ffn_dim)) / self.d_model}"
             )
+        activation = self.ffn_config.ffn_act_fn
         if activation.approximate != "none" and activation.name != "gelu":
             yield (
                 f"ffn_config.ffn_act_fn.approximate: {activation.approximate} given, but name is {activation.name}, "
@@ -331,17 +348,22 @@ class ModelConfig:
             )
         if self.logit_scale == 0:
             yield "logit_scale: 0 given, which makes every token as likely as any other; remove it or give a number"
-        yield from (f"init_config.{problem}" for problem in self.init_config.problems())
+        for problem in self.init_config.problems():
+            yield f"init_config.{problem}"
 
     @property
     def uses_learned_positions(self) -> bool:
+        """Whether positions have an embedding: alibi and rope replace it."""
         return self.learned_pos_emb and not (self.attn_config.alibi or self.attn_config.rope)
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        kinds = {"multihead_attention": self.n_heads, "multiquery_attention": 1}
-        return kinds.get(self.attn_config.attn_type) or self.attn_config.kv_n_heads or self.n_heads
+        """Number of heads of keys and values. A missing kv_n_heads, which `problems` refuses, counts as n_heads."""
+        if self.attn_config.attn_type == "multihead_attention":
+            return self.n_heads
+        if self.attn_config.attn_type == "multiquery_attention":
+            return 1
+        return self.attn_config.kv_n_heads or self.n_heads
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -350,6 +372,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of each head."""
         return self.attn_config.head_dim or self.d_model // self.n_heads
 
     @property
@@ -383,9 +406,12 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
-        own = self.attn_config.qkv_bias
-        return not self.no_bias if own is None else own
+        """Whether q, k and v have a bias: as attn_config says, else as all other layers."""
+        if self.attn_config.qkv_bias is not None:
+            return self.attn_config.qkv_bias
+        return not self.no_bias
 
     @property
     def ffn_dim(self) -> int:
+        """Width inside the feed-forward network."""
         return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)

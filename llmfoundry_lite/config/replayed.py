@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL
-from llmfoundry_lite.config.fields import keys_of
+from llmfoundry_lite.config.fields import join, keys_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
 
@@ -25,42 +25,47 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
 
     Raises ConfigError for code that is not trusted, and for text with `${` in it.
     """
-    chosen = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
-    values = without(given, {name: config[name] for name in chosen if name in config})
+    used = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
+    values = without(given, {name: config[name] for name in used if name in config})
     code = [*find_code(values)]
     if code and not trusts_code:
-        or_else = "; or leave the variables out: environment={}" if values.get("environment") else ""
+        alternative = "; or leave the variables out: environment={}" if values.get("environment") else ""
         raise ConfigError(
             f"replay: the run's configuration brings code of its author: {', '.join(code)}; if you trust it, let it "
-            f"run with --trust-code{or_else}"
+            f"run with --trust-code{alternative}"
         )
     if trusts_code:
         values["callbacks"] = {"extra": find_callbacks(config)}
     return as_given(refuse_unresolved(values, "replay"))
 
 
-def without(given: Collection[str], value: Any, path: str = "") -> Any:
-    """Return `value` without the dotted keys given, at any depth."""
+def without(keys: Collection[str], value: Any, path: str = "") -> Any:
+    """Return `value`, which stands at `path`, without some dotted keys, at any depth."""
     if not isinstance(value, dict):
         return value
-    places = {key: f"{path}.{key}" if path else str(key) for key in value}
-    return {key: without(given, value[key], place) for key, place in places.items() if place not in given}
+    kept = {}
+    for name, inner in value.items():
+        key = join(path, name)
+        if key not in keys:
+            kept[name] = without(keys, inner, key)
+    return kept
 
 
 def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Return recorded values without remotes whose URL is incomplete, since a folder here may have the data.
 
-    Raises ConfigError for other text with `${` in it, because variables are not resolved in somebody's record.
+    Raises ConfigError for other text with `${` in it, because variables are not resolved in somebody's record. `what`
+    begins its message.
     """
-    found = dict(values)
+    known = dict(values)
     if "train_loader" in values:
-        found["train_loader"] = _without_partial_remotes(values["train_loader"])
-    unresolved = {path: text for path, text in _texts(found) if "${" in text}
+        known["train_loader"] = _without_partial_remotes(values["train_loader"])
+    unresolved = {path: text for path, text in _texts(known) if "${" in text}
     if unresolved:
         recorded = ", ".join(f"{path} is {_quoted(text)}" for path, text in unresolved.items())
         keys = dict.fromkeys(f"{path.partition('[')[0]}=…" for path in unresolved)
         raise ConfigError(f"{what}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
-    return found
+    return known
 
 
 def _without_partial_remotes(value: Any) -> Any:
@@ -69,11 +74,11 @@ def _without_partial_remotes(value: Any) -> Any:
         return [_without_partial_remotes(inner) for inner in value]
     if not isinstance(value, dict):
         return value
+    complete = {key: _without_partial_remotes(inner) for key, inner in value.items()}
     remote = value.get("remote")
-    is_partial = isinstance(remote, str) and ("${" in remote or is_masked(remote))
-    return {key: _without_partial_remotes(inner) for key, inner in value.items()} | (
-        {"remote": None} if is_partial else {}
-    )
+    if isinstance(remote, str) and ("${" in remote or is_masked(remote)):
+        complete["remote"] = None
+    return complete
 
 
 def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,27 +90,37 @@ def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration as a YAML has them: a user's own objects lose the keys that we added."""
+    return {name: _without_our_keys(block) for name, block in values.items()}
 
-    def plain(block: Any) -> Any:
-        if not isinstance(block, dict) or not str(block.get("name")).startswith(CODE) or "kwargs" not in block:
-            return block
-        kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
-        if isinstance(dataset := block.get("dataset"), dict):
-            kept["dataset"] = {key: value for key, value in dataset.items() if key in OF_THE_MODEL}
-        return kept
 
-    return {name: plain(value) for name, value in values.items()}
+def _without_our_keys(block: Any) -> Any:
+    """Return the block of a user's own optimizer or loader as its YAML has it, and any other value as it is."""
+    if not isinstance(block, dict) or not str(block.get("name")).startswith(CODE) or "kwargs" not in block:
+        return block
+    kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
+    dataset = block.get("dataset")
+    if isinstance(dataset, dict):
+        kept["dataset"] = {key: value for key, value in dataset.items() if key in OF_THE_MODEL}
+    return kept
 
 
 def find_code(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a description of each part that names code."""
-    yield from map(_quoted, map(str, find_callbacks(values)))
-    yield from (f"{path} {_quoted(text)}" for path, text in _texts(values) if text.startswith(CODE))
-    if isinstance(environment := values.get("environment"), dict) and environment:  # the schema refuses other types
+    for name in find_callbacks(values):
+        yield _quoted(str(name))
+    for path, text in _texts(values):
+        if text.startswith(CODE):
+            yield f"{path} {_quoted(text)}"
+
+    # Variables may name a library to load, and torch.compile may be told to run a compiler.
+    environment = values.get("environment")
+    if isinstance(environment, dict) and environment:  # the schema refuses other types
         yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"
-    compiling = values.get("compile_config")
-    if isinstance(compiling, dict):
-        yield from (f"compile_config.{_quoted(str(key))}" for key in compiling if key not in PLAIN_COMPILE_KEYS)
+    compile_config = values.get("compile_config")
+    if isinstance(compile_config, dict):
+        for key in compile_config:
+            if key not in PLAIN_COMPILE_KEYS:
+                yield f"compile_config.{_quoted(str(key))}"
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -114,11 +129,12 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _texts(inner, f"{path}.{key}" if path else str(key))
+            yield from _texts(inner, join(path, key))
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             yield from _texts(inner, f"{path}[{number}]")
 
 
 def _quoted(text: str) -> str:
+    """Return text of somebody's record for a message, cut after MAX_QUOTED characters."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
@@ -15,25 +15,28 @@ from llmfoundry_lite.config.fields import (
     POSITIVE,
     REQUIRED,
     Use,
+    as_yaml,
     check_place,
     check_source,
     local_folder,
     must_be,
     not_empty,
     only_with,
+    parsed,
     setting,
     span,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
+from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
 from llmfoundry_lite.config.spans import (
     TIME_UNITS,
     Duration,
     SaveInterval,
+    Scalar,
+    Time,
     describe_span,
     parse_limit,
-    parse_seconds,
 )
-from llmfoundry_lite.config.written import FromEnvironment, map_texts
 from llmfoundry_lite.errors import mask_urls
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
@@ -51,8 +54,8 @@ LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
 STABLE_DECAY = (only_with("warmup_stable_decay"),)
 INVERSE_SQUARE_ROOT = (only_with("inv_sqrt_with_warmup"),)
 OWN_OPTIMIZER = Use(
-    where=lambda optimizer, _: optimizer.name.startswith("python:"),
-    elsewhere="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
+    has_effect=lambda optimizer, _: optimizer.name.startswith("python:"),
+    reason="only a python: optimizer is given them, and {path}.name is {block.name}; remove it",
     is_refused=True,
 )
 
@@ -80,7 +83,7 @@ class OptimizerConfig:
     eps: float = setting(
         1e-8,
         POSITIVE,
-        uses=(Use(where=lambda optimizer, _: "lion" not in optimizer.name, elsewhere="{block.name} has none"),),
+        uses=(Use(has_effect=lambda optimizer, _: "lion" not in optimizer.name, reason="{block.name} has none"),),
     )
     weight_decay: float | None = setting(None, NON_NEGATIVE, change="logged")
     """Decoupled optimizers multiply it by lr / initial lr, the others by lr. Default: 1e-5 for decoupled_adamw, as in
@@ -90,9 +93,10 @@ class OptimizerConfig:
 
     @property
     def decay(self) -> float:
-        if self.weight_decay is None:
-            return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
-        return self.weight_decay
+        """The weight decay, or its default for this optimizer."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return COMPOSERS_WEIGHT_DECAY if self.name == "decoupled_adamw" else 0.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -101,15 +105,15 @@ class SchedulerConfig:
         choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
         "warmup_stable_decay"
     )
-    t_warmup: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True)
+    t_warmup: Duration = span("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
-    t_max: str | int = span(
+    t_max: Duration = span(
         "1dur",
         FRACTION_OF_RUN,
         uses=(
             Use(
-                where=lambda schedule, _: schedule.name != "constant_with_warmup",
-                elsewhere="{block.name} has no end",
+                has_effect=lambda schedule, _: schedule.name != "constant_with_warmup",
+                reason="{block.name} has no end",
             ),
         ),
     )
@@ -121,13 +125,13 @@ class SchedulerConfig:
         uses=(only_with("cosine_with_warmup", "linear_decay_with_warmup", "warmup_stable_decay", is_refused=False),),
     )
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
-    t_decay: str | int = span("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
+    t_decay: Duration = span("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
     """Span of the decay, which ends at t_max. Until then the rate is lr."""
     decay: str | None = setting(None, choices="linear cosine 1-sqrt", uses=STABLE_DECAY)
     """Shape of the decay; default linear."""
-    t_scale: str | int = span("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
+    t_scale: Duration = span("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
     """Time scale of the decay."""
-    t_cooldown: str | int = span("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
+    t_cooldown: Duration = span("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
     """Linear decay over the last span before t_max."""
     alpha_f_decay: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
     """Multiplier that the decay tends to."""
@@ -157,8 +161,8 @@ class FSDPConfig:
         choices="PURE DEFAULT FULL",
         uses=(
             Use(
-                where=lambda _, run: run.precision.startswith("amp_"),
-                elsewhere="precision is {run.precision}, in which all is computed and reduced",
+                has_effect=lambda _, run: run.precision.startswith("amp_"),
+                reason="precision is {run.precision}, in which all is computed and reduced",
             ),
         ),
     )
@@ -175,7 +179,9 @@ class FSDPConfig:
     """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
     activation_checkpointing_reentrant: bool = setting(
         False,
-        uses=(Use(where=lambda fsdp, _: fsdp.activation_checkpointing, elsewhere="activation_checkpointing is false"),),
+        uses=(
+            Use(has_effect=lambda fsdp, _: fsdp.activation_checkpointing, reason="activation_checkpointing is false"),
+        ),
     )
     activation_cpu_offload: bool = False
     """Keep the activations that activation_checkpointing leaves in the host's memory."""
@@ -200,8 +206,9 @@ class FSDPConfig:
                 "true, or remove it"
             )
         if self.sharding_strategy == "ZERO_1" and self.offload_optimizer:
-            remedy = "use FULL_SHARD, or remove one of them"
-            yield f"offload_optimizer: ZERO_1 keeps the whole model on each device; {remedy}"
+            yield (
+                "offload_optimizer: ZERO_1 keeps the whole model on each device; use FULL_SHARD, or remove one of them"
+            )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -238,8 +245,10 @@ class PipelineConfig:
 
     @property
     def num_runs(self) -> int:
-        """Runs of blocks on each device."""
-        return self.virtual_stages or (2 if self.schedule in ("interleaved", "zbv") else 1)
+        """Number of runs of blocks on each device."""
+        if self.virtual_stages is not None:
+            return self.virtual_stages
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
 
     @property
     def splits_backward(self) -> bool:
@@ -248,18 +257,26 @@ class PipelineConfig:
 
     def takes_microbatches(self, count: int) -> bool:
         """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
-        degree = self.pipeline_parallel_degree
         if self.schedule == "gpipe":
             return count >= 1
+        if count < self.pipeline_parallel_degree:
+            return False
         has_rounds = self.schedule in ("interleaved", "zero_bubble")
-        return count >= degree and not (has_rounds and count % (count // degree))
+        num_rounds = count // self.pipeline_parallel_degree
+        return not has_rounds or count % num_rounds == 0
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
-        """Return the fewest microbatches that divide the batch and give each stage 4 or more; else the most below that;
-        else one for each sample."""
+        """Return how many microbatches a device's batch has if the configuration does not say it.
+
+        It is a multiple of the number of stages that divides the batch: the least that gives each stage 4 or more, else
+        the largest one. Without such a multiple, each sample is a microbatch.
+        """
         degree = self.pipeline_parallel_degree
         fitting = [n for n in range(degree, device_batch_size + 1, degree) if device_batch_size % n == 0]
-        return next((n for n in fitting if n >= 4 * degree), fitting[-1] if fitting else device_batch_size)
+        for num_microbatches in fitting:
+            if num_microbatches >= 4 * degree:
+                return num_microbatches
+        return fitting[-1] if fitting else device_batch_size
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -303,7 +320,7 @@ class HFCheckpointerConfig:
     """Hugging Face folders of checkpoints: the first one published at or after each multiple of the interval, and the
     run's last. A separate process writes them."""
 
-    save_interval: str | int = span(REQUIRED)
+    save_interval: Duration = span(REQUIRED)
     save_folder: str | None = setting(
         None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place, is_place=True
     )
@@ -313,8 +330,8 @@ class HFCheckpointerConfig:
 
 SAMPLING = (
     Use(
-        where=lambda generate, _: generate.do_sample,
-        elsewhere="do_sample is false, which takes the likeliest token",
+        has_effect=lambda generate, _: generate.do_sample,
+        reason="do_sample is false, which takes the likeliest token",
     ),
 )
 
@@ -324,7 +341,7 @@ class GenerateConfig:
     """Texts that checkpoints write, at every `interval`, into generations.jsonl. A separate process generates them."""
 
     prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
-    interval: str | int = span(REQUIRED)
+    interval: Duration = span(REQUIRED)
     max_new_tokens: int = setting(80, POSITIVE)
     do_sample: bool = False
     """false takes the likeliest token, and the next three keys have no effect."""
@@ -340,7 +357,7 @@ class EarlyStopperConfig:
     monitor: str = setting(choices="loss LanguageCrossEntropy LanguagePerplexity")
     dataloader_label: str = setting()
     """eval, eval/<label> of eval_loaders, or train: the mean over an epoch."""
-    patience: str | int = span(1, ("ba", "ep"), may_be_zero=True)
+    patience: Duration = span(1, ("ba", "ep"), may_be_zero=True)
     """Span since the lowest value after which the run ends; a bare integer counts epochs."""
     min_delta: float = setting(0.0, NON_NEGATIVE)
     """Least difference by which a value counts as lower."""
@@ -415,24 +432,24 @@ class LoggersConfig:
 
 
 NOTHING_TO_EVALUATE = "nothing is evaluated; eval_loader, eval_loaders or icl_tasks name what to evaluate"
-IN_CONTEXT = (Use(where=lambda run, _: run.icl_tasks, elsewhere="there are no icl_tasks"),)
+IN_CONTEXT = (Use(has_effect=lambda run, _: run.icl_tasks, reason="there are no icl_tasks"),)
 LOADING = (
     Use(
-        where=lambda run, _: run.load_path,
-        elsewhere="there is no load_path to load from; name a checkpoint there, or remove this",
+        has_effect=lambda run, _: run.load_path,
+        reason="there is no load_path to load from; name a checkpoint there, or remove this",
         is_refused=True,
     ),
 )
 AS_VALIDATION = {
     "drop_last": Use(
-        where=lambda loader, _: loader.name != "text" or not loader.drop_last,
-        elsewhere="an evaluation never drops a sample",
+        has_effect=lambda loader, _: loader.name != "text" or not loader.drop_last,
+        reason="an evaluation never drops a sample",
         even_default=True,
     ),
     "dataset.shuffle": Use(
-        where=lambda _, run: False, elsewhere="an evaluation reads samples in the order of their files"
+        has_effect=lambda _, run: False, reason="an evaluation reads samples in the order of their files"
     ),
-    "dataset.shuffle_block_size": Use(where=lambda _, run: False, elsewhere="an evaluation shuffles nothing"),
+    "dataset.shuffle_block_size": Use(has_effect=lambda _, run: False, reason="an evaluation shuffles nothing"),
 }
 """Keys of a loader that mean nothing for validation data."""
 
@@ -440,14 +457,19 @@ DEFAULT_EVAL_TOKENS = 8192
 """Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
 MAX_SEED = 2**32 - 2**16
+"""Largest seed to which any rank can add its number within 32 bits."""
 
 
-def _check_eval_interval(value: str | int) -> None:
-    if value != 0 and Duration.parse(value, TIME_UNITS).value == 0:
+def _parse_eval_interval(written: Scalar) -> Duration:
+    """Read a span, or 0, which never evaluates. Raises ValueError."""
+    interval = Duration.parse(written, TIME_UNITS)
+    if interval.value == 0 and written != 0:
         raise ValueError("more than 0, or 0 to never evaluate")
+    return interval
 
 
 def _is_all_or_count(value: int) -> bool:
+    """Return whether a value is -1, which stands for all, or a count."""
     return value == -1 or value > 0
 
 
@@ -460,7 +482,7 @@ class TrainConfig:
     train_loader: LoaderConfig = setting(change="never", replay="used")
     optimizer: OptimizerConfig = setting(change="never", replay="used")
     scheduler: SchedulerConfig = setting(change="logged", replay="used")
-    max_duration: str | int = span(change="logged", replay="used")
+    max_duration: Duration = span(change="logged", replay="used")
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
     global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
@@ -490,15 +512,15 @@ class TrainConfig:
     """Validation data; a list of loaders, each with a label, is read as eval_loaders."""
     eval_loaders: dict[str, LoaderConfig] = setting(dict, change="logged", uses_inside=AS_VALIDATION)
     """Label -> validation data, logged as eval/<label>/loss."""
-    eval_interval: str | int = setting(
+    eval_interval: Duration = parsed(
         1,
-        _check_eval_interval,
+        _parse_eval_interval,
         expected=describe_span(TIME_UNITS),
         change="logged",
         uses=(
             Use(
-                where=lambda run, _: run.validation or run.icl_tasks or run.eval_interval == 0,
-                elsewhere=NOTHING_TO_EVALUATE,
+                has_effect=lambda run, _: run.validation or run.icl_tasks or not run.evaluates,
+                reason=NOTHING_TO_EVALUATE,
             ),
         ),
     )
@@ -507,15 +529,15 @@ class TrainConfig:
         False,
         change="freely",
         uses=(
-            Use(where=lambda run, _: run.validation or run.icl_tasks, elsewhere=NOTHING_TO_EVALUATE),
-            Use(where=lambda run, _: run.eval_interval != 0, elsewhere="eval_interval is 0, which never evaluates"),
+            Use(has_effect=lambda run, _: run.validation or run.icl_tasks, reason=NOTHING_TO_EVALUATE),
+            Use(has_effect=lambda run, _: run.evaluates, reason="eval_interval is 0, which never evaluates"),
         ),
     )
     eval_subset_num_batches: int = setting(
         -1,
         must_be("-1 (all) or a count", _is_all_or_count),
         change="logged",
-        uses=(Use(where=lambda run, _: run.validation, elsewhere="there is no eval_loader"),),
+        uses=(Use(has_effect=lambda run, _: run.validation, reason="there is no eval_loader"),),
     )
     """Batches of global_train_batch_size samples, the first ones of each validation set, on any number of devices; -1
     for all."""
@@ -526,7 +548,7 @@ class TrainConfig:
         None,
         POSITIVE,
         hardware=True,
-        uses=(Use(where=lambda run, _: run.validation or run.icl_tasks, elsewhere=NOTHING_TO_EVALUATE),),
+        uses=(Use(has_effect=lambda run, _: run.validation or run.icl_tasks, reason=NOTHING_TO_EVALUATE),),
     )
     """Samples in one forward pass. Default: device_train_microbatch_size where that is a number, else as many as
     8,192 tokens hold. The loss does not depend on it."""
@@ -571,8 +593,8 @@ class TrainConfig:
         replay="used",
         uses=(
             Use(
-                where=lambda run, _: run.on_non_finite == "skip",
-                elsewhere="on_non_finite is {run.on_non_finite}, which skips no batch; set it to skip, or remove this",
+                has_effect=lambda run, _: run.on_non_finite == "skip",
+                reason="on_non_finite is {run.on_non_finite}, which skips no batch; set it to skip, or remove this",
                 is_refused=True,
             ),
         ),
@@ -586,13 +608,13 @@ class TrainConfig:
         change="freely",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
-    save_interval: str | int = setting("1000ba", SaveInterval.parse, change="logged")
+    save_interval: SaveInterval = parsed("1000ba", SaveInterval.parse, change="logged")
     """A span, a time such as 5m, 90s or 1h, or auto. auto saves as often as costs 2 % of training time, by the measured
     cost of saves, and more often in a run that has failed often. The end of a launch always saves."""
-    max_unsaved: str | int = setting("30m", parse_limit, change="freely")
+    max_unsaved: SaveInterval = parsed("30m", parse_limit, change="freely")
     """How far the run trains on while every save fails: a time or a span such as 200ba, from the first failed save on.
     Then the launch ends as failed, with the reason."""
-    digest_interval: str | int | None = span(None, change="freely")
+    digest_interval: Duration | None = span(None, change="freely")
     """Span at which a digest of weights and optimizer is logged, besides each save. It is the same in every layout."""
     save_num_checkpoints_to_keep: int = setting(
         -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
@@ -604,8 +626,8 @@ class TrainConfig:
         change="freely",
         uses=(
             Use(
-                where=lambda run, _: run.save_num_checkpoints_to_keep != -1,
-                elsewhere="save_num_checkpoints_to_keep is -1, which keeps every checkpoint",
+                has_effect=lambda run, _: run.save_num_checkpoints_to_keep != -1,
+                reason="save_num_checkpoints_to_keep is -1, which keeps every checkpoint",
             ),
         ),
     )
@@ -629,15 +651,15 @@ class TrainConfig:
     """Patterns of tensors of load_path to leave as they were initialised, such as model/transformer.wpe.*"""
     load_cast: bool = setting(False, change="freely", uses=LOADING)
     """Permit tensors of load_path in another dtype."""
-    stop_after: str | int | None = span(None, change="freely")
+    stop_after: Duration | None = span(None, change="freely")
     """End this launch (not the run) after this span, saved."""
-    stop_at: str | int | None = span(None, change="freely")
+    stop_at: Duration | None = span(None, change="freely")
     """End this launch, saved, at this point of the run, such as 210ba; at once if the run is there already."""
-    max_wall_time: str | int | float | None = setting(None, parse_seconds, hardware=True)
+    max_wall_time: Time | None = parsed(None, Time.parse, Scalar, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
     preemption_grace_seconds: float = setting(20.0, POSITIVE, hardware=True)
     """Seconds from a signal, max_wall_time or the file STOP to the exit, saved or not. `composer` kills after 30."""
-    retry_for: str | int | float = setting("30m", parse_seconds, hardware=True)
+    retry_for: Time = parsed("30m", Time.parse, Scalar, hardware=True)
     """Time to wait without progress for a fault that may pass, such as a full disk, a server's 5xx or an expired token.
     The last save of a launch waits, and so does `llmfoundry-lite train -n`, which restarts ranks. 0 never waits."""
     compile_config: dict[str, Any] | None = setting(None, hardware=True, replay="used")
@@ -651,14 +673,14 @@ class TrainConfig:
     """Environment variables of NCCL, RCCL and torch for this hardware. Those that the shell has set take precedence."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")
-    console_log_interval: str | int = span(
+    console_log_interval: Duration = span(
         "1ba",
         ("ba", "ep"),
         change="freely",
         uses=(
             Use(
-                where=lambda run, _: run.log_to_console or run.progress_bar,
-                elsewhere="log_to_console is false",
+                has_effect=lambda run, _: run.log_to_console or run.progress_bar,
+                reason="log_to_console is false",
             ),
         ),
     )
@@ -670,8 +692,11 @@ class TrainConfig:
 
     @property
     def sharding(self) -> FSDPConfig:
+        """The block fsdp_config, or its default for the model's size."""
+        if self.fsdp_config is not None:
+            return self.fsdp_config
         is_small = self.model.num_matrix_parameters <= MAX_REPLICATED_PARAMETERS
-        return self.fsdp_config or FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
+        return FSDPConfig(sharding_strategy="NO_SHARD" if is_small else "FULL_SHARD")
 
     @property
     def tensor_parallel_degree(self) -> int:
@@ -679,6 +704,7 @@ class TrainConfig:
 
     @property
     def sequence_parallel(self) -> bool:
+        """Whether devices that divide layers also divide each sequence between them."""
         return self.tensor_parallel_degree > 1 and self.tp_config is not None and self.tp_config.sequence_parallel
 
     @property
@@ -696,23 +722,31 @@ class TrainConfig:
 
     def is_deterministic_on(self, device_type: str) -> bool:
         """Whether a launch on `cuda` or `cpu` uses deterministic kernels alone."""
-        return self.exact_sums and device_type == "cuda" if self.deterministic is None else self.deterministic
+        if self.deterministic is not None:
+            return self.deterministic
+        return self.exact_sums and device_type == "cuda"
 
     @property
     def reduces_every_microbatch(self) -> bool:
+        """Whether gradients are summed over devices after each microbatch, instead of after the last one."""
         if self.pipeline.pipeline_parallel_degree > 1:
             return False  # a pipeline's stage sums its gradients once, after the schedule
-        wish = self.sharding.reduce_every_microbatch
-        return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS if wish is None else wish
+        if self.sharding.reduce_every_microbatch is not None:
+            return self.sharding.reduce_every_microbatch
+        return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
-        """Return the samples of a launch's first microbatch; with auto that is 1, from which it measures."""
+        """Return the number of samples in a launch's first microbatch; with auto that is 1, from which it measures."""
         if self.device_train_microbatch_size == "auto":
             return 1
-        if self.pipeline.pipeline_parallel_degree > 1 and self.device_train_microbatch_size is None:
-            wish = self.pipeline.num_microbatches or self.pipeline.default_num_microbatches(device_batch_size)
-            return -(-device_batch_size // wish)
-        return min(int(self.device_train_microbatch_size or device_batch_size), device_batch_size)
+        if self.device_train_microbatch_size is not None:
+            return min(int(self.device_train_microbatch_size), device_batch_size)
+        if self.pipeline.pipeline_parallel_degree == 1:
+            return device_batch_size
+        num_microbatches = self.pipeline.num_microbatches
+        if num_microbatches is None:
+            num_microbatches = self.pipeline.default_num_microbatches(device_batch_size)
+        return -(-device_batch_size // num_microbatches)  # rounded up
 
     @property
     def trains_alone(self) -> bool:
@@ -720,8 +754,13 @@ class TrainConfig:
         return not given_blocks(self.blocks)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether `eval_interval` asks for evaluations: 0 asks for none."""
+        return self.eval_interval.value > 0
+
+    @property
     def eval_batch_size(self) -> int:
-        """Samples of one device in one forward pass of an evaluation."""
+        """Number of samples of one device in one forward pass of an evaluation."""
         if self.device_eval_batch_size is not None:
             return self.device_eval_batch_size
         if isinstance(self.device_train_microbatch_size, int):
@@ -730,9 +769,10 @@ class TrainConfig:
 
     @property
     def eval_subset_samples(self) -> int | None:
-        """Samples of an evaluation; None for all. No setting of the hardware changes them."""
-        count = self.eval_subset_num_batches
-        return count * self.global_train_batch_size if count > 0 else None
+        """Number of samples of an evaluation; None for all. No setting of the hardware changes it."""
+        if self.eval_subset_num_batches == -1:
+            return None
+        return self.eval_subset_num_batches * self.global_train_batch_size
 
     @property
     def has_own_components(self) -> bool:
@@ -743,8 +783,8 @@ class TrainConfig:
     @property
     def validation(self) -> dict[str, LoaderConfig]:
         """Key -> block, for each block of validation data."""
-        single = {} if self.eval_loader is None else {"eval_loader": self.eval_loader}
-        return single | {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
+        blocks = {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
+        return blocks if self.eval_loader is None else {"eval_loader": self.eval_loader, **blocks}
 
     @property
     def loaders(self) -> dict[str, LoaderConfig]:
@@ -753,6 +793,7 @@ class TrainConfig:
 
     @property
     def checkpoint_folder(self) -> str:
+        """Folder or URL of the run's checkpoints."""
         return self.save_folder or f"{self.run_folder}/checkpoints"
 
 
@@ -763,10 +804,13 @@ def data_label(key: str) -> str:
 
 
 def with_keys(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as dictionaries, by the keys of a YAML."""
-    values = {}
-    for name, value in asdict(config).items():
-        values |= value if name == "blocks" else {name: value}
+    """Return the configuration by the keys of a YAML, in which blocks of companions stand at the top."""
+    values: dict[str, Any] = {}
+    for name, value in as_yaml(config).items():
+        if name == "blocks":
+            values |= value
+        else:
+            values[name] = value
     return values
 
 
@@ -776,18 +820,21 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
     Text from an environment variable stays as it was written, `${oc.env:…}`. Credentials in URLs are masked.
     """
 
-    def recorded(text: str) -> str:
+    def without_secrets(text: str) -> str:
         return mask_urls(text.written if isinstance(text, FromEnvironment) else text)
 
-    values = map_texts(with_keys(config), recorded)
-    values["optimizer"]["weight_decay"] = config.optimizer.decay  # recorded: the default may change
+    values = map_texts(with_keys(config), without_secrets)
+    values["optimizer"]["weight_decay"] = config.optimizer.decay  # because another release may have another default
     values["optimizer"] = keys_of_optimizer(values["optimizer"])
     return values
 
 
 def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recorded optimizer that it is given: a user's own is given no `betas` and `weight_decay` of
-    ours, but what the YAML says, which is in `kwargs`."""
+    """Return the keys of a recorded optimizer that have an effect.
+
+    A user's own optimizer is given no `betas` and `weight_decay` of ours. It is given what the YAML says, which is in
+    `kwargs`.
+    """
     if not str(block.get("name")).startswith("python:"):
         return block
     return {key: block[key] for key in ("name", "lr", "kwargs") if key in block}

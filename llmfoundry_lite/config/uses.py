@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import Use, join, keys_of
+from llmfoundry_lite.config.fields import Use, as_yaml, join, keys_of
 from llmfoundry_lite.config.layers import Layer, get, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
@@ -28,20 +28,21 @@ def refuse_unused_keys(config: TrainConfig) -> None:
 
 
 def note_unused_keys(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
-    """Return a note for each key without effect that a user wrote.
+    """Return a note for each key without effect that a user wrote for this run.
 
-    Overlays describe a machine for many runs, and a run folder's config.yaml has every key: nobody wrote those for
-    this run.
+    Overlays describe a machine for many runs, and a run folder's config.yaml has every key, so these are left out.
     """
     written = [layer for layer in layers if not layer.is_overlay and not _is_record(layer)]
-    return [
-        f"{source_of(unused.key, written)}: {unused.key} has no effect: {unused.reason}"
-        for unused in find_unused_keys(config, config)
-        if any(get(layer.values, unused.key)[0] for layer in written)
-    ]
+    notes = []
+    for unused in find_unused_keys(config, config):
+        if any(get(layer.values, unused.key)[0] for layer in written):
+            source = source_of(unused.key, written)
+            notes.append(f"{source}: {unused.key} has no effect: {unused.reason}")
+    return notes
 
 
 def _is_record(layer: Layer) -> bool:
+    """Return whether a layer is a recorded configuration: it has every key of a run."""
     return keys_of(TrainConfig).keys() <= layer.values.keys()
 
 
@@ -50,25 +51,28 @@ def find_unused_keys(
 ) -> Iterator[Unused]:
     """Yield each key of `block`, which stands at `path`, and of the blocks inside it, whose value has no effect.
 
-    `uses_here` are further conditions, by dotted key, for a block in this place. `config` is the whole configuration.
+    `config` is the whole configuration. `uses_here` are further conditions, by dotted key within the block, which hold
+    for a block in this place.
     """
     uses_here = uses_here or {}
     for name, key in keys_of(type(block)).items():
+        # Blocks of companions are no attributes of the configuration.
         value = getattr(block, name) if hasattr(block, name) else block.blocks.get(name)
         uses = [*key.setting.uses]
         if name in uses_here:
             uses.append(uses_here[name])
 
         for use in uses:
-            asks_for_effect = value != key.default or use.even_default
-            if asks_for_effect and not use.where(block, config):
-                reason = use.elsewhere.format(block=block, run=config, path=path)
+            asks_for_effect = as_yaml(value) != key.default or use.even_default
+            if asks_for_effect and not use.has_effect(block, config):
+                reason = use.reason.format(block=block, run=config, path=path)
                 yield Unused(key=join(path, name), reason=reason, is_refused=use.is_refused)
                 break
 
-        below = {
-            inner.removeprefix(f"{name}."): use for inner, use in uses_here.items() if inner.startswith(f"{name}.")
-        }
+        uses_inside = {**key.setting.uses_inside}
+        for inner_key, use in uses_here.items():
+            if inner_key.startswith(f"{name}."):
+                uses_inside[inner_key.removeprefix(f"{name}.")] = use
         for inner_path, inner_block in key.blocks(join(path, name), value):
             if is_dataclass(inner_block):
-                yield from find_unused_keys(inner_block, config, inner_path, {**key.setting.uses_inside, **below})
+                yield from find_unused_keys(inner_block, config, inner_path, uses_inside)

@@ -50,10 +50,12 @@ def describe_unused_variables(
 ) -> Iterator[tuple[str, str]]:
     """Yield each variable that is set and that has no effect, with a line that says what is used instead."""
     for variable, name in VARIABLES.items():
-        given, used = environ.get(variable), arguments.get(name)
+        value, used = environ.get(variable), arguments.get(name)
+        if not value or used is None:
+            continue
         text = ",".join(used) if isinstance(used, list) else str(used)
-        if given and used is not None and given != text:
-            yield variable, f"loggers.wandb: {variable}={given} has no effect: {name} is {text}"
+        if value != text:
+            yield variable, f"loggers.wandb: {variable}={value} has no effect: {name} is {text}"
 
 
 def check_wandb(config: WandbConfig) -> None:
@@ -62,7 +64,7 @@ def check_wandb(config: WandbConfig) -> None:
         raise ConfigError("loggers.wandb: wandb is not installed; pip install wandb, or loggers.wandb=null")
     if not config.init_kwargs:
         return
-    import wandb
+    import wandb  # slow, and needed only here
 
     known = [*inspect.signature(wandb.init).parameters]
     for name in config.init_kwargs:

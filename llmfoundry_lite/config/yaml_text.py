@@ -2,6 +2,9 @@
 
 This is YAML 1.1, as LLM Foundry reads it, with OmegaConf's numbers (`1e-3` is one). 010 and 1:30 are text, because few
 expect the 8 and the 90 that YAML 1.1 reads there. Keys are text.
+
+`read_yaml` and `dump_yaml` are for files of a user, `read_record` and `dump_record` for a configuration that a run
+records.
 """
 
 import math
@@ -12,12 +15,19 @@ import yaml
 from yaml import YAMLError
 from yaml.constructor import ConstructorError, SafeConstructor
 
-from llmfoundry_lite.config.written import PlainScalar, map_texts
+from llmfoundry_lite.config.scalars import PlainScalar, map_texts
 
 INT = "[-+]?(?:0b_*[01][01_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0*[0-7]|[1-9][0-9_]*)"
 FLOAT = r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+)"
 NOT_FINITE = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-STRING, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+"""Patterns of numbers: those of YAML 1.1, except octal ones such as 010 and those to base 60. 1e-3 is one, as in
+OmegaConf."""
+
+STRING_TAG = "tag:yaml.org,2002:str"
+MERGE_TAG = "tag:yaml.org,2002:merge"
+INT_TAG = "tag:yaml.org,2002:int"
+FLOAT_TAG = "tag:yaml.org,2002:float"
+
 BEFORE_REFERENCE = re.compile(r"(?<!\\)(\\*)\$\{")
 """`${` and the backslashes before it. The look-behind matters: without it, a megabyte of backslashes takes hours."""
 MAX_EXPANSION = 100
@@ -46,42 +56,53 @@ class Loader(PlainLoader):
     """Loader that keeps the text of plain scalars."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
+        """Make a dictionary whose keys are text. Raises ConstructorError for a key that stands there twice."""
         seen: set[str] = set()
-        for key in keys:
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
+                continue
             if key.value in seen:
                 raise ConstructorError(None, None, f"found duplicate key {key.value}", key.start_mark)
             seen.add(key.value)
-        self.flatten_mapping(node)
+
+        self.flatten_mapping(node)  # keys that `<<` brings, which the block's own override
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                key.tag = STRING
+                key.tag = STRING_TAG
         return super().construct_mapping(node, deep)
 
 
 def _construct_plain(loader: Loader, node: yaml.ScalarNode) -> Any:
-    """Return a number or a truth value with its text. A number that Python cannot hold, such as 5e12345, is text."""
+    """Return a number or a truth value, with its text where it has no quotes.
+
+    A number that Python cannot hold, such as 5e12345, or one that a tag asks for in vain (`!!int x`), is text.
+    """
     kind = node.tag.rpartition(":")[2]
     try:
         value = getattr(SafeConstructor, f"construct_yaml_{kind}")(loader, node)
     except (ValueError, KeyError):  # thousands of digits; !!int x
         return node.value
-    if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():
+    has_overflowed = kind == "float" and math.isinf(value) and "inf" not in node.value.lower()
+    if has_overflowed:
         return node.value
-    return value if node.style else PlainScalar(node.value, value)
+    is_plain = not node.style
+    return PlainScalar(node.value, value) if is_plain else value
 
 
 def _tags(*kinds: str) -> list[str]:
     return [f"tag:yaml.org,2002:{kind}" for kind in kinds]
 
 
+# `Loader` makes text, null, lists and mappings as YAML does, and numbers and truth values with their text. It refuses
+# any other tag.
 Loader.yaml_constructors = {
     **{tag: Loader.yaml_constructors[tag] for tag in (None, *_tags("str", "null", "seq", "map"))},
     **dict.fromkeys(_tags("bool", "int", "float"), _construct_plain),
 }
+# It recognises null, truth values and merge keys as YAML 1.1 does. Numbers are ours, and dates are text.
 Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag in _tags("null", "bool", "merge")]
-    for first, found in Loader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _tags("null", "bool", "merge")]
+    for first, resolvers in Loader.yaml_implicit_resolvers.items()
 }
 
 
@@ -89,12 +110,15 @@ class Dumper(yaml.SafeDumper):
     """Dumper that quotes text where `Loader`, or another reader of YAML 1.1 or 1.2, would read something else."""
 
 
+FIRST_OF_NUMBER = list("-+0123456789.")
+"""Characters with which a number may begin. PyYAML tries a pattern on text that begins with one of them."""
+
 for _kind in (Loader, Dumper):
-    for _name, _pattern in (("int", INT), ("float", f"{FLOAT}|{NOT_FINITE}")):
-        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"(?:{_pattern})$"), list("-+0123456789."))
+    _kind.add_implicit_resolver(INT_TAG, re.compile(f"(?:{INT})$"), FIRST_OF_NUMBER)
+    _kind.add_implicit_resolver(FLOAT_TAG, re.compile(f"(?:{FLOAT}|{NOT_FINITE})$"), FIRST_OF_NUMBER)
 
-
-Dumper.add_implicit_resolver(_tags("int")[0], re.compile("(?:[-+]?[0-9][0-9_]*|0o[0-7]+)$"), list("-+0123456789"))
+# 010, 008 and 0o17 are text here, and numbers to other readers, so they are written in quotes.
+Dumper.add_implicit_resolver(INT_TAG, re.compile("(?:[-+]?[0-9][0-9_]*|0o[0-7]+)$"), list("-+0123456789"))
 
 
 def read_yaml(text: str | bytes, kind: Any = Loader) -> Any:
@@ -110,24 +134,31 @@ def read_yaml(text: str | bytes, kind: Any = Loader) -> Any:
         loader.dispose()
 
 
-def _check_aliases(node: yaml.Node) -> None:
+def _check_aliases(document: yaml.Node) -> None:
     """Raise ConstructorError for an alias within its own value, and for aliases of aliases that fill the memory."""
     sizes: dict[yaml.Node, int] = {}
+    """Node -> number of values that it has with its aliases expanded."""
 
-    def size(one: yaml.Node, around: tuple[yaml.Node, ...]) -> int:
-        if one in around:
-            raise ConstructorError(None, None, "an alias within its own value", one.start_mark)
-        if one not in sizes:
-            children = one.value if isinstance(one, yaml.CollectionNode) else ()
-            if isinstance(one, yaml.MappingNode):
-                children = [child for pair in one.value for child in pair]
-            sizes[one] = 1 + sum(size(child, (*around, one)) for child in children)
-        return sizes[one]
+    def count_values(node: yaml.Node, nodes_around: tuple[yaml.Node, ...]) -> int:
+        if node in nodes_around:
+            raise ConstructorError(None, None, "an alias within its own value", node.start_mark)
+        if node not in sizes:
+            children = _children_of(node)
+            sizes[node] = 1 + sum(count_values(child, (*nodes_around, node)) for child in children)
+        return sizes[node]
 
-    if size(node, ()) > MAX_EXPANSION * len(sizes):
-        raise ConstructorError(
-            None, None, f"aliases make more than {MAX_EXPANSION} values of each that is written", node.start_mark
-        )
+    num_expanded = count_values(document, ())
+    num_written = len(sizes)
+    if num_expanded > MAX_EXPANSION * num_written:
+        problem = f"aliases make more than {MAX_EXPANSION} values of each that is written"
+        raise ConstructorError(None, None, problem, document.start_mark)
+
+
+def _children_of(node: yaml.Node) -> list[yaml.Node]:
+    """Return the items of a list, the keys and values of a mapping, and nothing for a scalar."""
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.CollectionNode) else []
 
 
 def dump_yaml(values: Any) -> str:
@@ -137,12 +168,13 @@ def dump_yaml(values: Any) -> str:
 def dump_record(config: Any, *, keep_variables: bool = True) -> str:
     """Write a configuration, as `schema.as_dict` gives it, as YAML that a launch reads as the same configuration.
 
-    With `keep_variables` the launch resolves `${oc.env:…}` again; else every `${` is plain text.
+    With `keep_variables` the launch resolves `${oc.env:…}` again. Every other `${` is escaped, because it is text.
     """
 
-    def escape(found: re.Match) -> str:
-        is_variable = keep_variables and found.string.startswith("oc.", found.end())
-        return found[1] * 2 + ("${" if is_variable else "\\${")
+    def escape(match: re.Match) -> str:
+        backslashes = match[1] * 2  # each is escaped
+        is_variable = match.string.startswith("oc.", match.end())
+        return backslashes + ("${" if is_variable and keep_variables else "\\${")
 
     return dump_yaml(map_texts(config, lambda text: BEFORE_REFERENCE.sub(escape, str(text))))
 
@@ -150,8 +182,9 @@ def dump_record(config: Any, *, keep_variables: bool = True) -> str:
 def read_record(text: str | bytes) -> Any:
     """Read a recorded configuration as data: no `${…}` is resolved. Raises YAMLError."""
 
-    def unescape(found: re.Match) -> str:
-        return found[1][: len(found[1]) // 2] + "${"
+    def unescape(match: re.Match) -> str:
+        num_backslashes = len(match[1]) // 2
+        return match[1][:num_backslashes] + "${"
 
     return map_texts(read_yaml(text, PlainLoader), lambda one: BEFORE_REFERENCE.sub(unescape, one))
 

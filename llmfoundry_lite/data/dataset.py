@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.cache import ShardCache
 from llmfoundry_lite.data.folder_locks import hold_folder, shared_memory_folder
 from llmfoundry_lite.data.order import (
@@ -74,7 +75,7 @@ class TextDataset(IterableDataset):
         vocab_size: int | None = None,
         tokenizer: Tokenizer | None = None,
         share: tuple[int, int] | None = None,
-        max_duration: str | int | None = None,
+        max_duration: Duration | None = None,
         max_samples: int | None = None,
     ) -> None:
         """Open the data on all ranks together. Collective.

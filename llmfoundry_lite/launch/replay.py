@@ -233,7 +233,7 @@ def _refuse_another_run(plan: ReplayPlan, here: dict[str, Any], given: Sequence[
     found = find_changes(plan.config, here)
     for change in (*found["never"], *found["logged"]):
         is_given = any(f"{change.key}.".startswith(f"{key}.") or key.startswith(f"{change.key}.") for key in given)
-        if is_given and "${" not in str(change.there):
+        if is_given and "${" not in str(change.before):
             raise ConfigError(f"replay: {change} would be another run; leave it out")
 
 

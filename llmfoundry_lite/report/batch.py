@@ -26,6 +26,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layers import Layer, lay_over, leaf_keys, merge_layers, read_layers
 from llmfoundry_lite.config.replayed import refuse_unresolved, without
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.convert.tokenizer import find_tokenizer
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.folder_locks import check_not_held
@@ -193,6 +194,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
     for folder in build_folders(placed):
         if folder.remote:
             check_not_held(folder.path)
+    duration = config.get("max_duration")
     dataset = TextDataset(
         replace(placed, allow_truncation=True),  # as the run read it
         max_seq_len=config["max_seq_len"],
@@ -201,7 +203,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str
         vocab_size=(config.get("model") or {}).get("vocab_size"),
         tokenizer=tokenizer,
         share=(0, 1),
-        max_duration=config.get("max_duration"),
+        max_duration=None if duration is None else Duration.parse(duration),
     )
     weakref.finalize(dataset, shutil.rmtree, own, ignore_errors=True)
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None

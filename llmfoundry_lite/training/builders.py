@@ -17,7 +17,6 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import DataRanks, Layout, layout_here
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.config.schema import OptimizerConfig, TrainConfig, data_label
-from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.tokenizer import LazyTokenizer, load_tokenizer
@@ -68,7 +67,7 @@ def build_and_restore(
     )
     meter: Meter = (companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter)()
     agreement = Agreement(ranks, preemption, partners.move_on, meter)
-    tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.eval_interval != 0 else None
+    tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
     checkpointing.on_saves = run.note_saves
     trainer = ParallelTrainer(
@@ -82,7 +81,7 @@ def build_and_restore(
         eval_dataloader=evaluators or None,
         eval_interval=checkpointing.evaluates_now if evaluators else 0,
         optimizers=build_optimizer(config, model, layout),
-        max_duration=str(Duration.parse(config.max_duration)),
+        max_duration=str(config.max_duration),
         callbacks=[
             *build_callbacks(config, layout, ranks, model, partners),
             checkpointing,
@@ -106,15 +105,14 @@ def build_and_restore(
 def build_callbacks(
     config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, partners: Partners
 ) -> list[Callback]:
-    max_duration = Duration.parse(config.max_duration)
     monitor = RunMonitor(
         config.callbacks.speed_monitor.window_size,
         count_flops_per_token(config.model, config.max_seq_len),
-        max_duration,
+        config.max_duration,
         devices.computed_precision(config.precision).removeprefix("amp_"),
         partners,
     )
-    callbacks: list[Callback] = [LearningRate(config.scheduler, max_duration), monitor]
+    callbacks: list[Callback] = [LearningRate(config.scheduler, config.max_duration), monitor]
     if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
         place = layout.coordinates(this_rank().rank)
         callbacks.append(DropoutSeed(config.seed, model, ranks, place, sequence_parallel=config.sequence_parallel))
@@ -263,7 +261,7 @@ def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
             subset_num_batches=-1 if subset is None or loader.name == "text" else -(-subset // batch_size),
         )
         for key, loader in config.validation.items()
-        if config.eval_interval != 0
+        if config.evaluates
     ]
 
 

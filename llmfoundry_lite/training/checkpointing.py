@@ -29,8 +29,8 @@ from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, fin
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
+from llmfoundry_lite.config.fields import as_yaml
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.config.spans import parse_limit, parse_seconds
 from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
 from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
@@ -106,7 +106,7 @@ class Checkpointing(Callback):
         """Size of the run's microbatches, if exact sums require this launch to have the same."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
-        self.failed_saves = FailedSaves(parse_limit(self.config.max_unsaved))
+        self.failed_saves = FailedSaves(self.config.max_unsaved)
         self.on_saves: Callable[[dict[str, Any]], None] = lambda saves: None
         """Called with `describe_saves` when that has changed."""
         self.in_use: set[str] = set()
@@ -164,15 +164,16 @@ class Checkpointing(Callback):
     def announce_stop(self, state: State) -> bool:
         """Print why there is nothing to train for this launch, if so. Returns whether the run is not done even so."""
         if self.policy.is_last(state):
-            done = (
-                f"the run is done at batch {int(state.timestamp.batch)}, with max_duration={self.config.max_duration}"
+            max_duration = self.config.max_duration.written
+            self.print_on_rank_0(
+                f"nothing is trained: the run is done at batch {int(state.timestamp.batch)}, with "
+                f"max_duration={max_duration}"
             )
-            self.print_on_rank_0(f"nothing is trained: {done}")
             return False
 
         is_there = self.policy.is_launch_over(state)
         if is_there:
-            why = self.policy.stop_reason or f"the run has reached stop_at, {self.config.stop_at}"
+            why = self.policy.stop_reason or f"the run has reached stop_at, {as_yaml(self.config.stop_at)}"
             self.print_on_rank_0(f"{why}: it is at batch {int(state.timestamp.batch)}")
         return is_there
 
@@ -427,7 +428,7 @@ class Checkpointing(Callback):
             return
         num_batches = int(state.timestamp.batch) - self.saved_batch
         text = (
-            f"max_unsaved: saves have failed for {self.config.max_unsaved}; unsaved batches {num_batches}, "
+            f"max_unsaved: saves have failed for {self.config.max_unsaved.written}; unsaved batches {num_batches}, "
             f"failed saves {self.failed_saves.count}, the last one: {self.failed_saves.reason}"
         )
         raise self._unsaved_error(text)
@@ -442,12 +443,12 @@ class Checkpointing(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
-        budget = Budget(RETRY_PAUSES_SECONDS, seconds=parse_seconds(self.config.retry_for), began=time.monotonic())
+        budget = Budget(RETRY_PAUSES_SECONDS, seconds=self.config.retry_for.seconds, began=time.monotonic())
         while (error := self._advance_save(self.saver.wait, state, logger)) is not None:
             pause = broadcast_json(budget.pause(time.monotonic()))
             if pause is None:
                 raise self._unsaved_error(str(error))
-            self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for}")
+            self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for.written}")
             time.sleep(pause)
             self._save(state, logger)
         self._log_digest_of_save(logger)
@@ -521,7 +522,7 @@ class Checkpointing(Callback):
             device_train_microbatch_size=int(state.device_train_microbatch_size or 0),
             tokens_per_second=tokens / seconds if seconds else None,
             save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
-            changes={change.key: [change.there, change.here] for change in self.changes},
+            changes={change.key: [change.before, change.after] for change in self.changes},
             **self.partners.segment,
         )
         return (*self.segments, here)

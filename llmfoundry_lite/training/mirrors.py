@@ -63,13 +63,13 @@ class Mirror:
 
 def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mirror]:
     """Build the mirrors of a run. `progress` returns the fraction of the run that is done."""
-    folder, max_duration = Path(config.run_folder), Duration.parse(config.max_duration)
+    folder, max_duration = Path(config.run_folder), config.max_duration
     mirrors: list[Mirror] = []
     names = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
     if config.progress_bar and has_width(sys.stdout):
         mirrors.append(ProgressBar(max_duration, progress))
     elif config.log_to_console or config.progress_bar:
-        mirrors.append(ConsoleLine(max_duration, Duration.parse(config.console_log_interval)))
+        mirrors.append(ConsoleLine(max_duration, config.console_log_interval))
     if config.loggers.wandb is not None:
         mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
         mirrors[-1].named = names[config.loggers.wandb.names]

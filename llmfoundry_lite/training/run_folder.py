@@ -23,7 +23,6 @@ from composer.loggers import Logger, LoggerDestination
 
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_urls, printable
 from llmfoundry_lite.files import write_atomically
@@ -86,7 +85,7 @@ class RunFolder(LoggerDestination):
                 self.launch = 1 + last_launch(self.log)
                 batch = int(trainer.state.timestamp.batch)
                 write_status(self.folder, "running", batch, self.asked_by, launch=self.launch, **self.saves)
-                duration = Duration.parse(self.config.max_duration)
+                duration = self.config.max_duration
                 self.written_once[LAUNCHES] = (self.folder / LAUNCHES).read_bytes()
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
                 for mirror in self.mirrors:

@@ -19,8 +19,8 @@ from composer.core import Callback, State, Timestamp
 from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.manifest import HIDDEN, Segment
 from llmfoundry_lite.config.layout import layout_here
+from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.written import FromEnvironment
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import is_secret_name
 from llmfoundry_lite.training.adapter import LanguageModel

@@ -10,7 +10,6 @@ from composer.core import State, Timestamp
 from llmfoundry_lite.checkpoint.run_log import duration_text
 from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import elapsed, has_passed, is_evaluation_due, progress_of
@@ -41,14 +40,10 @@ class SavePolicy:
         self.config = config
         self.preemption = preemption
         self.agreement = agreement
-        interval = SaveInterval.parse(config.save_interval)
-        self.span = interval.span
-        self.timer = SaveTimer(interval.seconds) if self.span is None else None
+        self.span = config.save_interval.span
+        self.timer = SaveTimer(config.save_interval.seconds) if self.span is None else None
         """For intervals by the clock. Only rank 0's counts: `Agreement` broadcasts when a save is due."""
-        self.digest_span = Duration.parse(config.digest_interval) if config.digest_interval is not None else None
-        self.end = Duration.parse(config.max_duration)
-        self.stop_after = Duration.parse(config.stop_after) if config.stop_after is not None else None
-        self.stop_at = Duration.parse(config.stop_at) if config.stop_at is not None else None
+        self.digest_span = config.digest_interval
         self.stop_reason = ""
         """Why a callback asks for the end of this launch, on every rank; empty if none does."""
 
@@ -60,11 +55,11 @@ class SavePolicy:
 
     def is_last(self, state: State) -> bool:
         """Return whether the run ends with this batch."""
-        return progress_of(state, self.end) >= 1
+        return progress_of(state, self.config.max_duration) >= 1
 
     def is_launch_over(self, state: State) -> bool:
         """Return whether `stop_after` or `stop_at` is reached, or a callback has asked for the end."""
-        span, point = self.stop_after, self.stop_at
+        span, point = self.config.stop_after, self.config.stop_at
         if self.stop_reason or (point is not None and elapsed(state, point.unit) >= point.value):
             return True
         if span is None:

@@ -26,8 +26,7 @@ def learning_rate_multiplier(
     is epochs, as in Composer's `_convert_time`. `t_scale` is no span, and stays a fraction.
     """
 
-    def span(text: str | int, *, is_cut: bool = True) -> float:
-        duration = Duration.parse(text)
+    def span(duration: Duration, *, is_cut: bool = True) -> float:
         if duration.unit == max_duration.unit:
             return duration.value
         if duration.unit == "ep" and max_duration.unit == "ba":
@@ -104,7 +103,7 @@ class LearningRate(Callback):
             return
         run, is_constant = self.max_duration, self.schedule.name == "constant_with_warmup"
         for key in ("t_warmup",) if is_constant else ("t_warmup", "t_max"):
-            span = Duration.parse(getattr(self.schedule, key))
+            span: Duration = getattr(self.schedule, key)
             if span.value > 0 and (run.unit, span.unit) in (("ep", "ba"), ("ep", "dur"), ("ba", "ep")):
                 raise ConfigError(
                     f"scheduler.{key}: {span} of a run of {run} needs the number of batches in an epoch, and "
@@ -127,10 +126,10 @@ def progress_of(state: State, max_duration: Duration) -> float:
 
 def is_evaluation_due(config: TrainConfig, state: State) -> bool:
     """Return whether an evaluation follows this batch: every `eval_interval`, and after the last batch."""
-    if config.eval_interval == 0 or not (config.validation or config.icl_tasks):
+    if not config.evaluates or not (config.validation or config.icl_tasks):
         return False
-    is_over = progress_of(state, Duration.parse(config.max_duration)) >= 1
-    return is_over or has_passed(state, Duration.parse(config.eval_interval))
+    is_over = progress_of(state, config.max_duration) >= 1
+    return is_over or has_passed(state, config.eval_interval)
 
 
 def has_passed(state: State, span: Duration) -> bool:

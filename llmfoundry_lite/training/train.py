@@ -16,7 +16,6 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.spans import Duration, parse_seconds
 from llmfoundry_lite.convert.huggingface import can_export, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, UserError, either
@@ -62,7 +61,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         choose_device(devices.device_type())
         start_process_group(devices.device_type(), config.dist_timeout)
     run, partners = RunFolder(config), partners or find_partners(config)
-    wall_seconds = parse_seconds(config.max_wall_time) if config.max_wall_time is not None else None
+    wall_seconds = config.max_wall_time.seconds if config.max_wall_time is not None else None
     preemption = Preemption(run.folder, config.preemption_grace_seconds, wall_seconds, run.note_request, run.leave)
     trainer, checkpointing = None, None
     try:
@@ -70,7 +69,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         start = find_start(config, takes_lease=partners.takes_lease_at_start)
         trainer, checkpointing = build_and_restore(config, run, preemption, start, partners)
         preemption.listen()
-        state, max_duration = trainer.state, Duration.parse(config.max_duration)
+        state, max_duration = trainer.state, config.max_duration
         size = checkpointing.microbatch_of_run
         if size is None:
             size = choose_microbatch(config, checkpointing.model, state.optimizers[0])

@@ -204,7 +204,7 @@ def test_a_change_is_told_without_the_keys_that_were_left_out():
     (change,) = find_changes(resolved(), resolved(*stages))["logged"]
     told = '[] -> [{"until": "6ba"}, {"streams": {"x": {"local": "data/x", "proportion": 1.0}}}]'
     assert str(change) == f"train_loader.dataset.stages {told}"
-    segment = Segment(first_batch=1, last_batch=2, changes={change.key: [change.there, change.here]})
+    segment = Segment(first_batch=1, last_batch=2, changes={change.key: [change.before, change.after]})
     assert segment.computed_with == [str(change)]
 
 

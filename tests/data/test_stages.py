@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import llmfoundry_lite as lf
 from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import first_batches, streams_of_stages
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.data.order import SampleOrder
 from llmfoundry_lite.data.stages import StagedOrder
@@ -222,21 +223,21 @@ def test_one_folder_in_two_stages_has_one_remote(mixture, tmp_path):
     ],
 )
 def test_a_stage_begins_with_the_batch_at_which_the_one_before_has_ended(run, until, batch):
-    dataset = TextDatasetConfig(local="a", stages=[StageConfig(until=until), StageConfig()])
-    assert first_batches(dataset, "x", run, batch_size=8, max_seq_len=16) == [0, batch]
+    dataset = TextDatasetConfig(local="a", stages=[StageConfig(until=Duration.parse(until)), StageConfig()])
+    assert first_batches(dataset, "x", Duration.parse(run), batch_size=8, max_seq_len=16) == [0, batch]
 
 
 def test_tokens_of_a_stage_are_those_of_its_own_samples():
-    stages = [StageConfig(until="6400tok"), StageConfig()]
+    stages = [StageConfig(until=Duration(6400, "tok")), StageConfig()]
     dataset = TextDatasetConfig(local="a", max_seq_len=32, stages=stages)
-    assert first_batches(dataset, "x", "100ba", batch_size=8, max_seq_len=16) == [0, 6400 // 32 // 8]
+    assert first_batches(dataset, "x", Duration(100, "ba"), batch_size=8, max_seq_len=16) == [0, 6400 // 32 // 8]
 
 
 def test_what_a_stage_leaves_out_is_that_of_the_stream_of_its_name():
     web, code = StreamConfig(local="web", split="train", proportion=2.0), StreamConfig(local="code")
-    second = StageConfig(until="2ba", streams={"web": StreamConfig(), "code": code})
+    second = StageConfig(until=Duration(2, "ba"), streams={"web": StreamConfig(), "code": code})
     third = StageConfig(streams={"code": StreamConfig(proportion=1.0, local="moved")})
-    dataset = TextDatasetConfig(streams={"web": web}, stages=[StageConfig(until="1ba"), second, third])
+    dataset = TextDatasetConfig(streams={"web": web}, stages=[StageConfig(until=Duration(1, "ba")), second, third])
     assert streams_of_stages(dataset) == [
         {"web": web},
         {"web": StreamConfig(local="web", split="train"), "code": code},

@@ -51,7 +51,7 @@ def train_by_hand(
         optimizer.step()
         record = {"batch": batch + 1, "loss/train/total": loss.item(), "grad_norm": norm.item(), "lr": rate}
         records.append({**record, "data/digest": digest_of(tokens_bt)})
-    if settings.eval_loader is not None and settings.eval_interval != 0:
+    if settings.eval_loader is not None and settings.evaluates:
         records[-1]["eval/loss"] = validation_loss(settings, model, separator)
     return records
 

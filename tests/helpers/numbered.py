@@ -7,6 +7,7 @@ import numpy as np
 from streaming import MDSWriter
 
 from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
 
@@ -25,15 +26,20 @@ def _streams(described: dict) -> dict[str, StreamConfig]:
     return {name: StreamConfig(**stream) for name, stream in described.items()}
 
 
+def _span(text: str | None) -> Duration | None:
+    return None if text is None else Duration.parse(text)
+
+
 def open_data(folder: Path | None, **settings) -> TextDataset:
     """`settings` are those of the YAML's block and those of `TextDataset`; streams and stages as plain dictionaries."""
     settings = {"max_seq_len": SEQ_LEN, "global_batch_size": 12, "shuffle": True, "shuffle_seed": 3} | settings
     if folder:
         settings["local"] = str(folder)
     settings["stages"] = [
-        StageConfig(until=stage.get("until"), streams=_streams(stage.get("streams", {})))
+        StageConfig(until=_span(stage.get("until")), streams=_streams(stage.get("streams", {})))
         for stage in settings.get("stages", [])
     ]
+    settings["max_duration"] = _span(settings.get("max_duration"))
     settings["streams"] = _streams(settings.get("streams", {}))
     names = {field.name for field in fields(TextDatasetConfig)} - {"max_seq_len"}
     config = TextDatasetConfig(**{name: value for name, value in settings.items() if name in names})

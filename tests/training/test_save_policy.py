@@ -25,12 +25,13 @@ SIGTERM = REASONS.index("SIGTERM")
 def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, stop_at=None, eval_interval=0, began=0):
     config: Any = SimpleNamespace(
         run_folder="runs/x",
-        max_duration="10ba",
-        save_interval=save_interval,
+        max_duration=Duration(10, "ba"),
+        save_interval=SaveInterval.parse(save_interval),
         digest_interval=None,
-        stop_after=stop_after,
-        stop_at=stop_at,
-        eval_interval=eval_interval,
+        stop_after=stop_after and Duration.parse(stop_after),
+        stop_at=stop_at and Duration.parse(stop_at),
+        eval_interval=Duration.parse(eval_interval),
+        evaluates=eval_interval != 0,
         validation={"": "val"},
         icl_tasks=[],
     )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from composer.core import Timestamp
 
+from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.schema import SchedulerConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
@@ -12,8 +13,13 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.schedule import LearningRate, elapsed, learning_rate_multiplier
 
 
+def schedule_of(**options) -> SchedulerConfig:
+    """Build a schedule from the words of a YAML."""
+    return build_block(SchedulerConfig, options)
+
+
 def at(t, max_duration="100ba", **options):
-    return learning_rate_multiplier(SchedulerConfig(**options), Duration.parse(max_duration), lambda unit: t)
+    return learning_rate_multiplier(schedule_of(**options), Duration.parse(max_duration), lambda unit: t)
 
 
 def test_cosine_warms_up_from_zero_and_ends_at_alpha_f():
@@ -40,7 +46,7 @@ def test_a_fraction_of_the_run_is_cut_to_whole_batches_as_in_composer(max_durati
 
     state = SimpleNamespace(max_duration=Time.from_timestring(max_duration), dataloader_len=num_batches)
     assert _convert_time(t_warmup, state).value == batches  # pyright: ignore[reportArgumentType]
-    schedule, run = SchedulerConfig(name="constant_with_warmup", t_warmup=t_warmup), Duration.parse(max_duration)
+    schedule, run = schedule_of(name="constant_with_warmup", t_warmup=t_warmup), Duration.parse(max_duration)
     steps = num_batches if run.unit == "ep" else 1
     rates = [learning_rate_multiplier(schedule, run, lambda unit, t=t: t / steps, steps) for t in range(batches + 1)]
     assert rates == pytest.approx([t / batches for t in range(batches + 1)])
@@ -142,13 +148,13 @@ def test_batches_and_epochs_are_mixed_as_in_composer(name, max_duration, t_warmu
             max_duration=Time.from_timestring(max_duration),
             dataloader_len=length,
         )
-        schedule = SchedulerConfig(name=name, **spans, alpha_f=0.0)
+        schedule = schedule_of(name=name, **spans, alpha_f=0.0)
         ours = learning_rate_multiplier(schedule, run, lambda unit, state=state: elapsed(state, unit), length)
         assert ours == pytest.approx(theirs(state), abs=1e-12), t
 
 
 def test_a_span_that_needs_an_unknown_length_of_an_epoch_is_refused_in_one_line():
-    rate = LearningRate(SchedulerConfig(name="cosine_with_warmup", t_warmup="100ba"), Duration(1, "ep"))
+    rate = LearningRate(schedule_of(name="cosine_with_warmup", t_warmup="100ba"), Duration(1, "ep"))
     state: Any = SimpleNamespace(dataloader_len=None)
     with pytest.raises(ConfigError) as caught:
         rate.fit_start(state, None)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from composer.core import Callback, Timestamp
 from llmfoundry_lite.checkpoint import local_folder
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES
 from llmfoundry_lite.checkpoint.save import Saved
-from llmfoundry_lite.config.spans import parse_limit
+from llmfoundry_lite.config.spans import Time, parse_limit
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import describe
 from llmfoundry_lite.training import checkpointing, failed_saves
@@ -48,7 +48,7 @@ class Run:
     def __init__(self, monkeypatch, *ends: Saved | CheckpointError | None, retry_for: str = "1m"):
         self.ends, self.pauses, self.saves, self.said, self.now = list(ends), [], [], [], 0.0
         parts = Checkpointing.__new__(Checkpointing)
-        parts.config = SimpleNamespace(retry_for=retry_for)
+        parts.config = SimpleNamespace(retry_for=Time.parse(retry_for))
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None

@@ -10,6 +10,7 @@ from llmfoundry_islands.block import SyncConfig
 from llmfoundry_islands.tensors.changes import Swapped
 from llmfoundry_islands.tensors.encoding import encode
 from llmfoundry_islands.training.outer_weights import Departure, OuterWeights
+from llmfoundry_lite.config.spans import Duration
 
 
 def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():
@@ -36,7 +37,7 @@ def test_each_fragment_s_mean_is_weighted_by_what_islands_have_trained_it_on():
 
 def test_what_was_trained_while_a_fragment_travelled_counts_in_its_next_exchange():
     outer = OuterWeights.__new__(OuterWeights)
-    outer.sync, outer.dropped = SyncConfig(every="4ba"), {}
+    outer.sync, outer.dropped = SyncConfig(every=Duration(4, "ba")), {}
     outer.fragments, outer.pending = [{"a"}, {"b"}], [5, 7]
     departure: Any = SimpleNamespace(numbers=[0], weights=[3], label=1, changes={}, dropped={})
     assert not outer.land(departure, label=2)
@@ -51,7 +52,7 @@ def test_what_rounding_drops_is_sent_with_later_changes(monkeypatch, dtype):
     change = torch.tensor([1.0, 1 / 1000])  # int8: the second is less than a step of 1 / 127
     change[0] += 2.0**-10  # bf16: less than half a step of 1 / 128
     outer = OuterWeights.__new__(OuterWeights)
-    outer.sync = SyncConfig(every="1ba", dtype=dtype, lr=1.0, momentum=0.0)
+    outer.sync = SyncConfig(every=Duration(1, "ba"), dtype=dtype, lr=1.0, momentum=0.0)
     outer.held = SimpleNamespace(parameters={"w": weights}, pieces={}, views=lambda changes: (changes, changes))  # type: ignore[assignment]
     outer.fragments, outer.dropped, outer.velocity = [["w"]], {}, {"w": torch.zeros(2)}
     outer.begin()

@@ -28,7 +28,6 @@ from llmfoundry_islands.training.islands import LABELS_PER_BATCH, Islands, now
 from llmfoundry_islands.training.local_steps import Again, Round, lost_samples, share_lost
 from llmfoundry_islands.training.outer_weights import Departure, OuterWeights
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
 from llmfoundry_lite.training.partners import Decision
@@ -45,7 +44,7 @@ class LocalIslands(Islands):
         super().__init__(config)
         assert self.config.sync is not None
         self.sync = self.config.sync
-        self.every, self.delay = (int(Duration.parse(span).value) for span in (self.sync.every, self.sync.delay))
+        self.every, self.delay = int(self.sync.every.value), int(self.sync.delay.value)
         self.interval = self.every // self.sync.fragments
         """Batches of a round."""
         self.streams = self.sync.fragments > 1 or self.delay > 0

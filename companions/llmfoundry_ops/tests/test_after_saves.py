@@ -92,7 +92,7 @@ def test_checkpoints_and_exports_may_lie_on_s3(tmp_path, data):
 def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     there: Any = SimpleNamespace(published_batch=0, in_use=set(), store=SimpleNamespace(root=SimpleNamespace(url="c")))
-    callback = AfterSaves("1ba", there, lambda name, url: Job(name=name, **WORDS))
+    callback = AfterSaves(Duration(1, "ba"), there, lambda name, url: Job(name=name, **WORDS))
     for there.published_batch in range(1, 6):
         callback._add()
     assert there.in_use == {"ba1", "ba2", "ba3", "ba4"}
@@ -151,7 +151,7 @@ def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capf
         store=SimpleNamespace(root=SimpleNamespace(url="c")),
     )
     job = Job(name="ba4", **WORDS)
-    callback, nothing = AfterSaves("2ba", leaving, lambda name, url: job), SimpleNamespace()
+    callback, nothing = AfterSaves(Duration(2, "ba"), leaving, lambda name, url: job), SimpleNamespace()
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
     callback.child, callback.jobs, callback.last_batch = child, [job], 4
     callback.close(nothing, nothing)  # type: ignore[arg-type]

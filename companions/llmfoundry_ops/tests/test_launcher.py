@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from llmfoundry_lite.config.spans import Time
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops import launcher as module
@@ -428,7 +429,9 @@ def test_only_saved_batches_count_as_progress_of_a_launch(tmp_path, monkeypatch)
         return 0
 
     monkeypatch.setattr(Launcher, "run", run)
-    config = SimpleNamespace(run_folder=str(tmp_path), retry_for="60s", environment={}, has_own_components=False)
+    config = SimpleNamespace(
+        run_folder=str(tmp_path), retry_for=Time.parse("60s"), environment={}, has_own_components=False
+    )
     monkeypatch.setattr("llmfoundry_lite.launch_train.check", lambda arguments: (SimpleNamespace(config=config),))
     assert train_ranks(["run.yaml"], 2, 3, None) == 0
     assert seen == [(None, 0), (None, 20), ("ba20", 20), ("ba20", 30)]

@@ -8,6 +8,7 @@ import yaml
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.auto_hardware import Found
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_ops import hours, like, starter
 from llmfoundry_ops.hours import Point, choose
@@ -39,7 +40,7 @@ def test_a_small_data_set_gets_a_batch_that_several_devices_can_share(tmp_path, 
 def test_a_text_is_read_four_times_at_most(tmp_path, samples, batches, said):
     note = write_starter(data_folder(tmp_path, samples), "125m", tmp_path / "mine.yaml")
     assert re.match(said, note), note
-    assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.max_duration == f"{batches}ba"
+    assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.max_duration == Duration(batches, "ba")
 
 
 def test_of_the_smallest_size_no_smaller_one_is_asked_for(tmp_path):
@@ -123,7 +124,7 @@ def test_a_size_in_between_is_the_nearest_of_one_family(tmp_path, size, width):
     write_starter(data_folder(tmp_path, 100_000), size, tmp_path / "mine.yaml")
     config = load_train_config([str(tmp_path / "mine.yaml")], {}).config
     assert config.model.d_model == width
-    assert config.console_log_interval == f"{int(config.max_duration[:-2]) // 400}ba"
+    assert config.console_log_interval == Duration(int(config.max_duration.value) // 400, "ba")
 
 
 def test_the_familys_width_of_the_quickstart_is_the_quickstart():

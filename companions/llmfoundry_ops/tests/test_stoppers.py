@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from llmfoundry_lite.config.schema import EarlyStopperConfig, KillLossSpikeConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_ops.stoppers import EarlyStopper, KillLossSpike
 from tests.helpers.runs import attempt, metrics, run, saved_names, status
 from tests.helpers.tiny import tiny_config
@@ -50,8 +51,8 @@ def test_a_label_that_no_validation_data_has_is_refused(tmp_path, data):
 
 
 def test_the_training_loss_is_a_mean_over_an_epoch_and_a_lost_log_is_none():
-    block = EarlyStopperConfig(monitor="loss", dataloader_label="train", patience="1ep")
-    config: Any = SimpleNamespace(callbacks=SimpleNamespace(early_stopper=block), validation=[], eval_interval=0)
+    block = EarlyStopperConfig(monitor="loss", dataloader_label="train", patience=Duration(1, "ep"))
+    config: Any = SimpleNamespace(callbacks=SimpleNamespace(early_stopper=block), validation=[], evaluates=False)
     checkpointing: Any = SimpleNamespace(policy=SimpleNamespace(stop_reason=""))
     stopper = EarlyStopper(config, checkpointing)
     stopper._see(101, 3, 2.5)  # carries on in an epoch before which nothing is on record
@@ -64,7 +65,9 @@ def test_the_training_loss_is_a_mean_over_an_epoch_and_a_lost_log_is_none():
 def problems(losses: list[float], num_batches: int = 1000, **keys: Any) -> list[int]:
     """Return the batches at which there is a problem."""
     block = KillLossSpikeConfig(**keys)
-    config: Any = SimpleNamespace(callbacks=SimpleNamespace(kill_loss_spike=block), max_duration=f"{num_batches}ba")
+    config: Any = SimpleNamespace(
+        callbacks=SimpleNamespace(kill_loss_spike=block), max_duration=Duration(num_batches, "ba")
+    )
     callback, found = KillLossSpike(config, SimpleNamespace()), []  # type: ignore[arg-type]
     for batch, loss in enumerate(losses, 1):
         stamp = SimpleNamespace(batch=batch, get=lambda unit, batch=batch: batch)

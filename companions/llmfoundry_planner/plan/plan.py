@@ -12,7 +12,6 @@ import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
-from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_planner.plan.bubble import check_schedule
@@ -103,7 +102,7 @@ def make_plan(
         return search_layouts(config, count, hardware, pipeline, stall_seconds)
 
     candidates, rejected = search(num_devices)
-    num_tokens = num_tokens or count_tokens(Duration.parse(config.max_duration), config)
+    num_tokens = num_tokens or count_tokens(config.max_duration, config)
     cost = None
     if candidates and num_tokens:
         best = candidates[0]

@@ -17,7 +17,7 @@ from llmfoundry_lite.config.schema import (
     TensorParallelConfig,
     TrainConfig,
 )
-from llmfoundry_lite.config.spans import Duration, SaveInterval
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
@@ -346,7 +346,7 @@ def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
 
 def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds: float) -> float:
     """Return batches of the run's `save_interval`; inf for epochs, whose length the data say."""
-    interval = SaveInterval.parse(config.save_interval)
+    interval = config.save_interval
     if interval.span is None:
         return (interval.seconds or save_seconds / MAX_SAVE_FRACTION) / step_seconds
     num_tokens = count_tokens(interval.span, config)

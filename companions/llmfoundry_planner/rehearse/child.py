@@ -22,6 +22,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import LoggersConfig, TrainConfig
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError
 from llmfoundry_lite.ranks.ending import run_and_exit
@@ -112,7 +113,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         train_loader=loader,
         eval_loader=None,
         eval_loaders={},
-        eval_interval=0,
+        eval_interval=Duration(0, "ep"),
         eval_first=False,
         icl_tasks=[],
         loggers=LoggersConfig(),
@@ -126,7 +127,7 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         max_wall_time=None,
         blocks={},
         stop_at=None,
-        stop_after=f"{num_batches + request['counts_operations']}ba",
+        stop_after=Duration(num_batches + request["counts_operations"], "ba"),
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
     )
 

@@ -19,8 +19,9 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import lay_over, merge_layers, read_layers
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
+from llmfoundry_lite.config.scalars import AMBIGUOUS
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
-from llmfoundry_lite.config.written import AMBIGUOUS
+from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
 from llmfoundry_lite.errors import CheckpointError, ConfigError, mask_credentials
 
@@ -163,8 +164,21 @@ def test_a_whole_float_is_a_count(run):
     loader = load("train_loader.dataset.epoch_size=1e6", "train_loader.dataset.cache_limit=1e11").train_loader
     assert (loader.dataset.epoch_size, loader.dataset.cache_limit) == (10**6, 10**11)
     config = load("max_duration=2.0", "save_interval=1e2", "device_train_microbatch_size=8.0", "run_name=1e2")
-    assert (config.max_duration, config.save_interval, config.device_train_microbatch_size) == (2, 100, 8)
+    assert (config.max_duration, config.save_interval.span) == (Duration(2, "ep"), Duration(100, "ep"))
+    assert (config.max_duration.written, config.save_interval.written, config.device_train_microbatch_size) == (
+        2,
+        100,
+        8,
+    )
     assert config.run_name == "1e2"
+
+
+def test_a_span_is_parsed_once_and_recorded_as_it_was_written(run):
+    config = load("max_duration=1_000ba", "save_interval=90s", "retry_for=1:30", "eval_interval=0")
+    assert config.max_duration == Duration(1000, "ba") and config.save_interval.seconds == 90
+    assert config.retry_for.seconds == 90 and not config.evaluates
+    written = {"max_duration": "1_000ba", "save_interval": "90s", "retry_for": "1:30", "eval_interval": 0}
+    assert {key: as_dict(config)[key] for key in written} == written
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,8 @@ def test_a_number_of_two_meanings_is_refused_with_both(run, argument, problem):
 
 def test_a_time_with_colons_is_a_time(run):
     config = load("max_wall_time=1:30", "seed=07")
-    assert (config.max_wall_time, config.seed) == ("1:30", 7)
+    assert config.max_wall_time is not None
+    assert (config.max_wall_time.seconds, config.max_wall_time.written, config.seed) == (90, "1:30", 7)
 
 
 def test_an_evaluation_keeps_names_of_models_tasks_and_suite(tmp_path, monkeypatch):
