@@ -244,8 +244,10 @@ def _first_different(what: str, task: str, first: Results, other: Results) -> st
     their_items = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
         their_item = their_items.get(item["index"])
-        is_comparable = their_item is not None and ("row" in item or not is_text)
-        if is_comparable and facts_of(item) != facts_of(their_item):
+        is_comparable = "row" in item or not is_text
+        if their_item is None or not is_comparable:
+            continue
+        if facts_of(item) != facts_of(their_item):
             noun = "question" if what == "row" else "prompt"
             item_name = item.get("id") or f"row {item['index'] + 1}"
             return f"; {item_name} is the first with another {noun}"
