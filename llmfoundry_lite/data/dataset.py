@@ -382,9 +382,10 @@ class TextDataset(IterableDataset):
                     f"{name} is {value}, but the checkpoint was trained with {state[key]}, and the order of the "
                     f"samples depends on it; set {name}={state[key]} to carry on"
                 )
-        if state.get("order_version", 1) != ORDER_VERSION:  # the first release did not save it
+        saved_version = state.get("order_version", 1)  # the first release did not save it
+        if saved_version != ORDER_VERSION:
             raise DataError(
-                f"the checkpoint was trained in version {state['order_version']} of the sample order, this release has "
+                f"the checkpoint was trained in version {saved_version} of the sample order, this release has "
                 f"version {ORDER_VERSION}; carry on with the release that saved it"
             )
 
