@@ -4,9 +4,9 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.bounded import TooLargeError, read_json
 from llmfoundry_lite.config.eval_schema import TaskConfig
@@ -35,55 +35,82 @@ class Document(NamedTuple):
 
 
 def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
-    """Cut the task's text into windows, each an item.
+    """Cut the task's text into windows, and return them as the items of a prepared task.
 
-    A text file is one document. In a file of JSON lines, each row's `text` is one. Both are predicted from the last
-    token that the tokenizer begins with, or else from its beginning-of-text or end-of-text token. In an MDS split each
-    sample is a document, whose first token is given. Equal documents are one cluster. `limit` counts windows.
+    A text file is one document. In a file of JSON lines, the `text` of each row is one. In an MDS split each sample is
+    a document, whose first token is not predicted. In the two other cases the first token is predicted from the token
+    that `document_of` puts before it. `limit` is the largest number of windows.
 
     Raises DataError for a file that cannot be read, NothingToAsk for one without text.
     """
+    windows = _cut_windows(config, tokenizer, max_seq_len, limit)
+    if not windows.items:
+        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+    settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if windows.is_cut else None}
+
+    # The task's fingerprint continues the hash of the documents with all that its windows depend on.
+    task_hash = windows.data_hash.copy()
+    task_hash.update(json.dumps(settings).encode())
+    if not windows.lost_text.is_empty:  # fewer bytes count than with a tokenizer that has tokens for every character
+        task_hash.update(windows.lost_text.as_text().encode())
+    return Prepared(
+        label=config.label,
+        kind="perplexity",
+        num_fewshot=0,
+        items=tuple(windows.items),
+        fingerprint=_short(task_hash),
+        settings=settings,
+        data_fingerprint=_short(windows.data_hash),
+        beginning=tokenizer.beginning,
+        lost_text=None if windows.lost_text.is_empty else windows.lost_text.as_json(),
+        config=config,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows of a task's text."""
+
+    items: list[Item]
+    is_cut: bool
+    """The text has more windows than the limit allowed."""
+    data_hash: Any
+    """SHA-256 of the documents that were read."""
+    lost_text: LostText
+    """Characters of these documents that no token stands for."""
+
+
+def _cut_windows(config: TaskConfig, tokenizer: Tokenizer, max_seq_len: int, limit: int | None) -> Windows:
+    """Read documents until there are `limit` windows, and cut them into windows. Raises DataError."""
     items: list[Item] = []
     lost_text = LostText()
+    data_hash = hashlib.sha256()
     first_with_source: dict[str, int] = {}
-    digest = hashlib.sha256()
+    """Source of a document -> the number of the first document with this source."""
     is_cut = False
     for number, document in enumerate(_read_documents(config, tokenizer, lost_text)):
         if limit is not None and len(items) >= limit:
             is_cut = True
             break
         source = json.dumps(document.source)
-        digest.update(source.encode())
+        data_hash.update(source.encode())
         cluster = str(first_with_source.setdefault(source, number))
         for request in windows_of(document, tokenizer, max_seq_len):
             items.append(Item(index=number, requests=(request,), cluster=cluster))
-    if not items:
-        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
-
     if limit is not None and len(items) > limit:
         is_cut = True
         items = items[:limit]
-    has_repeated_documents = any(item.cluster != str(item.index) for item in items)
-    if not has_repeated_documents:
-        items = [replace(item, cluster=None) for item in items]
 
-    settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if is_cut else None}
-    data_fingerprint = f"sha256:{digest.hexdigest()[:16]}"
-    digest.update(json.dumps(settings).encode())
-    if not lost_text.is_empty:  # fewer bytes count than with a tokenizer that spells everything
-        digest.update(lost_text.as_text().encode())
-    return Prepared(
-        label=config.label,
-        kind="perplexity",
-        num_fewshot=0,
-        items=tuple(items),
-        fingerprint=f"sha256:{digest.hexdigest()[:16]}",
-        settings=settings,
-        data_fingerprint=data_fingerprint,
-        beginning=tokenizer.beginning,
-        lost_text=None if lost_text.is_empty else lost_text.as_json(),
-        config=config,
-    )
+    # Clusters are recorded only where documents are equal, because otherwise each is its own.
+    has_equal_documents = any(item.cluster != str(item.index) for item in items)
+    if not has_equal_documents:
+        items = [replace(item, cluster=None) for item in items]
+    return Windows(items, is_cut, data_hash, lost_text)
+
+
+def _short(sha256: Any) -> str:
+    """Return the beginning of a hash, as results record it."""
+    return f"sha256:{sha256.hexdigest()[:16]}"
 
 
 def check_text(config: TaskConfig, tokenizer: Tokenizer) -> None:

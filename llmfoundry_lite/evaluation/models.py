@@ -107,7 +107,11 @@ def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
-    """Return a run's checkpoints whose manifest can be read, in order of batch, and a line for each of the others."""
+    """Return a run's checkpoints in order of batch, and a line for each checkpoint that is left out, with the reason.
+
+    Only manifests are read, so weights may still prove damaged. Raises CheckpointError for a checkpoint that a newer
+    release has written, and if the folder cannot be read.
+    """
     candidates: list[Candidate] = []
     for url in _urls_to_try(source):
         candidates = CheckpointStore(url).candidates()

@@ -215,19 +215,30 @@ def join_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
     """Return the task with the settings that follow from the number of examples and the evaluation's tokenization.
 
-    LLM Foundry has no delimiter before a schema task's answer if nothing precedes the question. Where context and
-    answer are tokenised together, a space remains.
+    These are the tokenization, if the task does not say, and the delimiter between a context and its answer.
     """
     tokenization = config.tokenization or tokenization
     delimiter = config.continuation_delimiter
-    is_alone = not num_fewshot and not config.prompt_string
-    if config.icl_task_type == "schema" and is_alone:
-        has_text = bool(delimiter.strip())
-        if tokenization == "joint":
-            delimiter = " " if has_text else delimiter
-        elif has_text or not config.strip_dataset:
-            delimiter = ""
+    has_text_before = bool(num_fewshot or config.prompt_string)
+    if config.icl_task_type == "schema" and not has_text_before:
+        delimiter = _delimiter_of_lone_schema(config, tokenization)
     return replace(config, tokenization=tokenization, continuation_delimiter=delimiter)
+
+
+def _delimiter_of_lone_schema(config: TaskConfig, tokenization: str) -> str:
+    """Return the delimiter before the answer of a schema question that has no text before it.
+
+    LLM Foundry leaves the delimiter out there, so results are comparable only if we do so, too. It strips the context,
+    and its tokenizer adds the space before the answer, so a delimiter of white space makes no difference unless
+    `strip_dataset` is false. In "joint" tokenization nothing adds that space, so a space stays.
+    """
+    delimiter = config.continuation_delimiter
+    is_white_space = not delimiter.strip()
+    if tokenization == "joint":
+        return delimiter if is_white_space else " "
+    if is_white_space and config.strip_dataset:
+        return delimiter
+    return ""
 
 
 def limit_that_cuts(limit: int | None, num_items: int) -> int | None:

@@ -175,21 +175,32 @@ def _build_inputs(batch: Sequence[Row], separator: Separator | None, device: tor
 
 
 def _build_answer_tokens(batch: Sequence[Row], device: torch.device) -> tuple[AnswerTokens, list[int]]:
-    """List the answer tokens of a batch, and beside them the request of each."""
-    index_of: dict[tuple[int, int], int] = {}
-    """(row, column) of a predicting position -> its index in u."""
-    positions: list[int] = []
+    """Return the answer tokens of a batch as tensors, and a list with the number of the request of each.
+
+    Where several answers follow the same context, their first tokens are predicted at one position, whose logits are
+    computed once. So positions are numbered, and each answer token names the number of its position.
+    """
+    number_of_position: dict[tuple[int, int], int] = {}
+    """(row, column) of a predicting position -> its number, in the order in which positions were met."""
+    positions_of_tokens: list[int] = []
     tokens: list[int] = []
     requests: list[int] = []
     for row_number, row in enumerate(batch):
         for target in row.targets:
             position = (row_number, target.index)
-            positions.append(index_of.setdefault(position, len(index_of)))
+            number = number_of_position.setdefault(position, len(number_of_position))
+            positions_of_tokens.append(number)
             tokens.append(target.token)
             requests.append(target.request)
 
-    rows, columns = zip(*index_of, strict=True)
-    answers = AnswerTokens(*(torch.as_tensor(numbers).to(device) for numbers in (rows, columns, positions, tokens)))
+    rows = [row for row, _ in number_of_position]
+    columns = [column for _, column in number_of_position]
+    answers = AnswerTokens(
+        rows_u=torch.as_tensor(rows).to(device),
+        columns_u=torch.as_tensor(columns).to(device),
+        position_n=torch.as_tensor(positions_of_tokens).to(device),
+        token_n=torch.as_tensor(tokens).to(device),
+    )
     return answers, requests
 
 

@@ -30,6 +30,8 @@ LEVEL = 0.05
 """Level below which the corrected p of a significant difference lies."""
 SEED = 17
 NUM_RESAMPLES = 10_000
+RESAMPLED_AT_ONCE = 2_000_000
+"""Rows that are drawn at a time, over several draws: 16 MB of counts."""
 MAX_RESAMPLED = 5_000
 """Number of units above which the normal distribution replaces the bootstrap."""
 MIN_UNITS = 6
@@ -84,23 +86,30 @@ def count(added_u: Floats, share_u: Floats) -> Counts:
 
 
 def score_p(counts: Counts) -> float:
-    """Return the two-sided p of McNemar's test with half a continuity correction; 1 below MIN_UNITS."""
-    wins, losses, n, _, effective = counts
-    distance = max(0.0, abs(wins - losses) - CORRECTION)
-    if min(n, effective) < MIN_UNITS or not distance:
+    """Return the two-sided p of McNemar's test with half a continuity correction.
+
+    It is 1 below MIN_UNITS independent units, because so few cannot show a difference.
+    """
+    if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return 1.0
-    return math.erfc(distance / math.sqrt(2 * (wins + losses)))
+    distance = max(0.0, abs(counts.wins - counts.losses) - CORRECTION)
+    if not distance:
+        return 1.0
+    return math.erfc(distance / math.sqrt(2 * (counts.wins + counts.losses)))
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
-    """Return the differences that `score_p` does not reject at `level` (0.05 for 95 %). None below MIN_UNITS."""
-    wins, losses, n, jump, effective = counts
-    if min(n, effective) < MIN_UNITS:
+    """Return the interval (low, high) of differences that `score_p` does not reject at `level`, which is 0.05 for 95 %.
+
+    None below MIN_UNITS independent units.
+    """
+    if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return None
     z = z_of(level)
-    low, high = -upper_limit(losses, wins, n, z), upper_limit(wins, losses, n, z)
+    high_jumps = upper_limit(counts.wins, counts.losses, counts.num_units, z)
+    low_jumps = -upper_limit(counts.losses, counts.wins, counts.num_units, z)
     # With units of different sizes, a jump may exceed the largest difference of two accuracies.
-    return max(-1.0, float(jump * low)), min(1.0, float(jump * high))
+    return max(-1.0, float(counts.jump * low_jumps)), min(1.0, float(counts.jump * high_jumps))
 
 
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
@@ -125,78 +134,137 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
 
 
 class Studentised(NamedTuple):
-    """A difference, its standard error, and the bootstrap's deviations in units of that error."""
+    """A difference with its standard error, and how far the bootstrap's draws deviate from it."""
 
     difference: float
     error: float
-    deviations_d: Floats  # sorted; empty where nothing is claimed
-    caution: float = 1.0  # p is multiplied by it
+    """Standard error of the difference."""
+    deviations_d: Floats
+    """Deviation of each draw from the difference, in units of the draw's own standard error, sorted. Empty where there
+    are too few units for any claim."""
+    caution: float = 1.0
+    """p is multiplied by this, because a few documents do not show a long tail."""
 
     @property
     def p(self) -> float:
-        """Two-sided p: the larger one of symmetric and of equal tails. The data count as one of the draws."""
+        """Two-sided p: the larger one of symmetric and of equal tails. The data themselves count as one of the
+        draws."""
         draws = self.deviations_d
         if not len(draws) or not self.difference:
             return 1.0
-        found = self.difference / self.error if self.error else math.copysign(math.inf, self.difference)
-        num_farther = int((np.abs(draws) >= abs(found)).sum())
-        num_in_tail = 2 * min(int((draws >= found).sum()), int((draws <= found).sum())) + 1
-        return min(1.0, self.caution * (1 + max(num_farther, num_in_tail)) / (1 + len(draws)))
+        if self.error:
+            observed = self.difference / self.error
+        else:
+            observed = math.copysign(math.inf, self.difference)
+        num_farther = int((np.abs(draws) >= abs(observed)).sum())
+        num_above = int((draws >= observed).sum())
+        num_below = int((draws <= observed).sum())
+        num_in_equal_tails = 2 * min(num_above, num_below) + 1
+        num_as_extreme = 1 + max(num_farther, num_in_equal_tails)
+        return min(1.0, self.caution * num_as_extreme / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
-        """Return the differences that p does not reject at `level`. None if nothing is claimed or draws are too few."""
+        """Return the interval (low, high) of differences that `p` does not reject at `level`, which is 0.05 for 95 %.
+
+        It inverts `p`: with at most `num_allowed` draws beyond its ends, p stays at or above the level. Since p is the
+        larger one of two, the interval is the wider one of two: that of symmetric tails, whose ends are equally far
+        from the difference, and that of equal tails, beyond each of which half as many draws lie.
+
+        None where nothing is claimed, or there are too few draws for such a level.
+        """
         draws = self.deviations_d
-        room = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
-        both, each = math.ceil(room - 1) - 1, math.ceil(room / 2 - 1) - 1  # draws that may be farther out
-        if each < 0:
+        # As a fraction, less a little, so that rounding does not allow one draw too many.
+        num_allowed = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
+        num_beyond_both = math.ceil(num_allowed - 1) - 1
+        num_beyond_each = math.ceil(num_allowed / 2 - 1) - 1
+        if num_beyond_each < 0:
             return None
-        half_width = np.sort(np.abs(draws))[-1 - both]
-        above, below = max(half_width, draws[-1 - each]), min(-half_width, draws[each])
-        low, high = self.difference - float(above) * self.error, self.difference - float(below) * self.error
-        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+
+        half_width = np.sort(np.abs(draws))[-1 - num_beyond_both]
+        highest = max(half_width, draws[-1 - num_beyond_each])
+        lowest = min(-half_width, draws[num_beyond_each])
+        # A draw far above the difference means that the true one may lie far below it.
+        low = self.difference - float(highest) * self.error
+        high = self.difference - float(lowest) * self.error
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return None
+        return low, high
 
 
 def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> Studentised:
-    """Return `other` less `first`, each the ratio of the sums of its two columns over the same units.
+    """Return the difference of two ratios, `other` less `first`, with its bootstrap.
 
-    The standard error is of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6). Nothing
-    is claimed below MIN_DOCUMENTS units.
+    Each argument is [u independent units, 2 columns]; a ratio is that of the sums of the columns over all units, such
+    as bits over bytes. Both have the same units, which are resampled together.
+
+    The standard error is that of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6).
+    With fewer than MIN_DOCUMENTS units nothing is claimed. With more than MAX_RESAMPLED, the normal distribution
+    replaces the bootstrap.
     """
-    columns_uk = np.concatenate([first_u2, other_u2], axis=1)
-    n, k = columns_uk.shape
-    products_uk = (columns_uk[:, :, None] * columns_uk[:, None, :]).reshape(n, k * k)
+    columns_u4 = np.concatenate([first_u2, other_u2], axis=1)
+    products_u16 = (columns_u4[:, :, None] * columns_u4[:, None, :]).reshape(-1, 16)
+    num_units = len(columns_u4)
+    all_sums_14 = columns_u4.sum(axis=0)[None]
+    all_products_116 = products_u16.sum(axis=0)[None]
+    difference_1, error_1 = _estimate_differences(all_sums_14, all_products_116, num_units)
+    difference, error = float(difference_1[0]), float(error_1[0])
+    if num_units < MIN_DOCUMENTS:
+        return Studentised(difference, error, np.zeros(0))
 
-    def estimate(sums_dk: Floats, products_dk: Floats) -> tuple[Floats, Floats]:
-        nats_a, size_a, nats_b, size_b = sums_dk.T
-        ratio_a, ratio_b = nats_a / size_a, nats_b / size_b
-        # A unit's deviation from what the ratios predict for its size.
-        residual_dk = np.stack([-1 / size_a, ratio_a / size_a, 1 / size_b, -ratio_b / size_b], axis=1)
-        squares_d = np.einsum("di,dij,dj->d", residual_dk, products_dk.reshape(-1, k, k), residual_dk)
-        return ratio_b - ratio_a, np.sqrt(np.maximum(squares_d, 0) * n / max(n - 1, 1))
+    caution = 1 + CAUTION / num_units
+    if num_units > MAX_RESAMPLED:
+        quantiles = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
+        normal_d = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
+        return Studentised(difference, error, normal_d, caution)
 
-    difference, error = estimate(columns_uk.sum(axis=0)[None], products_uk.sum(axis=0)[None])
-    found, its_error = float(difference[0]), float(error[0])
-    if n < MIN_DOCUMENTS:
-        return Studentised(found, its_error, np.zeros(0))
-    if n > MAX_RESAMPLED:
-        ranks = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
-        return Studentised(found, its_error, np.array([NormalDist().inv_cdf(rank) for rank in ranks]), 1 + CAUTION / n)
-    draws = bootstrap_sums(np.concatenate([columns_uk, products_uk], axis=1), generator)
-    differences_d, errors_d = estimate(draws[:, :k], draws[:, k:])
+    sums_d20 = bootstrap_sums(np.concatenate([columns_u4, products_u16], axis=1), generator)
+    differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
     with np.errstate(divide="ignore", invalid="ignore"):
-        deviations_d = np.nan_to_num((differences_d - found) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return Studentised(found, its_error, np.sort(deviations_d), 1 + CAUTION / n)
+        deviations_d = np.nan_to_num((differences_d - difference) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    return Studentised(difference, error, np.sort(deviations_d), caution)
 
 
-def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num: int = NUM_RESAMPLES) -> Floats:
-    """Return (num, k): the column sums of u rows drawn from `values_uk` with replacement, `num` times."""
-    n = len(values_uk)
-    parts, chunk = [], max(1, 2_000_000 // n)
-    for start in range(0, num, chunk):
-        rows = min(chunk, num - start)
-        drawn = generator.integers(0, n, (rows, n)) + np.arange(rows)[:, None] * n
-        parts.append(np.bincount(drawn.ravel(), minlength=rows * n).reshape(rows, n) @ values_uk)
-    return np.concatenate(parts)
+def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int) -> tuple[Floats, Floats]:
+    """Return the difference of two ratios and its standard error, each [d draws].
+
+    `sums_d4` has the sums over all units of (numerator, denominator) of the first and of the other ratio,
+    `products_d16` those of all products of two of these four columns. The linearised difference of a unit is a weighted
+    sum of its four columns, so the sum of its squares over units follows from the sums of the products.
+    """
+    first_numerator_d, first_denominator_d, other_numerator_d, other_denominator_d = sums_d4.T
+    first_ratio_d = first_numerator_d / first_denominator_d
+    other_ratio_d = other_numerator_d / other_denominator_d
+    weights_d4 = np.stack(
+        [
+            -1 / first_denominator_d,
+            first_ratio_d / first_denominator_d,
+            1 / other_denominator_d,
+            -other_ratio_d / other_denominator_d,
+        ],
+        axis=1,
+    )
+    squares_d = np.einsum("di,dij,dj->d", weights_d4, products_d16.reshape(-1, 4, 4), weights_d4)
+    errors_d = np.sqrt(np.maximum(squares_d, 0) * num_units / max(num_units - 1, 1))
+    return other_ratio_d - first_ratio_d, errors_d
+
+
+def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws: int = NUM_RESAMPLES) -> Floats:
+    """Return the column sums of resampled units, [num_draws, k].
+
+    Each draw takes as many rows as `values_uk` has, with replacement. How often a draw takes each row is counted, and
+    the counts are multiplied with the values, for some draws at a time to bound the memory.
+    """
+    num_units = len(values_uk)
+    draws_at_once = max(1, RESAMPLED_AT_ONCE // num_units)
+    sums: list[Floats] = []
+    for start in range(0, num_draws, draws_at_once):
+        num_here = min(draws_at_once, num_draws - start)
+        chosen_du = generator.integers(0, num_units, (num_here, num_units))
+        # Every draw counts in a range of its own, so that one call counts for all of them.
+        first_of_draw_d1 = np.arange(num_here)[:, None] * num_units
+        counts = np.bincount((chosen_du + first_of_draw_d1).ravel(), minlength=num_here * num_units)
+        sums.append(counts.reshape(num_here, num_units) @ values_uk)
+    return np.concatenate(sums)
 
 
 def holm(values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:

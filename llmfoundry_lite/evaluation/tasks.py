@@ -41,13 +41,18 @@ def prepare_task(
     tokenization: str,
     limit: int | None = None,
 ) -> Prepared:
-    """Render and tokenise every item of a task.
+    """Return a task that is ready to be asked: every row rendered as a prompt with `num_fewshot` examples, and
+    tokenised.
+
+    `tokenization` is "separate" or "joint", for a task that does not say itself. Prompts longer than `max_seq_len` lose
+    their first tokens. `limit` is the largest number of rows that are asked. What shapes the prompts is in the task's
+    settings, and these and the rows are in its fingerprint, so that only equal tasks are compared.
 
     Raises DataError if there are too few rows for the examples, NothingToAsk if no item can be asked.
     """
     config = resolve_settings(config, num_fewshot, tokenization)
-    num_askable = len(find_askable(config, rows, num_fewshot))
-    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, num_askable))
+    num_questions = len(find_askable(config, rows, num_fewshot))
+    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, num_questions))
     if config.icl_task_type in GENERATION:
         stop_tokens = stop_tokens_of(tokenizer)
         if stop_tokens:  # recorded only where there are any, because older results would differ otherwise

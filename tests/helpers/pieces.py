@@ -26,5 +26,8 @@ class Pieces:
         self.pieces += [piece for piece in dict.fromkeys(found) if piece not in self.pieces]
         return [self.pieces.index(piece) for piece in found]
 
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids):
         return "".join(self.pieces[i] for i in ids)
