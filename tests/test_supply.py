@@ -20,8 +20,8 @@ PROJECT = tomllib.loads(PYPROJECT)["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 MODULES = {"pyyaml": "yaml", "python-snappy": "snappy", "mosaicml": "composer", "mosaicml-streaming": "streaming"}
 """Distributions whose module has another name."""
-OF_THE_MACHINE = {"amdsmi", "flash_attn", "lm_eval"}
-"""ROCm brings amdsmi; the others are used where a user has them."""
+OF_THE_MACHINE = {"amdsmi", "botocore", "flash_attn", "lm_eval"}
+"""ROCm brings amdsmi, and s3fs botocore; the others are used where a user has them."""
 BY_OTHERS = {"s3fs", "tensorboard", "zstandard"}
 """fsspec imports the first, for s3://, torch the second, datasets the third."""
 FOR_COMPOSER = "# Composer and mosaicml-streaming import these when they are imported; nothing here does.\n"

@@ -45,8 +45,9 @@ def test_an_exit_code_is_told_whether_or_not_the_words_were_read():
     program = "\n".join(["from llmfoundry_lite.cli import main", *ends])
     reader, writer = os.pipe()
     os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # else the command itself meets the closed pipe
     with open(writer, "wb") as output:
-        assert subprocess.run([sys.executable, "-c", program], stdout=output).returncode == 75
+        assert subprocess.run([sys.executable, "-c", program], stdout=output, env=environment).returncode == 75
 
 
 def in_a_shell(redirect, *arguments, cwd=None, **environment):

@@ -138,7 +138,7 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
     reason, failure, status
 ):
     written, error = [], RuntimeError("Connection closed by peer")
-    run = SimpleNamespace(fail=lambda *words: written.append(words))
+    run = SimpleNamespace(fail=lambda *words, **options: written.append(words))
     asked = SimpleNamespace(reason=reason, failure=failure, stands=lambda: "ba3 stands")
     reported = report(error, None, run, asked, None, None)
     assert (reported is error) == (status == "failed")
