@@ -215,8 +215,8 @@ def _index_of(word: str, devices: list[Found], position: int) -> int | None:
     """Return the index of the device that a number, or the beginning of a UUID, names. Where a UUID is unknown, the
     device at `position` stands for it: either all are alike, or the caller raises an error."""
     if not word.startswith("GPU-"):
-        number = re.match(r"\+?(\d+)", word)
-        return int(number[1]) if number and int(number[1]) < len(devices) else None
+        digits = re.match(r"\+?(\d+)", word)
+        return int(digits[1]) if digits and int(digits[1]) < len(devices) else None
     if any(not device.uuid for device in devices):
         return position if position < len(devices) else None
     indices = [index for index, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]

@@ -137,7 +137,7 @@ def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
     if origin is dict:
         if isinstance(value, dict):
             inner = parameters[1]
-            return {name: _convert(inner, one, f"{place}.{name}", _describe(inner)) for name, one in value.items()}
+            return {name: _convert(inner, item, f"{place}.{name}", _describe(inner)) for name, item in value.items()}
     elif origin in (list, tuple):
         # A tuple has as many items as its type names. All items have the same type.
         if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
@@ -202,6 +202,7 @@ def _describe(hint: Any) -> str:
 
 
 def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
+    """Return the error about a value, which says what was given and what was expected."""
     return ConfigError(f"{place}: {value!r} given, expected {expected}")
 
 

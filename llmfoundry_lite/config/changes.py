@@ -109,9 +109,9 @@ def in_words(value: Any) -> str:
 def _without_empty_keys(value: Any) -> Any:
     """Return `value` without keys of its blocks, at any depth, that are null or empty blocks."""
     if isinstance(value, Mapping):
-        return {key: _without_empty_keys(one) for key, one in value.items() if one is not None and one != {}}
+        return {key: _without_empty_keys(inner) for key, inner in value.items() if inner is not None and inner != {}}
     if isinstance(value, list):
-        return [_without_empty_keys(one) for one in value]
+        return [_without_empty_keys(inner) for inner in value]
     return value
 
 

@@ -112,9 +112,9 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
         raise ConfigError(
             f"{block}: both streams and local/remote given; put each folder under streams, or use no streams"
         )
-    for number, streams in enumerate(streams_of_stages(dataset)):
-        has_own_streams = bool(dataset.stages) and bool(dataset.stages[number].streams)
-        key = f"{block}.stages[{number}].streams" if has_own_streams else f"{block}.streams"
+    for stage_index, streams in enumerate(streams_of_stages(dataset)):
+        has_own_streams = bool(dataset.stages) and bool(dataset.stages[stage_index].streams)
+        key = f"{block}.stages[{stage_index}].streams" if has_own_streams else f"{block}.streams"
         if has_own_streams or dataset.streams:
             _check_streams(streams, key, has_epoch_size=dataset.epoch_size is not None)
         elif not dataset.local:
@@ -279,15 +279,15 @@ def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
             continue
 
         if name == "t_scale" and span == Duration(1, "ba") and not has_t_scale:
-            given, hint = "missing;", ""
+            problem, hint = "missing;", ""
         else:
             equivalent = _convert_span(span, run.unit, config)
-            given = f"{span} given,"
+            problem = f"{span} given,"
             hint = f"; that is {equivalent}" if equivalent else "; a share of the run is written 0.1dur"
         is_bare_number = isinstance(run.written, int)
         epochs = f"; max_duration: {run.value} counts epochs" if is_bare_number else ""
         raise ConfigError(
-            f"scheduler.{name}: {given} expected a span in {run.unit}, the unit of max_duration, or in dur"
+            f"scheduler.{name}: {problem} expected a span in {run.unit}, the unit of max_duration, or in dur"
             f"{hint}{epochs}"
         )
 
@@ -325,6 +325,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
         )
 
     def length(span: Duration) -> float:
+        """Return the span in the run's unit."""
         return span.value * run.value if span.unit == "dur" else span.value
 
     if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
@@ -339,11 +340,11 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 def _check_blocks(config: TrainConfig) -> None:
     """Check the blocks of companions, of which a run has one at most. Raises ConfigError."""
-    given = given_blocks(config.blocks)
-    if len(given) > 1:
-        first, second, *_ = given
+    blocks = given_blocks(config.blocks)
+    if len(blocks) > 1:
+        first, second, *_ = blocks
         raise ConfigError(f"{second}: does not go with {first}: both name the run's other launches; remove one")
-    for block in given.values():
+    for block in blocks.values():
         block.check(config)
 
 

@@ -68,6 +68,8 @@ IS_WITHIN = must_be(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TokenizerConfig:
+    """The tokenizer that the data were made with."""
+
     name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"), is_place=True)
     kwargs: dict[str, Any] = setting(dict)
     """LLM Foundry's options. Only model_max_length is used: it is checked against max_seq_len."""
@@ -75,6 +77,8 @@ class TokenizerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StreamConfig:
+    """One of several data sets that are mixed."""
+
     local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
     remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
@@ -93,6 +97,8 @@ class StreamConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StageConfig:
+    """A part of the run with a mixture of its own."""
+
     until: Duration | None = span(None, ("ba", "sp", "tok", "dur"), written=str | float)
     """End of the stage; the last one ends with the run."""
     streams: dict[str, StreamConfig] = setting(dict)
@@ -120,6 +126,8 @@ DIVIDING_DOCUMENTS = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TextDatasetConfig:
+    """A data set of MDS shards, or a mixture of several."""
+
     local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
     remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
@@ -194,6 +202,8 @@ OWN_LOADER = Use(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoaderConfig:
+    """A loader of batches: of text, or of a user's own."""
+
     name: str = setting(
         "text", choices="text python:", instead="expected text or python:; `llmfoundry-lite data prepare` prepares text"
     )

@@ -45,16 +45,19 @@ def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig
     """Return a stream with the keys that it leaves out, its share aside, from the stream of its name before it."""
     if before is None:
         return stream
-    missing = [one.name for one in fields(stream) if getattr(stream, one.name) is None and one.name not in SHARES]
-    return replace(stream, **{name: getattr(before, name) for name in missing})
+    missing_values = {}
+    for field in fields(stream):
+        if getattr(stream, field.name) is None and field.name not in SHARES:
+            missing_values[field.name] = getattr(before, field.name)
+    return replace(stream, **missing_values)
 
 
 def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
     """Return key -> stream, each folder once. Keys are relative to the data set's block."""
     by_folder: dict[Path, tuple[str, StreamConfig]] = {}
-    for number, streams in enumerate(streams_of_stages(dataset)):
-        has_own_streams = bool(dataset.stages) and bool(dataset.stages[number].streams)
-        block = f".stages[{number}].streams" if has_own_streams else ".streams"
+    for stage_index, streams in enumerate(streams_of_stages(dataset)):
+        has_own_streams = bool(dataset.stages) and bool(dataset.stages[stage_index].streams)
+        block = f".stages[{stage_index}].streams" if has_own_streams else ".streams"
         for name, stream in streams.items():
             key = f"{block}.{name}" if name else ""
             folder = Path(stream.local or stream.remote or "", stream.split or dataset.split or "")
@@ -78,28 +81,29 @@ def first_batches(
     num_samples = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
 
     def batches_in(span: Duration) -> int:
+        """Return the number of batches that a span lasts, rounded up."""
         return math.ceil(Fraction(str(span.value)) * num_samples[span.unit] / batch_size)
 
     last_batch = batches_in(max_duration) if dataset.stages and max_duration is not None else None
     first = [0]
-    for number, stage in enumerate(dataset.stages):
-        key = f"{path}.stages[{number}].until"
-        is_last = number == len(dataset.stages) - 1
+    for stage_index, stage in enumerate(dataset.stages):
+        key = f"{path}.stages[{stage_index}].until"
+        is_last = stage_index == len(dataset.stages) - 1
         if stage.until is None:
             if is_last:
                 continue
             raise ConfigError(f"{key}: missing; expected where this stage ends and the next begins, such as 0.8dur")
 
         end_batch = batches_in(_count_fraction(stage.until, max_duration, key))
-        given = stage.until.written
+        until = stage.until.written
         if is_last:
             if last_batch is None or end_batch < last_batch:
-                raise ConfigError(f"{key}: {given} given for the last stage, which lasts to the end; remove it")
+                raise ConfigError(f"{key}: {until} given for the last stage, which lasts to the end; remove it")
             continue
         if end_batch <= first[-1]:
-            raise ConfigError(f"{key}: {given} is batch {end_batch}, and the stage begins there or later; give more")
+            raise ConfigError(f"{key}: {until} is batch {end_batch}, and the stage begins there or later; give more")
         if max_duration is not None and last_batch is not None and end_batch >= last_batch:
-            raise ConfigError(f"{key}: {given} is not before the end of the run, {max_duration.written}; give less")
+            raise ConfigError(f"{key}: {until} is not before the end of the run, {max_duration.written}; give less")
         first.append(end_batch)
     return first
 

@@ -112,6 +112,8 @@ class Benchmark:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Category:
+    """A category of a gauntlet: tasks whose scores make one."""
+
     name: str
     benchmarks: list[Benchmark]
 
@@ -132,6 +134,8 @@ class GauntletConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Pretrained:
+    """The model or tokenizer in an entry of LLM Foundry's list."""
+
     name: str
     pretrained_model_name_or_path: str
 

@@ -88,6 +88,7 @@ class Setting:
 
     @property
     def rule(self) -> Rule | None:
+        """The key's own rule for changes in mid-run; None if that of the block around it holds."""
         return "freely" if self.hardware else self.change
 
 
@@ -152,6 +153,7 @@ def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
 
 
 def is_number(value: Any) -> bool:
+    """Return whether a value is a number. A truth value is none, though Python counts it as one."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -242,6 +244,7 @@ class Key:
 
     @property
     def allows_none(self) -> bool:
+        """Whether null is a value of the key, rather than the wish for its default."""
         return self.hint is Any or type(None) in typing.get_args(self.hint)
 
     def blocks(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -250,8 +253,8 @@ class Key:
             for name, block in value.items():
                 yield f"{path}.{name}", block
         elif self.container is list and isinstance(value, list):
-            for number, block in enumerate(value):
-                yield f"{path}[{number}]", block
+            for index, block in enumerate(value):
+                yield f"{path}[{index}]", block
         elif self.block is not None:
             yield path, value
 

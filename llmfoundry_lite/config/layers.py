@@ -101,6 +101,7 @@ def read_layers(
 
 
 def is_key_value(argument: str) -> bool:
+    """Return whether the argument sets a key, as in `optimizer.lr=1e-3`."""
     return re.match(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*=", argument) is not None
 
 
@@ -274,8 +275,8 @@ def _name_eval_loaders(layers: Sequence[Layer]) -> None:
     A list replaces the loaders of earlier layers, as any list does, and so does null. Raises ConfigError for a list
     beside the other key, and for a single loader beside several.
     """
-    for number, layer in enumerate(layers):
-        earlier_layers = layers[:number]
+    for index, layer in enumerate(layers):
+        earlier_layers = layers[:index]
         for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
             loaders = layer.values.get(key, "")
             if isinstance(loaders, list):
@@ -317,14 +318,14 @@ def _keys_in_blocks(name: str, layers: Sequence[Layer]) -> list[str]:
 def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
     """Return the blocks of a list of loaders by their labels, which are removed. Raises ConfigError."""
     blocks: dict[str, Any] = {}
-    for number, loader in enumerate(loaders):
-        place = f"{source}: {key}[{number}]"
+    for index, loader in enumerate(loaders):
+        place = f"{source}: {key}[{index}]"
         if not isinstance(loader, dict):
             raise ConfigError(f"{place}: {loader!r} given, expected a block of `key: value` lines")
         label = str(loader.get("label") or "")
         if not re.fullmatch(r"[^.\[\]\s][^.\[\]\n]*", label):
-            given = f"{label!r} given" if label else "missing"
-            raise ConfigError(f"{place}.label: {given}; expected a name for its loss without dots, such as wiki")
+            problem = f"{label!r} given" if label else "missing"
+            raise ConfigError(f"{place}.label: {problem}; expected a name for its loss without dots, such as wiki")
         if label in blocks:
             raise ConfigError(f"{place}.label: {label} given twice; each loss needs a name of its own")
         blocks[label] = {name: value for name, value in loader.items() if name != "label"}
@@ -339,9 +340,9 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
     _refuse_unfilled(layers)
     _refuse_unused_variables(layers)
     mappings = [layer.values for layer in layers]
-    for number in range(len(mappings)):
-        for later in mappings[number + 1 :]:
-            mappings[number] = _without_other_kinds(mappings[number], later)
+    for index in range(len(mappings)):
+        for later in mappings[index + 1 :]:
+            mappings[index] = _without_other_kinds(mappings[index], later)
     try:
         resolved = merge_and_resolve(mappings)
     except OmegaConfBaseException as error:
@@ -371,9 +372,9 @@ def _refuse_unfilled(layers: Sequence[Layer]) -> None:
 
     OmegaConf would take an earlier layer's value, or the text itself.
     """
-    for number, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         for key in leaf_keys(layer.values):
-            is_filled = any(_gives(later.values, key) for later in layers[number + 1 :])
+            is_filled = any(_gives(later.values, key) for later in layers[index + 1 :])
             if get(layer.values, key)[1] == UNFILLED and not is_filled:
                 raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
 

@@ -174,9 +174,9 @@ def divide_devices(
     else:
         shard = num_data_ranks
     if num_data_ranks % shard:
-        given = "" if fsdp.data_parallel_shard_degree else ", of one node,"
+        origin = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         raise ConfigError(
-            f"fsdp_config.data_parallel_shard_degree: {shard}{given} does not divide the {num_data_ranks} "
+            f"fsdp_config.data_parallel_shard_degree: {shard}{origin} does not divide the {num_data_ranks} "
             f"{_name_groups(degrees)} of this launch; use {either(divisors(num_data_ranks))}"
         )
     return Layout(

@@ -42,6 +42,8 @@ PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 
 
 class LoadedEval(NamedTuple):
+    """What the arguments of an evaluation stand for."""
+
     config: EvalConfig
     tasks: list[TaskConfig]
     notes: list[str]
@@ -63,9 +65,9 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     positional = [argument for argument in arguments if argument not in flags]
     runs = [argument for argument in positional if not is_yaml(argument) and not is_key_value(argument)]
     if runs and not flags:
-        named = f"models.{_name_of_run(runs[0])}={runs[0]}"
+        suggestion = f"models.{_name_of_run(runs[0])}={runs[0]}"
         raise ConfigError(
-            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {named}"
+            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {suggestion}"
         )
     layers = read_layers([argument for argument in positional if argument not in runs], for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
@@ -153,12 +155,12 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     if values.get("precision") in PRECISIONS:
         values["precision"] = PRECISIONS[values["precision"]]
     for key in ("icl_tasks", "eval_gauntlet"):
-        named = values.get(key)
-        if isinstance(named, str) and named.endswith((".yaml", ".yml")) and find_yaml(named) is None:
-            values[key] = path = _find(named, str(values.get("data_root") or "."))
+        file = values.get(key)
+        if isinstance(file, str) and file.endswith((".yaml", ".yml")) and find_yaml(file) is None:
+            values[key] = path = _find(file, str(values.get("data_root") or "."))
             if not Path(path).exists():
-                where = f"{source_of(key, layers)}: {key}"
-                raise ConfigError(f"{where}: {path} does not exist; data_root=FOLDER says where its path begins")
+                place = f"{source_of(key, layers)}: {key}"
+                raise ConfigError(f"{place}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
         layer = read_file(values["eval_gauntlet"])
         is_block = "eval_gauntlet" not in layer.values
@@ -183,25 +185,25 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
     Notes each tokenizer that is not the model's own.
     """
     places: dict[str, str] = {}
-    for number, entry in enumerate(models):
+    for index, entry in enumerate(models):
         place = _find_model(entry)
         if place is None:
             name = entry.get("model_name") if isinstance(entry, dict) else entry
             raise ConfigError(
-                f"{source}: models[{number}]: {name!r} is not evaluated here; expected an MPT's load_path, "
+                f"{source}: models[{index}]: {name!r} is not evaluated here; expected an MPT's load_path, "
                 "or model.pretrained_model_name_or_path under hf_causal_lm, in no 8 bits and without adapters"
             )
         name = str(entry.get("model_name") or place).rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.\-]", "_", name)
         if name in places:
-            raise ConfigError(f"{source}: models[{number}]: there are two models named {name}; rename one")
+            raise ConfigError(f"{source}: models[{index}]: there are two models named {name}; rename one")
         places[name] = place
 
         tokenizer = entry.get("tokenizer")
         own_tokenizer = entry["model"].get("pretrained_model_name_or_path")
         if isinstance(tokenizer, dict) and tokenizer.get("name") not in (None, "", own_tokenizer):
             notes.append(
-                f"{source}: models[{number}].tokenizer {str(tokenizer['name'])!r} has no effect: a model has its own; "
+                f"{source}: models[{index}].tokenizer {str(tokenizer['name'])!r} has no effect: a model has its own; "
                 "tokenizer=PATH names one for all of them"
             )
     return places
@@ -229,20 +231,20 @@ def _find_model(entry: Any) -> str | None:
 def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> list[str]:
     """Check that the gauntlet's parts fit together. Raises ConfigError; returns notes."""
     notes = []
-    where = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
+    place = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
     if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
-        raise ConfigError(f"{where}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
+        raise ConfigError(f"{place}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
     names = [category.name for category in gauntlet.categories]
     for category in gauntlet.categories:
         if names.count(category.name) > 1 or not category.benchmarks:
             problem = "is there twice" if category.benchmarks else "has no benchmark"
-            raise ConfigError(f"{where}.categories: {category.name} {problem}")
+            raise ConfigError(f"{place}.categories: {category.name} {problem}")
     for average, categories in (gauntlet.averages or {}).items():
         if average in names:
-            raise ConfigError(f"{where}.averages: {average} is a category's name; choose another")
+            raise ConfigError(f"{place}.averages: {average} is a category's name; choose another")
         unknown = [category for category in categories if category not in names]
         if unknown and len(unknown) == len(categories):
-            raise ConfigError(f"{where}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
+            raise ConfigError(f"{place}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
         # LLM Foundry ignores unknown categories, and some of its YAMLs have them.
         notes += [f"eval_gauntlet: {average} is without {name!r}, which is no category here" for name in unknown]
     return notes
@@ -308,6 +310,7 @@ def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
 
 
 def _name_some(labels: Sequence[str]) -> str:
+    """Return the first label, and the number of further ones, for a message."""
     return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
 
 
@@ -369,8 +372,8 @@ def _load_entries(
 ) -> list[TaskConfig]:
     """Load tasks. `metrics` gets, for each metric that is not computed, the labels of the tasks that ask for it."""
     tasks: list[TaskConfig] = []
-    for number, entry in enumerate(entries):
-        path = f"icl_tasks[{number}]"
+    for index, entry in enumerate(entries):
+        path = f"icl_tasks[{index}]"
         if isinstance(entry, str):
             tasks += _load_task_file(entry, task_folder, metrics)
             continue

@@ -29,6 +29,8 @@ DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "he
 
 
 class LoadedTrain(NamedTuple):
+    """What the arguments of a training launch stand for."""
+
     config: TrainConfig
     dry_run: str
     """Empty for a launch. `plan` and `full` check the configuration alone, `here` also this machine."""

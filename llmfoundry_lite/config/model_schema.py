@@ -55,6 +55,8 @@ def _is_divisor(value: Any) -> bool:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RopeScaling:
+    """How rotary positions are stretched beyond the trained length."""
+
     type: str = setting(
         "no_scaling",
         choices="no_scaling linear dynamic ntk llama3",
@@ -96,6 +98,8 @@ NORMS_OF_Q_AND_K = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AttentionConfig:
+    """Attention and positions."""
+
     attn_type: str = setting(
         "multihead_attention", choices="multihead_attention grouped_query_attention multiquery_attention"
     )
@@ -182,6 +186,8 @@ class AttentionConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FFNActivation:
+    """The activation function of the feed-forward network."""
+
     name: str = setting("gelu", choices="gelu quick_gelu relu silu")
     approximate: str = setting("none", choices="none tanh")
     """Approximation of gelu; none is exact."""
@@ -189,6 +195,8 @@ class FFNActivation:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FFNConfig:
+    """The feed-forward network of each block."""
+
     ffn_type: str = setting(
         "mptmlp",
         choices="mptmlp mptglu",
@@ -205,6 +213,8 @@ KAIMING = (only_with("kaiming_normal_", "kaiming_uniform_", is_refused=False),)
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class InitConfig:
+    """How weights are drawn before training."""
+
     name: str = setting(
         "kaiming_normal_",
         choices="kaiming_normal_ kaiming_uniform_ xavier_normal_ xavier_uniform_ small_init_ neox_init_ baseline_ "
@@ -263,6 +273,8 @@ class InitConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ModelConfig:
+    """The shape of an MPT model."""
+
     name: str = setting(
         "mpt_causal_lm",
         choices="mpt_causal_lm",

@@ -131,8 +131,8 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _texts(inner, join(path, key))
     elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            yield from _texts(inner, f"{path}[{number}]")
+        for index, inner in enumerate(value):
+            yield from _texts(inner, f"{path}[{index}]")
 
 
 def _quoted(text: str) -> str:

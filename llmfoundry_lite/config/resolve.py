@@ -71,6 +71,8 @@ def _variables_as_written(resolved_variables: Collection[str]) -> Iterator[None]
     register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
 
     def as_written(name: str) -> Callable[..., str | None]:
+        """Make the resolver that stands for `oc.env` or `oc.decode`, and returns the reference itself."""
+
         def resolve(*arguments: Any) -> str | None:
             if name == "env" and arguments[0] in resolved_variables:
                 return oc.env(*arguments)
@@ -79,7 +81,8 @@ def _variables_as_written(resolved_variables: Collection[str]) -> Iterator[None]
         return resolve
 
     def select(key: str, *default: Any, _parent_: Any) -> Any:
-        if "${oc." in key:  # a variable chooses the key
+        """Resolve `${oc.select:…}`, but raise the error about a key that a variable chooses."""
+        if "${oc." in key:
             raise InterpolationKeyError(f"oc.select: {key}")
         return oc.select(key, *default, _parent_=_parent_)
 

@@ -50,6 +50,7 @@ class FromEnvironment(str):
         return repr(self.written)
 
     def replace(self, old: str, new: str, count: typing.SupportsIndex = -1, /) -> "FromEnvironment":
+        """Replace in the text that is used, as for `{run_name}`. The text as it was written stays."""
         return FromEnvironment(super().replace(old, new, count), self.written)
 
 
@@ -150,10 +151,10 @@ def _read(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> Any
             if dataclasses.is_dataclass(option):
                 return _read_block(typing.cast(type, option), value, path, rule)
         inner = _type_inside(options, dict)
-        return {name: _read(inner, one, f"{path}.{name}", rule, setting) for name, one in value.items()}
+        return {name: _read(inner, item, f"{path}.{name}", rule, setting) for name, item in value.items()}
     if isinstance(value, list):
         inner = _type_inside(options, list)
-        return [_read(inner, one, f"{path}[{index}]", rule, setting) for index, one in enumerate(value)]
+        return [_read(inner, item, f"{path}[{index}]", rule, setting) for index, item in enumerate(value)]
 
     if isinstance(value, PlainScalar):
         is_text = str in options and not _takes(options, value.value)

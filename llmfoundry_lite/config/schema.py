@@ -62,6 +62,8 @@ OWN_OPTIMIZER = Use(
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OptimizerConfig:
+    """The optimizer, and its settings."""
+
     name: str = setting(
         choices="decoupled_adamw adamw lion decoupled_lionw muon python:",
         instead="expected decoupled_adamw, adamw, lion, decoupled_lionw, muon or python:",
@@ -101,6 +103,8 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SchedulerConfig:
+    """The schedule of the learning rate."""
+
     name: str = setting(
         choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
         "warmup_stable_decay"
@@ -141,6 +145,8 @@ class SchedulerConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GradientClippingConfig:
+    """How large a gradient may become."""
+
     clipping_type: str = setting(
         "norm", choices="norm value", instead="expected norm or value; adaptive clipping is left out"
     )
@@ -149,11 +155,15 @@ class GradientClippingConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class AlgorithmsConfig:
+    """LLM Foundry's block of algorithms. Only gradient clipping is used."""
+
     gradient_clipping: GradientClippingConfig | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class FSDPConfig:
+    """How devices share the model, and what they keep in memory."""
+
     sharding_strategy: str = setting("FULL_SHARD", choices="FULL_SHARD SHARD_GRAD_OP HYBRID_SHARD NO_SHARD ZERO_1")
     """ZERO_1 shards the optimizer's state and keeps everything else whole."""
     mixed_precision: str = setting(
@@ -213,6 +223,8 @@ class FSDPConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorParallelConfig:
+    """Devices that divide each layer between them."""
+
     tensor_parallel_degree: int = setting(1, POSITIVE)
     """Number of neighbouring devices that divide each layer's heads and feed-forward width, and the vocabulary. They
     see the same samples. fsdp_config says how such groups share the model."""
@@ -222,6 +234,8 @@ class TensorParallelConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ContextParallelConfig:
+    """Devices that divide each sample between them."""
+
     context_parallel_degree: int = setting(1, POSITIVE)
     """Number of devices that divide the tokens of each sample. fsdp_config says how all devices share the model."""
     kind: str = setting("heads", choices="heads gather")
@@ -231,6 +245,8 @@ class ContextParallelConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PipelineConfig:
+    """Devices that divide the model's blocks between them."""
+
     pipeline_parallel_degree: int = setting(1, POSITIVE)
     """Number of stages. Each is a device or a group of them, and holds some of the blocks. All see the same samples,
     one after the other. fsdp_config and tp_config say how a stage is divided."""
@@ -281,6 +297,8 @@ class PipelineConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SpeedMonitorConfig:
+    """Throughput in the log."""
+
     window_size: int = setting(100, POSITIVE)
     """Batches over which throughput is averaged."""
 
@@ -381,6 +399,8 @@ class KillLossSpikeConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CallbacksConfig:
+    """Callbacks by LLM Foundry's names, and a user's own."""
+
     speed_monitor: SpeedMonitorConfig = setting(SpeedMonitorConfig)
     lr_monitor: NoOptions | None = None
     memory_monitor: NoOptions | None = None
@@ -403,6 +423,8 @@ class CallbacksConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WandbConfig:
+    """Logging to Weights & Biases."""
+
     project: str | None = None
     entity: str | None = None
     group: str | None = None
@@ -417,6 +439,8 @@ class WandbConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorboardConfig:
+    """Logging to TensorBoard."""
+
     log_dir: str | None = setting(
         None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place, is_place=True
     )
@@ -427,6 +451,8 @@ class TensorboardConfig:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LoggersConfig:
+    """Where the log is written besides metrics.jsonl."""
+
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
 
@@ -700,6 +726,7 @@ class TrainConfig:
 
     @property
     def tensor_parallel_degree(self) -> int:
+        """Number of devices that divide each layer; 1 without tp_config."""
         return self.tp_config.tensor_parallel_degree if self.tp_config else 1
 
     @property
@@ -709,10 +736,12 @@ class TrainConfig:
 
     @property
     def context(self) -> ContextParallelConfig:
+        """The block cp_config, or its default, by which no sample is divided."""
         return self.cp_config or ContextParallelConfig()
 
     @property
     def pipeline(self) -> PipelineConfig:
+        """The block pp_config, or its default, by which each device has all of the model's blocks."""
         return self.pp_config or PipelineConfig()
 
     @property

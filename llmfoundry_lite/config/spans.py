@@ -107,6 +107,7 @@ class SaveInterval(Parsed):
 
     @property
     def is_auto(self) -> bool:
+        """Whether the run chooses the interval itself, by the cost of its saves."""
         return self.span is None and self.seconds is None
 
     def __str__(self) -> str:

@@ -44,6 +44,7 @@ class PlainLoader(_Fastest):
     depth = 0
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
+        """Count a level of nesting. PyYAML calls this before it reads a node, and `ascend_resolver` after that."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YAMLError("nested too deeply")
@@ -90,6 +91,7 @@ def _construct_plain(loader: Loader, node: yaml.ScalarNode) -> Any:
 
 
 def _tags(*kinds: str) -> list[str]:
+    """Return PyYAML's tags for kinds of values, such as `int`."""
     return [f"tag:yaml.org,2002:{kind}" for kind in kinds]
 
 
@@ -140,6 +142,7 @@ def _check_aliases(document: yaml.Node) -> None:
     """Node -> number of values that it has with its aliases expanded."""
 
     def count_values(node: yaml.Node, nodes_around: tuple[yaml.Node, ...]) -> int:
+        """Return the number of values in a node, with its aliases expanded. `nodes_around` are those it stands in."""
         if node in nodes_around:
             raise ConstructorError(None, None, "an alias within its own value", node.start_mark)
         if node not in sizes:
@@ -162,6 +165,7 @@ def _children_of(node: yaml.Node) -> list[yaml.Node]:
 
 
 def dump_yaml(values: Any) -> str:
+    """Write values as YAML text, keys in their order. Text that a reader could take for something else gets quotes."""
     return yaml.dump(values, Dumper=Dumper, sort_keys=False)
 
 
