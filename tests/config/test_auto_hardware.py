@@ -11,6 +11,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS
 from tests.helpers.launch import ROOT
+from tests.helpers.present import needs
 
 CPU_NODE = {"cpu_cores_count": 64, "simd_count": 0, "simd_per_cu": 0, "device_id": 0, "vendor_id": 0}
 
@@ -91,7 +92,7 @@ def test_an_overlay_is_named_by_cards_of_which_two_devices_are_one(tmp_path, mon
         ("compile_config: {mode: default, options: {cpp.cxx: ./theirs}}", "compile_config.options.cpp.cxx"),
         ("train_loader: {dataset: {local: /elsewhere}}", "train_loader.dataset.local"),
         ("eval_loader: {dataset: {remote: 'http://theirs'}}", "eval_loader.dataset.remote"),
-        ("islands: {coordinator: theirs:7070}", "islands.coordinator"),
+        pytest.param("islands: {coordinator: theirs:7070}", "islands.coordinator", marks=needs("llmfoundry_islands")),
     ],
 )
 def test_an_overlay_that_nobody_named_runs_nothing_and_names_no_place(tmp_path, monkeypatch, text, key):

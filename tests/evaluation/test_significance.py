@@ -136,7 +136,7 @@ def test_of_ratios_the_interval_is_students_where_that_holds():
 
 
 def test_equal_models_on_a_few_skewed_texts_are_called_different_one_time_in_twenty(monkeypatch):
-    monkeypatch.setattr(significance, "bootstrap_sums", partial(bootstrap_sums, num=600))
+    monkeypatch.setattr(significance, "bootstrap_sums", partial(bootstrap_sums, num_draws=600))
     generator, num_claimed, num_draws = np.random.default_rng(3), 0, 1500
     for _ in range(num_draws):
         sizes, rates = generator.lognormal(6, 0.7, 20), 1 + generator.normal(0, 0.3, 20)
