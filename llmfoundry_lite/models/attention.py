@@ -1,23 +1,23 @@
-"""Multi-head attention: masks, biases, rotary positions, and five implementations of the same mathematics.
+"""Multi-head attention: masks, biases, and five implementations of the same mathematics.
 
 `reference` is the definition, in fp32. The others compute the same faster:
 
 - `sdpa`: PyTorch's `scaled_dot_product_attention`, which needs a bias of t*s numbers for anything but plain causal text
 - `flex`: PyTorch's FlexAttention, which computes ALiBi, windows and documents without such a bias
+  (`flex_attention.py`)
 - `blocked`: matrix products over blocks of queries, for CPUs (`blocked_attention.py`)
 - `flash`: the package flash-attn
 
 `choose_implementation` decides which one a training run uses. In each forward pass `build_mask` builds one `Mask`, and
 every block of the model calls its `attend`. Loss, parallelism and the projections around attention live elsewhere.
 
-Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension. In
-the section on FlexAttention's block masks, t and s count blocks of queries and blocks of keys.
+ALiBi's slopes and rotary positions are in `positions.py`.
+
+Legend: b batch, t position of a query, s position of a key, h heads, g heads of keys and values, k head dimension.
 """
 
-import functools
 import importlib.util
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,14 +25,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor import config as inductor_config
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.blocked_attention import blocked_attention
+from llmfoundry_lite.models.flex_attention import (
+    attend_by_blocks,
+    causal_block_mask,
+    document_block_mask,
+    raise_recompile_limit,
+)
 
 # ------------------------------------------------------------------------------------------- which implementation
 
@@ -155,11 +160,11 @@ def build_mask(
         implementation = "sdpa"
 
     if implementation == "flex":
-        _raise_recompile_limit()
+        raise_recompile_limit()
         if documents_bs is None:
-            block_mask = _causal_block_mask(window, num_keys - num_queries, num_queries, num_keys, positions_bt.device)
+            block_mask = causal_block_mask(window, num_keys - num_queries, num_queries, num_keys, positions_bt.device)
         else:
-            block_mask = _document_block_mask(documents_bs, window, num_queries)
+            block_mask = document_block_mask(documents_bs, window, num_queries)
         return Mask(implementation="flex", block_mask=block_mask, slopes_h=slopes_h)
 
     if implementation == "flash":
@@ -336,23 +341,9 @@ def _attend_blocked(
 def _attend_flex(
     q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, mask: Mask, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Compute attention by FlexAttention, which takes heads before positions."""
+    """Compute attention by FlexAttention (`flex_attention.py`)."""
     assert not dropout_p, "refused when the configuration is checked"
-    # Without a compiler FlexAttention computes all scores. On a CPU it serves comparisons only, and is not compiled.
-    compute = _compile_to_one_operation(flex_attention) if q_bthk.is_cuda else flex_attention
-    score_mod = None
-    if mask.slopes_h is not None:
-        score_mod = _alibi_score_mod(mask.slopes_h, k_bsgk.size(1) - q_bthk.size(1))
-    out_bhtk = compute(
-        q_bthk.transpose(1, 2),
-        k_bsgk.transpose(1, 2),
-        v_bsgk.transpose(1, 2),
-        score_mod=score_mod,
-        block_mask=mask.block_mask,
-        scale=scale,
-        enable_gqa=q_bthk.size(2) != k_bsgk.size(2),
-    )
-    return out_bhtk.transpose(1, 2)
+    return attend_by_blocks(q_bthk, k_bsgk, v_bsgk, mask.slopes_h, mask.block_mask, scale)
 
 
 def _attend_flash(
@@ -393,156 +384,6 @@ IMPLEMENTATIONS = {
     "flash": _attend_flash,
 }
 
-# ------------------------------------------------------------------------------------ FlexAttention: compiling
-
-FLEX_RECOMPILE_LIMIT = 64
-"""Shapes that FlexAttention may be compiled for.
-
-torch compiles a kernel of its own for every size of 1, and one more for each size that has changed: of rows, queries,
-keys or blocks, with and without a gradient. A run with `auto` microbatches, an evaluation and decoding reached 9."""
-
-
-@functools.cache
-def _compile_to_one_operation(function: Callable) -> Callable:
-    """Compile a function to one operation of the surrounding graph, whose result selective checkpointing can keep.
-
-    Releases of torch without that option recompute the function in the backward pass.
-
-    `fullgraph` makes it an error to reach torch's limit of recompilations. Without it torch would then run the function
-    eagerly without a word, with all scores in memory.
-    """
-    option = "wrap_inductor_compiled_regions"
-    options: Any = {option: True} if hasattr(inductor_config, option) else None
-    return torch.compile(function, fullgraph=True, options=options)
-
-
-@functools.cache
-def _raise_recompile_limit() -> None:
-    """Raise torch's limit of recompilations to `FLEX_RECOMPILE_LIMIT`, once in a process.
-
-    `build_mask` calls this, and not `_attend_flex`, which is traced as part of a compiled block: the block would be
-    compiled again whenever the limit has changed.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, FLEX_RECOMPILE_LIMIT)
-
-
-def _alibi_score_mod(slopes_h: Tensor, num_past: int) -> Callable:
-    """Return the `score_mod` that subtracts ALiBi's bias. The first query stands at position `num_past`."""
-
-    def subtract_bias(score, b, h, t, s):
-        return score - slopes_h[h] * (t + num_past - s)
-
-    return subtract_bias
-
-
-# -------------------------------------------------------------------------- FlexAttention: which blocks to compute
-
-# FlexAttention divides the scores into blocks. It skips a block in which no query sees a key, computes a full block, in
-# which every query sees every key, without a mask, and asks `mask_mod` for each score of a partial block.
-#
-# torch's create_block_mask finds the kinds of blocks from the whole mask: b*t*s numbers, several times over. The
-# functions below compare only the first and the last position of each block. From here on, t and s count blocks.
-
-FLEX_BLOCK = 128
-"""Queries or keys in a block (torch's default)."""
-
-
-@functools.lru_cache(maxsize=16)
-def _causal_block_mask(window: int, num_past: int, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
-    """Build the blocks of a causal mask, with a sliding window unless `window` is below 0.
-
-    The first query stands at position `num_past`. Masks are the same for every batch and therefore cached.
-    """
-
-    def mask_mod(b, h, t, s):
-        distance = t + num_past - s
-        if window < 0:
-            return distance >= 0
-        return (distance >= 0) & (distance <= window)
-
-    is_computed_1ts, is_full_1ts = _find_causal_blocks(window, num_queries, num_keys, device)
-    return _build_block_mask(is_computed_1ts, is_full_1ts, mask_mod, num_queries, num_keys)
-
-
-def _document_block_mask(documents_bs: Tensor, window: int, num_queries: int) -> BlockMask:
-    """Build the blocks of a causal mask in which tokens attend only to tokens of their own document.
-
-    `documents_bs` are numbers that never fall within a row. The queries are the last `num_queries` tokens.
-    """
-    num_keys, device = documents_bs.size(1), documents_bs.device
-    num_past = num_keys - num_queries
-
-    def mask_mod(b, h, t, s):
-        distance = t + num_past - s
-        is_visible = (distance >= 0) & (documents_bs[b, t + num_past] == documents_bs[b, s])
-        if window < 0:
-            return is_visible
-        return is_visible & (distance <= window)
-
-    # The documents of a block are those from the one of its first token to that of its last.
-    q_first_t, q_last_t = _ends_of_blocks(num_queries, device)
-    k_first_s, k_last_s = _ends_of_blocks(num_keys, device)
-    q_first_document_bt1 = documents_bs[:, num_past + q_first_t].unsqueeze(2)
-    q_last_document_bt1 = documents_bs[:, num_past + q_last_t].unsqueeze(2)
-    k_first_document_b1s = documents_bs[:, k_first_s].unsqueeze(1)
-    k_last_document_b1s = documents_bs[:, k_last_s].unsqueeze(1)
-
-    # Some pair of tokens shares a document if the two ranges overlap. Every pair does if all four documents are the
-    # same, which these two equations imply because numbers never fall.
-    shares_some_bts = (q_first_document_bt1 <= k_last_document_b1s) & (k_first_document_b1s <= q_last_document_bt1)
-    shares_all_bts = (q_first_document_bt1 == k_last_document_b1s) & (k_first_document_b1s == q_last_document_bt1)
-
-    is_computed_1ts, is_full_1ts = _find_causal_blocks(window, num_queries, num_keys, device)
-    return _build_block_mask(
-        is_computed_1ts & shares_some_bts, is_full_1ts & shares_all_bts, mask_mod, num_queries, num_keys
-    )
-
-
-def _find_causal_blocks(window: int, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Find the blocks in which some query sees some key, and those in which all see all: two of bool, [1, t, s].
-
-    A block that the end of the row cuts short is never full, as in torch's create_block_mask.
-    """
-    q_first_t, q_last_t = _ends_of_blocks(num_queries, device)
-    k_first_s, k_last_s = _ends_of_blocks(num_keys, device)
-    num_past = num_keys - num_queries
-    least_distance_ts = q_first_t[:, None] + num_past - k_last_s
-    most_distance_ts = q_last_t[:, None] + num_past - k_first_s
-
-    is_computed_ts = most_distance_ts >= 0
-    is_full_ts = least_distance_ts >= 0
-    if window >= 0:
-        is_computed_ts = is_computed_ts & (least_distance_ts <= window)
-        is_full_ts = is_full_ts & (most_distance_ts <= window)
-    is_whole_ts = (q_last_t - q_first_t)[:, None] + (k_last_s - k_first_s) == 2 * (FLEX_BLOCK - 1)
-    return is_computed_ts[None], (is_full_ts & is_whole_ts)[None]
-
-
-def _ends_of_blocks(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position of each block; the last block may be short."""
-    first = torch.arange(0, num_tokens, FLEX_BLOCK, device=device)
-    last = (first + FLEX_BLOCK - 1).clamp(max=num_tokens - 1)
-    return first, last
-
-
-def _build_block_mask(
-    is_computed_bts: Tensor, is_full_bts: Tensor, mask_mod: Callable, num_queries: int, num_keys: int
-) -> BlockMask:
-    """Build FlexAttention's mask from the blocks that are computed, and from those of them that are full.
-
-    FlexAttention takes each kind of block as counts for each row of blocks, and as indices that begin with the blocks
-    of this kind. Sorting descending puts them first, and a stable sort keeps them in order.
-    """
-    counts_and_indices = []
-    for is_of_kind_bts in (is_computed_bts & ~is_full_bts, is_full_bts):  # partial ones, then full ones
-        is_of_kind_b1ts = is_of_kind_bts[:, None].int()
-        counts_and_indices.append(is_of_kind_b1ts.sum(-1, dtype=torch.int32))
-        counts_and_indices.append(is_of_kind_b1ts.argsort(dim=-1, descending=True, stable=True).int())
-    return BlockMask.from_kv_blocks(
-        *counts_and_indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(num_queries, num_keys)
-    )
-
-
 # ------------------------------------------------------------------------------------------- flash-attn: documents
 
 
@@ -575,79 +416,3 @@ def _find_document_bounds(documents_bs: Tensor, num_queries: int) -> tuple[Docum
         return DocumentBounds(starts_n, int(starts_n.diff().max()))
 
     return bounds_among(is_query_s.expand_as(documents_bs)), bounds_among(is_key_bs)
-
-
-# -------------------------------------------------------------------------------------------------------- positions
-
-
-def compute_alibi_slopes(num_heads: int, bias_max: int = 8) -> list[float]:
-    """Return one slope for each head (Press et al. 2022, "Train Short, Test Long", with MPT's order of heads).
-
-    Head i of n has the slope 2^(-bias_max * (i + 1) / n): 1/2, 1/4, ... 1/256 for eight heads. If the number of heads
-    is not a power of two, the slopes of the next power are taken: every second one first, then the others.
-    """
-    power = 2 ** math.ceil(math.log2(num_heads))
-    slopes = [2.0 ** -(bias_max * (i + 1) / power) for i in range(power)]
-    if power == num_heads:
-        return slopes
-    return (slopes[1::2] + slopes[::2])[:num_heads]
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """RoPE's angles of every position, by cosine and sine. fp32, also where activations have 16 bits.
-
-    The dimension of 1 is that of heads; j counts the k/2 pairs of dimensions of a head.
-    """
-
-    cos_bt1j: Tensor
-    sin_bt1j: Tensor
-
-
-def build_rotation(config: AttentionConfig, head_dim: int, max_seq_len: int, positions_bt: Tensor) -> Rotation:
-    """Compute RoPE's angles: position * theta^(-2j/k) (Su et al. 2021, "RoFormer").
-
-    `rope_hf_config` scales them for rows longer than those of training:
-
-    linear: positions are divided by the factor (Chen et al. 2023, "Extending Context Window").
-    ntk: theta becomes theta * factor^(k/(k-2)), as proposed in r/LocalLLaMA and computed by transformers.
-    dynamic: the same, with a factor that grows once the longest position exceeds `max_seq_len`.
-    llama3: low frequencies, those with few turns within the original length, are divided by the factor; high ones are
-        kept, and those between are blended (The Llama 3 Herd of Models, 2024; Llama 3.1's reference code).
-    """
-    scaling = config.rope_hf_config
-    theta = config.rope_theta
-    positions_bt = positions_bt.float()
-    ntk_exponent = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
-    if scaling.type == "linear":
-        positions_bt = positions_bt / scaling.factor
-    elif scaling.type == "ntk":
-        theta = theta * scaling.factor**ntk_exponent
-    elif scaling.type == "dynamic":
-        length = max(float(positions_bt.max()) + 1, float(max_seq_len))
-        theta = theta * (scaling.factor * length / max_seq_len - (scaling.factor - 1)) ** ntk_exponent
-
-    exponents_j = torch.arange(0, head_dim, 2, device=positions_bt.device).float() / head_dim
-    frequencies_j = 1.0 / theta**exponents_j
-    if scaling.type == "llama3":
-        turns_j = scaling.original_max_position_embeddings * frequencies_j / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept_share_j = ((turns_j - low) / (high - low)).clamp(0, 1)
-        frequencies_j = (kept_share_j + (1 - kept_share_j) / scaling.factor) * frequencies_j
-
-    angles_btj = positions_bt[..., None] * frequencies_j
-    return Rotation(angles_btj.cos()[:, :, None], angles_btj.sin()[:, :, None])
-
-
-def rotate(x_bthk: Tensor, rotation: Rotation) -> Tensor:
-    """Apply RoPE to queries or keys: turn each pair of dimensions j and j + k/2 by its angle, in fp32."""
-    cos_bt1j, sin_bt1j = rotation.cos_bt1j, rotation.sin_bt1j
-    first_bthj, second_bthj = x_bthk.float().chunk(2, dim=-1)
-    turned_bthk = torch.cat(
-        [
-            first_bthj * cos_bt1j - second_bthj * sin_bt1j,
-            second_bthj * cos_bt1j + first_bthj * sin_bt1j,
-        ],
-        dim=-1,
-    )
-    return turned_bthk.to(x_bthk.dtype)

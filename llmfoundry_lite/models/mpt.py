@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, ModelConfig
-from llmfoundry_lite.models.attention import Mask, Rotation, build_mask, build_rotation, compute_alibi_slopes, rotate
+from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.models.dropout import dropout, seeds_of_site, seeds_of_tokens
+from llmfoundry_lite.models.positions import Rotation, build_rotation, compute_alibi_slopes, rotate
 from llmfoundry_lite.models.products import Linear, linear
 
 Head = Callable[[Tensor, Tensor], Any]

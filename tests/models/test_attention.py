@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.models import attention
-from llmfoundry_lite.models.attention import Mask, build_mask, compute_alibi_slopes
+from llmfoundry_lite.models import flex_attention
+from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.models.mpt import MPT
+from llmfoundry_lite.models.positions import compute_alibi_slopes
 
 SMALL = ModelConfig(d_model=16, n_heads=2, n_layers=2, max_seq_len=16, vocab_size=31)
 
@@ -91,7 +92,7 @@ def test_flex_computes_the_blocks_that_anybody_sees_and_never_holds_the_whole_ma
     options, positions_1t = AttentionConfig(sliding_window_size=window), torch.arange(num_keys)[None, -num_queries:]
     draws = torch.rand(3, num_keys, generator=torch.Generator().manual_seed(1))
     documents_bs = (draws < 0.005).long().cumsum(1) if has_documents else None
-    attention._causal_block_mask.cache_clear()
+    flex_attention.causal_block_mask.cache_clear()
     with Largest() as largest:
         mask = build_mask(options, "flex", None, positions_1t, num_keys, None, documents_bs).block_mask
     assert mask is not None and largest.numbers <= 3 * num_keys
@@ -124,8 +125,8 @@ def test_flex_never_falls_back_to_all_scores(monkeypatch):
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
     with torch._dynamo.config.patch(recompile_limit=8):
-        attention._compile_to_one_operation.__wrapped__(None)
-        attention._raise_recompile_limit.cache_clear()
+        flex_attention.compile_to_one_operation.__wrapped__(None)
+        flex_attention.raise_recompile_limit.cache_clear()
         build_mask(AttentionConfig(), "flex", None, torch.arange(8)[None], 8)
         assert asked[0]["fullgraph"] and torch._dynamo.config.recompile_limit >= 32
 

@@ -18,7 +18,7 @@ from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.config.schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.models.attention import _compile_to_one_operation
+from llmfoundry_lite.models.flex_attention import compile_to_one_operation
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh
@@ -121,7 +121,7 @@ def test_selective_checkpointing_keeps_what_the_compiled_attention_computed(one_
 
     class Compiled(torch.nn.Module):
         def forward(self, x):
-            return torch.sin(_compile_to_one_operation(doubled)(x))
+            return torch.sin(compile_to_one_operation(doubled)(x))
 
     block, x = Compiled(), torch.ones(3, requires_grad=True)
     checkpoint_activations(block, FSDPConfig(activation_checkpointing="selective"))
