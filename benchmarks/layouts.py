@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import PipelineConfig, TensorParallelConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig, TensorParallelConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.hardware import GIB

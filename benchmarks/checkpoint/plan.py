@@ -36,7 +36,8 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.ranks import exchange

@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.restore import load
 from llmfoundry_lite.checkpoint.state import local_tensor, read_state
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.files import sync
 from llmfoundry_lite.models.flops import count_parameters

@@ -179,7 +179,7 @@ def measure_bare(settings: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from llmfoundry_lite.config.layout import Layout
-    from llmfoundry_lite.config.schema import FSDPConfig
+    from llmfoundry_lite.config.sharding_schema import FSDPConfig
     from llmfoundry_lite.parallel.fsdp import build_parallel_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import PRECISIONS

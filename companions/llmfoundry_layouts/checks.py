@@ -10,7 +10,8 @@ from llmfoundry_layouts.pieces import count_pieces
 from llmfoundry_lite.config.check import refuse
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
-from llmfoundry_lite.config.schema import FSDPConfig, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError, either
 
 

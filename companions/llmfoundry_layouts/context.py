@@ -17,7 +17,7 @@ from llmfoundry_layouts.pieces import count_pieces, pieces_of
 from llmfoundry_layouts.tensor import exchange, mirrored
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig
 from llmfoundry_lite.models.attention import Mask, build_mask
 from llmfoundry_lite.parallel.mesh import make_mesh
 

@@ -9,7 +9,7 @@ import torch
 from llmfoundry_layouts.context import Context
 from llmfoundry_layouts.pipeline import Loss, build_pipeline
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.training.adapter import LanguageModel

@@ -1,6 +1,6 @@
 """Pieces of a sample: which of its tokens each rank of a context group has. Arithmetic, without torch."""
 
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig
 
 
 def count_pieces(context: ContextParallelConfig) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from llmfoundry_layouts.context import Context
 from llmfoundry_layouts.stages import Stage, stages_of
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.precision import Precision

@@ -6,7 +6,7 @@ Blocks stay in order. A stage is a run of consecutive ones; interleaved schedule
 from dataclasses import dataclass
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

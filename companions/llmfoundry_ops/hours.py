@@ -15,7 +15,8 @@ import torch
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
+from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory, synchronize
 from llmfoundry_lite.models.attention import choose_implementation
 from llmfoundry_lite.models.flops import TOKENS_PER_PARAMETER, count_flops_per_token

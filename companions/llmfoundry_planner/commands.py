@@ -138,7 +138,7 @@ def check_options(given: PlanOptions) -> None:
 
 
 def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
-    from llmfoundry_lite.config.schema import PipelineConfig
+    from llmfoundry_lite.config.sharding_schema import PipelineConfig
     from llmfoundry_planner.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
 
     assert given.arguments is not None

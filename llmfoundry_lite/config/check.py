@@ -16,7 +16,8 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, find_data_ranks, name_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
-from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.schema import OptimizerConfig, SchedulerConfig, TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys
 from llmfoundry_lite.errors import ConfigError, either

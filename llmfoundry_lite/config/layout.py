@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmfoundry_lite.config.model_schema import divisors
-from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError, either
 from llmfoundry_lite.ranks.rank import this_rank
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmfoundry_lite.config.schema import WandbConfig
+from llmfoundry_lite.config.callbacks_schema import WandbConfig
 from llmfoundry_lite.errors import ConfigError, list_names, nearest
 
 RUN_ID = "WANDB_RUN_ID"

@@ -5,7 +5,8 @@ from functools import cached_property
 
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 
 FP32_BYTES = 4
 

@@ -15,7 +15,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import (
     CheckpointError,
     DamagedCheckpointError,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT

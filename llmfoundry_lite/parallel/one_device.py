@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.precision import Precision
 from llmfoundry_lite.parallel.recompute import checkpoint_activations

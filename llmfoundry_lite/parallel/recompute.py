@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 
 
 def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmfoundry_lite.checkpoint.run_log import Record, console_line, read_lines, validation_losses
-from llmfoundry_lite.config.schema import TensorboardConfig, TrainConfig, WandbConfig, as_dict
+from llmfoundry_lite.config.callbacks_schema import TensorboardConfig, WandbConfig
+from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.wandb_init import RUN_ID, describe_unused_variables, init_arguments
 from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls, printable

@@ -14,8 +14,8 @@ from composer.loggers import Logger
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llmfoundry_lite import devices
+from llmfoundry_lite.config.callbacks_schema import ProfilerConfig
 from llmfoundry_lite.config.layout import Coordinates, DataRanks
-from llmfoundry_lite.config.schema import ProfilerConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.partners import Partners

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry_lite.config.layout import DIMENSIONS, Coordinates, Layout, describe_layout, divide_devices
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.parallel.mesh import build_mesh
 

@@ -1,6 +1,6 @@
 import pytest
 
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
 
 @pytest.mark.parametrize(

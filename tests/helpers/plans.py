@@ -7,7 +7,8 @@ from typing import Any
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate, estimate_moments
 from llmfoundry_lite.estimate.portion import Portion
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flex_attention import compile_to_one_operation
 from llmfoundry_lite.models.mpt import MPT

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel import fsdp
 from llmfoundry_lite.parallel.exact import ExactSums

@@ -15,8 +15,8 @@ import pytest
 from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.run_log import console_line, duration_text, validation_losses
+from llmfoundry_lite.config.callbacks_schema import TensorboardConfig, WandbConfig
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import TensorboardConfig, WandbConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.training.checkpointing import Checkpointing

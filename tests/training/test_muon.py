@@ -17,7 +17,8 @@ from llmfoundry_lite.checkpoint.state import row_orders
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig, OptimizerConfig
+from llmfoundry_lite.config.schema import OptimizerConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.parallel.fsdp import build_parallel_model

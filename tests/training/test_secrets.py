@@ -14,8 +14,8 @@ from llmfoundry_lite import preflight
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import is_installed
+from llmfoundry_lite.config.callbacks_schema import WandbConfig
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import WandbConfig
 from llmfoundry_lite.launch_train import check
 from llmfoundry_lite.training.mirrors import WandbMirror
 from llmfoundry_lite.training.run_state import build_segment, find_differences, with_references
@@ -136,7 +136,7 @@ def test_no_file_of_a_run_and_no_line_of_a_launch_has_a_secret(tmp_path, data):
 
 SETTINGS_OF_WANDB = """
 from pathlib import Path
-from llmfoundry_lite.config.schema import WandbConfig
+from llmfoundry_lite.config.callbacks_schema import WandbConfig
 from llmfoundry_lite.training.mirrors import WandbMirror
 mirror = WandbMirror(WandbConfig(), "run", Path("run"), {})
 print("settings:", mirror.run.settings.base_url, mirror.run.project)

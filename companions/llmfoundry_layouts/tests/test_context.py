@@ -17,7 +17,7 @@ from llmfoundry_layouts.tensor import divide_vocabulary
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.layout import Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig, FSDPConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, FSDPConfig
 from llmfoundry_lite.models.attention import Mask
 from llmfoundry_lite.models.initialise import initialise_weights
 from llmfoundry_lite.models.mpt import MPT

@@ -19,7 +19,7 @@ from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.models.mpt import MPT

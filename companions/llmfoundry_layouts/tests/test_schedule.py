@@ -11,7 +11,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 from llmfoundry_layouts.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
 from llmfoundry_layouts.schedule import order_of
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
 
 @pytest.mark.parametrize(

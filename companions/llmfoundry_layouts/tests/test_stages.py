@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from llmfoundry_layouts.stages import block_and_head, divide_blocks, stages_of
 from llmfoundry_lite.config.model_schema import FFNConfig, ModelConfig
-from llmfoundry_lite.config.schema import PipelineConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
 MPT_7B = ModelConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432)
 SCHEDULES = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3), "zero_bubble": (1, 2), "zbv": (2,)}

@@ -17,7 +17,7 @@ from llmfoundry_layouts.tensor import divide_vocabulary
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.config.layout import Coordinates, DataRanks, Layout, divide_devices
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import FSDPConfig
+from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.parallel.fsdp import build_parallel_model
 from llmfoundry_lite.parallel.mesh import build_mesh

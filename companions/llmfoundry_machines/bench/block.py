@@ -24,7 +24,7 @@ from torch import nn
 from llmfoundry_lite import companions
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig
 from llmfoundry_lite.devices import device_type, keep_freed_memory
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.attention import build_mask

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_lite.config.schema import EarlyStopperConfig, KillLossSpikeConfig
+from llmfoundry_lite.config.callbacks_schema import EarlyStopperConfig, KillLossSpikeConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_ops.stoppers import EarlyStopper, KillLossSpike
 from tests.helpers.runs import attempt, metrics, run, saved_names, status

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.config.layout import divide_devices
-from llmfoundry_lite.config.schema import ContextParallelConfig, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, PipelineConfig
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.report.segments import accelerator_of, measure

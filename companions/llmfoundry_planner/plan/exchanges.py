@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import ContextParallelConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 
 

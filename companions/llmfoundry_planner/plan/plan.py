@@ -11,7 +11,8 @@ from pathlib import Path
 import yaml
 
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_planner.plan.bubble import check_schedule

@@ -11,12 +11,8 @@ from typing import Any
 from llmfoundry_lite.checkpoint.save_interval import MAX_SAVE_FRACTION
 from llmfoundry_lite.config.check import check_together
 from llmfoundry_lite.config.layout import Layout, divisors
-from llmfoundry_lite.config.schema import (
-    ContextParallelConfig,
-    PipelineConfig,
-    TensorParallelConfig,
-    TrainConfig,
-)
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, PipelineConfig, TensorParallelConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from llmfoundry_layouts.stages import block_and_head, stages_of
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, PipelineConfig, TrainConfig
+from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, TrainConfig
+from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator, find_rows

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from llmfoundry_lite.config.callbacks_schema import LoggersConfig
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.layout import layout_of
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.schema import LoggersConfig, TrainConfig
+from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import OutOfMemoryError

@@ -1,0 +1,180 @@
+"""Blocks of a run's YAML for callbacks and loggers, by LLM Foundry's names."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry_lite.config.fields import (
+    NON_NEGATIVE,
+    POSITIVE,
+    REQUIRED,
+    Use,
+    check_place,
+    local_folder,
+    must_be,
+    not_empty,
+    setting,
+    span,
+)
+from llmfoundry_lite.config.spans import Duration
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SpeedMonitorConfig:
+    """Throughput in the log."""
+
+    window_size: int = setting(100, POSITIVE)
+    """Batches over which throughput is averaged."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class NoOptions:
+    """Block of a callback without options."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ProfilerConfig:
+    """torch's profiler, with the schedule of Composer's `cyclic_schedule`: batches, and their order in a cycle."""
+
+    skip_first: int = setting(0, NON_NEGATIVE)
+    """Batches before the first cycle."""
+    wait: int = setting(0, NON_NEGATIVE)
+    """Batches without the profiler."""
+    warmup: int = setting(1, NON_NEGATIVE)
+    """Batches with the profiler whose trace is dropped, because it slows down the first ones."""
+    active: int = setting(4, POSITIVE)
+    """Batches that are traced."""
+    repeat: int = setting(1, NON_NEGATIVE)
+    """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
+    folder: str | None = setting(
+        None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder(), is_place=True
+    )
+    """Folder of the traces; default: <run_folder>/traces."""
+    all_ranks: bool = False
+    """A trace of each rank, not of rank 0 alone."""
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HFCheckpointerConfig:
+    """Hugging Face folders of checkpoints: the first one published at or after each multiple of the interval, and the
+    run's last. A separate process writes them."""
+
+    save_interval: Duration = span(REQUIRED)
+    save_folder: str | None = setting(
+        None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place, is_place=True
+    )
+    """Folders are <save_folder>/huggingface/ba<batch>. Default: where the run's checkpoints are."""
+    precision: str = setting("float32", choices="float32 bfloat16")
+
+
+SAMPLING = (
+    Use(
+        has_effect=lambda generate, _: generate.do_sample,
+        reason="do_sample is false, which takes the likeliest token",
+    ),
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class GenerateConfig:
+    """Texts that checkpoints write, at every `interval`, into generations.jsonl. A separate process generates them."""
+
+    prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
+    interval: Duration = span(REQUIRED)
+    max_new_tokens: int = setting(80, POSITIVE)
+    do_sample: bool = False
+    """false takes the likeliest token, and the next three keys have no effect."""
+    temperature: float = setting(1.0, POSITIVE, uses=SAMPLING)
+    top_k: int | None = setting(50, POSITIVE, uses=SAMPLING)
+    top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1), uses=SAMPLING)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EarlyStopperConfig:
+    """End the run, saved, when a loss has not fallen for some time. A launch reads earlier losses from the log."""
+
+    monitor: str = setting(choices="loss LanguageCrossEntropy LanguagePerplexity")
+    dataloader_label: str = setting()
+    """eval, eval/<label> of eval_loaders, or train: the mean over an epoch."""
+    patience: Duration = span(1, ("ba", "ep"), may_be_zero=True)
+    """Span since the lowest value after which the run ends; a bare integer counts epochs."""
+    min_delta: float = setting(0.0, NON_NEGATIVE)
+    """Least difference by which a value counts as lower."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class KillLossSpikeConfig:
+    """Warn, or end the launch with exit code 2, when the loss stays above a multiple of its mean, or is high."""
+
+    log_only: bool = True
+    patience: int = setting(4, NON_NEGATIVE)
+    """Consecutive outliers that are tolerated."""
+    outlier_multiplier: float = setting(2.0, POSITIVE)
+    """Multiple of the window's mean from which a loss is an outlier."""
+    window_size: int = setting(100, POSITIVE)
+    """Batches. The default, 100, means a twentieth of the run where that is more."""
+    loss_cap: float = setting(10.0, POSITIVE)
+    """Losses are high when half of a window is above this. The default, 10, means the first window's highest if lower.
+    """
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CallbacksConfig:
+    """Callbacks by LLM Foundry's names, and a user's own."""
+
+    speed_monitor: SpeedMonitorConfig = setting(SpeedMonitorConfig)
+    lr_monitor: NoOptions | None = None
+    memory_monitor: NoOptions | None = None
+    runtime_estimator: NoOptions | None = None
+    """This callback and the two above are always on; naming them is allowed."""
+    profiler: ProfilerConfig | None = None
+    hf_checkpointer: HFCheckpointerConfig | None = None
+    generate_callback: GenerateConfig | None = None
+    early_stopper: EarlyStopperConfig | None = None
+    kill_loss_spike: KillLossSpikeConfig | None = None
+    extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
+    """python:package.module:Class -> keyword arguments."""
+
+    @property
+    def of_companions(self) -> list[str]:
+        """Keys of LLM Foundry's callbacks that the run asks for and a companion builds."""
+        names = ("hf_checkpointer", "generate_callback", "early_stopper", "kill_loss_spike")
+        return [f"callbacks.{name}" for name in names if getattr(self, name) is not None]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class WandbConfig:
+    """Logging to Weights & Biases."""
+
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    """Default: $WANDB_NAME, else the run name."""
+    tags: list[str] = setting(list)
+    names: str = setting("ours", choices="ours llm_foundry")
+    """Names of metrics; llm_foundry writes those of LLM Foundry, in its units. metrics.jsonl has ours."""
+    init_kwargs: dict[str, Any] = setting(dict)
+    """Other arguments of wandb.init. Those that are null come from wandb's own variables, such as WANDB_PROJECT."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorboardConfig:
+    """Logging to TensorBoard."""
+
+    log_dir: str | None = setting(
+        None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place, is_place=True
+    )
+    """Default: <run directory>/tensorboard."""
+    names: str = setting("ours", choices="ours llm_foundry")
+    """Names of metrics, as for wandb."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoggersConfig:
+    """Where the log is written besides metrics.jsonl."""
+
+    wandb: WandbConfig | None = None
+    tensorboard: TensorboardConfig | None = None
