@@ -20,13 +20,15 @@ from typing import Any
 
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, TransientError
-from llmfoundry_lite.ranks.codec import parse_json, write_json
+from llmfoundry_lite.ranks.codec import EXACT_IN_A_DOUBLE, parse_json, write_json
 from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
 
 FOLDER = ".leases"
 NUM_KEPT = 8
 """A listing may miss a file created while it is read; with several left it still finds a high number."""
 MAX_BYTES = 1 << 16
+MAX_EPOCH = EXACT_IN_A_DOUBLE
+"""A save's manifest records the epoch of its lease as a JSON number, and readers accept no larger one."""
 CLAIM = re.compile(r"\.?([0-9]+)(\.renewed)?\.json(\..*)?")
 """File name of a claim, of its renewals, or of either whose writer was killed."""
 RENEWAL_SECONDS = 10.0
@@ -144,8 +146,8 @@ class Leases:
         self, *, at_least: int, steal_from_live_writer: bool = False, request: LeaseRequest | None = None
     ) -> Lease:
         """Claim the next number. Raises CheckpointError if the holder lives, unless the lease is to be stolen, as
-        `wait_until_free` does; OSError of the disk. Only this creates the folder: if it is missing later, it has
-        vanished."""
+        `wait_until_free` does, or if the next number is above MAX_EPOCH; OSError of the disk. Only this creates the
+        folder: if it is missing later, it has vanished."""
         request = request or LeaseRequest()
         owner = describe_this_process() | {"claim": uuid.uuid4().hex}
         if request.run_name:
@@ -155,6 +157,11 @@ class Leases:
                 self.wait_until_free(request)
             self.folder.make(with_parents=True)
             epoch = max(self.highest() + 1, at_least)
+            if epoch > MAX_EPOCH:
+                raise CheckpointError(
+                    f"{self.url}: the next lease would be number {epoch}, which no launch makes and no checkpoint can "
+                    f"record; remove {FOLDER}/{epoch - 1}.json, or the checkpoint that has this number"
+                )
             try:
                 self.folder.put(_name(epoch), write_json(owner), only_if_new=True)
                 self._seen_epoch = epoch

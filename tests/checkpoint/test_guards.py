@@ -132,6 +132,19 @@ def test_a_zombie_process_is_not_alive():
 
 
 @pytest.mark.fault
+def test_a_number_of_a_claim_that_no_checkpoint_can_record_is_refused(tmp_path):
+    store, _lease = saved(tmp_path, 1)
+    planted = tmp_path / ".leases" / f"{leases.MAX_EPOCH}.json"
+    planted.write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"no checkpoint can record; remove .leases/{leases.MAX_EPOCH}.json"):
+        store.acquire()
+    planted.unlink()
+    lease = store.acquire()
+    save(store, lease, 2)
+    assert names(store) == ["ba2", "ba1"]
+
+
+@pytest.mark.fault
 def test_a_lease_that_is_lost_while_a_save_is_committed_stops_it(url):
     store, old = saved(url, 1)
     draft = write_draft(store, old, 2)
