@@ -374,12 +374,13 @@ class TreeModel:
 
     def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
         """Return the log-probabilities of the answer tokens. Logits are computed only where they are predicted."""
-        return self.model(
+        scores = self.model(
             inputs.tokens_bt,
             positions_bt=inputs.positions_bt,
             attention_mask_bts=inputs.attention_mask_bts,
             head=partial(score_hidden, answers=answers),
         )
+        return Scores(*scores)  # a model in pipeline stages sends its tensors to other ranks as a plain tuple
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
         """Yield the likeliest next token after the context, `max_new_tokens` times. Raises NonFiniteError."""
