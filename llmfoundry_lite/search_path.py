@@ -74,13 +74,18 @@ def refuse_libraries_here() -> None:
 
 def find_library_here() -> str | None:
     """Return a library of the working directory that `import torch` may load from there; None if there is none."""
-    folders: list[tuple[str, ...]] = [("glibc-hwcaps", name) for name in CAPABILITIES]
+    folders: list[tuple[str, ...]] = []
+    if os.path.isdir("glibc-hwcaps"):
+        folders += [("glibc-hwcaps", name) for name in CAPABILITIES]
+
+    # Each of the 256 combinations is only asked for if its first folder exists: this runs at every start.
+    first_names = {name for name in LIBRARY_FOLDERS if os.path.isdir(name)}
     for num_names in range(len(LIBRARY_FOLDERS) + 1):
-        folders += itertools.combinations(LIBRARY_FOLDERS, num_names)
+        for names in itertools.combinations(LIBRARY_FOLDERS, num_names):
+            if not names or names[0] in first_names:
+                folders.append(names)
 
     for names in folders:
-        if names and not os.path.isdir(names[0]):
-            continue
         for library in LIBRARIES:
             path = os.path.join(*names, library)
             if os.path.exists(path):
