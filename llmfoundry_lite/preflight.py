@@ -468,15 +468,15 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
     try:
         here = replace(config, load_path=None) if is_elsewhere else config
         start = choose_start(here, find_fingerprints(config.tokenizer.name))
-        if start.is_own and not start.name:
+        if start.is_run_folder and not start.checkpoint_name:
             raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
     except CheckpointError as error:
         if is_for_here:
             raise
         return f"refused: {error}", []
-    if start.is_own:
-        unseen = [f"the tensors and the data of {start.name}: the launch compares them with what is here"]
-        return f"carries on from {folder}/{start.name}{_describe_end(config, start)}", unseen
+    if start.is_run_folder:
+        unseen = [f"the tensors and the data of {start.checkpoint_name}: the launch compares them with what is here"]
+        return f"carries on from {folder}/{start.checkpoint_name}{_describe_end(config, start)}", unseen
     return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
 
 
@@ -484,7 +484,7 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
     """Say that a launch trains nothing, if the checkpoint is already at the run's end or at `stop_at`; else empty."""
     for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
         span = getattr(config, key)
-        if span is not None and has_reached(span, start.done):
+        if span is not None and has_reached(span, start.training_done):
             return f", {words}: nothing is trained"
     return ""
 

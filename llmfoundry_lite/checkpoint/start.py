@@ -1,6 +1,7 @@
-"""Where a launch starts: at the checkpoint that it carries on from, which must fit its configuration, or at batch 1.
+"""Decides where a launch starts: at a checkpoint, which must fit the launch's configuration, or at batch 1.
 
-Reads manifests and the log; no torch. `training/checkpointing.py` restores from there; `--dry-run` prints where.
+This module reads manifests and the run's log, and imports no torch. `training/checkpointing.py` restores the chosen
+checkpoint, and `--dry-run` prints which one that would be.
 """
 
 from collections.abc import Mapping
@@ -25,211 +26,291 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import CheckpointError, either
 
-KEYS_OF_WHEN = ("max_duration", "eval_interval", "save_interval")
-"""Keys that say when something happens in a run. A finished run, whose numbers they do not change, may be launched with
-other ones."""
+SCHEDULING_KEYS = ("max_duration", "eval_interval", "save_interval")
+"""Keys that say when something happens in a run. They do not change the numbers of a finished run, so a finished run
+may be launched again with other values."""
 
 
 class Start(NamedTuple):
-    """Where a launch starts: at a checkpoint, or at batch 1.
+    """Where a launch starts: at a checkpoint, or at batch 1. There are three kinds of checkpoint:
 
-    the run's own folder (`is_own`)     restores weights, optimizer, place in the data, clocks, log; under its lease,
-                                        unless partners (islands) say which launch takes that
-    `load_path`                         the same, without a lease: nothing there is moved or removed
-    `load_path`, `load_weights_only`    restores weights; the run is new
+    the run's own folder (`is_run_folder`)    restores weights, optimizer, place in the data, clocks and log. This
+                                              launch takes the folder's lease, unless its partners (islands) say which
+                                              launch takes it
+    `load_path`                               restores the same without a lease, so nothing there is moved or removed
+    `load_path` with `load_weights_only`      restores the weights alone, for a new run
     """
 
-    is_own: bool = False
-    """Carry on from the newest intact checkpoint in the run's own folder."""
+    is_run_folder: bool = False
+    """Whether to carry on from the newest intact checkpoint in the run's own folder."""
     url: str | None = None
-    """A checkpoint, or a folder of checkpoints, whose newest intact one is used; None: batch 1."""
-    is_one: bool = False
-    """`url` is one checkpoint, not a folder of them."""
+    """A checkpoint, or a folder of checkpoints whose newest intact one is used. None: start at batch 1."""
+    is_single_checkpoint: bool = False
+    """Whether `url` is one checkpoint rather than a folder of checkpoints."""
     note: str = ""
-    """Tells the user why a launch with `autoresume` starts at batch 1."""
+    """A line that tells the user why a launch with `autoresume` starts at batch 1. Empty if it does not."""
     fingerprints: dict[str, str] = {}  # noqa: RUF012 - read only
-    name: str = ""
-    """The newest of the run's own checkpoints that can be read; empty: none can."""
-    done: dict[str, int] = {}  # noqa: RUF012 - read only
-    """Training done at that checkpoint, by unit; epochs are whole."""
-    watched: str = ""
+    """This launch's fingerprints, such as the tokenizer's."""
+    checkpoint_name: str = ""
+    """The newest readable checkpoint in the run's own folder. Empty if there is none."""
+    training_done: dict[str, int] = {}  # noqa: RUF012 - read only
+    """Training done at that checkpoint, by unit, as `training_done_at` returns it."""
+    dead_holder: str = ""
     """The holder of the run's lease that was found dead, as `Leases.wait_until_free` returns it."""
 
 
+def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
+    """Choose the checkpoint that a launch begins from, and check its manifest against the launch's configuration.
+
+    `fingerprints` are those of this launch, such as the tokenizer's. The run's own folder comes before `load_path`,
+    so that a launch repeated with the same command carries on.
+
+    Raises CheckpointError if the launch would carry on another run, start a run over without being told to, or does
+    not fit the checkpoint.
+    """
+    store = CheckpointStore(config.checkpoint_folder)
+    candidates = store.candidates()
+    if candidates:
+        return _start_from_run_folder(config, store, candidates, fingerprints)
+
+    store.check_is_new()
+    note = _check_log(config, store.root.url)
+    if config.load_path is not None:
+        url, is_single_checkpoint = _check_load_path(config, config.load_path, fingerprints)
+        return Start(url=url, is_single_checkpoint=is_single_checkpoint, note=note, fingerprints=fingerprints)
+
+    if config.autoresume and not note:
+        note = f"no checkpoint in {store.root.url} yet; starting at batch 1"
+    return Start(note=note, fingerprints=fingerprints)
+
+
+def _start_from_run_folder(
+    config: TrainConfig, store: CheckpointStore, candidates: list[Candidate], fingerprints: dict[str, str]
+) -> Start:
+    """Return the start of a launch whose run folder holds checkpoints.
+
+    Raises CheckpointError if they are another run's, if `autoresume` is not set, or if the newest does not fit.
+    """
+    newest = newest_of(candidates)
+    if newest is not None:
+        _refuse_other_run(config, newest)
+    if not config.autoresume:
+        raise CheckpointError(
+            f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
+            "choose another run_name"
+        )
+
+    start = Start(is_run_folder=True, url=store.root.url, fingerprints=fingerprints)
+    if newest is None:
+        return start  # the restore fails, and prints the reason for each checkpoint
+    check_fit(config, fingerprints, newest.manifest)
+    _refuse_changes_after_the_end(config, newest)
+    return start._replace(checkpoint_name=newest.name, training_done=training_done_at(newest))
+
+
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
-    """Raise CheckpointError if the run cannot carry on with another model, tokenizer or batch size. Tensors and the
-    place in the data are checked when they are restored."""
+    """Raise CheckpointError if a run cannot carry on from a checkpoint with this configuration and tokenizer.
+
+    `fingerprints` are those of this launch. Tensors and the place in the data are checked later, when they are
+    restored.
+    """
     if manifest.optimizer is None:  # an imported checkpoint
         raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
     if manifest.config is None or "timestamp" not in manifest.scalars:
         raise CheckpointError(
             "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
         )
+
     changes = find_changes(manifest.config, as_dict(config))
-    # A default that differs between releases is not a change that the user asked for.
-    unsaid = [] if config.optimizer.weight_decay is not None else ["optimizer.weight_decay"]
-    refuse_changes(changes["never"] + [change for change in changes["logged"] if change.key in unsaid])
+    refused = changes["never"]
+    # An unset weight_decay takes the optimizer's default. That default may differ between releases, so a change of an
+    # unset value is not one that the user asked for.
+    if config.optimizer.weight_decay is None:
+        refused = refused + [change for change in changes["logged"] if change.key == "optimizer.weight_decay"]
+    refuse_changes(refused)
+
     find_microbatch(config, manifest)
-    here, there = fingerprints.get("tokenizer"), manifest.fingerprints.get("tokenizer")
-    if here is not None and there is not None and here != there:
+
+    tokenizer = fingerprints.get("tokenizer")
+    saved_tokenizer = manifest.fingerprints.get("tokenizer")
+    if tokenizer is not None and saved_tokenizer is not None and tokenizer != saved_tokenizer:
         raise CheckpointError(
-            f"tokenizer is {here!r} here and {there!r} in the checkpoint; a run carries on as the run it was: name "
-            "that tokenizer, or begin a new run with its weights (load_weights_only=true)"
+            f"tokenizer is {tokenizer!r} here and {saved_tokenizer!r} in the checkpoint; a run carries on as the run "
+            "it was: name that tokenizer, or begin a new run with its weights (load_weights_only=true)"
         )
 
 
 def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
-    """Return the size of the checkpoint's microbatches, if this launch must have the same; else None. Raises
-    CheckpointError if it cannot."""
-    if not (config.exact_sums and (manifest.config or {}).get("exact_sums") and manifest.segments):
+    """Return the microbatch size of the checkpoint's run, in samples, if this launch must use the same; else None.
+
+    Sums of gradients depend on how a batch is divided, so `exact_sums` requires one size for a whole run. Raises
+    CheckpointError if this launch cannot have that size.
+    """
+    was_exact = manifest.config is not None and manifest.config.get("exact_sums")
+    if not (config.exact_sums and was_exact and manifest.segments):
         return None
-    size, here = manifest.segments[-1].device_train_microbatch_size, config.device_train_microbatch_size
+
+    run_size = manifest.segments[-1].device_train_microbatch_size
+    launch_size = config.device_train_microbatch_size
     layout = layout_here(config)
-    num_samples = config.global_train_batch_size // layout.num_data_ranks
-    # The ranks come first, because no size of microbatches helps a launch of the wrong number.
-    if size is not None and config.trains_alone and num_samples % size:
-        counts = find_data_ranks(config, size)
-        fitting = f"start {either(counts)} {name_data_ranks(layout)}" if counts else "no number of devices has them"
+    samples_per_rank = config.global_train_batch_size // layout.num_data_ranks
+
+    # This is checked before the launch's own size, because no microbatch size helps a launch with the wrong number of
+    # ranks.
+    if run_size is not None and config.trains_alone and samples_per_rank % run_size:
+        fitting_rank_counts = find_data_ranks(config, run_size)
+        remedy = "no number of devices has them"
+        if fitting_rank_counts:
+            remedy = f"start {either(fitting_rank_counts)} {name_data_ranks(layout)}"
         raise CheckpointError(
-            f"the run's microbatches have {size} samples, which exact_sums keeps, and that does not divide the "
-            f"{num_samples} samples of a device here; {fitting}, with device_train_microbatch_size={size} or auto, or "
-            "set exact_sums=false from here on"
+            f"the run's microbatches have {run_size} samples, which exact_sums keeps, and that does not divide the "
+            f"{samples_per_rank} samples of a device here; {remedy}, with device_train_microbatch_size={run_size} or "
+            "auto, or set exact_sums=false from here on"
         )
-    if here not in ("auto", size):
+    if launch_size not in ("auto", run_size):
         raise CheckpointError(
-            f"device_train_microbatch_size is {here} here and {size} in the checkpoint, and exact_sums makes it a part "
-            f"of the run: set it to {size} or auto, or exact_sums=false from here on"
+            f"device_train_microbatch_size is {launch_size} here and {run_size} in the checkpoint, and exact_sums "
+            f"makes it a part of the run: set it to {run_size} or auto, or exact_sums=false from here on"
         )
-    return size
+    return run_size
 
 
-def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
-    """Choose the checkpoint that a launch begins from. Raises CheckpointError."""
-    store = CheckpointStore(config.checkpoint_folder)
-    candidates = store.candidates()
-    if candidates:
-        newest = newest_of(candidates)
-        if newest is not None:
-            _refuse_other_run(config, newest)
-        if not config.autoresume:
-            raise CheckpointError(
-                f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
-                "choose another run_name"
-            )
-        start = Start(is_own=True, url=store.root.url, fingerprints=fingerprints)
-        if newest is None:  # restoring prints the reason for each
-            return start
-        check_fit(config, fingerprints, newest.manifest)
-        _refuse_changes_after_the_end(config, newest)
-        return start._replace(name=newest.name, done=training_done(newest))
-    store.check_is_new()
-    note = _check_log(config, store.root.url)
-    url, is_one = None, False
-    if config.load_path is not None:
-        url, is_one = _check_load_path(config, config.load_path, fingerprints)
-    elif config.autoresume:
-        note = note or f"no checkpoint in {store.root.url} yet; starting at batch 1"
-    return Start(url=url, is_one=is_one, note=note, fingerprints=fingerprints)
+def training_done_at(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the training done at a checkpoint, by the unit of a duration: batches, whole epochs, samples, tokens."""
+    timestamp = checkpoint.manifest.timestamp
+    return {"ba": timestamp.batch, "ep": timestamp.epoch, "sp": timestamp.sample, "tok": timestamp.token}
 
 
-def training_done(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the training done at a checkpoint, by unit. Epochs are whole."""
-    at = checkpoint.manifest.timestamp
-    return {"ba": at.batch, "ep": at.epoch, "sp": at.sample, "tok": at.token}
-
-
-def has_reached(span: Duration, done: Mapping[str, int]) -> bool:
+def has_reached(span: Duration, training_done: Mapping[str, int]) -> bool:
     """Return whether the training done, by unit, is at the end of a span or beyond it."""
-    return done[span.unit] >= span.value
+    return training_done[span.unit] >= span.value
+
+
+def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
+    """Return the newest checkpoint whose manifest can be read, or None. `candidates` are sorted, newest first.
+
+    Raises CheckpointError if a newer release has written one of them.
+    """
+    refuse_newer(candidates)
+    for candidate in candidates:
+        if candidate.checkpoint is not None:
+            return candidate.checkpoint
+    return None
 
 
 def _refuse_changes_after_the_end(config: TrainConfig, newest: Checkpoint) -> None:
-    """Raise CheckpointError for changes of a finished run that would have an effect only if it trained. A launch of it
-    trains nothing, so it would record them beside numbers that came without them."""
-    if not has_reached(config.max_duration, training_done(newest)):
+    """Raise CheckpointError for changes to a finished run that would have an effect only if it trained on.
+
+    A launch of a finished run trains nothing, so its record would show the changed values beside numbers that came
+    from the old ones.
+    """
+    if not has_reached(config.max_duration, training_done_at(newest)):
         return
     changes = find_changes(newest.manifest.config or {}, as_dict(config))["logged"]
-    lost = [change for change in changes if rule_of(change.key) == "logged" and change.key not in KEYS_OF_WHEN]
-    if not lost:
+    without_effect = []
+    for change in changes:
+        if rule_of(change.key) == "logged" and change.key not in SCHEDULING_KEYS:
+            without_effect.append(str(change))
+    if not without_effect:
         return
     raise CheckpointError(
         f"{newest.url} is the end of the run {config.run_name} (max_duration={config.max_duration.written}), so "
-        f"nothing is trained with {', '.join(map(str, lost))}; choose another run_name for another run, or a longer "
+        f"nothing is trained with {', '.join(without_effect)}; choose another run_name for another run, or a longer "
         "max_duration, or leave the change out"
     )
 
 
 def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
-    """Raise CheckpointError for a checkpoint of a run of another name, unless the run folder shows that this run has
-    carried it on before. Else two runs with one save_folder would be taken for one run."""
-    other = newest.manifest.run_name
-    if other in (None, config.run_name):
+    """Raise CheckpointError for a checkpoint of a run with another name, which this run has not carried on before.
+
+    Without this check, two runs with the same save_folder would be taken for one. A renamed run may go on: its run
+    folder then has a log that shares batches with the checkpoint's log.
+    """
+    saved_run_name = newest.manifest.run_name
+    if saved_run_name in (None, config.run_name):
         return
-    log = Path(config.run_folder) / METRICS
-    trained_here = _lines_of_batches(log.read_bytes()) if log.exists() else set()
-    trained_there = _lines_of_batches(read_log(newest).content or b"")
-    # A launch that carries a checkpoint on begins its log with the checkpoint's. One beside its own log has no copy.
-    has_carried_on = bool(trained_here & trained_there) if trained_there else bool(trained_here)
+
+    log_path = Path(config.run_folder) / METRICS
+    own_batches = _lines_of_batches(log_path.read_bytes()) if log_path.exists() else set()
+    saved_batches = _lines_of_batches(read_log(newest).content or b"")
+    # A launch that carries a checkpoint on begins its log with a copy of the checkpoint's. A checkpoint that lies
+    # beside its run's log has no log of its own, so that any batch in the run folder counts.
+    if saved_batches:
+        has_carried_on = bool(own_batches & saved_batches)
+    else:
+        has_carried_on = bool(own_batches)
     if has_carried_on:
         return
+
+    save_folder = config.checkpoint_folder.rstrip("/")
     raise CheckpointError(
-        f"{newest.url} is a checkpoint of the run {other}, and this run is {config.run_name}, whose folder "
+        f"{newest.url} is a checkpoint of the run {saved_run_name}, and this run is {config.run_name}, whose folder "
         f"{config.run_folder} does not carry it on; give each run its own folder, such as "
-        f"save_folder={config.checkpoint_folder.rstrip('/')}/{RUN_NAME}, or carry that run on (run_name={other}), or "
+        f"save_folder={save_folder}/{RUN_NAME}, or carry that run on (run_name={saved_run_name}), or "
         f"begin with its weights in another save_folder (load_path={newest.url} load_weights_only=true)"
     )
 
 
 def _lines_of_batches(log: bytes) -> set[bytes]:
+    """Return a log's lines about trained batches; batch 0 is an evaluation before training."""
     return {line for line, record in read_lines(log) if record["batch"] >= 1}
 
 
-def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
-    """Return the newest checkpoint that can be read. Raises CheckpointError for one of a newer release."""
-    refuse_newer(candidates)
-    return next((found.checkpoint for found in candidates if found.checkpoint is not None), None)
+def _check_log(config: TrainConfig, checkpoint_folder: str) -> str:
+    """Check the log of a run that has no checkpoint in `checkpoint_folder`, so that no run starts over silently.
 
-
-def _check_log(config: TrainConfig, checkpoints: str) -> str:
-    """Return a note about trained batches that have no checkpoint; empty if there are none. Raises CheckpointError if
-    checkpoints have disappeared, or if `autoresume` does not allow to train them again."""
-    log = Path(config.run_folder) / METRICS
-    records = [record for _, record in read_lines(log.read_bytes())] if log.exists() else []
+    Returns a note that batches are trained again, or an empty string if the log has no trained batches. Raises
+    CheckpointError if the log says that the run was saved, or if it has batches and `autoresume` is not set.
+    """
+    log_path = Path(config.run_folder) / METRICS
+    records = []
+    if log_path.exists():
+        records = [record for _, record in read_lines(log_path.read_bytes())]
     last_batch = max((record["batch"] for record in records), default=0)
     if last_batch < 1:
         return ""
-    trained = f"{log} has batches of this run up to {last_batch}"
-    over = f"to start over, choose another run_name or remove {config.run_folder}"
+
+    batches = f"{log_path} has batches of this run up to {last_batch}"
+    remedy = f"to start over, choose another run_name or remove {config.run_folder}"
     if any(SAVED in record for record in records):
         raise CheckpointError(
-            f"{trained} and says that it was saved, but {checkpoints} holds no checkpoint; is its disk mounted, is "
-            f"save_folder the same? {over}"
+            f"{batches} and says that it was saved, but {checkpoint_folder} holds no checkpoint; is its disk mounted, "
+            f"is save_folder the same? {remedy}"
         )
     if not config.autoresume:
-        raise CheckpointError(f"{trained}, and {checkpoints} holds no checkpoint to carry on from; {over}")
-    return f"{trained}, none of them saved yet: they are trained again"
+        raise CheckpointError(f"{batches}, and {checkpoint_folder} holds no checkpoint to carry on from; {remedy}")
+    return f"{batches}, none of them saved yet: they are trained again"
 
 
-def _check_load_path(config: TrainConfig, where: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
-    """Return the URL of a checkpoint or of a folder of them, and whether it is one. Raises CheckpointError."""
+def _check_load_path(config: TrainConfig, load_path: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
+    """Check what `load_path` names: a checkpoint, a folder of checkpoints, or a run directory.
+
+    Returns the URL of the checkpoint or of the folder, and whether it is a single checkpoint. Raises CheckpointError
+    if nothing there is intact, if it does not fit a run that carries on from it, or if no training would be left.
+    """
     try:
-        check_not_foreign(where)
-        is_one = is_checkpoint(where)
-        url = where if is_one else folder_of_checkpoints(where)
-        newest = open_checkpoint(url) if is_one else newest_of(CheckpointStore(url).candidates())
+        check_not_foreign(load_path)
+        is_single_checkpoint = is_checkpoint(load_path)
+        if is_single_checkpoint:
+            url = load_path
+            newest = open_checkpoint(url)
+        else:
+            url = folder_of_checkpoints(load_path)
+            newest = newest_of(CheckpointStore(url).candidates())
     except CheckpointError as error:
         raise type(error)(f"load_path: {error}") from error
     if newest is None:
         raise CheckpointError(
-            f"load_path: {where} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "
+            f"load_path: {load_path} holds no intact checkpoint; expected one (…/ba200), a folder of them, or a run "
             "directory"
         )
+
     if not config.load_weights_only:
         check_fit(config, fingerprints, newest.manifest)
-        if has_reached(config.max_duration, training_done(newest)):
+        if has_reached(config.max_duration, training_done_at(newest)):
             raise CheckpointError(
                 f"load_path: {newest.url} is at batch {newest.manifest.timestamp.batch}, where a run with "
                 f"max_duration={config.max_duration.written} is done, so nothing would be trained; set a longer "
                 "max_duration, or begin a new run with its weights (load_weights_only=true)"
             )
-    return url, is_one
+    return url, is_single_checkpoint

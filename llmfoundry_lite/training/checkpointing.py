@@ -77,7 +77,7 @@ class Checkpointing(Callback):
         self.store = CheckpointStore(self.config.checkpoint_folder)
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
-        self.carries_on = self.start.is_own or not self.config.load_weights_only
+        self.carries_on = self.start.is_run_folder or not self.config.load_weights_only
         """This launch carries on the checkpoint's run; else it starts a new run with its weights."""
         self.saver: Saver
         """Made by `after_load`, like all that `begin` sets."""
@@ -118,7 +118,7 @@ class Checkpointing(Callback):
         self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
         self.preemption.release_lease = self.saver.release_lease
         if self.partners.takes_lease_at_start:
-            self.saver.take_lease(request=lease_request(self.config, self.start.watched))
+            self.saver.take_lease(request=lease_request(self.config, self.start.dead_holder))
         try:
             self._begin_from_start(state, logger)
         except BaseException:
@@ -154,7 +154,7 @@ class Checkpointing(Callback):
         """Note that this launch trains from the batch after `state.timestamp` on."""
         self.first_batch = int(state.timestamp.batch) + 1
         self.begun_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
-        self.published_batch = self.begun_batch if self.start.is_own else -1
+        self.published_batch = self.begun_batch if self.start.is_run_folder else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
         self.preemption.what_stands = self.what_stands
@@ -185,25 +185,25 @@ class Checkpointing(Callback):
         return f"nothing was saved yet, and the same command{again} starts over"
 
     def _restore(self, state: State) -> Restored | None:
-        url, is_own = self.start.url, self.start.is_own
+        url, is_run_folder = self.start.url, self.start.is_run_folder
         if url is None:
             return None
         optimizer = state.optimizers[0] if self.carries_on else None
         check = partial(check_fit, self.config, self.start.fingerprints)
         options: dict[str, Any] = {"check": check} if self.carries_on else {}
-        if is_own:
+        if is_run_folder:
             options["lease"] = self.saver.lease
         else:
             options |= {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
-        if self.start.is_one:
+        if self.start.is_single_checkpoint:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
-        store = self.store if is_own else CheckpointStore(url)
+        store = self.store if is_run_folder else CheckpointStore(url)
         restored = load_newest(store, self.model.model, optimizer, **options)
         if restored.manifest is None:
             why = "; ".join(restored.notes)
             raise CheckpointError(
                 f"{url}: no checkpoint is intact ({why}); move the folder away to start again from batch 1"
-                if is_own
+                if is_run_folder
                 else f"load_path: {url} holds no intact checkpoint ({why})"
             )
         return restored
@@ -216,7 +216,7 @@ class Checkpointing(Callback):
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
-            if self.start.is_own:  # later checkpoints in this folder may refer to parts of the log
+            if self.start.is_run_folder:  # later checkpoints in this folder may refer to parts of the log
                 self.saver.log_parts = log.parts
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
@@ -580,7 +580,7 @@ def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
             found = choose_start(config, find_fingerprints(config.tokenizer.name))
             if takes_lease:
                 store = CheckpointStore(config.checkpoint_folder)
-                found = found._replace(watched=store.wait_until_free(lease_request(config)))
+                found = found._replace(dead_holder=store.wait_until_free(lease_request(config)))
     return Start(*broadcast_json(found))
 
 

@@ -42,7 +42,7 @@ def checkpointing(folder: Path, start: Start, model: Any = None, **changes: Any)
 
 
 @pytest.mark.parametrize(
-    ("is_own", "batch", "saved", "stands"),
+    ("is_run_folder", "batch", "saved", "stands"),
     [
         (True, 4, "saved as ba4", "what was saved stands"),
         (
@@ -60,8 +60,10 @@ def checkpointing(folder: Path, start: Start, model: Any = None, **changes: Any)
     ],
     ids=["carries on", "begins from another run's state", "begins"],
 )
-def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(tmp_path, is_own, batch, saved, stands):
-    parts = checkpointing(tmp_path, Start(is_own=is_own, url=str(tmp_path)))
+def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
+    tmp_path, is_run_folder, batch, saved, stands
+):
+    parts = checkpointing(tmp_path, Start(is_run_folder=is_run_folder, url=str(tmp_path)))
     state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch))
     parts.begin(state)
     parts.was_preempted_by = "SIGTERM"
@@ -77,7 +79,7 @@ def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
 def test_a_launch_sets_damaged_checkpoints_of_its_own_folder_aside(tmp_path, monkeypatch):
     """One whose file is too short is seen in the listing, one with a wrong byte when it is read."""
     model, optimizer = build("plain")
-    parts = checkpointing(tmp_path, Start(is_own=True, url=str(tmp_path / "saves")), model)
+    parts = checkpointing(tmp_path, Start(is_run_folder=True, url=str(tmp_path / "saves")), model)
     parts.saver = saver = Saver(parts.store)
     expected = {}
     for batch in (1, 2, 3):

@@ -103,7 +103,7 @@ def test_another_run_s_checkpoint_is_not_carried_on_by_a_new_run(tmp_path):
     # Both began before either had saved: the folder's log is another run's.
     write_log(tmp_path, {"batch": 1, "loss/train/total": 2.0})
     assert refusal(tmp_path, run_name="second", **shared) == words
-    assert choose_start(config_of(tmp_path, run_name="first", **shared), {}).name == "ba2"
+    assert choose_start(config_of(tmp_path, run_name="first", **shared), {}).checkpoint_name == "ba2"
 
 
 @pytest.mark.parametrize("has_copy_of_log", [True, False])
@@ -111,7 +111,7 @@ def test_a_renamed_run_that_has_carried_on_here_goes_on(tmp_path, has_copy_of_lo
     save_of(tmp_path, "first", b'{"batch": 1}\n{"batch": 2}\n' if has_copy_of_log else b"")
     write_log(tmp_path, {"batch": 1}, {"batch": 2}, {"batch": 3})
     config = config_of(tmp_path, run_name="second", save_folder=str(tmp_path / "shared"), autoresume=True)
-    assert choose_start(config, {}).name == "ba2"
+    assert choose_start(config, {}).checkpoint_name == "ba2"
 
 
 def finish(folder: Path) -> CheckpointStore:
@@ -138,7 +138,7 @@ def test_a_finished_run_is_not_launched_with_what_it_has_not_trained_with(tmp_pa
     assert "eval_subset_num_batches -1 -> 3" in refusal(tmp_path, **own, eval_subset_num_batches=3)
     longer = config_of(tmp_path, **{**own, "max_duration": "8ba"}, optimizer=changed)
     for config in (config_of(tmp_path, **own, save_interval="2ba"), longer):
-        assert choose_start(config, {}).name == "ba4"
+        assert choose_start(config, {}).checkpoint_name == "ba4"
 
 
 def test_a_new_run_does_not_begin_at_the_end_of_the_one_it_loads(tmp_path):
