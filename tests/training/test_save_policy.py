@@ -15,7 +15,7 @@ from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import BY_FILE, BY_KEY, REASONS, Preemption
 from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
-from llmfoundry_lite.training.train import report
+from llmfoundry_lite.training.train import record_end
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
 
@@ -140,7 +140,8 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
     written, error = [], RuntimeError("Connection closed by peer")
     run = SimpleNamespace(fail=lambda *words, **options: written.append(words))
     asked = SimpleNamespace(reason=reason, failure=failure, stands=lambda: "ba3 stands")
-    reported = report(error, None, run, asked, None, None)
+    launch: Any = SimpleNamespace(run_folder=run, preemption=asked, trainer=None, checkpointing=None)
+    reported = record_end(error, launch)
     assert (reported is error) == (status == "failed")
     assert [words[0] for words in written] == [status]
 
