@@ -25,9 +25,17 @@ HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.launch_eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
        llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
 
-YAML                a file, or one that comes with the package, by name; none: all tasks whose data are here
-models.NAME=WHERE   a run, a checkpoint, a folder of a Hugging Face model, or hf:NAME
---all-checkpoints   every checkpoint of the runs that follow: a learning curve
+Evaluate models on in-context tasks and held-out text.
+
+YAML                      a file, or the name of one that comes with the package; without one, every task whose data
+                          file exists is run
+key=value                 overrides all files: icl_tasks=[arc_easy] limit=100
+models.NAME=MODEL         a run, a checkpoint, a Hugging Face folder, or hf:NAME; NAME is its name in the results
+--all-checkpoints RUN     evaluate every checkpoint of these runs, for a learning curve
+-n RANKS                  number of ranks to start on this machine, one for each device
+--log-dir FOLDER          folder for the output of ranks 1 and up, with -n; by default, logs in the results folder
+
+-n and --log-dir are options of llmfoundry-lite eval only.
 
 Example: llmfoundry-lite eval -n 8 icl-zero-shot models.ours=runs/mpt-1b models.base=hf:mosaicml/mpt-7b
 """

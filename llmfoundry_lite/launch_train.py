@@ -33,14 +33,21 @@ HELP = f"""\
 usage: composer -n RANKS -m llmfoundry_lite.launch_train YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
        llmfoundry-lite train [-n RANKS] YAML [YAML ...] [key=value ...] [--dry-run[=here|full]]
 
-YAML        a file, or one that comes with the package, by name: mpt-1b, h100-8. Later ones are laid over earlier ones.
-key=value   laid over all files: max_duration=1000ba model.d_model=256
-hardware=auto    the overlay for the devices of this machine; hardware=h100-8 names one
---dry-run   print what would happen in some lines: model, data, batches, memory, saves, and what was not checked
---dry-run=here   the same, and exit code 2 where data, tokenizer or memory of this machine's devices do not suffice
---dry-run=full   the same as --dry-run, after the resolved configuration as YAML
+Train a model from YAML files and key=value settings.
 
-With -n, ranks that die or freeze start again from the newest save: llmfoundry-lite train -n 8 --max-restarts 3 ...
+YAML                a file, or the name of one that comes with the package, such as mpt-1b or h100-8; later files
+                    override earlier ones
+key=value           overrides all files: max_duration=1000ba model.d_model=256
+hardware=auto       use the overlay for the devices of this machine; hardware=h100-8 names one
+-n RANKS            number of ranks to start on this machine, one for each device
+--max-restarts N    when a rank dies or freezes, restart all ranks from the newest checkpoint, at most N times; 3 by
+                    default with -n
+--log-dir FOLDER    folder for the output of ranks 1 and up, with -n; by default, logs in the run's folder
+--dry-run           print what would happen and exit: model, data, batches, memory, saves, and what was not checked
+--dry-run=here      also check data, tokenizer and this machine's memory, and exit with 2 if one of them does not fit
+--dry-run=full      the same as --dry-run, after the resolved configuration as YAML
+
+-n, --max-restarts and --log-dir are options of llmfoundry-lite train only.
 
 Exit codes:
 {EXIT_CODES}

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-islands = typer.Typer(help="Train one run by several launches at once.", no_args_is_help=True)
+islands = typer.Typer(help="Train one run with several launches at once.", no_args_is_help=True)
 
 
 @islands.callback()
@@ -14,15 +14,19 @@ def about_islands() -> None:
 
 @islands.command("coordinate")
 def coordinate(
-    listen: Annotated[str, typer.Option(help="Listen for islands at host:port.")] = "127.0.0.1:7070",
-    num_islands: Annotated[int, typer.Option("--islands", min=1, help="Begin when so many islands are here.")] = 2,
-    until_alone: Annotated[bool, typer.Option("--until-alone", help="End when no island is left.")] = False,
-    silence: Annotated[float, typer.Option(min=1.0, help="Leave out islands silent for so many seconds.")] = 4.0,
+    listen: Annotated[str, typer.Option(help="host:port to listen at for islands.")] = "127.0.0.1:7070",
+    num_islands: Annotated[
+        int, typer.Option("--islands", min=1, help="Number of islands to wait for before training starts.")
+    ] = 2,
+    until_alone: Annotated[bool, typer.Option("--until-alone", help="End once no island is left.")] = False,
+    silence: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without a message after which an island is left out.")
+    ] = 4.0,
 ) -> None:
-    """Decide who trains which rows and which batches count.
+    """Assign rows to islands and decide which batches count.
 
-    Runs until Ctrl-C. No tensors pass through it. Islands and coordinator prove to each other that they know the secret
-    in LLMFOUNDRY_LITE_ISLANDS_TOKEN.
+    Runs until Ctrl-C. No tensors pass through the coordinator. Islands and coordinator prove to each other that they
+    know the secret in LLMFOUNDRY_LITE_ISLANDS_TOKEN.
     """
     from llmfoundry_islands.coordination.messages import find_token, parse_address
     from llmfoundry_islands.coordination.serve import serve

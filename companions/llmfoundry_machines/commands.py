@@ -9,36 +9,40 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.cli.options import expand_home, out_folder, refuse_beside
 from llmfoundry_lite.errors import ConfigError
 
-bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure the speed and memory of this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 
-Shape = Annotated[str, typer.Option(help="Choose tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
-Dtype = Annotated[str, typer.Option(help="Choose fp32 or bf16.")]
-SampleTokens = Annotated[int, typer.Option(min=2, help="Set the tokens in a sample.")]
-Minutes = Annotated[float, typer.Option(help="Begin nothing after this long.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Set key=value for the runs.")]
-LayerDtypes = Annotated[str, typer.Option(help="Choose among fp32, fp16, bf16.")]
-LayerAttention = Annotated[str, typer.Option(help="Choose implementations [all that this device has].")]
-LayerWidth = Annotated[int, typer.Option(min=1, help="Set the width of the residual stream.")]
-LayerHeads = Annotated[int, typer.Option(min=1)]
-LayerRepeats = Annotated[int, typer.Option(min=1, help="Time so many repeats, after one that is not timed.")]
+Shape = Annotated[str, typer.Option(help="Size of the model: tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
+Dtype = Annotated[str, typer.Option(help="Precision: fp32 or bf16.")]
+SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens per sample.")]
+Minutes = Annotated[float, typer.Option(help="Stop starting measurements after this many minutes.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings of the runs.")]
+LayerDtypes = Annotated[str, typer.Option(help="Precisions to measure, separated by commas: fp32, fp16, bf16.")]
+LayerAttention = Annotated[
+    str, typer.Option(help="Attention implementations, separated by commas [default: all that this device has].")
+]
+LayerWidth = Annotated[int, typer.Option(min=1, help="Width of the residual stream.")]
+LayerHeads = Annotated[int, typer.Option(min=1, help="Number of attention heads.")]
+LayerRepeats = Annotated[int, typer.Option(min=1, help="Number of timed repeats, after one that is not timed.")]
 
 
 @bench.command("mfu")
 def bench_mfu(
     shapes: Annotated[
-        str, typer.Option(help="Choose among tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
+        str, typer.Option(help="Model sizes, separated by commas: tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b, 7b.")
     ] = "125m,350m,1b,3b,7b",
-    seq_len: Annotated[int, typer.Option(help="Set the tokens in a sample.")] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Set the samples in a batch; how many at a time is found out.")] = 16,
-    num_steps: Annotated[int, typer.Option(help="Time so many steps.")] = 3,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sample.")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch; the microbatch is found automatically.")] = 16,
+    num_steps: Annotated[int, typer.Option(help="Number of timed steps.")] = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, out_folder("Also write mfu.json and mfu.md to this folder.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="Set key=value for the Trainer.")] = None,
+    out: Annotated[Path | None, out_folder("Folder for mfu.json and mfu.md.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="key=value", help="Settings of the Trainer's runs.")
+    ] = None,
 ) -> None:
     """Measure model FLOPs utilisation of one device in bf16.
 
-    Varies shapes, attention and compilation, beside a plain step.
+    Measures several model sizes, attention implementations and compilation, beside a plain training step.
     """
     from llmfoundry_machines.bench.mfu import run
 
@@ -49,20 +53,24 @@ def bench_mfu(
 @bench.command("scaling")
 def bench_scaling(
     context: typer.Context,
-    devices: Annotated[str, typer.Option(help="Launch on these numbers of devices, with commas.")] = "1,2",
-    runs: Annotated[str, typer.Option(help="Tabulate finished runs instead, with commas. Nothing is started.")] = "",
+    devices: Annotated[str, typer.Option(help="Numbers of devices to launch on, separated by commas.")] = "1,2",
+    runs: Annotated[
+        str, typer.Option(help="Tabulate these finished runs instead, separated by commas. Nothing is started.")
+    ] = "",
     shape: Shape = "125m",
     seq_len: SampleTokens = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples of all devices, in strong scaling.")] = 64,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples in the batch of all devices, in strong scaling.")
+    ] = 64,
     dtype: Dtype = "bf16",
-    num_steps: Annotated[int, typer.Option(min=1, help="Time so many steps of each launch.")] = 5,
-    num_rounds: Annotated[int, typer.Option(min=1, help="Set how often the launches take turns.")] = 2,
-    out: Annotated[Path | None, out_folder("Also write scaling.json, .md and .png to this folder.")] = None,
+    num_steps: Annotated[int, typer.Option(min=1, help="Number of timed steps of each launch.")] = 5,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Number of rounds in which the launches take turns.")] = 2,
+    out: Annotated[Path | None, out_folder("Folder for scaling.json, scaling.md and scaling.png.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure speed-up, efficiency and MFU over counts of devices.
+    """Measure speed-up, efficiency and MFU by number of devices.
 
-    Keeps the batch fixed (strong), and then each device's share of it (weak).
+    Keeps the batch of all devices fixed (strong scaling), then the batch of each device (weak scaling).
     """
     if runs:
         refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
@@ -77,11 +85,13 @@ def bench_scaling(
 
 @bench.command("compare")
 def bench_compare(
-    first: Annotated[Path, typer.Argument(help="Read the JSON that a bench wrote with --out.")],
-    second: Annotated[Path, typer.Argument(help="Read that of the same bench on another machine, or another torch.")],
-    out: Annotated[Path | None, out_folder("Also write compare-BENCH.json and .md to this folder.")] = None,
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="JSON file that a bench wrote with --out.")],
+    second: Annotated[
+        Path, typer.Argument(metavar="SECOND", help="JSON file of the same bench on another machine or another torch.")
+    ],
+    out: Annotated[Path | None, out_folder("Folder for compare-BENCH.json and compare-BENCH.md.")] = None,
 ) -> None:
-    """Compare two machines or two software stacks. Refuses what cannot be compared, and says why."""
+    """Compare two machines or two software stacks. Refuses reports that measured different things, and says why."""
     from llmfoundry_machines.bench.compare import run
 
     run(first, second, out)
@@ -91,15 +101,18 @@ def bench_compare(
 def bench_profile(
     arguments: Annotated[
         list[str],
-        typer.Argument(help="Read callbacks.profiler's traces, or run RUN.yaml [HARDWARE.yaml] [key=value]."),
+        typer.Argument(
+            metavar="TRACE|RUN.yaml",
+            help="Traces of callbacks.profiler; or a run to trace: YAML files or names, then key=value.",
+        ),
     ],
-    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start a run on so many ranks.")] = 1,
-    active: Annotated[int, typer.Option(min=1, help="Trace so many batches of a run.")] = 3,
-    out: Annotated[Path | None, out_folder("Also write profile.json, .md and a run's traces here.")] = None,
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Number of ranks of the run.")] = 1,
+    active: Annotated[int, typer.Option(min=1, help="Number of batches of the run to trace.")] = 3,
+    out: Annotated[Path | None, out_folder("Folder for profile.json, profile.md and the run's traces.")] = None,
 ) -> None:
     """Show where a step's time goes, from a trace.
 
-    Prints one table that adds up. Given a run, traces a few of its batches.
+    Prints a table whose parts add up to the step. If you give a run, a few of its batches are trained and traced.
     """
     from llmfoundry_machines.bench.profile import run
 
@@ -108,19 +121,19 @@ def bench_profile(
 
 @bench.command("block")
 def bench_block(
-    batches: Annotated[str, typer.Option(help="Measure these numbers of samples, with commas.")] = "8,16,32,64",
+    batches: Annotated[str, typer.Option(help="Batch sizes to measure, separated by commas.")] = "8,16,32,64",
     dtypes: LayerDtypes = "fp32,fp16,bf16",
-    seq_len: Annotated[int, typer.Option(min=1, help="Set the tokens in a sample.")] = 1024,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 1024,
     attention: LayerAttention = "",
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, out_folder("Also write block.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Folder for block.json, block.md and block.png.")] = None,
 ) -> None:
     """Measure one transformer layer, forward and backward.
 
-    Takes GPT-2 XL's by default, in each dtype, batch and attention.
+    Measures each combination of precision, batch size and attention. The default is a layer of GPT-2 XL.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import run
@@ -140,22 +153,24 @@ def bench_block(
 
 @bench.command("seqlen")
 def bench_seqlen(
-    lengths: Annotated[str, typer.Option(help="Measure these lengths, in tokens.")] = "1024,2048,4096,8192,16384,65536",
+    lengths: Annotated[
+        str, typer.Option(help="Sample lengths to measure, in tokens, separated by commas.")
+    ] = "1024,2048,4096,8192,16384,65536",
     dtypes: LayerDtypes = "bf16",
-    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a batch.")] = 1,
     attention: LayerAttention = "",
     devices: Annotated[
-        str, typer.Option(help="Divide each sample among these numbers, with commas [one, and all that there are].")
+        str, typer.Option(help="Numbers of devices to divide a sample among, separated by commas [default: 1 and all].")
     ] = "",
     width: LayerWidth = 1600,
     heads: LayerHeads = 25,
     num_repeats: LayerRepeats = 3,
     minutes: Minutes = 60,
-    out: Annotated[Path | None, out_folder("Also write seqlen.json, .md and .png to this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Folder for seqlen.json, seqlen.md and seqlen.png.")] = None,
 ) -> None:
-    """Measure the same layer over lengths of a sample.
+    """Measure one layer over sample lengths.
 
-    Takes 1K to 64K tokens, also divided where one device is too small.
+    Measures samples of 1K to 64K tokens by default, on one device and divided among several.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import all_devices, run
@@ -176,19 +191,23 @@ def bench_seqlen(
 
 @bench.command("accumulation")
 def bench_accumulation(
-    microbatches: Annotated[str, typer.Option(help="Measure these counts, with commas.")] = "1,2,4,8,16,32,64",
+    microbatches: Annotated[
+        str, typer.Option(help="Numbers of microbatches to measure, separated by commas.")
+    ] = "1,2,4,8,16,32,64",
     shape: Shape = "125m",
     seq_len: SampleTokens = 2048,
-    batch_size: Annotated[int, typer.Option(min=1, help="Set the samples of a step.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in a step.")] = 64,
     dtype: Dtype = "bf16",
-    num_steps: Annotated[int, typer.Option(min=1, help="Time so many steps of each process.")] = 3,
-    num_rounds: Annotated[int, typer.Option(min=1, help="Set how often the processes take turns.")] = 1,
-    out: Annotated[Path | None, out_folder("Also write accumulation.json, .md and .png here.")] = None,
+    num_steps: Annotated[int, typer.Option(min=1, help="Number of timed steps of each process.")] = 3,
+    num_rounds: Annotated[int, typer.Option(min=1, help="Number of rounds in which the processes take turns.")] = 1,
+    out: Annotated[
+        Path | None, out_folder("Folder for accumulation.json, accumulation.md and accumulation.png.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Measure one batch in 1 to 64 microbatches.
 
-    Uses the Trainer. Shows what microbatches cost, and the memory that they save.
+    Shows how much time microbatches cost and how much memory they save, in steps of the Trainer.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.accumulation import run
@@ -199,14 +218,16 @@ def bench_accumulation(
 
 @bench.command("memory")
 def bench_memory(
-    models: Annotated[str, typer.Option(help="Measure these training runs, by name.")] = "mpt-125m,mpt-350m,mpt-1b",
+    models: Annotated[
+        str, typer.Option(help="Names of training YAMLs to measure, separated by commas.")
+    ] = "mpt-125m,mpt-350m,mpt-1b",
     minutes: Minutes = 3,
-    most: Annotated[int, typer.Option(min=1, help="Set the most samples in a microbatch.")] = 8,
-    out: Annotated[Path | None, out_folder("Also write memory.json and .md to this folder.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Largest number of samples in a microbatch.")] = 8,
+    out: Annotated[Path | None, out_folder("Folder for memory.json and memory.md.")] = None,
 ) -> None:
-    """Measure memory of real runs on this GPU.
+    """Measure the memory of real runs on this GPU.
 
-    Shows it beside the rehearsal and the estimate.
+    Compares it with the rehearsal and with the estimate.
     """
     companions.require("llmfoundry_planner", "rehearse")
     from llmfoundry_machines.bench.memory import run
@@ -217,16 +238,21 @@ def bench_memory(
 def doctor_command(
     context: typer.Context,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the findings there too, for fleets.", callback=expand_home)
+        Path | None, typer.Option("--json", help="Also write the findings to this file, as JSON.", callback=expand_home)
     ] = None,
-    folder: Annotated[str, typer.Option(help="Check the folder where checkpoints will go; may be a URL.")] = ".",
-    num_ranks: Annotated[int | None, typer.Option(min=1, help="Run so many ranks [one per device; CPU: 2].")] = None,
-    alone: Annotated[bool, typer.Option("--alone", help="Check this machine alone, in a launch too.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure less: under 10 s without a GPU.")] = False,
+    folder: Annotated[
+        str, typer.Option(help="Folder or URL where checkpoints will be saved, which is checked too.")
+    ] = ".",
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of ranks that test collectives [default: one per device; 2 on CPUs]."),
+    ] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Check only this machine, even within a launch.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less, which takes under 10 s without a GPU.")] = False,
 ) -> None:
-    """Check this machine before a run is trusted to it. Exit code 2 when something failed.
+    """Check this machine before you train on it. Exits with 2 if a check failed.
 
-    Under torchrun or srun, checks all nodes together: each pair's link, each node's rate, clocks and versions.
+    Under torchrun or srun, it checks all nodes together: each pair's link, each node's rate, clocks and versions.
     """
     from llmfoundry_lite.checkpoint.open_folder import open_folder
     from llmfoundry_lite.ranks.rank import adopt_srun, this_rank

@@ -41,13 +41,13 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 
 
 def watch_command(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Watch a run directory, or a save_folder, which may be a URL.")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a save_folder, which may be a URL.")],
 ) -> None:
-    """Show a run live, until it ends. Batch, loss, rate, remaining time, last checkpoint; Ctrl-C leaves it alone.
+    """Show a run live until it ends.
 
-    The exit code is the run's: 0 done or stopped, 75 preempted, 1 failed, or gone without a word.
+    Shows batch, loss, rate, remaining time and last checkpoint. Ctrl-C ends the display, not the run.
+
+    Exits as the run did: 0 if it is done or stopped, 75 if it was preempted, 1 if it failed or its process vanished.
     """
     from llmfoundry_ops.watch import exit_code_of, watch
 
@@ -55,11 +55,14 @@ def watch_command(
 
 
 def relay_command(
-    path: Annotated[str, typer.Argument(metavar="RELAY.yaml", help="Read the run, its sites, and when it moves.")],
+    path: Annotated[
+        str, typer.Argument(metavar="RELAY.yaml", help="YAML file that names the run, its sites, and when it moves.")
+    ],
 ) -> None:
-    """Move a run between sites until it is done. It moves every so many batches, or when a site preempts it.
+    """Move a run between sites until it is done. The run moves after a number of batches, or when a site preempts it.
 
-    May be killed and started again at any time. Exit code 75 when asked to leave: start it again to carry on.
+    The relay may be killed and started again at any time. It exits with 75 if you ask it to leave; start it again to
+    resume.
     """
     from llmfoundry_ops.relay import run
     from llmfoundry_ops.sites import load_relay
@@ -70,34 +73,36 @@ def relay_command(
 
 def init(
     data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="A folder that `data prepare` made; with --hours, of texts too.")
+        Path,
+        typer.Argument(metavar="DATA", help="A folder that data prepare made; with --hours, also a folder of texts."),
     ],
     size: Annotated[
-        str | None, typer.Option(help="Choose the model's size: quickstart, 3m, 10m, 30m, 125m, 350m, 1b, … [125m].")
+        str | None, typer.Option(help="Size of the model: quickstart, 3m, 10m, 30m, 125m, 350m, 1b, … [default: 125m].")
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Choose a model that this machine, measured now, trains in these hours."),
+        typer.Option(min=0.001, help="Measure this machine, and choose a model that it trains in this many hours."),
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Train on from a Hugging Face model, a folder or hf:NAME."),
+        typer.Option(metavar="FOLDER", help="Hugging Face model to continue from, as a folder or hf:NAME."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Write this file [mpt-SIZE-DATA.yaml, LIKE-DATA.yaml, with --hours DATA.yaml].", callback=expand_home
+            help="File to write [default: mpt-SIZE-DATA.yaml; LIKE-DATA.yaml with --like; DATA.yaml with --hours].",
+            callback=expand_home,
         ),
     ] = None,
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin, which is a pickle, with --like.")
+        bool, typer.Option("--trust-pickle", help="Allow reading pytorch_model.bin, which is a pickle, with --like.")
     ] = False,
 ) -> None:
-    """Write a commented YAML for a data folder and a model. The model is one of our sizes, or trained on from another.
+    """Write a commented YAML for training on a data folder. Choose the model by --size, --hours or --like.
 
-    With --like, the model is that folder's (Llama, Mistral, Qwen2, Qwen3, GPT-2 or MPT). Its weights become a
-    checkpoint beside the YAML. Prepare the data with `--tokenizer FOLDER`.
-    With --hours, a folder of texts is prepared first, as data/NAME.
+    With --hours, a folder of texts is first prepared as data/NAME. With --like, training continues from a Llama,
+    Mistral, Qwen2, Qwen3, GPT-2 or MPT model: its weights become a checkpoint beside the YAML. Prepare the data with
+    `--tokenizer FOLDER` for that.
     """
     ignore_output_errors()
     if out is not None and out.suffix not in (".yaml", ".yml"):

@@ -24,43 +24,66 @@ class PlanOptions:
     """Arguments of `plan`."""
 
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Plan RUN.yaml, or a run by its name [HARDWARE.yaml] [key=value ...].")
+        list[str] | None,
+        typer.Argument(metavar="RUN.yaml", help="YAML files or names, the run first, then key=value settings."),
     ] = None
     hardware: Annotated[
-        str, typer.Option(help="Name the device: h100, a100-40gb, mi250, …; several, h100,mi300x, make one table.")
+        str, typer.Option(help="Device, such as h100, a100-40gb or mi250. Several, as in h100,mi300x, make one table.")
     ] = ""
-    devices: Annotated[str, typer.Option(help="Set the devices of all nodes; several, 64,128, make one table.")] = ""
-    check: Annotated[str | None, typer.Option(help="Compare a finished run's rates with the predicted.")] = None
-    per_node: Annotated[int | None, typer.Option(min=1, help="Set the devices of a node [as it is sold].")] = None
-    link: Annotated[float | None, typer.Option(min=0.001, help="Set a device's GB/s within its node [as sold].")] = None
-    adapter: Annotated[float | None, typer.Option(min=0.001, help="Set a node's Gbit/s to others [as sold].")] = None
+    devices: Annotated[
+        str, typer.Option(help="Number of devices in all nodes. Several, as in 64,128, make one table.")
+    ] = ""
+    check: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Compare the rates of a finished run with the predicted ones.")
+    ] = None
+    per_node: Annotated[int | None, typer.Option(min=1, help="Devices in a node [default: as sold].")] = None
+    link: Annotated[
+        float | None, typer.Option(min=0.001, help="Bandwidth of a device within its node, in GB/s [default: as sold].")
+    ] = None
+    adapter: Annotated[
+        float | None, typer.Option(min=0.001, help="Bandwidth of a node to other nodes, in Gbit/s [default: as sold].")
+    ] = None
     efficiency: Annotated[
-        float | None, typer.Option(min=0.01, max=1, help="Set the peak's share that matrix products reach [fitted].")
+        float | None,
+        typer.Option(min=0.01, max=1, help="Share of the peak rate that matrix products reach [default: fitted]."),
     ] = None
     calibrate: Annotated[
         str,
-        typer.Option(help="Use reports from such devices: mfu.json,scaling.json of `bench`, of `doctor --json`."),
+        typer.Option(metavar="FILE", help="Reports of bench or doctor --json from such devices, separated by commas."),
     ] = ""
-    pipeline: Annotated[int | None, typer.Option(min=1, help="Set the stages [the run's, else searched].")] = None
+    pipeline: Annotated[
+        int | None, typer.Option(min=1, help="Number of pipeline stages [default: the run's, or else the best found].")
+    ] = None
     schedule: Annotated[
-        str | None, typer.Option(help="Choose, with --pipeline, gpipe, 1f1b, interleaved, zero_bubble or zbv [1f1b].")
+        str | None,
+        typer.Option(help="Schedule, with --pipeline: gpipe, 1f1b, interleaved, zero_bubble or zbv [default: 1f1b]."),
     ] = None
-    virtual: Annotated[int | None, typer.Option(min=1, help="Set a device's runs of blocks, with --pipeline.")] = None
-    tokens: Annotated[float | None, typer.Option(min=1, help="Set the tokens of the run [its max_duration].")] = None
-    price: Annotated[float | None, typer.Option(min=0, help="Add the cost, at these dollars a device-hour.")] = None
-    mtbf: Annotated[float | None, typer.Option(min=1, help="Set the device-hours between failures [50000].")] = None
+    virtual: Annotated[int | None, typer.Option(min=1, help="Virtual stages on each device, with --pipeline.")] = None
+    tokens: Annotated[float | None, typer.Option(min=1, help="Tokens of the run [default: its max_duration].")] = None
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a device-hour in dollars, to print the cost.")
+    ] = None
+    mtbf: Annotated[float | None, typer.Option(min=1, help="Device-hours between failures [default: 50000].")] = None
     stall: Annotated[
-        float | None, typer.Option(min=0.001, help="Set the seconds that a save stalls training, as in `report`.")
+        float | None, typer.Option(min=0.001, help="Seconds for which a save stalls training, as report measures it.")
     ] = None
-    join: Annotated[str | None, typer.Option(help="Add a second cluster, HARDWARE:DEVICES.")] = None
-    wan: Annotated[float | None, typer.Option(min=0.001, help="Set the clusters' Gbit/s, with --join [10].")] = None
+    join: Annotated[
+        str | None, typer.Option(metavar="HARDWARE:DEVICES", help="Second cluster that trains the same run.")
+    ] = None
+    wan: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Bandwidth between the clusters in Gbit/s, with --join [default: 10]."),
+    ] = None
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="Set a batch's samples for each device [the run's batch, whatever the devices]."),
+        typer.Option(min=1, help="Samples per device and batch [default: the run's batch, divided among the devices]."),
     ] = None
-    top: Annotated[int, typer.Option(min=1, help="Show this many layouts.")] = 5
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5
     write: Annotated[
-        Path | None, typer.Option(help="Write the first layout as a YAML to lay over the run.", callback=expand_home)
+        Path | None,
+        typer.Option(
+            help="Write the first layout to this file, a YAML that overrides the run's.", callback=expand_home
+        ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
@@ -86,10 +109,10 @@ def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Cal
 
 @takes(PlanOptions)
 def plan_command(context: typer.Context, given: PlanOptions) -> None:
-    """Predict memory, speed, days and cost of a run. Starts nothing, and needs no such hardware.
+    """Predict memory, speed, days and cost of a run. Starts nothing and needs none of the hardware.
 
     Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
-    others follow, the fastest first. Exit code 2 when no layout fits.
+    others follow, fastest first. Exits with 2 if no layout fits.
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
@@ -192,16 +215,20 @@ def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int]
 
 
 def fabric_command(
-    nodes: Annotated[int, typer.Option(min=1, help="Set the number of machines with devices.")],
-    storage: Annotated[int, typer.Option(min=0, help="Add storage servers, with an adapter in every zone.")] = 0,
-    per_node: Annotated[int, typer.Option(min=1, help="Set the devices of a node.")] = 8,
-    ports: Annotated[int, typer.Option(min=4, help="Set the ports of a switch.")] = 40,
-    zones: Annotated[int, typer.Option(min=1, help="Set the number of fat trees, joined by a switch each.")] = 2,
-    switch_price: Annotated[float | None, typer.Option(min=0, help="Set the dollars for a switch.")] = None,
-    switch_watts: Annotated[float | None, typer.Option(min=0, help="Set the watts that a switch draws.")] = None,
-    message: Annotated[float, typer.Option(min=1, help="Set the MiB of an all-reduce.")] = 186,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes with devices.")],
+    storage: Annotated[
+        int, typer.Option(min=0, help="Number of storage servers, each with an adapter in every zone.")
+    ] = 0,
+    per_node: Annotated[int, typer.Option(min=1, help="Devices in a node.")] = 8,
+    ports: Annotated[int, typer.Option(min=4, help="Ports of a switch.")] = 40,
+    zones: Annotated[
+        int, typer.Option(min=1, help="Number of zones: fat trees, each with one switch that joins it to the others.")
+    ] = 2,
+    switch_price: Annotated[float | None, typer.Option(min=0, help="Price of a switch in dollars.")] = None,
+    switch_watts: Annotated[float | None, typer.Option(min=0, help="Power of a switch in watts.")] = None,
+    message: Annotated[float, typer.Option(min=1, help="Size of the all-reduce in MiB.")] = 186,
 ) -> None:
-    """Count switches, price and power of a cluster's network. Computes an all-reduce's limit too."""
+    """Count the switches of a network, with price and power. Also computes how fast an all-reduce can be."""
     from llmfoundry_lite.errors import ConfigError
     from llmfoundry_lite.hardware import MIB
     from llmfoundry_planner.plan.fabric import describe
@@ -227,26 +254,33 @@ def fabric_command(
 
 def rehearse_command(
     context: typer.Context,
-    arguments: Annotated[list[str], typer.Argument(help="Rehearse RUN.yaml with HARDWARE.yaml [key=value ...].")],
-    devices: Annotated[int, typer.Option(min=1, help="Set the devices of the run, in all nodes.")],
-    per_node: Annotated[int, typer.Option(min=1, help="Set the devices of a node.")] = 8,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN.yaml",
+            help="YAML files or names, the run first, then a hardware overlay, then key=value settings.",
+        ),
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="Number of devices of the run, in all nodes.")],
+    per_node: Annotated[int, typer.Option(min=1, help="Devices in a node.")] = 8,
     rank: Annotated[
-        int | None, typer.Option(help="Rehearse only this rank [the first one of each stage, in turn].")
+        int | None,
+        typer.Option(help="Rehearse only this rank [default: the first one of each pipeline stage, in turn]."),
     ] = None,
     all_kinds: Annotated[
-        bool, typer.Option("--all-kinds", help="Rehearse the first and the last rank of each stage, in turn.")
+        bool, typer.Option("--all-kinds", help="Rehearse the first and the last rank of each pipeline stage, in turn.")
     ] = False,
     batches: Annotated[
-        int, typer.Option(min=2, help="Measure so many; the optimizer's state is there from the second on.")
+        int, typer.Option(min=2, help="Batches to measure. The optimizer has state only from the second one on.")
     ] = 2,
     searches: Annotated[
-        bool, typer.Option("--search", help="Find, by rehearsing, the largest microbatch that fits.")
+        bool, typer.Option("--search", help="Find the largest microbatch that fits, by rehearsing several.")
     ] = False,
-    hardware: Annotated[str | None, typer.Option(help="Name the device, if no YAML is named after it.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Device, such as h100, if no overlay is named after it.")] = None,
 ) -> None:
-    """Run a rank's real training code on devices that are not there. Memory, FLOPs and collectives are measured.
+    """Run the real training code of one rank without its hardware. Measures memory, FLOPs and collectives.
 
-    Exit code 2 when the run would be refused or run out of memory.
+    Exits with 2 if the run would be refused or would run out of memory.
     """
     from llmfoundry_planner.rehearse.rehearse import rehearse
 

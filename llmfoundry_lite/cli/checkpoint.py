@@ -36,7 +36,11 @@ checkpoint = typer.Typer(
     rich_markup_mode=None,
 )
 
-Where = Annotated[str, typer.Argument(help="A checkpoint (…/ba200), a folder of checkpoints, or a run directory.")]
+Where = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint (…/ba200), a folder of checkpoints, or a run folder.")
+]
+First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a folder of checkpoints, or a run folder.")]
+Second = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")]
 PROGRESS_BYTES = 1 << 28
 """Size below which a checkpoint is verified without a bar."""
 
@@ -83,8 +87,8 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 def list_checkpoints(where: Where) -> None:
     """List the checkpoints of a run, newest first.
 
-    Those that are not whole come last: their manifest cannot be read, or a file is missing or of another size.
-    `verify` also hashes every byte.
+    Incomplete checkpoints come last: those whose manifest cannot be read, and those with a file that is missing or has
+    another size. `verify` also checks the hash of every byte.
     """
     store, candidates = find_some(where)
     with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-look") as pool:
@@ -128,7 +132,7 @@ def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
 
 @checkpoint.command("inspect")
 def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
-    """Show what a checkpoint holds, and where its run has been."""
+    """Show a checkpoint's contents and where its run has trained."""
     found = find(where)
     manifest, stamp = found.manifest, found.manifest.timestamp
     dtypes = Counter(tensor.dtype for tensor in manifest.tensors.values())
@@ -181,9 +185,9 @@ def segment_row(segment: Any) -> tuple[str, ...]:
 
 @checkpoint.command("verify")
 def verify(where: Where) -> None:
-    """Hash every byte. Exit code 2, and the file's and tensor's name, if one is not what was written.
+    """Check the hash of every byte. Exits with 2 if one differs from what was written, and names file and tensor.
 
-    Every checkpoint of a folder or a run is verified, the newest first. To verify one, give its own path (…/ba200).
+    Verifies every checkpoint of a folder or a run, newest first. To verify only one, give its own path (…/ba200).
     """
     if is_checkpoint(where):
         verify_and_say(open_checkpoint(where))
@@ -221,8 +225,8 @@ def verify_and_say(found: Checkpoint) -> None:
 
 
 @checkpoint.command("diff")
-def diff_checkpoints(a: Where, b: Where) -> None:
-    """Show tensors and numbers that differ, and by how much."""
+def diff_checkpoints(a: First, b: Second) -> None:
+    """Show which tensors and numbers differ, and by how much."""
     first, second = find(a), find(b)
 
     from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars
@@ -256,15 +260,15 @@ def diff_checkpoints(a: Where, b: Where) -> None:
 @checkpoint.command("export")
 def export(
     where: Where,
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[str, typer.Option(help="Write fp32 or bf16.")] = "fp32",
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Take the run's tokenizer from there; none leaves it out.")
+        str | None, typer.Option(help="Where the run's tokenizer is, if not beside the checkpoint; none leaves it out.")
     ] = None,
 ) -> None:
-    """Write weights that plain transformers loads, as safetensors.
+    """Write safetensors weights that plain transformers loads.
 
-    The tokenizer goes with them: the one that the model was trained with, by its fingerprint in the manifest.
+    Also writes the tokenizer that the model was trained with, which is identified by its fingerprint in the manifest.
     """
     ignore_output_errors()
     found = find(where)
@@ -302,21 +306,32 @@ def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
 
 @checkpoint.command("import")
 def import_weights(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer or DCP.")],
-    out: Annotated[str, typer.Argument(help="A folder without checkpoints; the import becomes its ba0.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A Hugging Face folder, hf:NAME, or a checkpoint of Composer or DCP."),
+    ],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="A folder without checkpoints; the import becomes its ba0.")
+    ],
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Read pickles: checkpoints of Composer or DCP, pytorch_model.bin.")
+        bool,
+        typer.Option(
+            "--trust-pickle", help="Allow reading pickles: checkpoints of Composer or DCP, and pytorch_model.bin."
+        ),
     ] = False,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="Read the YAML it was trained with, if the checkpoint does not say what model it is."),
+        typer.Option(
+            metavar="YAML", help="YAML that the model was trained with, if the checkpoint does not describe the model."
+        ),
     ] = None,
 ) -> None:
-    """Make a portable checkpoint of weights from elsewhere.
+    """Convert weights from elsewhere into a portable checkpoint.
 
-    From Hugging Face, LLM Foundry or Composer come weights, the model's configuration and the tokenizer; never the
-    optimizer's state or the position in the data. Train from it with load_path=OUT load_weights_only=true. From
-    torch.distributed.checkpoint (DCP; torchtitan) comes all that is in it, under its own names.
+    From Hugging Face, LLM Foundry or Composer it takes the weights, the model's configuration and the tokenizer, but
+    not the optimizer's state or the position in the data. To train from the result, set load_path=OUT
+    load_weights_only=true. From torch.distributed.checkpoint (DCP, used by torchtitan) it takes everything, and keeps
+    all names.
     """
     ignore_output_errors()
     with status(f"importing {source}"):
@@ -350,10 +365,10 @@ def import_weights(
 @checkpoint.command("consolidate")
 def consolidate_checkpoint(
     where: Where,
-    out: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
-    everything: Annotated[bool, typer.Option(help="Write the optimizer's state too.")] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")],
+    everything: Annotated[bool, typer.Option(help="Also write the optimizer's state.")] = False,
 ) -> None:
-    """Write all shards as one safetensors file."""
+    """Write the weights of all shards into one safetensors file."""
     ignore_output_errors()
     found = find(where)
 
@@ -367,16 +382,18 @@ def consolidate_checkpoint(
 @checkpoint.command("prune")
 def prune(
     where: Where,
-    keep: Annotated[int, typer.Option(min=1, help="Keep so many of the newest.")],
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="Keep those too whose batch is a multiple of this.")
+        int | None, typer.Option(min=1, help="Also keep checkpoints whose batch is a multiple of this number.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be removed, without removing it.")
+    ] = False,
 ) -> None:
-    """Remove old checkpoints; never the newest one that is whole. Every byte of that one is hashed first.
+    """Remove old checkpoints, but never the newest intact one. Verifies that one by its hashes first.
 
-    A save that was set aside as damaged counts as none of those to keep, and goes once all of these are newer. Parts of
-    the log that no checkpoint has any more go too.
+    Checkpoints that were set aside as damaged do not count towards --keep. They are removed once all checkpoints that
+    stay are newer. Parts of the log that no checkpoint needs any more are removed too.
     """
     if not dry_run:
         ignore_output_errors()

@@ -13,46 +13,57 @@ from llmfoundry_lite.ranks.output import ignore_output_errors
 TEXT_CHARACTERS = 48
 """How much of a row's text stands in the table of rows."""
 
-data = typer.Typer(help="Prepare training data, and show it.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
 
 
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
-    out: Annotated[str, typer.Option(help="Write train, val, tokenizer and summary.json into this folder.")],
+    out: Annotated[str, typer.Option(help="Folder for train, val, tokenizer and summary.json.")],
     tokenizer: Annotated[
-        str, typer.Option(help="Take it from a Hub name or a folder, or train one of so many tokens: train:32768.")
+        str, typer.Option(help="A Hub name or a folder, or train:32768 to train one with 32,768 tokens.")
     ],
-    max_seq_len: Annotated[int, typer.Option(help="Cut samples of so many tokens, such as 2048.")],
+    max_seq_len: Annotated[int, typer.Option(help="Tokens per sample, such as 2048.")],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCES]...",
-            help="Files, folders and globs of txt, md, jsonl, csv, tsv or parquet; hf:NAME; python-stdlib.",
+            metavar="SOURCE",
+            help="Files, folders or globs of txt, md, jsonl, csv, tsv or parquet; or hf:NAME; or python-stdlib.",
         ),
     ] = None,
-    source: Annotated[list[str] | None, typer.Option(help="Read a source; repeat for others.")] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(metavar="SOURCE", help="Another way to give SOURCE; repeat for others.")
+    ] = None,
     text_key: Annotated[
         list[str] | None,
-        typer.Option(help="Take text from this field or column, such as meta.text; repeat to join several [text]."),
+        typer.Option(
+            metavar="FIELD",
+            help="Field or column of the text, such as meta.text; repeat to join several [default: text].",
+        ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Read this split of a Hub data set, or of a saved one.")] = "train",
-    encoding: Annotated[str | None, typer.Option(help="Decode text, JSON lines and CSV so: latin-1, … [utf-8]")] = None,
+    split: Annotated[str, typer.Option(help="Split to read of a Hub data set, or of a saved one.")] = "train",
+    encoding: Annotated[
+        str | None, typer.Option(help="Encoding of text, JSON lines and CSV, such as latin-1 [default: utf-8].")
+    ] = None,
     val_fraction: Annotated[
-        float | None, typer.Option(help="Hold out this share of documents for validation [0.005; python-stdlib: 0.05].")
+        float | None,
+        typer.Option(help="Share of documents to hold out for validation [default: 0.005; 0.05 for python-stdlib]."),
     ] = None,
-    num_workers: Annotated[int | None, typer.Option(min=1, help="Start so many processes [one per core].")] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help="Number of processes [default: one per core].")] = None,
     on_error: Annotated[
-        Literal["stop", "skip"], typer.Option(help="Stop at a document that cannot be read, or skip and count it.")
+        Literal["stop", "skip"],
+        typer.Option(help="What to do with a document that cannot be read: stop, or skip and count it."),
     ] = "stop",
     max_lost_text: Annotated[
-        float, typer.Option(min=0, max=1, help="Let the tokenizer lose this share of the text at most.")
+        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
     ] = 0.01,
-    size_limit: Annotated[int, typer.Option(help="Write at most so many bytes into a shard.")] = 64 * 1024 * 1024,
-    compression: Annotated[str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [none]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Discard an earlier preparation in --out.")] = False,
+    size_limit: Annotated[int, typer.Option(help="Maximum number of bytes in a shard.")] = 64 * 1024 * 1024,
+    compression: Annotated[
+        str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [default: none].")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier preparation in --out.")] = False,
 ) -> None:
-    """Turn text into tokenised MDS shards, from which a run trains. Killed and started again, it carries on."""
+    """Turn text into tokenized MDS shards to train on. If it is interrupted, the same command resumes it."""
     ignore_output_errors()
     check_is_path(out)  # as text: a path would join the slashes of gs//bucket
     from llmfoundry_lite.prepare.prepare import prepare
@@ -82,29 +93,32 @@ def data_prepare(
             notify=typer.echo,
         )
     except KeyboardInterrupt:
-        print("interrupted: the same command carries on where this one stopped", file=sys.stderr)
+        print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, Path(out))
 
 
 @data.command("show")
 def data_show(
-    where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
-    batch: Annotated[int, typer.Option(min=1, help="Show the batch of this number in the log; the first is 1.")],
+    where: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or a folder of checkpoints.")],
+    batch: Annotated[int, typer.Option(min=1, help="Number of the batch in the log; the first one is 1.")],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Where the data is now: train_loader.dataset.local=…"),
+        typer.Argument(
+            metavar="key=value", help="Where the data is now, if it has moved: train_loader.dataset.local=…"
+        ),
     ] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Show the whole text of each row.")] = False,
     loss: Annotated[
-        bool, typer.Option("--loss", help="Show the loss of each row, in fp32, by the newest checkpoint.")
+        bool, typer.Option("--loss", help="Show the loss of each row, computed in fp32 by the newest checkpoint.")
     ] = False,
-    checkpoint: Annotated[str | None, typer.Option(help="Compute --loss by another checkpoint.")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint that computes the losses instead.")] = None,
 ) -> None:
     """Show the rows of a batch: their place, text and loss.
 
-    They are read again, in the order that the run had. Their digest must be the one in the log. Folders that the run
-    recorded are only read. Name a remote to download from it: train_loader.dataset.remote=…
+    Reads the rows again in the order of the run, and checks that their digest is the one in the log. Nothing is written
+    into folders that the run recorded, and nothing is downloaded unless you name the remote:
+    train_loader.dataset.remote=…
     """
     from llmfoundry_lite.report.batch import compute_losses, read_batch
     from llmfoundry_lite.tables import Table, console

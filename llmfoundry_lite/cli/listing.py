@@ -32,11 +32,13 @@ SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def list_command(
-    kind: Annotated[str | None, typer.Argument(metavar="KIND", help=f"List {either(list(KINDS))} [all].")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(metavar="KIND", help=f"What to list: {either(list(KINDS))} [default: all].")
+    ] = None,
 ) -> None:
     """List the YAML files and tasks that come with the package.
 
-    This machine's hardware and layouts come first, small models before large ones.
+    The hardware and layouts of this machine come first. Models are listed from small to large.
     """
     if kind not in (None, *KINDS):
         raise UserError(f"list: {kind!r} given, expected {either(list(KINDS))}")

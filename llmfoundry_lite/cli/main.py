@@ -28,7 +28,7 @@ from llmfoundry_lite.ranks.output import OutputError, prepare_output
 from llmfoundry_lite.release import read_release
 
 app = typer.Typer(
-    help="Train MPT models, move their runs between machines, evaluate and compare them.",
+    help="Train MPT models, move runs between machines, and evaluate and compare models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -10,29 +10,40 @@ from llmfoundry_lite.errors import UserError, printable
 
 
 def report_runs(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run directories, or URLs of such.")],
-    out: Annotated[Path | None, out_folder("Write figure and report into this folder [the run].")] = None,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders or their URLs.")],
+    out: Annotated[Path | None, out_folder("Folder for the figure and the report [default: the run's folder].")] = None,
     price: Annotated[
-        list[str] | None, typer.Option(metavar="DEVICE=PRICE", help="Price a device-hour; repeat for other devices.")
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=PRICE", help="Price of a device-hour, such as A100-80GB=2.5; repeat for other devices."
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Start a sample of text with this; repeat for others [words of the validation data]."),
+        typer.Option(
+            metavar="TEXT", help="Prompt of a sample text; repeat for more [default: words of the validation data]."
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 takes the likeliest.")] = 0.7,
-    top_k: Annotated[int, typer.Option(min=1, help="Draw samples among the k likeliest tokens.")] = 40,
-    form: Annotated[Literal["png", "pdf", "svg"], typer.Option("--format", help="Choose the figure's format.")] = "png",
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature of the texts; 0 always takes the most likely token.")
+    ] = 0.7,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample the texts only from the k most likely tokens.")] = 40,
+    form: Annotated[Literal["png", "pdf", "svg"], typer.Option("--format", help="File format of the figure.")] = "png",
     x: Annotated[
-        Literal["batch", "tokens", "flops"], typer.Option("--x", help="Choose what stands along the figure.")
+        Literal["batch", "tokens", "flops"], typer.Option("--x", help="Quantity on the horizontal axis.")
     ] = "batch",
     smooth: Annotated[
-        int | None, typer.Option(min=1, help="Average so many batches; 1 draws no mean [9, or a fiftieth of many].")
+        int | None,
+        typer.Option(min=1, help="Average N batches; 1 disables it [default: 9, or a fiftieth of a long run]."),
     ] = None,
     with_csv: Annotated[
-        bool, typer.Option("--csv", help="Write report.csv too: a row for each batch and run, repeats removed.")
+        bool,
+        typer.Option(
+            "--csv", help="Also write report.csv, with one row for each batch of each run and without repeated batches."
+        ),
     ] = False,
 ) -> None:
-    """Show runs: losses, devices, what they took, a sample, a plot. Several runs are also compared, batch by batch."""
+    """Report losses, devices, time and cost of runs, with a plot. Compares several runs batch by batch."""
     from llmfoundry_lite.report.report import report
 
     sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}
@@ -44,20 +55,24 @@ def compare_results(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULT...", help="Our results, or logs of lm-eval or Inspect. Others are compared with the first."
+            metavar="RESULT", help="Results of eval, or logs of lm-eval or Inspect. Each is compared with the first."
         ),
     ],
-    out: Annotated[Path | None, out_folder("Write compare.md, .json and .png into this folder.")] = None,
+    out: Annotated[Path | None, out_folder("Folder for compare.md, compare.json and compare.png.")] = None,
     all_metrics: Annotated[
-        bool, typer.Option("--all-metrics", help="Compare every metric, not only the main one.")
+        bool, typer.Option("--all-metrics", help="Compare every metric, not only the main metric of each task.")
     ] = False,
-    skip: Annotated[list[str] | None, typer.Option(metavar="TASK", help="Leave a task out; repeat for others.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="TASK", help="Task to leave out; repeat for others.")
+    ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="FIELD", help="Take rows with an equal field as related, in logs of other tools."),
+        typer.Option(
+            metavar="FIELD", help="Field whose equal values mark related rows, in logs of lm-eval or Inspect."
+        ),
     ] = None,
 ) -> None:
-    """Compare models item by item: differences, intervals, tests. It also says when nothing can be told."""
+    """Compare models item by item: differences, intervals, tests. Says so if no difference is detectable."""
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare

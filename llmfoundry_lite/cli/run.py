@@ -17,18 +17,27 @@ from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserErr
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The rest of the line is the program's own, `--help` and `--dry-run` included."""
 
-Ranks = Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Start so many processes on this machine.")]
+Ranks = Annotated[
+    int,
+    typer.Option("-n", "--num-ranks", min=1, help="Number of processes to start on this machine, one for each device."),
+]
 Restarts = Annotated[
-    int | None, typer.Option("--max-restarts", min=0, help="Restart dead or frozen ranks so often [3 with -n].")
+    int | None,
+    typer.Option(
+        "--max-restarts", min=0, help="Maximum number of restarts after a rank has died or frozen [default: 3 with -n]."
+    ),
 ]
 LogDir = Annotated[
     Path | None,
-    typer.Option(help="Write rank1.txt, … here, with -n [logs in the run's folder].", callback=expand_home),
+    typer.Option(
+        help="Folder for the output of the other ranks, with -n [default: logs in the run's folder].",
+        callback=expand_home,
+    ),
 ]
 
 
 def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts = None, log_dir: LogDir = None) -> None:
-    """Train a model: YAML files or names, then key=value. --help has more."""
+    """Train a model from YAML files and key=value settings."""
     from llmfoundry_lite.launch_train import main
 
     if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
@@ -41,7 +50,7 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
-    """Evaluate models in context: models.NAME=WHERE. --help has more."""
+    """Evaluate models on in-context tasks and held-out text."""
     from llmfoundry_lite.launch_eval import main
 
     if not _is_launch(context.args, num_ranks):
@@ -74,16 +83,25 @@ def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: lis
 
 
 def generate(
-    where: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|FOLDER", help="Where the model lies, or hf:NAME.")],
-    prompt: Annotated[str | None, typer.Option(help="Start the text with this [each line of standard input].")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Write so many tokens at most.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="Sample at this temperature; 0 takes the likeliest.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest.")] = 50,
-    top_p: Annotated[float | None, typer.Option(min=1e-9, max=1, help="Draw from the likeliest with this sum.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed the draws: an equal seed writes an equal text.")] = 0,
-    tokenizer: Annotated[str | None, typer.Option(help="Use this one, a folder or Hub name [the model's own].")] = None,
+    where: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, a Hugging Face folder, or hf:NAME.")
+    ],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue [default: each line of standard input].")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample only from the k most likely tokens.")] = 50,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=1e-9, max=1, help="Sample only from the most likely tokens whose probabilities sum to this."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer, as a folder or a Hub name [default: the model's own].")
+    ] = None,
 ) -> None:
-    """Write text with a model, token by token."""
+    """Generate text with a model."""
     import torch
 
     from llmfoundry_lite.devices import device_type
@@ -114,7 +132,7 @@ def read_prompts() -> Iterator[str]:
     """
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
-        print("a prompt a line; an empty one or Ctrl-D ends", file=sys.stderr)
+        print("enter one prompt per line; an empty line or Ctrl-D ends", file=sys.stderr)
 
     has_prompt = is_terminal
     while True:
@@ -131,28 +149,41 @@ def read_prompts() -> Iterator[str]:
         elif is_terminal:
             break
     if not has_prompt:
-        raise UserError("standard input: no prompt there; give --prompt TEXT, or a line for each prompt")
+        raise UserError(
+            "standard input: no prompt there; give --prompt TEXT, or write one prompt per line to standard input"
+        )
 
 
 def replay_command(
-    where: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")],
+    where: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or a folder of checkpoints.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[baN..baM] [key=value ...]", help="Between which states, and what differs here."),
+        typer.Argument(
+            metavar="baN..baM key=value", help="The states to replay between, and settings that differ on this machine."
+        ),
     ] = None,
     num_ranks: Ranks = 1,
     trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Run python: objects and set variables that the run recorded.")
+        bool,
+        typer.Option(
+            "--trust-code", help="Run the python: objects and set the environment variables that the run recorded."
+        ),
     ] = False,
     use_recorded_remote: Annotated[
-        bool, typer.Option("--use-recorded-remote", help="Fetch data and checkpoints from URLs that the run recorded.")
+        bool,
+        typer.Option(
+            "--use-recorded-remote", help="Download data and checkpoints from the URLs that the run recorded."
+        ),
     ] = False,
 ) -> None:
-    """Train batches of a run again, and compare with its log.
+    """Train batches of a run again and compare them with its log.
 
-    Data, losses, norms and the state are compared. From its checkpoint at baN or before, until baM; by default from the
-    last checkpoint but one to the last. Nothing is saved. A run may be anybody's: without --trust-code none of its code
-    runs. Exit code 0: bit-equal. 3: within a band that other devices or kernels explain, or it does not fit.
+    Compares data, losses, gradient norms and the state. Replay starts at checkpoint baN, or the newest one before it,
+    and ends after batch M. By default it goes from the last checkpoint but one to the last. Nothing is saved. You can
+    safely replay a run from somebody else: none of the run's code runs without --trust-code.
+
+    Exits with 0 if the batches are bit-equal. Exits with 3 if they differ, even if other devices or kernels explain the
+    difference.
     """
     from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
