@@ -98,7 +98,7 @@ class Agreement:
     def end_batch(self, *, is_last: bool, is_busy: bool, wants_save: bool) -> None:
         """Read the next batch, unless this one `is_last`, and agree. `is_busy`: this rank writes or publishes a save.
         `wants_save`: save after this batch; only rank 0's counts."""
-        reason = self.preemption.look()
+        reason = self.preemption.find_reason()
         self._batches = self.other_batches() or self._batches
         counted = NOTHING if is_last else self._read_ahead()
         wants_save = wants_save and self.ranks.is_first

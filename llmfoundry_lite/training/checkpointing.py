@@ -157,8 +157,8 @@ class Checkpointing(Callback):
         self.published_batch = self.begun_batch if self.start.is_run_folder else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
-        self.preemption.what_stands = self.what_stands
-        self.preemption.why_unsaved = self.failed_saves.describe
+        self.preemption.describe_without_save = self.what_stands
+        self.preemption.describe_failed_save = self.failed_saves.describe
         self.on_saves(self.describe_saves())
 
     def announce_stop(self, state: State) -> bool:
@@ -342,7 +342,7 @@ class Checkpointing(Callback):
         if not self.partners.saves_here:
             saved = self.partners.instead_of_saving
         again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
-        why = self.preemption.because(self.was_preempted_by)
+        why = self.preemption.describe_reason(self.was_preempted_by)
         return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
     @property

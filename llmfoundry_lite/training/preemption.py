@@ -1,12 +1,15 @@
-"""Reasons to leave early, and leaving in time: Ctrl-C, SIGTERM and its like, a deadline, a file named STOP.
+"""Reasons to leave early, and leaving in time: Ctrl-C, SIGTERM and similar signals, a deadline, a file named STOP.
 
-Python's signal handlers do not run while the main thread sits in a collective, so a thread listens: signals reach it
-through a pipe that the interpreter's C handler writes into, and on rank 0 it looks for the file. It notes the reason
-and starts the clock. The main threads of all ranks agree at the next end of a batch, save, and leave; if they cannot
-in time, because a batch, a collective or a disk takes longer, the thread ends the process and the last periodic save
-stands. A launcher sends SIGTERM too, when another rank has failed: then the launch has failed, and is not preempted.
-A scheduler that sends a signal kills soon after. Nobody kills after writing the file, so it allows the time of
-two batches more. A second Ctrl-C, more than two seconds after the first, ends the process at once.
+Python's signal handlers do not run while the main thread is in a collective, so a thread listens. Signals reach it
+through a pipe, into which the interpreter's C handler writes, and on rank 0 it looks for the file. The thread notes the
+reason and starts a clock. At the next end of a batch, the main threads of all ranks agree on the reason, save and
+leave. If they cannot in time, because a batch, a collective or a disk takes longer, the thread ends the process, and
+the last periodic save is what remains.
+
+A launcher sends SIGTERM to the other ranks when one has failed. The launch has failed then, and is not preempted.
+A scheduler that sends a signal kills the process soon after. Nobody kills it after writing the file STOP, so that
+reason allows the time of two more batches. A second Ctrl-C, more than two seconds after the first, ends the process at
+once.
 """
 
 import os
@@ -42,191 +45,264 @@ REASONS = (
     *(signal.Signals(number).name for number in LEAVING_SIGNALS if number != signal.SIGINT),
     *("max_wall_time", "the file STOP", "SIGINT"),
 )
-"""Ranks exchange an index of these; the highest wins."""
-STOP = "STOP"
-BY_FILE = REASONS.index("the file STOP")
-BY_KEY = REASONS.index("SIGINT")
+"""Why a launch may leave early; the first stands for no reason. Ranks exchange indices of this tuple, and the highest
+index that any rank has is the one they agree on."""
+STOP_FILE = "STOP"
+STOP_FILE_REASON = REASONS.index("the file STOP")
+SIGINT_REASON = REASONS.index("SIGINT")
+WALL_TIME_REASON = REASONS.index("max_wall_time")
+EXTRA_BATCHES_AFTER_STOP_FILE = 2
+"""Batches by whose time the file STOP extends the grace period: nobody kills the process soon, as a scheduler does."""
+POLL_SECONDS = 1.0
+"""Time after which the threads look again for the file, and for what other ranks have announced."""
+SIGNALS_PER_READ = 64
+"""Signals that are read from the pipe at once, a byte for each."""
 
 
 @dataclass(eq=False)
 class Preemption:
-    """`reason` is what this rank knows of; `agreed` is what all ranks have agreed on."""
+    """Notes why this rank should leave early, lets all ranks agree on it, and ends the process if leaving takes too
+    long.
+
+    Reasons are indices of `REASONS`. Two threads run beside the main one from `listen` on, until the process ends.
+    """
 
     run_folder: Path
     grace_seconds: float
+    """Time from the first reason until the process is ended."""
     max_wall_seconds: float | None
+    """Time from the beginning of the launch until it leaves; None for no limit."""
     on_request: Callable[[str], None]
-    """Called with a new reason, from any thread."""
+    """Called with a new reason in words, from any thread."""
     on_leave: Callable[[str, str], None]
-    """Called with a status and why, just before the process is ended: late, or because Ctrl-C was pressed again."""
+    """Called with a status and an explanation just before the process is ended: late, or after a second Ctrl-C."""
     reason: int = 0
+    """The reason that this rank knows of; 0 if none."""
     agreed: int = 0
+    """The reason that all ranks have agreed on; 0 if none."""
     saved: str | None = None
-    """On rank 0: the save that was published after the first reason to leave."""
+    """On rank 0: name of the checkpoint that was published after the first reason to leave."""
     has_saved: bool = False
-    """On rank 0: this launch has published a save."""
-    what_stands: Callable[[], str] = lambda: "nothing was trained yet"
-    """Says what is left of a run that leaves without a save, where this launch has published none."""
-    why_unsaved: Callable[[], str] = lambda: ""
-    """Says why the last save failed, if it did."""
+    """On rank 0: this launch has published a checkpoint."""
+    describe_without_save: Callable[[], str] = lambda: "nothing was trained yet"
+    """Returns what remains of the run if this launch leaves and has published no checkpoint."""
+    describe_failed_save: Callable[[], str] = lambda: ""
+    """Returns why the last save failed; empty if it did not."""
     release_lease: Callable[[], None] = lambda: None
-    """Lets another launch carry on at once, just before the process is ended."""
+    """Lets another launch take over the run at once. Called just before the process is ended."""
 
     def __post_init__(self) -> None:
-        self.stop_file, wall = self.run_folder / STOP, self.max_wall_seconds
-        self.deadline = time.monotonic() - age_of_launch() + wall if wall is not None else None
+        """Set the deadline of `max_wall_seconds`, and the state that the threads share."""
+        self.stop_file = self.run_folder / STOP_FILE
+        self.deadline: float | None = None
+        """When `max_wall_seconds` is over, by the monotonic clock."""
+        if self.max_wall_seconds is not None:
+            self.deadline = time.monotonic() - age_of_launch() + self.max_wall_seconds
         self.leave_by: float | None = None
+        """When the process is ended, by the monotonic clock; None while there is no reason to leave."""
         self.failure: FirstError | None = None
-        """The failure of another rank, because of which the launcher has asked this one to leave."""
+        """The failure of another rank, because of which the launcher has sent SIGTERM to this one."""
         self._pressed_at: list[float] = []
-        self._seconds_left = self.grace_seconds
-        self._longest_step_seconds = 0.0
-        self._last_step: float | None = None
+        """Times at which Ctrl-C was pressed."""
+        self._grace_seconds = self.grace_seconds
+        """Time between the reason and `leave_by`, including what the file STOP adds."""
+        self._longest_batch_seconds = 0.0
+        self._batch_ended_at: float | None = None
         self._is_main = False
-        self._may_ask = True
-        self._asking = threading.Lock()
+        """This is rank 0, which looks for the file STOP."""
+        self._may_poll = True
+        self._is_polling = threading.Lock()
+        """Held while a thread is in torch's store."""
 
     # ---------------------------------------------------------------------------------------------- the main thread
 
     def listen(self) -> None:
-        """Start the threads, for the rest of the process's life; after Composer has installed its handlers."""
+        """Start the two threads. Call this once, after Composer has installed its signal handlers: these replace
+        them."""
         self._is_main = dist.get_rank() == 0
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # A forked child that is terminated must neither survive nor tell its parent's thread.
-        os.register_at_fork(after_in_child=_forget)
-        listen(lambda number, frame: None)  # the thread reads it from the pipe
-        threading.Thread(target=self._listen, name="preemption", daemon=True).start()
-        threading.Thread(target=self._ask, name="preemption-of-others", daemon=True).start()
+        # A forked child must end when it is terminated, and must not write into its parent's pipe.
+        os.register_at_fork(after_in_child=_reset_signals_in_child)
+        listen(lambda number, frame: None)  # the thread reads the signal from the pipe
+        threading.Thread(target=self._watch, name="preemption", daemon=True).start()
+        threading.Thread(target=self._poll_other_ranks, name="preemption-of-others", daemon=True).start()
 
     def agree_on_reason(self) -> str:
-        """Return the reason to leave that any rank knows of, or "". Every rank must call this at the same places."""
-        return self.set_agreed(all_reduce_max([self.look()])[0])
+        """Return the reason to leave that any rank knows of, in words; empty if there is none. Collective."""
+        highest = all_reduce_max([self.find_reason()])[0]
+        return self.set_agreed(highest)
 
-    def look(self) -> int:
-        """Return what this rank knows of, at the end of a batch or of a part of an evaluation."""
+    def find_reason(self) -> int:
+        """Return the reason that this rank knows of, 0 if none.
+
+        Call it at the end of each batch, or of each batch of an evaluation: it also measures how long they take.
+        """
         now = time.monotonic()
-        if self._last_step is not None:
-            self._longest_step_seconds = max(self._longest_step_seconds, now - self._last_step)
-        self._last_step = now
-        self._look_for_file()
+        if self._batch_ended_at is not None:
+            self._longest_batch_seconds = max(self._longest_batch_seconds, now - self._batch_ended_at)
+        self._batch_ended_at = now
+        self._look_for_stop_file()
         return self.reason
 
     def set_agreed(self, reason: int) -> str:
-        """Take over the reason that all ranks have agreed on."""
+        """Note the reason that all ranks have agreed on, 0 if none, and return it in words.
+
+        Only from here on does a rank that has heard of no reason itself have a limited time to leave.
+        """
         self.agreed = reason
         if self.agreed and not self.reason:
-            self._request(self.agreed)
+            self._note_reason(self.agreed)
         return REASONS[self.agreed]
 
-    def because(self, agreed: str) -> str:
-        """Say why the run leaves. Ctrl-C is named even if the ranks had agreed on the SIGTERM that a launcher sent
-        after it: which of two signals a thread hears first is the kernel's choice."""
-        return leaving_because(REASONS[BY_KEY] if self.reason == BY_KEY else agreed)
+    def describe_reason(self, agreed_reason: str) -> str:
+        """Return the words of the exit message for the reason that the ranks have agreed on.
+
+        A launcher answers Ctrl-C by sending SIGTERM, and the kernel decides which of them a thread hears first. So
+        Ctrl-C is named if this rank has heard of it, even if the ranks had agreed on SIGTERM before.
+        """
+        if self.reason == SIGINT_REASON:
+            return leaving_because(REASONS[SIGINT_REASON])
+        return leaving_because(agreed_reason)
 
     def note_saved(self, name: str) -> None:
-        """Note from any thread that `name` has been published."""
+        """Note, on rank 0 and from any thread, that the checkpoint `name` has been published."""
         self.has_saved = True
         if self.reason:
             self.saved = name
 
-    def stands(self) -> str:
-        return "what was saved stands" if self.has_saved else self.what_stands()
+    def describe_saves(self) -> str:
+        """Return what remains of the run if this process ends now, for an exit message."""
+        if self.has_saved:
+            return "what was saved stands"
+        return self.describe_without_save()
 
     def stop_polling_store(self) -> None:
-        """Stop asking torch: the process is about to end. Python ends daemon threads without unwinding them, and one
-        that is inside of C++ then takes the process down with an abort."""
-        self._may_ask = False
-        if self._asking.acquire(timeout=2.0):
-            self._asking.release()
+        """Stop asking torch's store, because the process is about to end. Waits two seconds at most.
+
+        Python ends daemon threads without unwinding them. One that is inside of torch's C++ then aborts the process.
+        """
+        self._may_poll = False
+        if self._is_polling.acquire(timeout=2.0):
+            self._is_polling.release()
 
     def consume_stop_file(self) -> None:
-        """Remove the file: the next launch must not find it."""
-        if self._is_main and (self.agreed or self.reason):
-            try:
-                self.stop_file.unlink(missing_ok=True)
-            except OSError as error:  # all is saved and said; a folder of that name, a disk that is read-only by now
-                print(f"warning: {self.stop_file} cannot be removed: {error.strerror}", flush=True)
+        """Remove the file STOP if this launch leaves, so that the next launch does not find it. On rank 0."""
+        is_leaving = self.agreed or self.reason
+        if not self._is_main or not is_leaving:
+            return
+        try:
+            self.stop_file.unlink(missing_ok=True)
+        except OSError as error:
+            # A folder of that name, or a disk that has become read-only. The run is saved by now, so this is no
+            # failure.
+            print(f"warning: {self.stop_file} cannot be removed: {error.strerror}", flush=True)
 
     # -------------------------------------------------------------------------------------------------- the threads
 
-    def _listen(self) -> None:
+    def _watch(self) -> None:
+        """Handle signals, the file STOP and the deadlines until the process ends. Runs in a thread of its own."""
         while True:
-            wake_at = self.leave_by if self.leave_by is not None else self.deadline
-            # At least once a second: another rank, or our own main thread, may have learnt of a reason.
-            timeout = 1.0 if wake_at is None else min(max(0.0, wake_at - time.monotonic()), 1.0)
-            ready, _, _ = select.select([self._pipe], [], [], timeout)
-            for number in os.read(self._pipe, 64) if ready else b"":
-                self._hear(number)
-            self._look_for_file()
+            ready, _, _ = select.select([self._pipe], [], [], self._seconds_to_next_check())
+            if ready:
+                for number in os.read(self._pipe, SIGNALS_PER_READ):
+                    self._handle_signal(number)
+            self._look_for_stop_file()
             now = time.monotonic()
             self._leave_if_late(now)
             if self.deadline is not None and now >= self.deadline:
-                self._request(REASONS.index("max_wall_time"))
+                self._note_reason(WALL_TIME_REASON)
 
-    def _hear(self, number: int) -> None:
+    def _seconds_to_next_check(self) -> float:
+        """Return how long to wait for a signal: until the next deadline, and `POLL_SECONDS` at most, because another
+        rank or the main thread may have learnt of a reason."""
+        next_deadline = self.leave_by if self.leave_by is not None else self.deadline
+        if next_deadline is None:
+            return POLL_SECONDS
+        return min(max(0.0, next_deadline - time.monotonic()), POLL_SECONDS)
+
+    def _handle_signal(self, number: int) -> None:
+        """Note the reason that a signal stands for. A second Ctrl-C ends the process."""
         if number == signal.SIGINT and is_second_press(self._pressed_at):
-            text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.stands()}"
+            text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.describe_saves()}"
             self._leave("failed", text, EXIT_INTERRUPTED)
-        if number in LEAVING_SIGNALS:
-            if number != signal.SIGINT and not self.reason:
-                self.failure = known_failure()
-            self._request(REASONS.index(signal.Signals(number).name))
+        if number not in LEAVING_SIGNALS:
+            return
+        if number != signal.SIGINT and not self.reason:
+            self.failure = known_failure()  # perhaps the launcher sends the signal because another rank has failed
+        self._note_reason(REASONS.index(signal.Signals(number).name))
 
     def _leave_if_late(self, now: float) -> None:
+        """End the process if the grace period is over. `now` is the monotonic time in seconds.
+
+        The exit code is that of the other rank's failure if there was one, 1 if saves fail, because 75 would promise
+        that the state is saved, and otherwise 75.
+        """
         if self.leave_by is None or now < self.leave_by:
             return
         if self.failure is not None:
             self._leave("failed", describe_failure(self.failure), self.failure.code)
             return
-        because, seconds = leaving_because(REASONS[self.reason]), f"{self._seconds_left:.3g} s"
-        why_unsaved = self.why_unsaved()
-        if why_unsaved and self.saved is None:  # 75 would promise that the state is saved
-            text = f"{because}, but saves fail: {why_unsaved}; {self.stands()}"
-            self._leave("failed", text, EXIT_FAILURE)
-            return
-        text = f"{because}: nothing could be saved within {seconds}; {self.stands()}"
+
+        because = leaving_because(REASONS[self.reason])
+        seconds = f"{self._grace_seconds:.3g} s"
+        save_error = self.describe_failed_save()
         if self.saved is not None:
             text = f"{because}: saved as {self.saved}; closing the run took more than the rest of {seconds}"
+        elif save_error:
+            text = f"{because}, but saves fail: {save_error}; {self.describe_saves()}"
+            self._leave("failed", text, EXIT_FAILURE)
+            return
+        else:
+            text = f"{because}: nothing could be saved within {seconds}; {self.describe_saves()}"
         self._leave("preempted", text, EXIT_PREEMPTED)
 
-    def _ask(self) -> None:
-        """Poll what other ranks have announced. In a thread of its own: when the rank that keeps the store is frozen
-        or gone, the store never answers, and the other thread must go on listening."""
+    def _poll_other_ranks(self) -> None:
+        """Note the reason that another rank has announced in torch's store. Ends once this rank has a reason.
+
+        This has a thread of its own, because the store does not answer when rank 0, which keeps it, is frozen or gone.
+        The thread that listens for signals must go on even then.
+        """
         while not self.reason:
-            with self._asking:
-                if not self._may_ask:
+            with self._is_polling:
+                if not self._may_poll:
                     return
                 announced = announced_preemption()
             if announced:
-                self._request(REASONS.index(announced))
-            time.sleep(1.0)
+                self._note_reason(REASONS.index(announced))
+            time.sleep(POLL_SECONDS)
 
-    def _look_for_file(self) -> None:
+    def _look_for_stop_file(self) -> None:
+        """Note the reason if rank 0 finds the file STOP in the run folder. From any thread."""
         if self._is_main and not self.reason and self.stop_file.exists():
-            self._request(BY_FILE)
+            self._note_reason(STOP_FILE_REASON)
 
-    def _request(self, reason: int) -> None:
-        # A launcher answers Ctrl-C with SIGTERM. Of two signals that wait for a process, the kernel runs the handler of
-        # the later one first: Ctrl-C is the reason, whichever came in first.
-        if self.reason and (reason != BY_KEY or self.reason == BY_KEY):
+    def _note_reason(self, reason: int) -> None:
+        """Note a reason to leave, start the clock, and announce the reason to the other ranks. From any thread.
+
+        The first reason counts, with one exception. A launcher answers Ctrl-C by sending SIGTERM, and the kernel runs
+        the handler of the later of two waiting signals first. So Ctrl-C replaces another reason.
+        """
+        is_later_ctrl_c = reason == SIGINT_REASON and self.reason != SIGINT_REASON
+        if self.reason and not is_later_ctrl_c:
             return
-        if reason == BY_FILE:
-            self._seconds_left += 2 * self._longest_step_seconds
+        if reason == STOP_FILE_REASON:
+            self._grace_seconds += EXTRA_BATCHES_AFTER_STOP_FILE * self._longest_batch_seconds
         if self.leave_by is None:
-            self.leave_by = time.monotonic() + self._seconds_left
+            self.leave_by = time.monotonic() + self._grace_seconds
         self.reason = reason
-        if self.failure is not None:
+        if self.failure is not None:  # the launch has failed, so nobody is to call it preempted
             return
         with suppress(Exception):
             self.on_request(REASONS[reason])
         announce_preemption(REASONS[reason])
 
     def _leave(self, status: str, text: str, exit_code: int) -> None:
+        """Record how this launch ends, and end the process without waiting for the main thread."""
         with suppress(Exception):
             self.on_leave(status, text)
-            if self._is_main and status == "preempted" and self.reason == BY_FILE:
+            if self._is_main and status == "preempted" and self.reason == STOP_FILE_REASON:
                 self.stop_file.unlink(missing_ok=True)
         with suppress(Exception):
             self.release_lease()
@@ -234,19 +310,26 @@ class Preemption:
 
 
 def age_of_launch() -> float:
-    """Return the seconds of the launch, restarts of ranks included: torchrun's agent, their parent, restarts them."""
-    if LAUNCHED_AT in os.environ:
+    """Return the seconds since this launch began, including those before a launcher started this rank again."""
+    if LAUNCHED_AT in os.environ:  # our launcher's own time
         return max(0.0, uptime() - float(os.environ[LAUNCHED_AT]))
-    return age_seconds(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    oldest_process = os.getppid() if is_torchrun else os.getpid()  # torchrun's agent, the parent, restarts ranks
+    return age_seconds(oldest_process)
 
 
-def _forget() -> None:
-    """Reset signals in a forked child to their defaults, except those that a terminal sends to children too: the parent
-    leaves, and loader workers must serve it until then."""
-    with suppress(ValueError):  # forked from another thread than the main one, which has no handlers to lose
+def _reset_signals_in_child() -> None:
+    """Give signals their default meaning in a forked child, such as a loader's worker.
+
+    SIGINT and SIGHUP are ignored instead. A terminal sends them to children too, but a worker must serve its parent
+    until that has saved and left.
+    """
+    with suppress(ValueError):  # a child that another thread has forked has no Python handlers
         signal.set_wakeup_fd(-1)
         for number in LEAVING_SIGNALS:
             handler: Any = signal.getsignal(number)
-            if callable(handler) and getattr(handler, "__module__", "") == __name__:
-                is_for_all = number in (signal.SIGINT, signal.SIGHUP)
-                signal.signal(number, signal.SIG_IGN if is_for_all else signal.SIG_DFL)
+            is_ours = callable(handler) and getattr(handler, "__module__", "") == __name__
+            if not is_ours:
+                continue
+            is_from_terminal = number in (signal.SIGINT, signal.SIGHUP)
+            signal.signal(number, signal.SIG_IGN if is_from_terminal else signal.SIG_DFL)

@@ -108,7 +108,7 @@ class RunHandle:
     def agree_on_leaving(self) -> str:
         """Return why this launch is asked to leave, if any rank knows of a reason; else an empty text."""
         preemption = self._agreement.preemption
-        return preemption.because(agreed) if (agreed := preemption.agree_on_reason()) else ""
+        return preemption.describe_reason(agreed) if (agreed := preemption.agree_on_reason()) else ""
 
     def segment(self) -> Segment:
         """Describe where this launch runs."""

@@ -275,7 +275,7 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
     preempted_by = find_preemption_elsewhere(error, launch)
     if preempted_by:
         reported = Preempted(
-            f"{leaving_because(preempted_by)} while another rank was leaving; {launch.preemption.stands()}"
+            f"{leaving_because(preempted_by)} while another rank was leaving; {launch.preemption.describe_saves()}"
         )
     elif is_out_of_memory(error):
         reported = explain_memory(error, launch)

@@ -21,7 +21,7 @@ class Preempted:
     def __init__(self, reason=0):
         self.reason, self.agreed = reason, 0
 
-    def look(self):
+    def find_reason(self):
         return self.reason
 
     def set_agreed(self, reason):

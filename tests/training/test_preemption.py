@@ -268,13 +268,13 @@ def test_ctrl_c_again_leaves_at_once(tmp_path, data):
 def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came_in_first(tmp_path):
     said = []
     preemption = Preemption(tmp_path, 30.0, None, said.append, print)
-    preemption._request(REASONS.index("SIGTERM"))
+    preemption._note_reason(REASONS.index("SIGTERM"))
     leave_by = preemption.leave_by
     for name in ("SIGINT", "SIGTERM", "SIGINT"):
-        preemption._request(REASONS.index(name))
+        preemption._note_reason(REASONS.index(name))
     assert said == ["SIGTERM", "SIGINT"]
     assert preemption.set_agreed(preemption.reason) == "SIGINT"
-    assert preemption.because("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
+    assert preemption.describe_reason("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
 
 
@@ -303,7 +303,7 @@ def test_a_stop_file_is_removed_by_a_launch_that_leaves_late(tmp_path, monkeypat
     preemption = Preemption(tmp_path, 0.0, None, print, print)
     preemption._is_main = is_main
     (tmp_path / "STOP").touch()
-    preemption._request(REASONS.index(reason))
+    preemption._note_reason(REASONS.index(reason))
     assert preemption.leave_by is not None
     preemption._leave_if_late(preemption.leave_by)
     assert left == [75]
@@ -431,10 +431,10 @@ def test_who_leaves_late_while_saves_fail_does_not_promise_that_all_is_saved(tmp
     left, released = [], []
     monkeypatch.setattr(preemption_module, "leave", left.append)
     preemption = Preemption(tmp_path, 20.0, None, print, lambda status, why: left.extend([status, why]))
-    preemption.why_unsaved = lambda: "" if saved else "s3://b/ba6: not written: the token has expired"
-    preemption.what_stands = lambda: "ba4 stands"
+    preemption.describe_failed_save = lambda: "" if saved else "s3://b/ba6: not written: the token has expired"
+    preemption.describe_without_save = lambda: "ba4 stands"
     preemption.release_lease = lambda: released.append(True)
-    preemption._request(REASONS.index("SIGTERM"))
+    preemption._note_reason(REASONS.index("SIGTERM"))
     preemption.saved = saved
     assert preemption.leave_by is not None
     preemption._leave_if_late(preemption.leave_by)

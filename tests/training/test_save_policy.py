@@ -13,7 +13,7 @@ from llmfoundry_lite.config.spans import Duration, SaveInterval
 from llmfoundry_lite.ranks.siblings import FirstError
 from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
-from llmfoundry_lite.training.preemption import BY_FILE, BY_KEY, REASONS, Preemption
+from llmfoundry_lite.training.preemption import REASONS, SIGINT_REASON, STOP_FILE_REASON, Preemption
 from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
 from llmfoundry_lite.training.train import record_end
 from tests.helpers.launch import train
@@ -82,21 +82,21 @@ def asked(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption, "announce_preemption", lambda reason: None)
     one = Preemption(tmp_path, 20.0, None, lambda reason: None, print)
     for _ in range(3):
-        one.look()
+        one.find_reason()
         clock.now += 7.0
-    one.look()
+    one.find_reason()
     return one, clock
 
 
 def test_who_writes_a_file_gives_the_time_of_two_batches_more(asked):
     one, clock = asked
-    one._request(BY_FILE)
+    one._note_reason(STOP_FILE_REASON)
     assert one.leave_by == clock.now + 20 + 2 * 7
 
 
 def test_who_sends_a_signal_kills_soon(asked):
     one, clock = asked
-    one._request(SIGTERM)
+    one._note_reason(SIGTERM)
     assert one.leave_by == clock.now + 20
 
 
@@ -105,7 +105,7 @@ def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_pree
     told, failure = [], FirstError(3, 2, "error: a shard is damaged")
     one.on_request = one.on_leave = lambda *words: told.append(words)
     monkeypatch.setattr(preemption, "known_failure", lambda: failure)
-    one._hear(signal.SIGTERM)
+    one._handle_signal(signal.SIGTERM)
     assert (one.failure, told, one.leave_by) == (failure, [], clock.now + 20)
     monkeypatch.setattr(preemption, "leave", told.append)
     clock.now += 20
@@ -115,19 +115,19 @@ def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_pree
 
 def test_whoever_leaves_without_a_save_says_what_stands(asked):
     one, _ = asked
-    assert one.stands() == "nothing was trained yet"
-    one.what_stands = lambda: "nothing was saved yet, and the same command starts over"
-    assert one.stands() == "nothing was saved yet, and the same command starts over"
+    assert one.describe_saves() == "nothing was trained yet"
+    one.describe_without_save = lambda: "nothing was saved yet, and the same command starts over"
+    assert one.describe_saves() == "nothing was saved yet, and the same command starts over"
     one.note_saved("ba3")
-    assert one.stands() == "what was saved stands"
+    assert one.describe_saves() == "what was saved stands"
 
 
-@pytest.mark.parametrize("reasons", [(SIGTERM, BY_KEY), (BY_KEY, SIGTERM)])
+@pytest.mark.parametrize("reasons", [(SIGTERM, SIGINT_REASON), (SIGINT_REASON, SIGTERM)])
 def test_whoever_pressed_ctrl_c_is_the_reason_whichever_came_first(asked, reasons):
     one, _ = asked
     for reason in reasons:
-        one._request(reason)
-    assert one.reason == BY_KEY
+        one._note_reason(reason)
+    assert one.reason == SIGINT_REASON
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
 ):
     written, error = [], RuntimeError("Connection closed by peer")
     run = SimpleNamespace(fail=lambda *words, **options: written.append(words))
-    asked = SimpleNamespace(reason=reason, failure=failure, stands=lambda: "ba3 stands")
+    asked = SimpleNamespace(reason=reason, failure=failure, describe_saves=lambda: "ba3 stands")
     launch: Any = SimpleNamespace(run_folder=run, preemption=asked, trainer=None, checkpointing=None)
     reported = record_end(error, launch)
     assert (reported is error) == (status == "failed")
