@@ -143,41 +143,43 @@ def _sent_bytes(portion: Portion) -> int:
 
 
 def _measure_chunk(whole: Portion, stage: Stage, is_apart: bool) -> _Chunk:
-    p = _portion_of(whole, [stage])
-    model, d = p.model, p.model.d_model
-    moments = estimate_moments(p)
-    longer = estimate_moments(replace(p, config=replace(p.config, model=replace(model, n_layers=model.n_layers + 1))))
+    portion = _portion_of(whole, [stage])
+    model, d = portion.model, portion.model.d_model
+    moments = estimate_moments(portion)
+    longer = estimate_moments(
+        replace(portion, config=replace(portion.config, model=replace(model, n_layers=model.n_layers + 1)))
+    )
     in_loss, at_end = moments["in_loss"], moments["at_last_block"]
     block_bytes = longer["in_loss"].activations_bytes - in_loss.activations_bytes
-    sent_bytes, hidden_bytes = _sent_bytes(p), p.num_tokens * d * p.stream_bytes
+    sent_bytes, hidden_bytes = _sent_bytes(portion), portion.num_tokens * d * portion.stream_bytes
     kept_bytes = in_loss.activations_bytes
-    if not stage.is_first and (p.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
+    if not stage.is_first and (portion.fsdp.activation_checkpointing or model.norm_type.startswith("low_precision_")):
         kept_bytes -= sent_bytes  # the input stays in its receive buffer
     if not stage.is_last:
         kept_bytes -= hidden_bytes  # no last norm, but what is sent
     # Autograd keeps the 16-bit copies of each microbatch.
-    kept_bytes += _copies_bytes(p)
+    kept_bytes += _copies_bytes(portion)
     late_bytes = at_end.activations_bytes
     # Gradients of inputs wait here until they are sent.
     in_forward_bytes = 0 if stage.is_first else (7 if is_apart else 2) * sent_bytes
     early_bytes = late_bytes - block_bytes + 2 * sent_bytes
     if stage.is_last:
-        loss_bytes = p.num_embedding_numbers * FP32_BYTES + hidden_bytes
+        loss_bytes = portion.num_embedding_elements * FP32_BYTES + hidden_bytes
         in_forward_bytes += in_loss.logits_bytes - loss_bytes
         kept_bytes += loss_bytes
         # The embedding's gradient is scaled in place, unless the backward pass is apart and needs it twice.
-        early_bytes = max(early_bytes - loss_bytes, p.num_embedding_numbers * FP32_BYTES * is_apart)
+        early_bytes = max(early_bytes - loss_bytes, portion.num_embedding_elements * FP32_BYTES * is_apart)
         early_bytes += moments["at_first_block"].logits_bytes
     if stage.is_first:
         late_bytes = max(late_bytes, moments.get("at_embeddings", at_end).logits_bytes + sent_bytes)
     apart_bytes = loose_bytes = 0
     if is_apart:
         # The outputs of products and norms.
-        width = (p.num_up_matrices * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // p.layout.tensor
+        width = (portion.num_up_matrices * model.ffn_dim + model.q_dim + 2 * model.kv_dim) // portion.layout.tensor
         apart_bytes = model.n_layers * (hidden_bytes // d * width + 4 * sent_bytes)
         if not stage.is_first:  # the microbatch before, until Python frees it
             early_bytes += apart_bytes // model.n_layers
-        if p.has_fsdp and not p.is_fp32:
+        if portion.has_fsdp and not portion.is_fp32:
             loose_bytes = in_loss.gradients_bytes // 2
     return _Chunk(
         kept=kept_bytes,

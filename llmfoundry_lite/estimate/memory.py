@@ -37,7 +37,7 @@ ROUNDING = 1 / 300
 GATHER_BYTES = 1 << 27
 """Bytes of parameters that ZeRO-1 gathers at a time after a step, as `llmfoundry_layouts.zero` does."""
 OPTIMIZER_SCRATCH = {"lion": 1, "decoupled_lionw": 1}
-"""Numbers of scratch memory for each parameter during an optimizer's step; torch's fused AdamW needs none."""
+"""Temporary fp32 elements for each parameter during an optimizer's step. torch's fused AdamW needs none."""
 
 
 def estimate_training_memory(config: TrainConfig, layout: Layout, device: Accelerator | None = None) -> MemoryEstimate:
@@ -68,19 +68,19 @@ def largest(estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
     return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
-def add_step_and_libraries(p: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
-    """Complete the estimate of forward and backward to that of a batch.
+def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: Accelerator | None) -> MemoryEstimate:
+    """Return the estimate for a whole batch, given the peak of its forward and backward passes.
 
-    The optimizer's step takes its place if that needs more. Then workspaces of libraries, token ids, small tensors and
-    what the allocator rounds up are added, as `workspaces_bytes`.
+    If the optimizer's step needs more than those passes, the result describes the step instead. Either way it has in
+    `workspaces_bytes` the workspaces of libraries, token ids, small tensors and the rounding of torch's allocator.
     """
     # ZeRO-1: this many devices share the optimizer's state and its step.
-    num_owners = p.layout.of_parameters.replicate if p.shares_optimizer else 1
+    num_owners = portion.layout.of_parameters.replicate if portion.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
 
     # In the step no activations are left. ZeRO-1 gathers parameters into a buffer for all owners' parts.
     parameters_bytes = estimate.parameters_bytes
-    scratch_bytes = parameters_bytes * OPTIMIZER_SCRATCH.get(p.config.optimizer.name, 0) // num_owners
+    scratch_bytes = parameters_bytes * OPTIMIZER_SCRATCH.get(portion.config.optimizer.name, 0) // num_owners
     gathered_bytes = 0
     if num_owners > 1:
         gathered_bytes = min(parameters_bytes, GATHER_BYTES) * (1 + num_owners) // num_owners
@@ -94,13 +94,13 @@ def add_step_and_libraries(p: Portion, estimate: MemoryEstimate, device: Acceler
     estimate = largest((estimate, in_step))
 
     # Token ids of a batch and of three microbatches.
-    ids_bytes = p.config.max_seq_len * (p.device_batch_size + 3 * p.microbatch_size) * INT64_BYTES
+    ids_bytes = portion.config.max_seq_len * (portion.device_batch_size + 3 * portion.microbatch_size) * INT64_BYTES
     # Parameters and optimizer state are rounded up alike.
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
-    rounded_bytes += (1 + optimizer_slots(p.config)[0]) * count_rounding(p)
+    rounded_bytes += (1 + optimizer_slots(portion.config)[0]) * count_rounding(portion)
     workspace_bytes = WORKSPACE_BYTES if device is None else device.workspace_bytes
     libraries_bytes = NUM_PRODUCT_THREADS * workspace_bytes
-    if p.config.compile_config is not None:
+    if portion.config.compile_config is not None:
         libraries_bytes += TIMING_BYTES
     return replace(estimate, workspaces_bytes=libraries_bytes + SMALL_BYTES + ids_bytes + rounded_bytes)
 
@@ -112,55 +112,71 @@ MAX_ADVICE = 3
 
 
 def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, microbatch_size: int = 1) -> str:
-    """Name the settings that save the most memory by the estimate, the best first, with what each saves.
+    """Name up to three settings that would save the most memory on a device, the best first.
 
-    Returns the end of a sentence, which begins with a semicolon, or an empty text if nothing helps. `microbatch_size`
-    is the one that did not fit.
+    `microbatch_size` is the number of samples that did not fit. Each candidate is estimated in place of the present
+    setting. Returns the end of a sentence, such as "; what helps most: precision: amp_bf16 (saves about 3.10 GiB)", or
+    an empty text if no candidate saves anything.
     """
     config = replace(config, device_train_microbatch_size=microbatch_size)
-    fsdp = config.sharding
-    now = estimate_training_memory(config, layout)
+    present = estimate_training_memory(config, layout)
 
-    changed_configs = {
-        f"fsdp_config.{text}": replace(config, fsdp_config=replace(fsdp, **setting))
-        for text, setting in (
-            ("sharding_strategy: FULL_SHARD", {"sharding_strategy": "FULL_SHARD"}),
-            ("activation_checkpointing: true", {"activation_checkpointing": True}),
-            ("reduce_every_microbatch: true", {"reduce_every_microbatch": True}),
-            ("mixed_precision: PURE", {"mixed_precision": "PURE"}),
-        )
-    }
-    if layout.pipeline > 1 and config.pipeline.splits_backward:  # which refuses checkpointing
-        del changed_configs["fsdp_config.activation_checkpointing: true"]
-    changed_configs["precision: amp_bf16"] = replace(config, precision="amp_bf16")
-    smaller_size = microbatch_size // 2
-    if smaller_size > 0:
-        text = _name_smaller_microbatch(config, layout, smaller_size)
-        if text is not None:
-            changed_configs[text] = replace(config, device_train_microbatch_size=smaller_size)
+    def estimate_saving(changed_config: TrainConfig, num_devices: int) -> int:
+        """Return the bytes that a device needs less with this configuration on this many devices."""
+        changed_layout = layout_of(changed_config, num_devices, layout.node_size)
+        return present.total_bytes - estimate_training_memory(changed_config, changed_layout).total_bytes
 
-    def count_saved(changed: TrainConfig, num_devices: int) -> int:
-        changed_layout = layout_of(changed, num_devices, layout.node_size)
-        return now.total_bytes - estimate_training_memory(changed, changed_layout).total_bytes
+    saved_bytes: dict[str, int] = {}
+    for setting, changed_config in _settings_to_try(config, layout, microbatch_size).items():
+        saved_bytes[setting] = estimate_saving(changed_config, layout.world_size)
+    saved_bytes["twice as many devices"] = estimate_saving(config, 2 * layout.world_size)
+    if device_type == "cuda" and _can_offload_optimizer(config, layout):
+        # The estimate has no term for offloading. It moves parameters and optimizer state to the host.
+        saved_bytes["fsdp_config.offload_optimizer: true"] = present.parameters_bytes + present.optimizer_bytes
 
-    saved_bytes = {text: count_saved(changed, layout.world_size) for text, changed in changed_configs.items()}
-    saved_bytes["twice as many devices"] = count_saved(config, 2 * layout.world_size)
-    refuses_offload = layout.pipeline > 1 or config.optimizer.name == "muon" or fsdp.sharding_strategy == "ZERO_1"
-    if device_type == "cuda" and not fsdp.offload_optimizer and not refuses_offload:
-        saved_bytes["fsdp_config.offload_optimizer: true"] = now.parameters_bytes + now.optimizer_bytes
-
-    helpful = [text for text in saved_bytes if saved_bytes[text] > 0]
-    helpful.sort(key=lambda text: -saved_bytes[text])
+    helpful = [setting for setting in saved_bytes if saved_bytes[setting] > 0]
+    helpful.sort(key=lambda setting: -saved_bytes[setting])
     if not helpful:
         return ""
-    advice = [f"{text} (saves about {saved_bytes[text] / GIB:.2f} GiB)" for text in helpful[:MAX_ADVICE]]
+    advice = [f"{setting} (saves about {saved_bytes[setting] / GIB:.2f} GiB)" for setting in helpful[:MAX_ADVICE]]
     return f"; what helps most: {', '.join(advice)}"
 
 
-def _name_smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: int) -> str | None:
-    """Return the setting with which this run computes microbatches of `microbatch_size` samples.
+def _settings_to_try(config: TrainConfig, layout: Layout, microbatch_size: int) -> dict[str, TrainConfig]:
+    """Return configurations that may need less memory, by the line of YAML that makes each of them."""
+    fsdp = config.sharding
+    settings = {
+        "fsdp_config.sharding_strategy: FULL_SHARD": replace(fsdp, sharding_strategy="FULL_SHARD"),
+        "fsdp_config.activation_checkpointing: true": replace(fsdp, activation_checkpointing=True),
+        "fsdp_config.reduce_every_microbatch: true": replace(fsdp, reduce_every_microbatch=True),
+        "fsdp_config.mixed_precision: PURE": replace(fsdp, mixed_precision="PURE"),
+    }
+    if layout.pipeline > 1 and config.pipeline.splits_backward:
+        del settings["fsdp_config.activation_checkpointing: true"]  # such a schedule refuses checkpointing
+    changed_configs = {setting: replace(config, fsdp_config=changed) for setting, changed in settings.items()}
 
-    None if the schedule of its pipeline does not take as many microbatches as that makes.
+    changed_configs["precision: amp_bf16"] = replace(config, precision="amp_bf16")
+    half_size = microbatch_size // 2
+    if half_size > 0:
+        setting = _name_smaller_microbatch(config, layout, half_size)
+        if setting is not None:
+            changed_configs[setting] = replace(config, device_train_microbatch_size=half_size)
+    return changed_configs
+
+
+def _can_offload_optimizer(config: TrainConfig, layout: Layout) -> bool:
+    """Return whether `fsdp_config.offload_optimizer` is off, and nothing else in the configuration rules it out."""
+    if config.sharding.offload_optimizer:
+        return False
+    is_ruled_out = layout.pipeline > 1 or config.optimizer.name == "muon"
+    return not is_ruled_out and config.sharding.sharding_strategy != "ZERO_1"
+
+
+def _name_smaller_microbatch(config: TrainConfig, layout: Layout, microbatch_size: int) -> str | None:
+    """Return the line of YAML that makes this run compute microbatches of `microbatch_size` samples.
+
+    A pipeline has a schedule that takes certain numbers of microbatches. Returns None if it does not take the number
+    that this size makes.
     """
     num_samples = config.global_train_batch_size // layout.num_data_ranks
     num_microbatches = -(-num_samples // microbatch_size)

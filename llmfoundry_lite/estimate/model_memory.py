@@ -5,7 +5,7 @@ time. `memory.py` adds the optimizer's step and the libraries. Where a count say
 allocations of the real code on simulated devices.
 
 Read from the top: the moments, activations, the loss, parameters. In the formulas d is the model width and n the number
-of tokens; a number is an element of a tensor.
+of tokens. Variables that begin with `num_` count elements of tensors, and those that end with `_bytes` their bytes.
 """
 
 import math
@@ -17,7 +17,7 @@ from llmfoundry_lite.estimate.portion import FP32_BYTES, Portion
 from llmfoundry_lite.hardware import GIB, MIB
 
 OPTIMIZER_SLOTS = {"lion": (1,), "decoupled_lionw": (1,), "muon": (1, 2)}
-"""Numbers that an optimizer keeps for each parameter of a block, and for each other one if that differs."""
+"""fp32 elements that an optimizer keeps for each parameter of a block, and for each other parameter if that differs."""
 ADAMW_SLOTS = (2,)
 """The same for AdamW. A user's own optimizer is assumed to keep as many."""
 
@@ -49,28 +49,45 @@ class MemoryEstimate:
         return sum(getattr(self, name) for name in self.__slots__)
 
     def __str__(self) -> str:
-        """Write the total and each part in GiB, or in MiB if the total is small."""
-        unit, unit_bytes = ("GiB", GIB) if self.total_bytes >= GIB else ("MiB", MIB)
-        parts = [f"{name.removesuffix('_bytes')} {getattr(self, name) / unit_bytes:.2f}" for name in self.__slots__]
-        if not self.gradients_bytes:
-            parts[1] = "gradients none yet"  # the peak is in the loss of the only microbatch
+        """Return the total and each part, such as "about 2.10 GiB per device: parameters 0.46, gradients 0.46, ...".
+
+        The unit is GiB, or MiB for a total below 1 GiB.
+        """
+        unit = "MiB"
+        unit_bytes = MIB
+        if self.total_bytes >= GIB:
+            unit = "GiB"
+            unit_bytes = GIB
+
+        parts: list[str] = []
+        for field_name in self.__slots__:
+            part = field_name.removesuffix("_bytes")
+            part_bytes = getattr(self, field_name)
+            if part == "gradients" and part_bytes == 0:
+                parts.append("gradients none yet")  # a batch of one microbatch has its peak in the loss, before them
+            else:
+                parts.append(f"{part} {part_bytes / unit_bytes:.2f}")
         return f"about {self.total_bytes / unit_bytes:.2f} {unit} per device: {', '.join(parts)}"
 
 
 def optimizer_slots(config: TrainConfig) -> tuple[int, ...]:
-    """Return the numbers that this run's optimizer keeps for each parameter, as `OPTIMIZER_SLOTS` has them."""
+    """Return how many fp32 elements the optimizer keeps for each parameter: 2 for AdamW, which has two moments.
+
+    The result has one count for all parameters, or two: one for matrices in blocks, and one for all other parameters.
+    Muon keeps one element for the former and two for the latter, which it leaves to AdamW.
+    """
     return OPTIMIZER_SLOTS.get(config.optimizer.name, ADAMW_SLOTS)
 
 
 def knows_optimizer(config: TrainConfig) -> bool:
-    """Return whether it is known what the optimizer keeps. For a user's own it is assumed."""
+    """Return whether the state that the optimizer keeps is known. For a user's own optimizer it is a guess."""
     return not config.optimizer.name.startswith("python:")
 
 
 # --------------------------------------------------------------------------------------------------- moments
 
 
-def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
+def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
     """Estimate a device at the moments of a batch's last microbatch when it may take the most, by name.
 
     in_loss: the forward pass has ended, and the loss computes a chunk of logits.
@@ -78,74 +95,77 @@ def estimate_moments(p: Portion) -> dict[str, MemoryEstimate]:
     at_last_block: the backward pass is in the model's first block, and all others have their gradients.
     at_embeddings: with FSDP, the gradients of embeddings and last norm are reduced.
     """
-    model = p.model
-    outside = shapes_outside_blocks(p)
-    num_outside = count_share(outside, p.shard_degree)
-    num_parameters = num_outside + model.n_layers * count_share(shapes_of_block(p), p.shard_degree)
-    slots = optimizer_slots(p.config)
+    model = portion.model
+    outside = shapes_outside_blocks(portion)
+    num_outside = count_share(outside, portion.shard_degree)
+    num_parameters = num_outside + model.n_layers * count_share(shapes_of_block(portion), portion.shard_degree)
+    slots = optimizer_slots(portion.config)
     num_slots = slots[0] * num_parameters + (slots[-1] - slots[0]) * num_outside
-    hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
+    hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
     in_loss = MemoryEstimate(
         parameters_bytes=FP32_BYTES * num_parameters,
-        gradients_bytes=0 if p.has_one_microbatch else num_parameters * p.sum_bytes,
+        gradients_bytes=0 if portion.has_one_microbatch else num_parameters * portion.sum_bytes,
         optimizer_bytes=FP32_BYTES * num_slots,
         unsharded_bytes=0,
-        activations_bytes=count_activations(p),
-        logits_bytes=count_logits(p) + hidden_bytes,
+        activations_bytes=count_activations(portion),
+        logits_bytes=count_logits(portion) + hidden_bytes,
     )
 
     # A block in its backward pass has its activations, kept or computed again, and the gradient of the widest one.
-    is_checkpointed = bool(p.fsdp.activation_checkpointing)
-    block_bytes = p.num_tokens * count_block_per_token(p)
-    widest_bytes = p.num_tokens * model.ffn_dim // p.layout.tensor * p.compute_bytes
-    input_bytes = p.num_tokens // p.num_stream_parts * model.d_model * p.stream_bytes
+    is_checkpointed = bool(portion.fsdp.activation_checkpointing)
+    block_bytes = portion.num_tokens * count_block_per_token(portion)
+    widest_bytes = portion.num_tokens * model.ffn_dim // portion.layout.tensor * portion.compute_bytes
+    input_bytes = portion.num_tokens // portion.num_stream_parts * model.d_model * portion.stream_bytes
     in_block_bytes = block_bytes + widest_bytes
     if is_checkpointed:
         in_block_bytes -= input_bytes  # it is among the activations that checkpointing has kept of all blocks
 
     # When the backward pass reaches the first block, activations of all others are kept, and the last norm's are gone.
-    last_norm_bytes = input_bytes + p.num_tokens * model.d_model * p.stream_bytes
+    last_norm_bytes = input_bytes + portion.num_tokens * model.d_model * portion.stream_bytes
     other_blocks_bytes = in_loss.activations_bytes - last_norm_bytes
     if not is_checkpointed:
         other_blocks_bytes -= block_bytes
-    elif p.config.fuses_loss and p.fsdp.activation_checkpointing == "selective":
+    elif portion.config.fuses_loss and portion.fsdp.activation_checkpointing == "selective":
         # The products that it has kept are parts of the block that is computed again.
-        other_blocks_bytes -= p.num_tokens * count_products_per_token(p)
+        other_blocks_bytes -= portion.num_tokens * count_products_per_token(portion)
 
-    estimate = _estimate_with_fsdp if p.has_fsdp else _estimate_without_fsdp
-    return estimate(p, in_loss, other_blocks_bytes, in_block_bytes)
+    if portion.has_fsdp:
+        return _estimate_with_fsdp(portion, in_loss, other_blocks_bytes, in_block_bytes)
+    return _estimate_without_fsdp(portion, in_loss, other_blocks_bytes, in_block_bytes)
 
 
 def _estimate_without_fsdp(
-    p: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
+    portion: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
 ) -> dict[str, MemoryEstimate]:
     """Estimate the moments if parameters are plain (`parallel/one_device.py`).
 
     That adds 16-bit copies of parameters, which autograd keeps until the backward pass has used them, and the gradient
     of one matrix at a time. The arguments are bytes of activations, as `estimate_moments` has counted them.
     """
-    model = p.model
-    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
-    num_outside = count_share(shapes_outside_blocks(p), 1)
-    num_block = count_share(shapes_of_block(p), 1)
+    model = portion.model
+    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
+    num_outside = count_share(shapes_outside_blocks(portion), 1)
+    num_block = count_share(shapes_of_block(portion), 1)
     num_copied_blocks = model.n_layers
-    if p.fsdp.activation_checkpointing and not p.casts_once:
+    if portion.fsdp.activation_checkpointing and not portion.casts_once:
         num_copied_blocks = 1  # a block is cast again when it is computed again
     num_copied = num_outside + num_copied_blocks * num_block
-    copy_bytes = p.stream_bytes if p.stream_bytes < FP32_BYTES else 0
-    one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(p))
+    copy_bytes = portion.stream_bytes if portion.stream_bytes < FP32_BYTES else 0
+    one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(portion))
 
-    in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + count_autocast_copies(p))
-    embedding_gradient_bytes = p.num_embedding_numbers * (exact_copy_bytes(p) or p.compute_bytes)
-    hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
+    in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + count_autocast_copies(portion))
+    embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
+    hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
     at_first_block = replace(
         in_loss,
-        gradients_bytes=p.num_embedding_numbers * p.sum_bytes if p.has_one_microbatch else gradients_bytes,
+        gradients_bytes=portion.num_embedding_elements * portion.sum_bytes
+        if portion.has_one_microbatch
+        else gradients_bytes,
         unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
         activations_bytes=other_blocks_bytes + in_block_bytes,
         logits_bytes=embedding_gradient_bytes + hidden_bytes,
     )
-    num_copied_at_end = num_copied if p.casts_once else num_outside + num_block
+    num_copied_at_end = num_copied if portion.casts_once else num_outside + num_block
     at_last_block = replace(
         at_first_block,
         gradients_bytes=gradients_bytes,
@@ -156,7 +176,7 @@ def _estimate_without_fsdp(
 
 
 def _estimate_with_fsdp(
-    p: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
+    portion: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
 ) -> dict[str, MemoryEstimate]:
     """Estimate the moments if FSDP2 holds the parameters.
 
@@ -164,46 +184,46 @@ def _estimate_with_fsdp(
     one is gathered in the loss, and in the backward pass the one in use and the one that is fetched ahead. The
     arguments are bytes of activations, as `estimate_moments` has counted them.
     """
-    model = p.model
-    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * p.sum_bytes
-    num_outside = count_share(shapes_outside_blocks(p), 1)
-    num_block = count_share(shapes_of_block(p), 1)
+    model = portion.model
+    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
+    num_outside = count_share(shapes_outside_blocks(portion), 1)
+    num_block = count_share(shapes_of_block(portion), 1)
 
     # FSDP divides rows, and gathers equally many from each device, which pads what they do not divide.
-    padded_outside = p.shard_degree * count_share(shapes_outside_blocks(p), p.shard_degree)
-    padded_block = p.shard_degree * count_share(shapes_of_block(p), p.shard_degree)
+    padded_outside = portion.shard_degree * count_share(shapes_outside_blocks(portion), portion.shard_degree)
+    padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
     padded_model = padded_outside + model.n_layers * padded_block
-    if p.reshards:
+    if portion.reshards:
         num_in_loss = padded_outside + padded_block
         num_in_backward = padded_outside + min(2, model.n_layers) * padded_block
         num_at_embeddings = padded_outside
     else:
         num_in_loss = num_in_backward = num_at_embeddings = padded_model
-        if p.shard_degree > 1 and p.layout.pipeline == 1:
+        if portion.shard_degree > 1 and portion.layout.pipeline == 1:
             num_in_loss += padded_block  # torch holds what it has gathered last, beside the blocks' copies of it
 
     waiting_bytes = in_loss.gradients_bytes
-    if not p.config.reduces_every_microbatch and not p.has_one_microbatch:
-        waiting_bytes = (num_outside + model.n_layers * num_block) * p.sum_bytes
+    if not portion.config.reduces_every_microbatch and not portion.has_one_microbatch:
+        waiting_bytes = (num_outside + model.n_layers * num_block) * portion.sum_bytes
 
     # A block's backward pass takes the most either at its beginning, with the gradient of one matrix, or at its end,
     # with those of all its matrices.
-    hidden_bytes = p.num_tokens * model.d_model * p.compute_bytes
-    one_matrix = model.d_model * model.ffn_dim // p.layout.tensor
-    early_bytes = in_block_bytes + one_matrix * (p.stream_bytes + exact_copy_bytes(p))
-    late_bytes = num_block * (exact_copy_bytes(p) or p.stream_bytes) + 4 * hidden_bytes
+    hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
+    one_matrix = model.d_model * model.ffn_dim // portion.layout.tensor
+    early_bytes = in_block_bytes + one_matrix * (portion.stream_bytes + exact_copy_bytes(portion))
+    late_bytes = num_block * (exact_copy_bytes(portion) or portion.stream_bytes) + 4 * hidden_bytes
     in_block_bytes = max(early_bytes, late_bytes)
 
-    embedding_gradient_bytes = p.num_embedding_numbers * (exact_copy_bytes(p) or p.compute_bytes)
+    embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     in_loss = replace(
         in_loss,
         gradients_bytes=waiting_bytes,
-        unsharded_bytes=num_in_loss * p.stream_bytes + count_autocast_copies(p),
+        unsharded_bytes=num_in_loss * portion.stream_bytes + count_autocast_copies(portion),
     )
-    reduced_block_bytes = padded_block * p.reduction_bytes
+    reduced_block_bytes = padded_block * portion.reduction_bytes
     at_first_block = replace(
         in_loss,
-        unsharded_bytes=num_in_backward * p.stream_bytes + reduced_block_bytes + count_autocast_copies(p),
+        unsharded_bytes=num_in_backward * portion.stream_bytes + reduced_block_bytes + count_autocast_copies(portion),
         activations_bytes=other_blocks_bytes + in_block_bytes,
         logits_bytes=embedding_gradient_bytes + hidden_bytes,
     )
@@ -213,19 +233,11 @@ def _estimate_with_fsdp(
         activations_bytes=in_block_bytes,
     )
 
-    # The embedding has a gradient as input and one as output.
-    embedding_gradients_bytes = 2 * embedding_gradient_bytes
-    if p.config.exact_sums:
-        # Both are added up, and one is left, before the reduction's buffer and a share of the sum are allocated.
-        later_bytes = (padded_outside - padded_block) * p.reduction_bytes
-        if waiting_bytes <= gradients_bytes:
-            later_bytes += count_share(shapes_outside_blocks(p), p.shard_degree) * p.sum_bytes
-        embedding_gradients_bytes = max(embedding_gradient_bytes, embedding_gradients_bytes - later_bytes)
     at_embeddings = replace(
         at_last_block,
-        unsharded_bytes=num_at_embeddings * p.stream_bytes + padded_outside * p.reduction_bytes,
+        unsharded_bytes=num_at_embeddings * portion.stream_bytes + padded_outside * portion.reduction_bytes,
         activations_bytes=hidden_bytes,
-        logits_bytes=embedding_gradients_bytes,
+        logits_bytes=_embedding_gradients_bytes(portion, waiting_bytes <= gradients_bytes),
     )
     return {
         "in_loss": in_loss,
@@ -235,100 +247,129 @@ def _estimate_with_fsdp(
     }
 
 
-def exact_copy_bytes(p: Portion) -> int:
-    """Return the bytes of a number in the float64 copy of a gradient before it is added; 0 without exact sums."""
-    return p.sum_bytes if p.config.exact_sums else 0
+def _embedding_gradients_bytes(portion: Portion, allocates_sum: bool) -> int:
+    """Return bytes of the embedding's gradients while FSDP2 reduces those of embeddings and last norm.
+
+    The embedding at the input and the one at the output have a gradient each, also if they are tied. Exact sums add
+    both up, and free one, before they allocate the buffer of the reduction and, with `allocates_sum`, this device's share of
+    the sum. So only that part of the second gradient counts which is larger than these.
+    """
+    one_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
+    if not portion.config.exact_sums:
+        return 2 * one_gradient_bytes
+
+    shapes = shapes_outside_blocks(portion)
+    padded_outside = portion.shard_degree * count_share(shapes, portion.shard_degree)
+    padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
+    later_bytes = (padded_outside - padded_block) * portion.reduction_bytes
+    if allocates_sum:
+        later_bytes += count_share(shapes, portion.shard_degree) * portion.sum_bytes
+    return max(one_gradient_bytes, 2 * one_gradient_bytes - later_bytes)
 
 
-def count_autocast_copies(p: Portion) -> int:
-    """Count bytes of weights that autocast has cast. It keeps each copy until the backward pass has used it."""
-    if not p.has_autocast:
+def exact_copy_bytes(portion: Portion) -> int:
+    """Return the bytes of an element in the float64 copy of a gradient that exact sums add, or 0 without exact sums."""
+    return portion.sum_bytes if portion.config.exact_sums else 0
+
+
+def count_autocast_copies(portion: Portion) -> int:
+    """Count bytes of the 16-bit weights that autocast has made; it keeps each one until the backward pass has used it.
+
+    With activation checkpointing only one block's copies exist at a time, because each block is cast again.
+    """
+    if not portion.has_autocast:
         return 0
-    num_blocks = 1 if p.fsdp.activation_checkpointing else p.model.n_layers
-    return p.compute_bytes * count_share(shapes_of_block(p), 1) * num_blocks
+    num_blocks = 1 if portion.fsdp.activation_checkpointing else portion.model.n_layers
+    return portion.compute_bytes * count_share(shapes_of_block(portion), 1) * num_blocks
 
 
 # ----------------------------------------------------------------------------------------------- activations
 
 
-def count_activations(p: Portion) -> int:
+def count_activations(portion: Portion) -> int:
     """Count bytes of a microbatch that the forward pass keeps for the backward pass.
 
     This is Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks. Their 34*n*d
     bytes of a block are 32*n*d here, without dropout's masks. Their 5*h*s*n for attention probabilities are gone,
-    because scaled_dot_product_attention recomputes them and keeps one number for each query.
+    because scaled_dot_product_attention recomputes them and keeps one fp32 for each query.
     """
-    model, d = p.model, p.model.d_model
-    input_bytes = p.num_tokens // p.num_stream_parts * d * p.stream_bytes
-    if p.fsdp.activation_checkpointing == "selective":
-        blocks_bytes = model.n_layers * (input_bytes + p.num_tokens * count_products_per_token(p))
-    elif p.fsdp.activation_checkpointing:
-        blocks_bytes = 0 if p.fsdp.activation_cpu_offload else model.n_layers * input_bytes
+    model, d = portion.model, portion.model.d_model
+    input_bytes = portion.num_tokens // portion.num_stream_parts * d * portion.stream_bytes
+    if portion.fsdp.activation_checkpointing == "selective":
+        blocks_bytes = model.n_layers * (input_bytes + portion.num_tokens * count_products_per_token(portion))
+    elif portion.fsdp.activation_checkpointing:
+        blocks_bytes = 0 if portion.fsdp.activation_cpu_offload else model.n_layers * input_bytes
     else:
-        blocks_bytes = model.n_layers * p.num_tokens * count_block_per_token(p)
+        blocks_bytes = model.n_layers * portion.num_tokens * count_block_per_token(portion)
 
     # The last norm keeps its input, and the loss keeps the norm's output.
-    last_norm_bytes = input_bytes + p.num_tokens * d * p.stream_bytes
-    dropout_mask_bytes = p.num_tokens // p.num_stream_parts * d if model.emb_pdrop else 0
-    return blocks_bytes + last_norm_bytes + count_attention_bias(p) + count_flex_scratch(p) + dropout_mask_bytes
+    last_norm_bytes = input_bytes + portion.num_tokens * d * portion.stream_bytes
+    dropout_mask_bytes = portion.num_tokens // portion.num_stream_parts * d if model.emb_pdrop else 0
+    return (
+        blocks_bytes
+        + last_norm_bytes
+        + count_attention_bias(portion)
+        + count_flex_scratch(portion)
+        + dropout_mask_bytes
+    )
 
 
-def count_products_per_token(p: Portion) -> int:
+def count_products_per_token(portion: Portion) -> int:
     """Count bytes of a token that selective checkpointing keeps in a block, beside the block's input.
 
     These are the queries, keys and values, attention's output, and the products of the feed-forward layer. A compiler
     leaves the block's last product out.
     """
-    num_divided = 2 * (p.model.q_dim + p.model.kv_dim) + p.num_up_matrices * p.model.ffn_dim
-    divided_bytes = num_divided * p.compute_bytes + p.model.n_heads * FP32_BYTES
-    num_outputs = 1 if p.config.fuses_loss else 2
-    return divided_bytes // p.layout.tensor + num_outputs * p.model.d_model * p.compute_bytes
+    num_divided = 2 * (portion.model.q_dim + portion.model.kv_dim) + portion.num_up_matrices * portion.model.ffn_dim
+    divided_bytes = num_divided * portion.compute_bytes + portion.model.n_heads * FP32_BYTES
+    num_outputs = 1 if portion.config.fuses_loss else 2
+    return divided_bytes // portion.layout.tensor + num_outputs * portion.model.d_model * portion.compute_bytes
 
 
-def count_block_per_token(p: Portion) -> int:
+def count_block_per_token(portion: Portion) -> int:
     """Count bytes of a token that a block keeps without checkpointing.
 
     Layers that a tensor group divides keep their input whole, even if a norm has computed only a part of it.
     """
-    model, d, q_dim, kv_dim = p.model, p.model.d_model, p.model.q_dim, p.model.kv_dim
-    attn_config, degree = model.attn_config, p.layout.context
-    is_compiled = p.config.fuses_loss
+    model, d, q_dim, kv_dim = portion.model, portion.model.d_model, portion.model.q_dim, portion.model.kv_dim
+    attn_config, degree = model.attn_config, portion.layout.context
+    is_compiled = portion.config.fuses_loss
 
     # A norm in fp32 keeps an fp32 copy of an input that is not, unless a compiler casts it again.
     casts_again = is_compiled or model.norm_type.startswith("low_precision_")
-    norm_input_bytes = d * (p.stream_bytes if casts_again else max(p.stream_bytes, FP32_BYTES))
+    norm_input_bytes = d * (portion.stream_bytes if casts_again else max(portion.stream_bytes, FP32_BYTES))
     # A compiled block keeps attention's output between its two additions, and adds it again.
-    other_input_bytes = d * p.compute_bytes if is_compiled else norm_input_bytes
+    other_input_bytes = d * portion.compute_bytes if is_compiled else norm_input_bytes
     inputs_bytes = norm_input_bytes + other_input_bytes + 2 * _norm_statistics_bytes(model.norm_type)
-    norms_bytes = inputs_bytes // p.num_stream_parts + 2 * d * p.compute_bytes
+    norms_bytes = inputs_bytes // portion.num_stream_parts + 2 * d * portion.compute_bytes
 
     num_attention = 2 * q_dim + 2 * kv_dim  # queries, keys, values and the output
     if degree > 1:
         num_attention += q_dim  # the output is rearranged before the next matrix
-    if p.config.context.kind == "gather":
+    if portion.config.context.kind == "gather":
         # This rank's own keys and values are kept with its queries, if one matrix has made them all.
         num_attention += (degree if attn_config.fused_qkv else degree - 1) * 2 * kv_dim
     if degree > 1 and not model.has_plain_attention and kernels_take_masks(model):
         # FlexAttention keeps copies of what ranks have exchanged; by rehearsals.
-        num_attention += 2 * kv_dim * degree if p.config.context.kind == "gather" else q_dim + 2 * kv_dim
+        num_attention += 2 * kv_dim * degree if portion.config.context.kind == "gather" else q_dim + 2 * kv_dim
     if attn_config.clip_qkv is not None and not is_compiled:
         num_attention += q_dim + 2 * kv_dim
     has_qk_norm = attn_config.qk_ln or attn_config.qk_gn
     num_attention += (q_dim + kv_dim) * (has_qk_norm + attn_config.rope)
-    attention_bytes = num_attention * p.compute_bytes + model.n_heads * FP32_BYTES
+    attention_bytes = num_attention * portion.compute_bytes + model.n_heads * FP32_BYTES
     if has_qk_norm:
         attention_bytes += 2 * _norm_statistics_bytes(attn_config.norm_type)
 
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up). A compiler computes act(gate) again.
-    num_kept = p.num_up_matrices + 1 if is_compiled else 2 * p.num_up_matrices
-    feed_forward_bytes = num_kept * model.ffn_dim * p.compute_bytes
+    num_kept = portion.num_up_matrices + 1 if is_compiled else 2 * portion.num_up_matrices
+    feed_forward_bytes = num_kept * model.ffn_dim * portion.compute_bytes
 
-    dropout_mask_bytes = 2 * d // p.num_stream_parts if model.resid_pdrop else 0
-    return norms_bytes + (attention_bytes + feed_forward_bytes) // p.layout.tensor + dropout_mask_bytes
+    dropout_mask_bytes = 2 * d // portion.num_stream_parts if model.resid_pdrop else 0
+    return norms_bytes + (attention_bytes + feed_forward_bytes) // portion.layout.tensor + dropout_mask_bytes
 
 
 def _norm_statistics_bytes(norm_type: str) -> int:
-    """Return the bytes of what a norm keeps of a token beside its input: RMSNorm one number, LayerNorm two.
+    """Return the bytes of the statistics that a norm keeps of each token: one fp32 for RMSNorm, two for LayerNorm.
 
     That is so for RMSNorm's fused kernel on accelerators. On a CPU torch computes it in steps that keep more.
     """
@@ -340,39 +381,39 @@ def kernels_take_masks(model: ModelConfig) -> bool:
     return model.attn_config.attn_impl in ("auto", "flex", "flash") and not model.flex_refusal
 
 
-def count_flex_scratch(p: Portion) -> int:
+def count_flex_scratch(portion: Portion) -> int:
     """Count bytes that FlexAttention takes beyond plain attention, once for all blocks; by rehearsals.
 
     Gathered keys and values have gradients that are as large as all ranks' together.
     """
-    if p.model.has_plain_attention or not kernels_take_masks(p.model):
+    if portion.model.has_plain_attention or not kernels_take_masks(portion.model):
         return 0
-    is_gathered = p.layout.context > 1 and p.config.context.kind == "gather"
-    num_per_token = 2 * p.model.kv_dim * p.layout.context if is_gathered else 2 * p.model.q_dim
-    return p.num_tokens * num_per_token // p.layout.tensor * p.compute_bytes
+    is_gathered = portion.layout.context > 1 and portion.config.context.kind == "gather"
+    num_per_token = 2 * portion.model.kv_dim * portion.layout.context if is_gathered else 2 * portion.model.q_dim
+    return portion.num_tokens * num_per_token // portion.layout.tensor * portion.compute_bytes
 
 
-def count_attention_bias(p: Portion) -> int:
+def count_attention_bias(portion: Portion) -> int:
     """Count bytes of the attention bias, which flex and flash do without.
 
     One bias serves all blocks, but autocast copies it to the compute precision for each block.
     """
-    attn_config, degree = p.model.attn_config, p.layout.context
-    if p.model.has_plain_attention or kernels_take_masks(p.model):
+    attn_config, degree = portion.model.attn_config, portion.layout.context
+    if portion.model.has_plain_attention or kernels_take_masks(portion.model):
         return 0
     num_copies = 0
-    if p.stream_bytes != p.compute_bytes and not p.fsdp.activation_checkpointing:
-        num_copies = p.model.n_layers
+    if portion.stream_bytes != portion.compute_bytes and not portion.fsdp.activation_checkpointing:
+        num_copies = portion.model.n_layers
 
-    num_heads = p.model.n_heads // p.layout.tensor if attn_config.alibi else 1
-    num_samples = p.num_tokens * degree // p.config.max_seq_len if attn_config.attn_uses_sequence_id else 1
-    num_scores = p.config.max_seq_len * p.config.max_seq_len
-    if degree > 1 and p.config.context.kind == "gather":
+    num_heads = portion.model.n_heads // portion.layout.tensor if attn_config.alibi else 1
+    num_samples = portion.num_tokens * degree // portion.config.max_seq_len if attn_config.attn_uses_sequence_id else 1
+    num_scores = portion.config.max_seq_len * portion.config.max_seq_len
+    if degree > 1 and portion.config.context.kind == "gather":
         # A rank has two of the 2 * degree pieces of a sample, and each attends to all tokens up to its end.
-        num_scores = (p.config.max_seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
+        num_scores = (portion.config.max_seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
     elif attn_config.alibi:
         num_heads //= degree
-    return num_heads * num_samples * num_scores * (p.stream_bytes + num_copies * p.compute_bytes)
+    return num_heads * num_samples * num_scores * (portion.stream_bytes + num_copies * portion.compute_bytes)
 
 
 # -------------------------------------------------------------------------------------------------- the loss
@@ -381,26 +422,28 @@ CHUNK_MULTIPLE = 128
 """The chunked loss computes a multiple of this many tokens at a time."""
 
 
-def count_logits(p: Portion) -> int:
+def count_logits(portion: Portion) -> int:
     """Count bytes of one chunk of logits, of what the loss makes of it, and of the embedding's gradient so far."""
-    max_chunk_tokens = max(CHUNK_MULTIPLE, p.config.loss_chunk_mib * MIB // (FP32_BYTES * p.num_vocab_rows))
-    num_chunks = math.ceil(p.num_tokens / max_chunk_tokens)
-    chunk_tokens = math.ceil(p.num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    chunk_tokens = min(p.num_tokens, chunk_tokens)
+    max_chunk_tokens = max(CHUNK_MULTIPLE, portion.config.loss_chunk_mib * MIB // (FP32_BYTES * portion.num_vocab_rows))
+    num_chunks = math.ceil(portion.num_tokens / max_chunk_tokens)
+    chunk_tokens = math.ceil(portion.num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    chunk_tokens = min(portion.num_tokens, chunk_tokens)
 
-    if p.layout.tensor > 1:
+    if portion.layout.tensor > 1:
         logit_bytes = 2 * FP32_BYTES  # logsumexp has an input in fp32, and as much beside it
-    elif p.config.fuses_loss:
-        logit_bytes = 2 * p.compute_bytes  # logits and their gradient
+    elif portion.config.fuses_loss:
+        logit_bytes = 2 * portion.compute_bytes  # logits and their gradient
     else:
         # log_softmax has its input, a copy in fp32 of one that is not, and its output.
-        logit_bytes = p.compute_bytes + FP32_BYTES + (FP32_BYTES if p.compute_bytes < FP32_BYTES else 0)
+        logit_bytes = portion.compute_bytes + FP32_BYTES + (FP32_BYTES if portion.compute_bytes < FP32_BYTES else 0)
 
     # The embedding's gradient begins with the first chunk, after its softmax.
-    gradient_bytes = p.num_embedding_numbers * FP32_BYTES if chunk_tokens < p.num_tokens else 0
-    num_logits = chunk_tokens * p.num_vocab_rows
+    gradient_bytes = portion.num_embedding_elements * FP32_BYTES if chunk_tokens < portion.num_tokens else 0
+    num_logits = chunk_tokens * portion.num_vocab_rows
     in_softmax_bytes = num_logits * logit_bytes + gradient_bytes
-    in_product_bytes = num_logits * p.compute_bytes + p.num_embedding_numbers * (FP32_BYTES + p.compute_bytes)
+    in_product_bytes = num_logits * portion.compute_bytes + portion.num_embedding_elements * (
+        FP32_BYTES + portion.compute_bytes
+    )
     return max(in_softmax_bytes, in_product_bytes)
 
 
@@ -411,38 +454,38 @@ Shapes = list[tuple[int, int]]
 
 
 def count_share(shapes: Shapes, degree: int) -> int:
-    """Count the numbers that one of `degree` devices holds, if their rows are divided among the devices."""
+    """Count the elements on each of `degree` devices that divide the rows of every parameter, rounded up."""
     return sum(-(-rows // degree) * columns for rows, columns in shapes)
 
 
-def count_rounding(p: Portion) -> int:
+def count_rounding(portion: Portion) -> int:
     """Count bytes by which torch's allocator rounds up the blocks' shares.
 
     From each 20 MiB that it cuts into tensors of 1 to 10 MiB, it gives the last one up to 1 MiB more
     (c10/cuda/CUDACachingAllocator: kLargeBuffer, kSmallSize).
     """
-    sizes = [FP32_BYTES * count_share([shape], p.shard_degree) for shape in shapes_of_block(p)]
-    return p.model.n_layers * sum(size // 20 for size in sizes if MIB < size < 10 * MIB)
+    sizes = [FP32_BYTES * count_share([shape], portion.shard_degree) for shape in shapes_of_block(portion)]
+    return portion.model.n_layers * sum(size // 20 for size in sizes if MIB < size < 10 * MIB)
 
 
-def shapes_outside_blocks(p: Portion) -> Shapes:
+def shapes_outside_blocks(portion: Portion) -> Shapes:
     """Return the shapes of embeddings and last norm on one device of a tensor group, which divides the vocabulary."""
-    model, d = p.model, p.model.d_model
-    shapes = [(p.num_vocab_rows, d)] * (1 if model.tie_word_embeddings else 2)
+    model, d = portion.model, portion.model.d_model
+    shapes = [(portion.num_vocab_rows, d)] * (1 if model.tie_word_embeddings else 2)
     if model.uses_learned_positions:
         shapes.append((model.max_seq_len, d))
     return shapes + _shapes_of_norm(model, d, model.norm_type)
 
 
-def shapes_of_block(p: Portion) -> Shapes:
+def shapes_of_block(portion: Portion) -> Shapes:
     """Return the shapes of a block's parameters on one device of a tensor group.
 
     The group divides everything but norms, and the biases of matrices whose output is added to the residual stream.
     """
-    model, d, q_dim, kv_dim = p.model, p.model.d_model, p.model.q_dim, p.model.kv_dim
-    attn_config, degree = model.attn_config, p.layout.tensor
+    model, d, q_dim, kv_dim = portion.model, portion.model.d_model, portion.model.q_dim, portion.model.kv_dim
+    attn_config, degree = model.attn_config, portion.layout.tensor
     qkv_rows = [(q_dim + 2 * kv_dim) // degree] if attn_config.fused_qkv else [q_dim // degree, *[kv_dim // degree] * 2]
-    up_rows = [model.ffn_dim // degree] * p.num_up_matrices
+    up_rows = [model.ffn_dim // degree] * portion.num_up_matrices
 
     shapes = [(rows, d) for rows in (*qkv_rows, *up_rows)]
     shapes += [(d, q_dim // degree), (d, model.ffn_dim // degree)]  # out_proj and down_proj

@@ -15,7 +15,8 @@ FP32_BYTES = 4
 class Portion:
     """One device's part of a run, if `layout` divides the run among devices.
 
-    "Number" below is an element of a tensor, such as a parameter or an activation.
+    Sizes are in bytes, or in elements of tensors. Composer's terms: a batch is divided among data ranks, and each data
+    rank computes its samples in microbatches.
     """
 
     config: TrainConfig
@@ -103,8 +104,8 @@ class Portion:
         return -(-self.model.vocab_size // self.layout.tensor)
 
     @property
-    def num_embedding_numbers(self) -> int:
-        """Numbers in these rows."""
+    def num_embedding_elements(self) -> int:
+        """Elements of the embedding on this device."""
         return self.num_vocab_rows * self.model.d_model
 
     @property
@@ -131,22 +132,22 @@ class Portion:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number in matrix products."""
+        """Bytes of an element in matrix products."""
         return FP32_BYTES if self.is_fp32 else 2
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of a number in the residual stream, and in gathered parameters."""
+        """Bytes of an element in the residual stream, and in gathered parameters."""
         return FP32_BYTES if self.has_autocast else self.compute_bytes
 
     @property
     def reduction_bytes(self) -> int:
-        """Bytes of a number while gradients are added up over devices."""
+        """Bytes of an element while gradients are added up over devices."""
         if self.config.exact_sums:
             return self.sum_bytes
         return self.compute_bytes if self.fsdp.mixed_precision == "PURE" else FP32_BYTES
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a number in the gradient that microbatches are added to: float64 for exact sums."""
+        """Bytes of an element in the gradient that microbatches are added to: float64 for exact sums."""
         return 2 * FP32_BYTES if self.config.exact_sums else FP32_BYTES

@@ -29,22 +29,19 @@ def prepare_for_one_device(
     *,
     casts_once: bool = False,
 ) -> None:
-    """Compile the blocks of a model, make them compute in `precision` and checkpoint their activations. In place.
+    """Prepare a model for training on one device, where FSDP2 would only cost memory. Changes the model in place.
 
-    With `casts_once`, `renew_copies` has to be called at the beginning of each batch. Without it, parameters are cast
-    in each forward pass.
+    Each block is compiled and its activations are checkpointed, as far as `compile_config` and `fsdp` ask for it. The
+    parameters stay fp32, and the forward pass computes with copies of them in the dtype that `precision` names.
+
+    casts_once: make the copies once per batch instead of once per forward pass. The caller then has to call
+        `renew_copies(model)` at the beginning of each batch.
+
+    A compiled block cannot also checkpoint its activations here; `shard_model` uses FSDP2 for that combination.
     """
-    assert compile_config is None or not fsdp.activation_checkpointing, "`shard_model` keeps FSDP2 for it"
-    copies: list[ParameterCopies] = []
-
-    def compute_in_precision(module: nn.Module, owners: Iterable[nn.Module]) -> None:
-        if precision.parameters == torch.float32:
-            return
-        cast_parameters: Cast = partial(_cast, precision.parameters)
-        if casts_once:
-            cast_parameters = ParameterCopies(precision.parameters)
-            copies.append(cast_parameters)
-        _replace_parameters_in_forward(module, owners, cast_parameters)
+    assert compile_config is None or not fsdp.activation_checkpointing, "FSDP2 has to be used for this combination"
+    dtype = precision.parameters
+    all_copies: list[ParameterCopies] = []
 
     # The order matters. torch cannot compile the replacement of parameters, so it wraps the compiled block.
     # Recomputation runs in the backward pass, when the masters are back in place, so it wraps the replacement and
@@ -54,15 +51,37 @@ def prepare_for_one_device(
         in_blocks.update(block.modules())
         if compile_config is not None:
             block.forward = torch.compile(block.forward, **compile_config)
-        compute_in_precision(block, block.modules())
+        all_copies += _compute_with_copies(block, block.modules(), dtype, casts_once)
         if fsdp.activation_checkpointing:
             checkpoint_activations(block, fsdp)
-    compute_in_precision(model, [module for module in model.modules() if module not in in_blocks])
-    cast(Any, model).parameter_copies = copies  # for `renew_copies`
+    outside_blocks = [module for module in model.modules() if module not in in_blocks]
+    all_copies += _compute_with_copies(model, outside_blocks, dtype, casts_once)
+    cast(Any, model).parameter_copies = all_copies  # `renew_copies` reads this
+
+
+def _compute_with_copies(
+    module: nn.Module, owners: Iterable[nn.Module], dtype: torch.dtype, casts_once: bool
+) -> list["ParameterCopies"]:
+    """Make `module.forward` compute with the parameters of `owners` cast to `dtype`. Changes the module in place.
+
+    `owners` are the modules below `module` that own these parameters. Returns the copies that have to be renewed once a
+    batch: none unless `casts_once`, and none in fp32, in which the parameters themselves are used.
+    """
+    if dtype == torch.float32:
+        return []
+    if not casts_once:
+        _replace_parameters_in_forward(module, owners, partial(_cast, dtype))
+        return []
+    copies = ParameterCopies(dtype)
+    _replace_parameters_in_forward(module, owners, copies)
+    return [copies]
 
 
 def renew_copies(model: nn.Module) -> None:
-    """Cast the parameters of a model that does so once a batch. Call it when a batch begins; other models ignore it."""
+    """Copy the parameters of a model into their 16-bit copies again. Call it when a batch begins.
+
+    Does nothing for a model that was not prepared with `casts_once`.
+    """
     for copies in getattr(model, "parameter_copies", ()):
         copies.renew()
 
@@ -104,14 +123,17 @@ class ParameterCopies:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Copy the parameters once more, for a new batch."""
+        """Copy the present values of the parameters into their 16-bit copies, for a new batch."""
         self.has_gradients = False
         if self.copies:
             torch._foreach_copy_(self.copies, cast(Any, self.masters))
 
 
 class _UseCopies(torch.autograd.Function):
-    """Maps masters to copies that exist already, and the copies' gradients to the masters'."""
+    """Stands for a cast from masters, the fp32 parameters, to 16-bit copies of them that exist already.
+
+    The forward pass returns the copies. The backward pass hands their gradients on to the masters.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -137,7 +159,7 @@ class _UseCopies(torch.autograd.Function):
 
 
 def _cast(dtype: torch.dtype, masters: list[nn.Parameter]) -> Sequence[Tensor]:
-    """Cast parameters; autograd casts their gradients back."""
+    """Return the parameters in `dtype`. Autograd casts the gradients of the results back to fp32."""
     return [master.to(dtype) for master in masters]
 
 
