@@ -251,8 +251,8 @@ def _embedding_gradients_bytes(portion: Portion, allocates_sum: bool) -> int:
     """Return bytes of the embedding's gradients while FSDP2 reduces those of embeddings and last norm.
 
     The embedding at the input and the one at the output have a gradient each, also if they are tied. Exact sums add
-    both up, and free one, before they allocate the buffer of the reduction and, with `allocates_sum`, this device's share of
-    the sum. So only that part of the second gradient counts which is larger than these.
+    both up, and free one, before they allocate the buffer of the reduction and, with `allocates_sum`, this device's
+    share of the sum. So the second gradient counts only as far as it is larger than what is allocated later.
     """
     one_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     if not portion.config.exact_sums:

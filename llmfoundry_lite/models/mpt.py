@@ -139,8 +139,8 @@ class Transformer(nn.Module):
             dropout_seeds_bt = self.slice_stream(seeds_of_tokens(dropout_seeds_b, positions_bt))
         x_btd = self.embed(tokens_bt, positions_bt, dropout_seeds_bt)
 
-        # All blocks share one mask. Its bias has h*t*s numbers, which autograd keeps for the backward pass, so that one
-        # for each block would add up.
+        # All blocks share one mask. Its bias has h*t*s elements, which autograd keeps for the backward pass. A mask for
+        # each block would multiply this memory by their number.
         mask = build_mask(
             config.attn_config,
             self.attn_impl,
@@ -294,7 +294,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def clamp(self, qkv: Tensor) -> Tensor:
-        """Limit all numbers to -clip_qkv ... clip_qkv, if that is set."""
+        """Limit each element to the range from -clip_qkv to clip_qkv. Returns the input itself if no limit is set."""
         limit = self.attn_config.clip_qkv
         return qkv if limit is None else qkv.clamp(-limit, limit)
 
@@ -315,7 +315,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(FeedForward):
-    """A feed-forward layer with a gate for each hidden number (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    """A feed-forward layer with a gate for each hidden unit (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -349,7 +349,7 @@ class Norm(nn.Module):
     bias: Tensor | None
 
     def __init__(self, width: int, config: ModelConfig | AttentionConfig, *, has_bias: bool):
-        """Make the norm of `width` numbers that `config` describes. RMSNorm has no bias, whatever `has_bias` is."""
+        """Make the norm that `config` describes for vectors of `width` elements. RMSNorm never has a bias."""
         super().__init__()
         self.is_rms = config.norm_type.endswith("rmsnorm")
         self.in_fp32 = not config.norm_type.startswith("low_precision_")
