@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint.meters import slowest
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.training.loss import cross_entropy_sum, next_token_labels
 
@@ -102,7 +102,7 @@ class Turns:
 
     def _save(self) -> None:
         self.batch += 1
-        self.saver.save(*self.state, About(timestamp=Timestamp(batch=self.batch)))
+        self.saver.save(*self.state, SaveMetadata(timestamp=Timestamp(batch=self.batch)))
 
 
 def keep_one(store: CheckpointStore, lease: Lease) -> None:

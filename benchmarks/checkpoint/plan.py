@@ -29,7 +29,7 @@ from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
 from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe, make_plan
 from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
-from llmfoundry_lite.checkpoint.save import REPORT, About, Saver, file_name
+from llmfoundry_lite.checkpoint.save import REPORT, SaveMetadata, Saver, file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, open_shard, write_shard
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
@@ -163,11 +163,11 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
         saver.take_lease()
         for batch in range(1, NUM_SAVES + 1):
             started = time.thread_time()
-            saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch), run_name="bench"))
+            saver.save(model, optimizer, SaveMetadata(timestamp=Timestamp(batch=batch), run_name="bench"))
             spent = planned[-1] - started
-            assert saver._flight is not None and saver._plan is not None
-            saver._flight.task.result()
-            draft = store.commits.draft(saver._flight.save_id)[0]
+            assert saver._in_flight is not None and saver._plan is not None
+            saver._in_flight.background_task.result()
+            draft = store.commits.draft(saver._in_flight.save_id)[0]
             assert draft.path_here is not None
             if not first:
                 write_others(figures, saver, draft.path_here, num_ranks, first)
@@ -179,8 +179,8 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
                 saver.poll()
                 spent += time.thread_time() - started
             started = time.perf_counter()
-            assert saver._flight.manifest is not None
-            saver._flight.task.result()
+            assert saver._in_flight.manifest is not None
+            saver._in_flight.background_task.result()
             figures["publishing, in the background"] = time.perf_counter() - started
             started = time.thread_time()
             saver.poll()
@@ -194,13 +194,13 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
 def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_ranks: int, reports: list[bytes]) -> None:
     """Write sparse files of all ranks but rank 0."""
     assert saver._plan is not None
-    _, numbers, _ = saver._flight.task.result()  # type: ignore[union-attr]
+    _, numbers, _ = saver._in_flight.background_task.result()  # type: ignore[union-attr]
     zeros, seen, header_bytes = bytes(BLOCK_BYTES), {}, 0
     hash_of_zeros = hash_buffers([zeros])
     started = time.perf_counter()
     for rank in range(1, num_ranks):
         entries = chunks_of_rank(saver._plan.tensors, rank, seen)
-        header = build_header(entries, {"save_id": saver._flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
+        header = build_header(entries, {"save_id": saver._in_flight.save_id}, block_bytes=BLOCK_BYTES)  # type: ignore[union-attr]
         header_bytes = max(header_bytes, len(header))
         size = len(header) + sum(entry.num_bytes for entry in entries.values())
         hashes = []

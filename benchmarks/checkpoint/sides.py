@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.devices import device_type
 
@@ -26,7 +26,7 @@ def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: P
     saver.take_lease()
 
     def start(folder: Path, batch: int) -> Finish:
-        saver.save(model, optimizer, About(timestamp=Timestamp(batch=batch)))
+        saver.save(model, optimizer, SaveMetadata(timestamp=Timestamp(batch=batch)))
         return saver.wait
 
     return start

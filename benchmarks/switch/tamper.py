@@ -19,7 +19,7 @@ from torch import nn
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.state import Tensors
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 
@@ -53,7 +53,7 @@ def republish(checkpoint: Url, folder: Url, change: Change) -> str:
     model = _module(content.tensors)
     optimizer = _optimizer(model, content)
     place = content.scalars["timestamp"]
-    about = About(
+    about = SaveMetadata(
         timestamp=Timestamp(**{name: place[name] for name in ("epoch", "batch", "sample", "token")}),
         run_name=None,  # a run of any name may carry it on
         fingerprints=manifest.fingerprints,

@@ -35,10 +35,10 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Which rank writes what. The same on all ranks, but for `mine`."""
+    """Which rank writes what. The same on all ranks, but for `chunks_to_write`."""
 
     tensors: dict[str, TensorRecord]
-    mine: dict[str, Chunk]
+    chunks_to_write: dict[str, Chunk]
     """Chunks that this rank writes, by key, in the order of its file."""
     first_ranks: list[int]
     """The first rank that has each distinct table."""

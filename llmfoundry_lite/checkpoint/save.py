@@ -1,8 +1,9 @@
-"""Saving: a model and its optimizer -> safetensors shards, written by all ranks of a run behind the training.
+"""Saves a model and its optimizer as safetensors shards, written by all ranks in the background while training goes on.
 
-Background threads never touch a collective: ranks learn of each other's progress in `Saver.poll`. A save of batch N:
+Background threads never take part in a collective: ranks learn of each other's progress in `Saver.poll`. A save of
+batch N passes through three phases:
 
-    batch N                                  ranks plan and copy their state; each begins to write
+    batch N                                  ranks plan and copy their state; each begins to write its file
     first later batch with no rank busy      ranks exchange reports of their files; rank 0 begins to publish
     next batch with no rank busy             `poll` returns `Saved`
 """
@@ -18,10 +19,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,18 +46,18 @@ from llmfoundry_lite.ranks import exchange
 from llmfoundry_lite.ranks.codec import decode_value, encode_value
 
 PINNED = "cuda"
+"""Type of the devices that copy to pinned host memory without a wait."""
 POLL_SECONDS = 10.0
-"""Time after which ranks that wait for a save meet again, long before a collective fails."""
+"""How often ranks that wait for a save meet in a collective. Much shorter than the time after which one fails."""
 NOTE_SECONDS = 30.0
-"""Time after which the user is told that the training waits for a save; then after twice that, and so on."""
+"""Time after which the user is first told that training waits for a save. The time doubles with each further note."""
 REPORT = struct.Struct("<QQ16s16sQ")
-"""A rank's report: bytes of its file, bytes of the file's header, the file's digest, the digest of all that is not a
-tensor, and the rank's part of the state's digest."""
+"""Binary form of a `RankReport`: 56 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """Fields of a `Manifest` besides tensors and optimizer. Rank 0's are used."""
+class SaveMetadata:
+    """Fields of a `Manifest` that the training loop supplies. The manifest takes those of rank 0."""
 
     timestamp: Timestamp
     run_name: str | None = None
@@ -65,7 +66,8 @@ class About:
     segments: tuple[Segment, ...] = ()
     scalars: dict[str, Any] = field(default_factory=dict)
     log: Callable[[], bytes] | None = None
-    """Returns the run's log so far; called in the background before the manifest is written. None: no log is saved."""
+    """Returns the run's log so far. Called on rank 0 in a background thread, before the manifest is written. None: the
+    checkpoint has no copy of the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,48 +77,76 @@ class Saved:
     name: str
     save_id: str
     stall_seconds: float
-    """Time that `save` took on this rank, including the wait for the save before it."""
+    """Time that `Saver.save` took on this rank, including the wait for the previous save."""
     durable_seconds: float
-    """From the beginning of `save` until it was known to be published."""
+    """Time from the beginning of `Saver.save` until this rank learned that the save is published."""
     num_bytes: int
-    """Bytes of all ranks together."""
+    """Bytes of all ranks' files together."""
     state_digest: str
-    """Digest of weights and moments; see `state_digest.py`."""
+    """Digest of all saved tensors. It does not depend on how ranks divide them; see `state_digest.py`."""
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others about the file that it has written."""
+
+    num_bytes: int
+    """Size of the file."""
+    header_bytes: int
+    """Size of the file's safetensors header."""
+    file_digest: bytes
+    """Digest of the file's header and block hashes."""
+    optimizer_digest: bytes
+    """Digest of the optimizer's groups and numbers, and of the names of tied tensors."""
+    state_sum: int
+    """This rank's part of the state digest."""
+
+
+class WrittenFile(NamedTuple):
+    """The result of writing this rank's file."""
+
+    record: FileRecord
+    optimizer_digest: bytes
+    """As in `RankReport`."""
+    state_sum: int
+    """As in `RankReport`."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Flight:
-    """A save between its beginning and its publication."""
+class SaveInFlight:
+    """A save that has begun and whose publication is not known yet."""
 
-    about: About
+    metadata: SaveMetadata
     plan: SavePlan
     state: state.State
     save_id: str
     started: float
+    """Monotonic clock at the beginning of `Saver.save`."""
     stall_seconds: float
-    writing: Future[tuple[FileRecord, bytes, int]]
+    writing: Future[WrittenFile]
     """Writes this rank's file."""
     publishing: Future[None] | None = None
-    """On rank 0, once all ranks have written."""
+    """Publishes the save. Only on rank 0, once all ranks have written."""
     manifest: Manifest | None = None
-    """Without its log; None until all ranks have written."""
+    """The manifest, still without its log. None until all ranks have written."""
 
     @property
-    def task(self) -> Future[Any]:
-        """The newest thing to be done in the background."""
+    def background_task(self) -> Future[Any]:
+        """The task that this rank's background thread works on, or has worked on last."""
         return self.publishing or self.writing
 
 
 class Saver:
-    """One rank's part in saving. At most one save is in flight; host buffers are allocated once and reused.
+    """Saves one rank's part of a model and its optimizer. Every rank of a run has a `Saver`.
 
-        saver.take_lease()                       before the first save
-        saver.save(model, optimizer, about)      returns once the state is copied to the host
-        saver.poll()                             at each later batch: `Saved` when it has just been published
-        saver.wait()                             the same, but waits
+        saver.take_lease()                         before the first save
+        saver.save(model, optimizer, metadata)     returns when the state has been copied to host memory
+        saver.poll()                               after each later batch; returns `Saved` once it is published
+        saver.wait()                               does the same, but waits
 
-    `after_publish` is called on rank 0 in the background, such as to remove old checkpoints; the save counts as in
-    flight until it returns, and what it raises ends the run.
+    At most one save is in flight. Host memory is allocated at the first save and used again.
+
+    `after_publish` is called on rank 0 in a background thread, for instance to remove old checkpoints. The save counts
+    as in flight until it returns, and an error that it raises ends the run.
     """
 
     def __init__(
@@ -130,43 +160,46 @@ class Saver:
         self.store = store
         self.after_publish = after_publish
         self.note_wait = note_wait
-        """Called on each rank while it waits: with the name of the save, and for how long it has waited."""
+        """Called on each rank while it waits for a save, with the checkpoint's name and the seconds waited so far."""
         self.lease: Lease | None = None
-        """None on all ranks but 0."""
+        """The run's lease, on rank 0. None on all other ranks."""
         self.has_lease = False
-        """Whether rank 0 has one; the same on all ranks."""
+        """Whether rank 0 has the lease. The same on all ranks."""
         self._renewals: Renewals | None = None
-        """On rank 0, once it has the lease."""
+        """Renews the lease, on rank 0."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
-        """On rank 0: the last save's log; at first that of the checkpoint in this store that the run carries on
-        from."""
+        """On rank 0: the parts of the log that the last save has. Before the first save, those of the checkpoint in
+        this store that the run carries on from."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
-        self._signature: Any = None
-        """Names, dtypes, shapes and placements, on which the plan depends."""
         self._plan: SavePlan | None = None
+        self._plan_signature: Any = None
+        """The names, dtypes, shapes and placements that `_plan` was made for."""
         self._staged_plan: SavePlan | None = None
-        """The plan of `_staged`."""
-        self._staged: Tensors = {}
-        """Host copies of this rank's chunks by key, in the order of the file."""
+        """The plan that `_staged_chunks` was allocated for."""
+        self._staged_chunks: Tensors = {}
+        """Copies of this rank's chunks in host memory, by key, in the order of the file."""
         self._content = torch.empty(0, dtype=torch.uint8)
-        """Memory of `_staged`: the content of the file after its header."""
-        self._flight: Flight | None = None
+        """The memory of all `_staged_chunks`: what the file holds after its header."""
+        self._in_flight: SaveInFlight | None = None
 
     @property
-    def has_flight(self) -> bool:
-        """A save has begun and `poll` has not returned it; the same on all ranks."""
-        return self._flight is not None
+    def has_save_in_flight(self) -> bool:
+        """Whether a save has begun that `poll` has not returned yet. The same on all ranks."""
+        return self._in_flight is not None
 
     @property
     def is_busy(self) -> bool:
-        """This rank writes or publishes at this moment."""
-        return self._flight is not None and not self._flight.task.done()
+        """Whether this rank's background thread writes or publishes at this moment."""
+        return self._in_flight is not None and not self._in_flight.background_task.done()
 
     def take_lease(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> None:
-        """Take the run's lease on rank 0, and renew it from then on. Raises CheckpointError on all ranks; see
-        `CheckpointStore.acquire`."""
+        """Take the run's lease on rank 0, and renew it in the background until `release_lease`.
+
+        Collective. The arguments are those of `CheckpointStore.acquire`. Raises CheckpointError on all ranks if rank 0
+        does not get the lease.
+        """
         with exchange.raising_on_all_ranks():
             if self.rank == 0:
                 self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer, request=request)
@@ -175,292 +208,400 @@ class Saver:
         self.has_lease = True
 
     def release_lease(self) -> None:
-        """Let another launch take the lease at once, if this rank has one. Nothing is saved afterwards."""
+        """Let another launch take the lease at once. Nothing can be saved afterwards.
+
+        Does nothing on ranks other than 0.
+        """
         if self._renewals is not None:
             self._renewals.release()
 
-    def save(self, model: nn.Module, optimizer: Optimizer | None, about: About) -> Saved | None:
-        """Copy the state to the host and start writing it. Waits for the save in flight, if any, and returns it."""
+    def save(self, model: nn.Module, optimizer: Optimizer | None, metadata: SaveMetadata) -> Saved | None:
+        """Copy the state to host memory, and start to write it in the background.
+
+        Collective. If the previous save is still in flight, this waits for it first and returns it; otherwise it
+        returns None. Raises what `poll` raises for the previous save.
+        """
         assert self.has_lease, "take_lease comes before the first save"  # on all ranks, before any collective
         started = time.monotonic()
-        earlier = self.wait()
-        found = state.read_state(model, optimizer)
+        previous_save = self.wait()
+
+        current_state = state.read_state(model, optimizer)
         save_id = None
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
-            save_id = self.store.new_save_id(self.lease, about.timestamp.batch)
-        plan = self._agree_on_plan(found)
+            save_id = self.store.new_save_id(self.lease, metadata.timestamp.batch)
+        plan = self._agree_on_plan(current_state)
         save_id = exchange.broadcast_json(save_id)
         self.store.on_phase("planned")
-        self._stage(plan, found)
-        self._flight = Flight(
-            about=replace(about, scalars=copy.deepcopy(about.scalars)),  # copied now, because it is encoded later
+        self._stage(plan, current_state)
+
+        # The scalars are encoded later, in the background, while the training loop changes them.
+        metadata = replace(metadata, scalars=copy.deepcopy(metadata.scalars))
+        self._in_flight = SaveInFlight(
+            metadata=metadata,
             plan=plan,
-            state=found,
+            state=current_state,
             save_id=save_id,
             started=started,
             stall_seconds=time.monotonic() - started,
-            writing=self._background.submit(self._write, plan, found, save_id),
+            writing=self._background.submit(self._write, plan, current_state, save_id),
         )
-        return earlier
+        return previous_save
 
     def digest(self, model: nn.Module, optimizer: Optimizer | None) -> str:
-        """Return the digest that a save of this moment would have. Collective; a save in flight goes on."""
-        found = state.read_state(model, optimizer)
-        sources = _sources(self._agree_on_plan(found), found)
+        """Return the state digest that a save at this moment would have: 16 hexadecimal digits, the same on all ranks.
+
+        Collective. Does not disturb a save in flight.
+        """
+        current_state = state.read_state(model, optimizer)
+        plan = self._agree_on_plan(current_state)
+        state_sum = 0
         with torch.no_grad():
-            parts = [
-                sum_keyed(one.tensor, source, one.offset, found.tensors[one.tensor].shape) for one, source in sources
-            ]
-        return format_digest(exchange.all_reduce_sum([sum(parts)])[0])
+            for chunk, values in _chunk_values(plan, current_state):
+                whole_shape = current_state.tensors[chunk.tensor].shape
+                state_sum += sum_keyed(chunk.tensor, values, chunk.offset, whole_shape)
+        return format_digest(exchange.all_reduce_sum([state_sum])[0])
 
     def poll(self, *, all_idle: bool | None = None) -> Saved | None:
-        """Move the save in flight to its next phase if no rank is busy. Returns it when it has been published.
+        """Move the save in flight to its next phase, unless a rank is still busy with the present one.
 
-        Collective: every rank must call this at the same batches. `all_idle`: no rank `is_busy`, if ranks have
-        exchanged that already. Raises on all ranks when any could not write; the checkpoints published before are
-        untouched.
+        Collective: every rank must call this after the same batches. `all_idle` says that no rank `is_busy`, if the
+        ranks have exchanged that already; with None, this method exchanges it.
+
+        Returns the save once it is published, else None. Raises on all ranks if any rank failed to write or publish;
+        the save is then given up, and earlier checkpoints are untouched.
         """
-        flight = self._flight
-        if flight is None:
+        in_flight = self._in_flight
+        if in_flight is None:
             return None
         if all_idle is None:
             all_idle = not exchange.all_reduce_max([int(self.is_busy)])[0]
         if not all_idle:
             return None
+
         try:
-            error = flight.task.exception()
+            error = in_flight.background_task.exception()
             if error is not None and not isinstance(error, Exception):
-                raise error
+                raise error  # such as SystemExit, on this rank alone
             exchange.raise_on_all_ranks(error)
-            if flight.manifest is None:
-                flight.manifest = self._gather_reports(flight)
+            if in_flight.manifest is None:
+                in_flight.manifest = self._gather_reports(in_flight)
                 if self.rank == 0:
-                    flight.publishing = self._background.submit(self._publish, flight.manifest, flight.about.log)
+                    log = in_flight.metadata.log
+                    in_flight.publishing = self._background.submit(self._publish, in_flight.manifest, log)
                 return None
         except BaseException:
-            self._flight = None
-            if self.rank == 0 and flight.task.done():  # else interrupted while it is being published
-                self._abandon(flight.save_id)
+            self._in_flight = None
+            # If this rank was interrupted while it publishes, the draft is still needed.
+            if self.rank == 0 and in_flight.background_task.done():
+                self._abandon(in_flight.save_id)
             raise
-        self._flight = None
-        self.parent_save_id = flight.save_id
+
+        self._in_flight = None
+        self.parent_save_id = in_flight.save_id
         return Saved(
-            name=f"ba{flight.about.timestamp.batch}",
-            save_id=flight.save_id,
-            stall_seconds=flight.stall_seconds,
-            durable_seconds=time.monotonic() - flight.started,
-            num_bytes=flight.manifest.num_bytes,
-            state_digest=flight.manifest.state_digest or "",
+            name=f"ba{in_flight.metadata.timestamp.batch}",
+            save_id=in_flight.save_id,
+            stall_seconds=in_flight.stall_seconds,
+            durable_seconds=time.monotonic() - in_flight.started,
+            num_bytes=in_flight.manifest.num_bytes,
+            state_digest=in_flight.manifest.state_digest or "",
         )
 
     def _abandon(self, save_id: str) -> None:
-        """Remove a failed save's draft, in the background behind a URL: a store that is down would hold the training
-        for as long as the save took to fail."""
+        """Remove the draft of a failed save; called on rank 0.
+
+        Behind a URL this happens in the background. A store that does not answer would otherwise hold up training for
+        as long as the save took to fail.
+        """
         if self.store.root.path_here is None:
             self._background.submit(self.store.abandon, save_id)
         else:
             self.store.abandon(save_id)
 
     def wait(self) -> Saved | None:
-        """Wait until the save in flight is published. Collective, and raises, as `poll`.
+        """Wait until the save in flight is published, and return it; None if there is no save in flight.
 
-        The ranks meet every POLL_SECONDS. Otherwise, if a store does not answer one rank, the others would wait for it
-        in a collective until that fails (`dist_timeout`).
+        Collective, and raises as `poll` does. The ranks meet every POLL_SECONDS. Otherwise, if a store does not answer
+        one rank, the others would wait for it in a collective until that fails (`dist_timeout`).
         """
         saved = None
         began = time.monotonic()
         note_after_seconds = NOTE_SECONDS
-        while self._flight is not None:
-            batch = self._flight.about.timestamp.batch
-            wait_for([self._flight.task], timeout=POLL_SECONDS)
+        while self._in_flight is not None:
+            batch = self._in_flight.metadata.timestamp.batch
+            wait_for_futures([self._in_flight.background_task], timeout=POLL_SECONDS)
             saved = self.poll()
 
             seconds = time.monotonic() - began
-            if self._flight is not None and seconds >= note_after_seconds:
+            if self._in_flight is not None and seconds >= note_after_seconds:
                 self.note_wait(f"ba{batch}", seconds)
                 note_after_seconds *= 2
         return saved
 
     # ------------------------------------------------------------------------------------------- copying and writing
 
-    def _agree_on_plan(self, found: state.State) -> SavePlan:
-        """Return who writes what; a new plan only if names, dtypes, shapes or placements have changed on any rank."""
-        signature = [(name, t.dtype, t.shape, getattr(t, "placements", None)) for name, t in found.tensors.items()]
-        if exchange.all_reduce_max([signature != self._signature])[0] or self._plan is None:
-            self._plan = agree_on_plan(found.tensors, found.row_orders)
-            self._signature = signature
+    def _agree_on_plan(self, current_state: state.State) -> SavePlan:
+        """Return the plan of which rank writes what.
+
+        Collective. A new plan is made only if names, dtypes, shapes or placements have changed on any rank.
+        """
+        signature = [
+            (name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None))
+            for name, tensor in current_state.tensors.items()
+        ]
+        has_changed = exchange.all_reduce_max([signature != self._plan_signature])[0]
+        if has_changed or self._plan is None:
+            self._plan = agree_on_plan(current_state.tensors, current_state.row_orders)
+            self._plan_signature = signature
         return self._plan
 
-    def _stage(self, plan: SavePlan, found: state.State) -> None:
+    def _stage(self, plan: SavePlan, current_state: state.State) -> None:
+        """Copy this rank's chunks into `_staged_chunks`, in host memory, and wait until the device has copied them."""
         if plan is not self._staged_plan:
-            size = sum(one.num_bytes for one in plan.mine.values())
-            self._staged = {}
-            if size != self._content.numel():
-                self._content = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
-                is_pinned = any(tensor.device.type == PINNED for tensor in found.tensors.values())
-                self._content = aligned_memory(size, is_pinned)
-            parts = self._content.split([one.num_bytes for one in plan.mine.values()])
-            for (key, one), part in zip(plan.mine.items(), parts, strict=True):
-                self._staged[key] = part.view(DTYPES[one.dtype]).view(one.shape)
-            self._staged_plan = plan
-        on_device = False
+            is_pinned = any(tensor.device.type == PINNED for tensor in current_state.tensors.values())
+            self._allocate_staging(plan, is_pinned)
+
+        is_on_device = False
         with torch.no_grad():
-            for (_, source), staged in zip(_sources(plan, found), self._staged.values(), strict=True):
-                on_device |= source.device.type != "cpu"
-                staged.copy_(source, non_blocking=True)
-        if on_device:
+            chunk_values = _chunk_values(plan, current_state)
+            for (_, values), staged in zip(chunk_values, self._staged_chunks.values(), strict=True):
+                is_on_device |= values.device.type != "cpu"
+                staged.copy_(values, non_blocking=True)
+        if is_on_device:
             torch.cuda.synchronize()
 
-    def _write(self, plan: SavePlan, found: state.State, save_id: str) -> tuple[FileRecord, bytes, int]:
-        """Write this rank's file, in the background. Returns its record, the digest of all that is not a tensor, and
-        this rank's part of the state's digest."""
+    def _allocate_staging(self, plan: SavePlan, is_pinned: bool) -> None:
+        """Set `_content` and `_staged_chunks` up for a plan: one block of host memory with a view for each chunk."""
+        chunks = plan.chunks_to_write
+        chunk_sizes = [chunk.num_bytes for chunk in chunks.values()]
+        self._staged_chunks = {}
+        if sum(chunk_sizes) != self._content.numel():
+            self._content = torch.empty(0, dtype=torch.uint8)  # frees the old memory before more is allocated
+            self._content = aligned_memory(sum(chunk_sizes), is_pinned)
+
+        parts = self._content.split(chunk_sizes)
+        for (key, chunk), part in zip(chunks.items(), parts, strict=True):
+            self._staged_chunks[key] = part.view(DTYPES[chunk.dtype]).view(chunk.shape)
+        self._staged_plan = plan
+
+    def _write(self, plan: SavePlan, current_state: state.State, save_id: str) -> WrittenFile:
+        """Write this rank's file from the staged chunks, in the background thread.
+
+        Raises CheckpointError if the file cannot be written, or if a value is not finite. A second thread looks for
+        such values and sums the digest at the same time.
+        """
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
-        header = build_header(plan.mine, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+        header = build_header(plan.chunks_to_write, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
         try:
-            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as beside:
-                checked = beside.submit(self._examine, plan)
+            with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as second_thread:
+                checking = second_thread.submit(self._check_and_sum, plan)
                 record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=self.store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
-        poisoned, digest = checked.result()
-        if poisoned:
-            more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
-            raise CheckpointError(f"not saved: non-finite values in {poisoned[0]}{more}; older checkpoints stand")
-        return record, hash_buffers([repr([found.optimizer, found.aliases]).encode()]), digest
 
-    def _examine(self, plan: SavePlan) -> tuple[list[str], int]:
-        """Return the staged chunks with a value that is not finite, and this rank's part of the state's digest."""
-        poisoned, digest = [], 0
-        for key, one in plan.mine.items():
-            staged = self._staged[key]
+        non_finite_keys, state_sum = checking.result()
+        if non_finite_keys:
+            shown = non_finite_keys[0]
+            if len(non_finite_keys) > 1:
+                shown += f" and {len(non_finite_keys) - 1} more"
+            raise CheckpointError(f"not saved: non-finite values in {shown}; older checkpoints stand")
+        optimizer_digest = hash_buffers([repr([current_state.optimizer, current_state.aliases]).encode()])
+        return WrittenFile(record, optimizer_digest, state_sum)
 
-            def look(part: torch.Tensor, key: str = key) -> None:
-                if key not in poisoned and not _is_finite(part):
-                    poisoned.append(key)
+    def _check_and_sum(self, plan: SavePlan) -> tuple[list[str], int]:
+        """Return the keys of staged chunks that have a value which is not finite, and this rank's state sum.
 
-            digest += sum_keyed(one.tensor, staged, one.offset, plan.tensors[one.tensor].shape, look)
-        return poisoned, digest % (1 << 64)
+        Both are computed in one pass, part by part, so that each part enters the processor's cache only once.
+        """
+        non_finite_keys: list[str] = []
+        state_sum = 0
+        for key, chunk in plan.chunks_to_write.items():
+
+            def check(part: torch.Tensor, key: str = key) -> None:
+                if key not in non_finite_keys and not _is_finite(part):
+                    non_finite_keys.append(key)
+
+            whole_shape = plan.tensors[chunk.tensor].shape
+            state_sum += sum_keyed(chunk.tensor, self._staged_chunks[key], chunk.offset, whole_shape, check)
+        return non_finite_keys, state_sum % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
-    def _gather_reports(self, flight: Flight) -> Manifest:
-        """Exchange what each rank has written, 56 bytes a rank. Returns the manifest without its log."""
-        plan = flight.plan
-        record, numbers, part = flight.writing.result()
-        mine = REPORT.pack(record.num_bytes, record.header_bytes, bytes.fromhex(record.digest), numbers, part)
-        reports = [REPORT.unpack(raw) for raw in exchange.all_gather_bytes(mine)]
+    def _gather_reports(self, in_flight: SaveInFlight) -> Manifest:
+        """Exchange the ranks' reports, and return the save's manifest, which has no log yet.
+
+        Collective; called when all ranks have written their files. Raises CheckpointError on all ranks if ranks that
+        hold the same parameters have different optimizer groups or steps.
+        """
+        plan = in_flight.plan
+        written = in_flight.writing.result()
+        own_report = RankReport(
+            num_bytes=written.record.num_bytes,
+            header_bytes=written.record.header_bytes,
+            file_digest=bytes.fromhex(written.record.digest),
+            optimizer_digest=written.optimizer_digest,
+            state_sum=written.state_sum,
+        )
+        packed_reports = exchange.all_gather_bytes(REPORT.pack(*own_report))
+        reports = [RankReport(*REPORT.unpack(packed)) for packed in packed_reports]
+
         for rank, table in enumerate(plan.table_of_rank):
-            if reports[rank][3] != reports[first := plan.first_ranks[table]][3]:
+            first_rank = plan.first_ranks[table]
+            if reports[rank].optimizer_digest != reports[first_rank].optimizer_digest:
                 raise CheckpointError(
-                    f"not saved: rank {rank} has other optimizer groups or steps than rank {first}; ranks have drifted "
-                    "apart"
+                    f"not saved: rank {rank} has other optimizer groups or steps than rank {first_rank}; ranks have "
+                    "drifted apart"
                 )
-        _, prefix = self.store.commits.draft(flight.save_id)
-        files = [
-            replace(record, name=prefix + file_name(rank), num_bytes=n, header_bytes=m, digest=digest.hex())
-            for rank, (n, m, digest, *_) in enumerate(reports)
-        ]
-        optimizer, aliases = flight.state.optimizer, flight.state.aliases
-        if len(plan.first_ranks) > 1:  # ranks have different tensors, each with groups and steps of its own
-            own = encode_value([optimizer, aliases])
-            parts = [decode_value(exchange.broadcast_json(own, source=rank)) for rank in plan.first_ranks]
-            optimizer = state.join_optimizers([its_optimizer for its_optimizer, _ in parts])
-            aliases = {alias: name for _, its_aliases in parts for alias, name in its_aliases.items()}
+
+        _, name_prefix = self.store.commits.draft(in_flight.save_id)
+        files = []
+        for rank, report in enumerate(reports):
+            file = replace(
+                written.record,
+                name=name_prefix + file_name(rank),
+                num_bytes=report.num_bytes,
+                header_bytes=report.header_bytes,
+                digest=report.file_digest.hex(),
+            )
+            files.append(file)
+
+        metadata = {
+            one.name: getattr(in_flight.metadata, one.name)
+            for one in fields(SaveMetadata)
+            if one.name != "log"  # which `_publish` adds
+        }
+        optimizer, aliases = _join_optimizers_of_ranks(in_flight.state, plan)
         return Manifest(
-            **{one.name: getattr(flight.about, one.name) for one in fields(About) if one.name != "log"},
-            save_id=flight.save_id,
+            **metadata,
+            save_id=in_flight.save_id,
             parent_save_id=self.parent_save_id,
-            lease_epoch=lease_epoch_of(flight.save_id),
+            lease_epoch=lease_epoch_of(in_flight.save_id),
             written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             optimizer=optimizer,
             aliases=aliases,
             tensors=plan.tensors,
-            state_digest=format_digest(sum(report[4] for report in reports)),
+            state_digest=format_digest(sum(report.state_sum for report in reports)),
             files=tuple(files),
         )
 
     def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
-        """Publish in the background, on rank 0."""
+        """Write the log and publish the manifest, in the background thread of rank 0. Raises CheckpointError."""
         assert self.lease is not None
         folder, _ = self.store.open_draft(manifest.save_id)
-        parts = ()
+        log_parts = ()
         try:
             if log is not None:
-                parts = write_log(self.store, manifest.save_id, log(), self.log_parts)
+                log_parts = write_log(self.store, manifest.save_id, log(), self.log_parts)
         except OSError as error:
             raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
-        self.store.publish(replace(manifest, log=parts), self.lease)
-        self.log_parts = parts
+
+        self.store.publish(replace(manifest, log=log_parts), self.lease)
+        self.log_parts = log_parts
         self.after_publish(self.lease)
 
 
-def _sources(plan: SavePlan, found: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield each chunk that this rank writes, and the tensor with its values."""
-    for one in plan.mine.values():
-        tensor = found.tensors[one.tensor]
-        source = local_tensor(tensor)
-        if one.tensor in found.row_orders:
-            boxes = boxes_of(tensor, found.row_orders[one.tensor])
-            at = next(at for (offset, _), at in boxes if offset == one.offset)
-            source = source.narrow(0, at, one.shape[0])
-        yield one, source
+def _join_optimizers_of_ranks(rank_state: state.State, plan: SavePlan) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Return the whole optimizer's groups and numbers, and the names of all tied tensors, for the manifest.
+
+    Without pipeline parallelism those of this rank are whole. With it, ranks hold different tensors, each with groups
+    and steps of its own. One rank of each kind then broadcasts its part, so the function is collective.
+    """
+    if len(plan.first_ranks) == 1:
+        return rank_state.optimizer, rank_state.aliases
+
+    own_part = encode_value([rank_state.optimizer, rank_state.aliases])
+    optimizers = []
+    aliases: dict[str, str] = {}
+    for rank in plan.first_ranks:
+        optimizer, rank_aliases = decode_value(exchange.broadcast_json(own_part, source=rank))
+        optimizers.append(optimizer)
+        aliases |= rank_aliases
+    return state.join_optimizers(optimizers), aliases
+
+
+def _chunk_values(plan: SavePlan, current_state: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    """Yield each chunk that this rank writes, with the part of a local tensor that holds its values."""
+    for chunk in plan.chunks_to_write.values():
+        tensor = current_state.tensors[chunk.tensor]
+        values = local_tensor(tensor)
+        if chunk.tensor in current_state.row_orders:
+            # This rank holds the tensor's rows in another order, so its local tensor has several chunks.
+            for (offset, _), first_row in boxes_of(tensor, current_state.row_orders[chunk.tensor]):
+                if offset == chunk.offset:
+                    values = values.narrow(0, first_row, chunk.shape[0])
+                    break
+        yield chunk, values
 
 
 def file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is nan or infinite, in one pass without a copy. The sum shows either, in half the time of
-    minimum and maximum. These decide where the sum may have overflowed."""
+    """Return whether no value is NaN or infinite, in one pass and without a copy.
+
+    A finite sum shows that, in half the time that minimum and maximum take. A sum that is not finite may have
+    overflowed, so minimum and maximum decide then.
+    """
     if not tensor.is_floating_point():
         return True
-    if tensor.element_size() == 1:
+    if tensor.element_size() == 1:  # torch cannot sum float8
         tensor = tensor.float()
-    return math.isfinite(float(tensor.sum())) or all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
+    if math.isfinite(float(tensor.sum())):
+        return True
+    return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """Return host memory from which a disk takes bytes without a copy (`LocalSink`) and, pinned, to which a device
-    copies without a wait.
+    """Return uint8 host memory, aligned so that a disk takes its bytes without a copy (see `LocalSink`).
 
-    torch's own pinned memory is rounded up to a power of two and never given back. This is pageable memory of the size
-    that is asked for, which the driver is told to pin until it is freed. Where it refuses, copies wait.
+    With `pinned`, a device copies to it without a wait. torch's own pinned memory is rounded up to a power of two and
+    never given back. This is pageable memory of exactly the size asked for, which the driver pins until it is freed. If
+    the driver refuses, copies to it wait, and nothing else changes.
+
+    Raises MemoryError if there is no memory to pin.
     """
     if pinned and num_bytes:
         try:
-            pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = _PinnedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"{num_bytes} bytes of host memory to copy a save to: {error.strerror}") from None
-        pages.madvise(mmap.MADV_DONTFORK)  # a fork would leave the device with pages that are no longer this rank's
+        pages.madvise(mmap.MADV_DONTFORK)  # after a fork, the device could write to pages of the child process
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         pages.pin(memory.data_ptr())
         return memory
+
     memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8)
-    begin = -memory.data_ptr() % DIRECT_BYTES
-    return memory[begin : begin + num_bytes]
+    first_aligned_byte = -memory.data_ptr() % DIRECT_BYTES
+    return memory[first_aligned_byte : first_aligned_byte + num_bytes]
 
 
-class _Pages(mmap.mmap):
-    """Whole pages, pinned until they are freed if the driver can. HIP's functions have the names of CUDA's here."""
+class _PinnedPages(mmap.mmap):
+    """Whole pages of memory that the CUDA driver pins, if it can, until they are freed. On ROCm, torch gives HIP's
+    functions the names of CUDA's."""
 
     unpin: Callable[[], Any] | None = None
+    """Set by `pin` if the driver has pinned the pages."""
 
     def pin(self, address: int) -> None:
+        """Ask the driver to pin the pages, which begin at `address`."""
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, len(self), 0)) == 0:
             self.unpin = partial(runtime.cudaHostUnregister, address)
             return
+        # The failed call leaves an error that the next kernel would report as its own. This kernel clears it.
         with contextlib.suppress(RuntimeError, AssertionError):
-            torch.zeros(1, device=PINNED)  # clears the error, which the next kernel would report as its own
+            torch.zeros(1, device=PINNED)
 
     def __del__(self) -> None:
+        """Unpin the pages, unless the interpreter is shutting down and the driver may be gone."""
         if self.unpin is not None and not sys.is_finalizing():
             self.unpin()
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor as a uint8 array, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -26,7 +26,7 @@ from llmfoundry_lite.checkpoint.commit import DAMAGED, HINT, REPLACED
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Timestamp
 from llmfoundry_lite.checkpoint.paths import TOKENIZER, check_outside_checkpoints
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.state import Tensors
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore, is_checkpoint, open_checkpoint
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -83,7 +83,7 @@ def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: 
     """Publish weights of `source` in an empty store, at `out`. Raises CheckpointError for NaN."""
     notes = list(weights.notes)
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
-    about = About(  # only what is known: no data, no optimizer, no hardware, batch 0
+    about = SaveMetadata(  # only what is known: no data, no optimizer, no hardware, batch 0
         timestamp=Timestamp(batch=0),
         config={"model": asdict(weights.config)},
         scalars={"imported_from": {"kind": weights.kind, "source": origin}},
@@ -215,7 +215,7 @@ def build_model(weights: Weights) -> MPT:
     return model
 
 
-def keep_tokenizer(files: dict[str, bytes], out: Folder, about: About) -> str:
+def keep_tokenizer(files: dict[str, bytes], out: Folder, about: SaveMetadata) -> str:
     """Write a tokenizer's files beside the checkpoint, and note it in `about`. Returns why it failed; empty if done."""
     if out.path_here is None:
         return "its tokenizer is not carried to a URL"

@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
-from llmfoundry_lite.checkpoint.save import About, Saved, Saver
+from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
 from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
@@ -245,7 +245,7 @@ class Checkpointing(Callback):
         """Agree with the other ranks on what comes next; then evaluate. Composer evaluates the validation loss next."""
         assert state.max_duration is not None
         timer = self.policy.timer
-        wants_save = timer is not None and timer.note_batch_end(self.saver.has_flight)
+        wants_save = timer is not None and timer.note_batch_end(self.saver.has_save_in_flight)
         self.agreement.end_batch(
             is_last=state.timestamp >= state.max_duration,
             is_busy=self.saver.is_busy,
@@ -372,7 +372,7 @@ class Checkpointing(Callback):
 
     def _save(self, state: State, logger: Logger, *, waits: bool = True) -> None:
         """Begin a save. Without `waits`, leave it out if the one before still goes on."""
-        if self.saver.has_flight and not waits:
+        if self.saver.has_save_in_flight and not waits:
             return
         if not self.partners.may_save():
             if self.policy.timer is not None:  # another launch saves
@@ -491,12 +491,12 @@ class Checkpointing(Callback):
             logger.log_metrics(self.digest_of_save)
             self.digest_of_save = {}
 
-    def _about(self, state: State) -> About:
+    def _about(self, state: State) -> SaveMetadata:
         stamp = state.timestamp
         run_folder = Path(self.config.run_folder)
         path = self.store.root.path_here
         has_log = path is not None and path.resolve().is_relative_to(run_folder.resolve())
-        return About(
+        return SaveMetadata(
             timestamp=Timestamp(
                 epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
             ),

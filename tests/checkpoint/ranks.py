@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.restore import load
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.state import read_state
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.training.optimizers import Lion
@@ -85,8 +85,8 @@ def start() -> None:
     dist.init_process_group("gloo")
 
 
-def about(batch: int, **scalars: Any) -> About:
-    return About(timestamp=Timestamp(batch=batch), run_name="tiny", scalars=scalars)
+def about(batch: int, **scalars: Any) -> SaveMetadata:
+    return SaveMetadata(timestamp=Timestamp(batch=batch), run_name="tiny", scalars=scalars)
 
 
 def save_now(saver: Saver, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: int) -> None:

@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RenewingFilesystem, part_bytes
 from llmfoundry_lite.checkpoint.restore import load
-from llmfoundry_lite.checkpoint.save import About, Saver, aligned_memory, as_bytes
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver, aligned_memory, as_bytes
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write_shard
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -58,7 +58,7 @@ def test_a_save_goes_past_the_page_cache_but_for_its_two_ends(tmp_path, monkeypa
     model = torch.nn.Linear(1000, 1200)
     saver = Saver(CheckpointStore(tmp_path / "run"))
     saver.take_lease()
-    saver.save(model, None, About(timestamp=Timestamp(batch=1)))
+    saver.save(model, None, SaveMetadata(timestamp=Timestamp(batch=1)))
     saver.wait()
     assert ways == {0: False, 1: True, 2: True, 3: True, 4: False}
     other = torch.nn.Linear(1000, 1200)

@@ -94,16 +94,16 @@ def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
     for rank, plan in enumerate(plans):
         with rank_of(rank, len(plans)):
             tensors = distribute(whole, layouts, mesh_shape)
-            for box in plan.mine.values():
+            for box in plan.chunks_to_write.values():
                 assert box_of(tensors[box.tensor]) == (box.offset, box.shape)
-            pieces = [as_bytes(local_tensor(tensors[box.tensor]).contiguous()) for box in plan.mine.values()]
-        header = build_header(plan.mine, {"save_id": SAVE_ID}, block_bytes=4096)
+            pieces = [as_bytes(local_tensor(tensors[box.tensor]).contiguous()) for box in plan.chunks_to_write.values()]
+        header = build_header(plan.chunks_to_write, {"save_id": SAVE_ID}, block_bytes=4096)
         files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
         assert plan.tensors == plans[0].tensors
     manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
     checkpoint = Checkpoint("ba1", folder, decode(encode(manifest), "m"))
     verify_checkpoint(checkpoint)
-    return checkpoint, [plan.mine for plan in plans]
+    return checkpoint, [plan.chunks_to_write for plan in plans]
 
 
 def same_bits(a, b):
@@ -178,7 +178,7 @@ def test_replicas_share_tensors_of_unlike_sizes_evenly():
     sizes = {"model/a": 1, "model/b": 1, "model/c": 2}
     whole = {name: torch.zeros(size, 8) for name, size in sizes.items()}
     plans = plan_simulated(whole, dict.fromkeys(whole, None), (2,))
-    assert [sum(box.num_bytes for box in plan.mine.values()) for plan in plans] == [2 * 8 * 4] * 2
+    assert [sum(box.num_bytes for box in plan.chunks_to_write.values()) for plan in plans] == [2 * 8 * 4] * 2
 
 
 def test_tensors_need_not_be_on_every_rank(tmp_path):
@@ -214,7 +214,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             check_local_tensors({"model/w": tensor})
             assert box_of(tensor) == ((begin, 0), (4, 2))
             plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
-            assert [(box.offset, box.shape) for box in plan.mine.values()] == [((begin, 0), (4, 2))]
+            assert [(box.offset, box.shape) for box in plan.chunks_to_write.values()] == [((begin, 0), (4, 2))]
             assert plan.tensors["model/w"].grid == Grid((4,), (0, 2, 4, 1, 3, 5))
 
 
@@ -262,7 +262,7 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
             table = describe({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
             own = boxes_of(weight, runs)
-        assert {(box.offset, box.shape) for box in plan.mine.values()} == {box for box, _ in own}
+        assert {(box.offset, box.shape) for box in plan.chunks_to_write.values()} == {box for box, _ in own}
         for ((first, *_), (count, *_)), at in own:
             assert torch.equal(held[at : at + count], whole[first : first + count])
             cells |= set(range(first, first + count))

@@ -9,7 +9,7 @@ import xxhash
 
 from llmfoundry_lite.checkpoint.full_tensors import open_checkpoint, read_full
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.state_digest import format_digest, sum_keyed
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 
@@ -100,7 +100,7 @@ def test_a_save_has_the_digest_of_its_files_and_of_the_state_that_it_was_of(tmp_
     saver = Saver(CheckpointStore(tmp_path))
     saver.take_lease()
     expected = saver.digest(model, optimizer)
-    saver.save(model, optimizer, About(timestamp=Timestamp(batch=3)))
+    saver.save(model, optimizer, SaveMetadata(timestamp=Timestamp(batch=3)))
     with torch.no_grad():
         model[1].weight[0, 0] += 1
     saved = saver.wait()

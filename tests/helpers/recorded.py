@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import AdamW
 
 from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp, encode
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -54,7 +54,7 @@ def write_run(
         saver.take_lease()
         for batch in saves:
             stamp = Timestamp(batch=batch, sample=8 * batch, token=256 * batch)
-            saver.save(model, optimizer, About(timestamp=stamp, run_name="recorded"))
+            saver.save(model, optimizer, SaveMetadata(timestamp=stamp, run_name="recorded"))
             saver.wait()
     for batch in saves:
         if like is not None:

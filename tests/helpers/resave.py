@@ -7,7 +7,7 @@ from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars, open_checkpoint
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 
 
@@ -20,7 +20,7 @@ class Resave(Callback):
     def fit_start(self, state, logger):
         saver = Saver(CheckpointStore(self.folder))
         saver.take_lease()
-        about = About(timestamp=Timestamp(batch=int(state.timestamp.batch)))
+        about = SaveMetadata(timestamp=Timestamp(batch=int(state.timestamp.batch)))
         saver.save(state.model.model, state.optimizers[0], about)
         saver.wait()
 

@@ -6,7 +6,7 @@ from composer.core import Callback
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.checkpoint.manifest import Timestamp
-from llmfoundry_lite.checkpoint.save import About, Saver
+from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from tests.helpers.present import needs
@@ -172,7 +172,7 @@ def test_weights_may_come_in_another_dtype_and_in_part_if_that_is_said(tmp_path,
     del weights[bias]
     saver = Saver(CheckpointStore(tmp_path / "halves"))
     saver.take_lease()
-    saver.save(Weights(weights), None, About(timestamp=Timestamp(batch=1)))
+    saver.save(Weights(weights), None, SaveMetadata(timestamp=Timestamp(batch=1)))
     saver.wait()
     config |= {"load_path": str(tmp_path / "halves/ba1"), "load_weights_only": True, "max_duration": "1ba"}
     refused = attempt(tmp_path, config, "refused")

@@ -207,9 +207,9 @@ class KilledAt(Callback):
         self.batch = batch
 
     def batch_start(self, state, logger):
-        flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._flight
+        flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._in_flight
         if flight is not None:
-            wait([flight.task])
+            wait([flight.background_task])
         if int(state.timestamp.batch) + 1 == self.batch:
             assert flight.manifest is not None
             os.kill(os.getpid(), signal.SIGKILL)

@@ -35,9 +35,9 @@ class SignalThenHang(Signal):
     batch between."""
 
     def batch_end(self, state, logger):
-        flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._flight
+        flight = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver._in_flight
         if flight is not None:
-            wait([flight.task])
+            wait([flight.background_task])
 
     def batch_start(self, state, logger):
         if self.is_here(state):

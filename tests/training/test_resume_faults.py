@@ -30,8 +30,8 @@ class Fault(Callback):
 
     def batch_end(self, state, logger):
         saver = next(c for c in state.callbacks if isinstance(c, Checkpointing)).saver
-        if int(state.timestamp.batch) == self.batch + 1 and saver._flight is not None:
-            wait([saver._flight.task])  # so that it has failed when the next batch looks
+        if int(state.timestamp.batch) == self.batch + 1 and saver._in_flight is not None:
+            wait([saver._in_flight.background_task])  # so that it has failed when the next batch looks
         if int(state.timestamp.batch) == self.batch and self.rank in (None, int(os.environ["RANK"])):
             self.strike(state)
 

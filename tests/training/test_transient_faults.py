@@ -155,7 +155,7 @@ def test_a_last_save_whose_credentials_stay_refused_fails_the_run_and_is_no_mist
 
 def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is_the_last(monkeypatch):
     run = Run(monkeypatch)
-    run.parts.saver = SimpleNamespace(has_flight=True, has_lease=True, poll=lambda all_idle: None)
+    run.parts.saver = SimpleNamespace(has_save_in_flight=True, has_lease=True, poll=lambda all_idle: None)
     run.parts.agreement, run.parts.run_state = SimpleNamespace(all_idle=False), SimpleNamespace()
     begun, logger = [], SimpleNamespace(log_metrics=lambda metrics: None)
     run.parts._advance_save = lambda step, state, logger: begun.append(step)
