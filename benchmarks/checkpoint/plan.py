@@ -27,7 +27,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from llmfoundry_lite.checkpoint.grid import Chunk, Grid
 from llmfoundry_lite.checkpoint.manifest import MANIFEST, Manifest, TensorRecord, Timestamp, decode
-from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe, make_plan
+from llmfoundry_lite.checkpoint.planning import chunks_of_rank, describe_sharding, make_plan
 from llmfoundry_lite.checkpoint.restore import find_reads, gather_names, read_tensors
 from llmfoundry_lite.checkpoint.save import REPORT, SaveMetadata, Saver, file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, hash_buffers, open_shard, write_shard
@@ -141,7 +141,7 @@ def measure_plan(figures: dict[str, float], model: Any, optimizer: Any, num_rank
     found = read_state(model, optimizer)
 
     def plan() -> dict[str, float]:
-        tables = exchange.all_gather_distinct(describe(found.tensors, found.row_orders))
+        tables = exchange.all_gather_distinct(describe_sharding(found.tensors, found.row_orders))
         make_plan([(table, list(range(num_ranks))) for table, _ in tables], 0, num_ranks)
         return {}
 
@@ -234,7 +234,7 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
         for index, reads in by_file.items():
             with open_shard(checkpoint.folder, manifest.files[index]) as shard:
                 for one in reads:
-                    shard.find(one.chunk)
+                    shard.begin_of(one.chunk)
         with _no_others():
             gather_names(model, optimizer)
         return {"decode": decoded - started, "files": len(by_file)}

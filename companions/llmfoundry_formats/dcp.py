@@ -51,7 +51,7 @@ from llmfoundry_lite.checkpoint.manifest import (
     Timestamp,
 )
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints
-from llmfoundry_lite.checkpoint.restore import ChunkRead, read_files, read_of
+from llmfoundry_lite.checkpoint.restore import ChunkRead, read_files, read_of_overlap
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, build_header, file_order, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, DTYPES
@@ -387,7 +387,7 @@ class PortableStorageReader(StorageReader):
                 boxes[box] = torch.empty(tuple(item.lengths), dtype=DTYPES[record.dtype])
                 rounds += [{}] * (num_boxes[name] == len(rounds))
                 for file, chunk in manifest.overlapping(name, item.storage_offsets, item.lengths):
-                    read = read_of(chunk, item.storage_offsets, item.lengths, boxes[box])
+                    read = read_of_overlap(chunk, item.storage_offsets, item.lengths, boxes[box])
                     rounds[num_boxes[name]].setdefault(file, []).append(read)
                 num_boxes[name] += 1
             staged.append((item, target, boxes[box]))

@@ -1,4 +1,4 @@
-"""Grids: how a tensor is cut into chunks, and which file holds which chunk, by arithmetic. No torch."""
+"""Grids: how a tensor is cut into chunks and which file holds which chunk, by arithmetic. No torch."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MAX_CHUNKS = 1 << 24
-"""A tensor's limit. A run on 16,384 ranks has a thousandth of it."""
+"""The most chunks that a tensor may have. A run on 16,384 ranks needs a thousandth of it."""
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -21,8 +21,16 @@ Extra = dict[str, Any]
 """Fields that a later release has added, as JSON. They are written again."""
 
 
+class Box(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    offset: tuple[int, ...]
+    """Where it begins, in each dimension."""
+    lengths: tuple[int, ...]
+
+
 class Chunk(NamedTuple):
-    """A rectangular part of a tensor, which one file holds, row-major."""
+    """A rectangular part of a tensor that one file holds, row-major."""
 
     tensor: str
     dtype: str
@@ -32,80 +40,94 @@ class Chunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The chunk's name inside the safetensors file."""
+        """The chunk's name inside the safetensors file, such as `model/w@25,0`."""
         return f"{self.tensor}@{','.join(map(str, self.offset))}"
 
     @property
     def num_bytes(self) -> int:
+        """The chunk's size in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and lengths of a rectangular part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The chunks of a tensor, for tensors that are cut alike."""
+    """The chunks of a tensor, and the file of each. Tensors that are cut alike share a grid.
+
+    Files are named by their number in the manifest. A chunk's index is its place along each dimension of `chunks`.
+    """
 
     chunks: tuple[int | tuple[int, ...], ...]
-    """How each of the first dimensions is cut: a number is the length of a chunk, of which the last may be shorter; 0
-    means not cut; a tuple lists the cuts. Further dimensions are not cut."""
+    """How each of the first dimensions is cut. A number is the length of a chunk; the last may be shorter. 0 means not
+    cut. A tuple lists the places of the cuts. Further dimensions are not cut."""
     files: tuple[int, ...]
-    """With `strides`, the file of the first chunk; without, the file of every chunk, row-major."""
+    """With `strides`, the file of the first chunk. Without, the file of every chunk, row-major."""
     strides: tuple[int, ...] | None = None
-    """How much the file's number grows with the chunk's index in each dimension of `chunks`."""
+    """By how much the file's number grows with the chunk's index, in each dimension of `chunks`."""
     extra: Extra = field(default_factory=dict)
 
     def counts(self, shape: Sequence[int]) -> list[int]:
-        """Return the number of chunks along each dimension of `chunks`."""
+        """Return the number of chunks along each dimension of `chunks`, for a tensor of this shape."""
         return [_num_chunks(chunk, length) for chunk, length in zip(self.chunks, shape, strict=False)]
 
     def num_chunks(self, shape: Sequence[int]) -> int:
+        """Return the number of chunks of a tensor of this shape. A tensor without elements has none."""
         return math.prod(self.counts(shape)) if math.prod(shape) else 0
 
     def overlapping(
         self, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]
     ) -> Iterator[tuple[int, Box]]:
-        """Yield file and box of each chunk that reaches into a box. The work is proportional to their number."""
+        """Yield file and box of each chunk that overlaps a box, for a tensor of this shape.
+
+        The work is proportional to the number of these chunks, not to that of all chunks.
+        """
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
-        spans = [
-            _chunks_between(chunk, begin, begin + n)
-            for chunk, begin, n in zip(self.chunks, offset, lengths, strict=False)
+        index_ranges = [
+            _chunks_between(chunk, begin, begin + length)
+            for chunk, begin, length in zip(self.chunks, offset, lengths, strict=False)
         ]
-        for index in itertools.product(*spans):
+        for index in itertools.product(*index_ranges):
             yield self._file(index, counts), self.box(shape, index)
 
     def box(self, shape: Sequence[int], index: Sequence[int]) -> Box:
-        """Return the box of a chunk, given its index along each dimension of `chunks`."""
-        uncut = tuple(shape[len(self.chunks) :])
-        ends = [_chunk_ends(chunk, length, i) for chunk, length, i in zip(self.chunks, shape, index, strict=False)]
-        return (
-            (*(begin for begin, _ in ends), *(0 for _ in uncut)),
-            (*(end - begin for begin, end in ends), *uncut),
-        )
+        """Return the box of the chunk with this index, for a tensor of this shape."""
+        offset = []
+        lengths = []
+        for chunk, dim_length, i in zip(self.chunks, shape, index, strict=False):
+            begin, end = _chunk_bounds(chunk, dim_length, i)
+            offset.append(begin)
+            lengths.append(end - begin)
+        uncut_lengths = shape[len(self.chunks) :]
+        return Box((*offset, *(0 for _ in uncut_lengths)), (*lengths, *uncut_lengths))
 
     def has(self, shape: Sequence[int], file: int, box: Box) -> bool:
-        """Return whether this box is a chunk that this file holds."""
-        offset, _ = box
-        is_inside = len(offset) == len(shape) and all(0 <= at < n for at, n in zip(offset, shape, strict=True))
-        return is_inside and next(self.overlapping(shape, offset, [1] * len(shape))) == (file, box)
+        """Return whether this box is a chunk of a tensor of this shape, and this file holds it."""
+        is_inside = len(box.offset) == len(shape)
+        is_inside = is_inside and all(0 <= begin < length for begin, length in zip(box.offset, shape, strict=True))
+        if not is_inside:
+            return False
+        one_element = [1] * len(shape)
+        return next(self.overlapping(shape, box.offset, one_element)) == (file, box)
 
     def indices_by_file(self, shape: Sequence[int]) -> dict[int, list[tuple[int, ...]]]:
-        """Return each file's chunks, by their index along each dimension of `chunks`."""
+        """Return the indices of each file's chunks, for a tensor of this shape."""
+        by_file: dict[int, list[tuple[int, ...]]] = {}
+        if not math.prod(shape):
+            return by_file
         counts = self.counts(shape)
-        found: dict[int, list[tuple[int, ...]]] = {}
-        for index in itertools.product(*map(range, counts)) if math.prod(shape) else ():
-            found.setdefault(self._file(index, counts), []).append(index)
-        return found
+        for index in itertools.product(*map(range, counts)):
+            by_file.setdefault(self._file(index, counts), []).append(index)
+        return by_file
 
     def problem(self, shape: Sequence[int], num_files: int) -> str | None:
-        """Return why it cannot be the layout of a tensor of this shape in so many files."""
+        """Return why this cannot be the grid of a tensor of this shape in `num_files` files. None: it can.
+
+        A manifest may come from anybody, so nothing about it is taken for granted.
+        """
         for chunk in self.chunks:
             cuts = (chunk,) if isinstance(chunk, int) else (0, *chunk)
-            if min(cuts) < 0 or any(b <= a for a, b in itertools.pairwise(cuts)):
+            if min(cuts) < 0 or any(second <= first for first, second in itertools.pairwise(cuts)):
                 return f"chunks {self.chunks}"
         if not self.files or not 0 <= min(self.files) <= max(self.files) < num_files:
             return f"file number {max(self.files, default=0)}, which is not there"
@@ -116,19 +138,31 @@ class Grid:
         for chunk, length in zip(self.chunks, shape, strict=False):
             if not isinstance(chunk, int) and chunk and chunk[-1] >= length:
                 return f"chunks {self.chunks} reach out of {tuple(shape)}"
+
         num_chunks = self.num_chunks(shape)
         if num_chunks > MAX_CHUNKS:
             return f"{num_chunks:,} chunks, cut in a way no run produces"
         if self.strides is None:
             return None if len(self.files) >= num_chunks else f"{len(self.files)} files for {num_chunks} chunks"
-        reach = [stride * (count - 1) for stride, count in zip(self.strides, self.counts(shape), strict=True)]
-        lowest = self.files[0] + sum(min(n, 0) for n in reach)
-        highest = self.files[0] + sum(max(n, 0) for n in reach)
-        if num_chunks and not 0 <= lowest <= highest < num_files:
-            return f"chunk in file number {lowest if lowest < 0 else highest}, which is not there"
+        return self._problem_of_strides(self.strides, shape, num_files)
+
+    def _problem_of_strides(self, strides: Sequence[int], shape: Sequence[int], num_files: int) -> str | None:
+        """Return the problem if a chunk's file number, which `strides` give, is not below `num_files`; else None."""
+        if not self.num_chunks(shape):
+            return None
+        lowest = highest = self.files[0]
+        for stride, count in zip(strides, self.counts(shape), strict=True):
+            difference = stride * (count - 1)  # between the last chunk's file and the first one's
+            lowest += min(difference, 0)
+            highest += max(difference, 0)
+        if lowest < 0:
+            return f"chunk in file number {lowest}, which is not there"
+        if highest >= num_files:
+            return f"chunk in file number {highest}, which is not there"
         return None
 
     def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
+        """Return the file of the chunk with this index. `counts` are those of the tensor's shape."""
         if self.strides is not None:
             return self.files[0] + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
         position = 0
@@ -137,20 +171,28 @@ class Grid:
         return self.files[position]
 
 
-def _num_chunks(chunk: int | tuple[int, ...], length: int) -> int:
-    if isinstance(chunk, int):
-        return -(-length // chunk) if chunk else 1
-    return len(chunk) + 1
+def _num_chunks(chunk: int | tuple[int, ...], dim_length: int) -> int:
+    """Return how many chunks a dimension has. `chunk` is its entry in `Grid.chunks`."""
+    if not isinstance(chunk, int):
+        return len(chunk) + 1
+    return -(-dim_length // chunk) if chunk else 1
 
 
-def _chunk_ends(chunk: int | tuple[int, ...], length: int, i: int) -> tuple[int, int]:
-    if isinstance(chunk, int):
-        return (i * chunk, min((i + 1) * chunk, length)) if chunk else (0, length)
-    return (chunk[i - 1] if i else 0, chunk[i] if i < len(chunk) else length)
+def _chunk_bounds(chunk: int | tuple[int, ...], dim_length: int, i: int) -> tuple[int, int]:
+    """Return where chunk `i` of a dimension begins and ends. `chunk` is the dimension's entry in `Grid.chunks`."""
+    if not isinstance(chunk, int):
+        begin = chunk[i - 1] if i else 0
+        end = chunk[i] if i < len(chunk) else dim_length
+        return begin, end
+    if not chunk:
+        return 0, dim_length
+    return i * chunk, min((i + 1) * chunk, dim_length)
 
 
 def _chunks_between(chunk: int | tuple[int, ...], begin: int, end: int) -> range:
-    """Return the chunks that reach into [begin, end)."""
-    if isinstance(chunk, int):
-        return range(begin // chunk, (end - 1) // chunk + 1) if chunk else range(1)
-    return range(bisect_right(chunk, begin), bisect_left(chunk, end) + 1)
+    """Return the chunks of a dimension that overlap [begin, end). `chunk` is its entry in `Grid.chunks`."""
+    if not isinstance(chunk, int):
+        return range(bisect_right(chunk, begin), bisect_left(chunk, end) + 1)
+    if not chunk:
+        return range(1)
+    return range(begin // chunk, (end - 1) // chunk + 1)

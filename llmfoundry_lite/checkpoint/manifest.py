@@ -30,9 +30,15 @@ DCP_STATE = "torch.distributed.checkpoint"
 state dict, by name."""
 NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
 HEAD_BYTES = 4096
-"""First bytes of a manifest, which a listing reads."""
+"""A listing reads this many bytes from the beginning of each manifest."""
 MAX_BYTES = 64 << 20
-"""Limit of a manifest: a hundred times that of MPT-70B on 4,096 ranks. Parsing so many bytes takes at most 1.6 GB."""
+"""The largest manifest: a hundred times that of MPT-70B on 4,096 ranks. Parsing it takes at most 1.6 GB of memory."""
+MAX_DIMENSIONS = 32
+"""The most dimensions that a tensor may have."""
+MIN_BLOCK_BYTES = 4096
+MAX_BLOCK_BYTES = 1 << 30
+MIN_HEADER_BYTES = 10
+"""The shortest safetensors header: its length in 8 bytes, and `{}`."""
 
 ALGORITHM = "xxh3_128"
 HASH_BYTES = 16
@@ -41,7 +47,7 @@ HASH_CHARACTERS = 2 * HASH_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timestamp:
-    """How far the run had come: batches done, and the epoch it is in."""
+    """How far a run had come: the epoch that it is in, and the batches, samples and tokens that it has trained."""
 
     epoch: int = 0
     batch: int
@@ -52,11 +58,12 @@ class Timestamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Where one span of batches ran. The history of a run is a list of these, only ever added to."""
+    """Where one span of batches ran, and how they were computed. A run's history is a list of segments that only ever
+    grows."""
 
     first_batch: int
     last_batch: int
-    """Inclusive; both count from 1."""
+    """Inclusive. Both count from 1."""
     vendor: str | None = None
     device: str | None = None
     num_devices: int | None = None
@@ -69,11 +76,11 @@ class Segment:
     shard_degree: int | None = None
     """HYBRID_SHARD: devices that share one copy of the model."""
     tensor_parallel_degree: int | None = None
-    """Devices that divide each layer among them; None: one has the whole layer."""
+    """Devices that divide each layer among them. None: one device has the whole layer."""
     context: str | None = None
-    """How many devices divide each sample's tokens among them, and how; None: each has whole samples."""
+    """How many devices divide each sample's tokens among them, and how. None: each device has whole samples."""
     pipeline: str | None = None
-    """How many stages divide the blocks among them, and their schedule; None: all blocks are on each device."""
+    """How many stages divide the blocks among them, and their schedule. None: all blocks are on each device."""
     device_train_microbatch_size: int | None = None
     precision: str | None = None
     attention: str | None = None
@@ -88,43 +95,56 @@ class Segment:
     """Variables that the hardware overlay sets, such as NCCL's, as the processes had them."""
     tokens_per_second: float | None = None
     save_interval_seconds: float | None = None
-    """The last interval of a run that saves by time, chosen or asked for."""
+    """The last interval of a run that saves by time. `save_interval: auto` chose it, or the user set it."""
     changes: dict[str, list[Any]] = field(default_factory=dict)
     """Key of the configuration -> [before this segment, in it], for keys whose changes are allowed and logged."""
     islands: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Each island that trained it: its device, their number, torch's release and its rows."""
+    """The islands that trained these batches, each with its device, number of devices, torch release and rows."""
     sync: str | None = None
     """`local steps, every 100`: islands trained alone between exchanges of weights. None: as one world trains."""
     extra: Extra = field(default_factory=dict)
 
     @property
     def span(self) -> str:
+        """First and last batch, such as `1-200`."""
         return f"{self.first_batch}-{self.last_batch}"
 
     @property
     def sharding_in_words(self) -> str | None:
-        words = f"{self.sharding} of {self.shard_degree}" if self.shard_degree else self.sharding
-        words = f"{words}, tensor parallel over {self.tensor_parallel_degree}" if self.tensor_parallel_degree else words
-        words = f"{words}, context parallel over {self.context}" if self.context else words
-        return f"{words}, pipeline of {self.pipeline}" if self.pipeline else words
+        """How devices divided the model, such as `HYBRID_SHARD of 8, tensor parallel over 2`."""
+        words = self.sharding
+        if self.shard_degree:
+            words = f"{words} of {self.shard_degree}"
+        if self.tensor_parallel_degree:
+            words = f"{words}, tensor parallel over {self.tensor_parallel_degree}"
+        if self.context:
+            words = f"{words}, context parallel over {self.context}"
+        if self.pipeline:
+            words = f"{words}, pipeline of {self.pipeline}"
+        return words
 
     @property
     def computed_with(self) -> list[str]:
-        """Return changes, releases, kernels and environment in words."""
-        brand = {"nvidia": "CUDA ", "amd": "ROCm "}.get(self.vendor or "", "")
-        words = {
+        """What the numbers may depend on, in words: changed keys, releases, kernels and environment variables."""
+        runtime_name = {"nvidia": "CUDA ", "amd": "ROCm "}.get(self.vendor or "", "")
+        compiled_with = None
+        if self.compile_config is not None:
+            compiled_with = str(self.compile_config or "")
+        values = {
             "torch ": self.torch,
-            brand: self.runtime,
+            runtime_name: self.runtime,
             "driver ": self.driver,
             "attention ": self.attention,
             "gradients summed after ": self.reduction,
-            "compiled ": None if self.compile_config is None else str(self.compile_config or ""),
+            "compiled ": compiled_with,
             "microbatch ": self.device_train_microbatch_size,
         }
-        known = [f"{name}{value}".strip() for name, value in words.items() if value is not None]
-        changed = [str(Change(key, *values)) for key, values in self.changes.items()]
-        changed = [self.sync, *changed] if self.sync else changed
-        return changed + known + [f"{name}={value}" for name, value in self.environment.items()]
+
+        words = [] if not self.sync else [self.sync]
+        words += [str(Change(key, *before_and_after)) for key, before_and_after in self.changes.items()]
+        words += [f"{name}{value}".strip() for name, value in values.items() if value is not None]
+        words += [f"{name}={value}" for name, value in self.environment.items()]
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,49 +160,51 @@ class TensorRecord:
 
     @property
     def num_bytes(self) -> int:
+        """The tensor's size in all its files together."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def num_chunks(self) -> int:
+        """The number of its chunks. A tensor without elements has none."""
         return self.grid.num_chunks(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A shard: its size, and the hash from which all its bytes can be verified."""
+    """A shard file: its size, and the digest from which all its bytes can be verified."""
 
     name: str
-    """Path from the manifest."""
+    """Path relative to the manifest."""
     num_bytes: int
     algorithm: str = ALGORITHM
     block_bytes: int
     header_bytes: int
-    """Bytes before its first tensor."""
+    """Bytes before the file's first tensor."""
     digest: str
-    """Hash of its header and its table of hashes, one after the other."""
+    """Digest of the file's header and of the hashes at its end, one after the other, in hexadecimal."""
 
     @property
     def num_blocks(self) -> int:
-        """Number of hashed blocks: those before the table."""
+        """The number of hashed blocks. Each has `block_bytes`, though the last may be short, and a hash."""
         return -(-self.num_bytes // (self.block_bytes + HASH_BYTES))
 
     @property
     def hashed_bytes(self) -> int:
-        """Number of bytes before the table of hashes."""
+        """The number of bytes before the hashes."""
         return self.num_bytes - HASH_BYTES * self.num_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPart:
-    """A part of the run's log."""
+    """A file that holds a part of the run's log."""
 
     name: str
-    """Path from the folder that the checkpoint is in."""
+    """Path relative to the folder that the checkpoint is in."""
     num_bytes: int
     algorithm: str = ALGORITHM
     block_bytes: int
     block_hashes: str
-    """HASH_CHARACTERS for each block; the last block may be short."""
+    """HASH_CHARACTERS for each block. The last block may be short."""
     extra: Extra = field(default_factory=dict)
 
 
@@ -192,16 +214,16 @@ class Manifest:
 
     save_id: str
     parent_save_id: str | None = None
-    """The save this run was at when it made this one: the previous save, or the one it was restored from."""
+    """The save before this one, or the one that the run was restored from."""
     lease_epoch: int = 0
     run_name: str | None = None
     timestamp: Timestamp
     written_at: str | None = None
-    """Wall clock, for people; nothing is ever ordered by it."""
+    """Wall clock, for people. Nothing is ever ordered by it."""
     state_digest: str | None = None
     """Digest of all tensors, however they are divided: see `state_digest.py`. None: saved by an earlier release."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Tokenizer -> its fingerprint, which must not change under a run unasked."""
+    """Such as the tokenizer's, which must not change in a run unless the user says so."""
     config: Any = None
     """The resolved configuration."""
     segments: tuple[Segment, ...] = ()
@@ -213,7 +235,7 @@ class Manifest:
     """Second names of tied tensors -> the name they are stored under."""
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     files: tuple[FileRecord, ...] = ()
-    """Shards; all have the same block size."""
+    """The shard files. All have the same block size."""
     log: tuple[LogPart, ...] = ()
     """The run's log so far, in parts that later checkpoints share."""
     files_extra: Extra = field(default_factory=dict)
@@ -221,27 +243,37 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all shard files together."""
         return sum(file.num_bytes for file in self.files)
 
     def overlapping(self, tensor: str, offset: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
-        """Yield the chunks of a tensor that reach into a box, each with the index of its file in `files`."""
+        """Yield the chunks of a tensor that overlap the box at `offset` with `lengths`, each with the index of its file
+        in `files`."""
         record = self.tensors[tensor]
         for file, box in record.grid.overlapping(record.shape, offset, lengths):
             yield file, Chunk(tensor, record.dtype, *box)
 
     @property
     def dcp_state(self) -> dict[str, Any] | None:
-        """The `values` that are no tensors, and all `paths`, if DCP has saved this checkpoint; else None."""
+        """The `values` that are no tensors, and all `paths`, if torch.distributed.checkpoint has saved this checkpoint;
+        else None."""
         return self.scalars.get(DCP_STATE)
 
     @property
     def head(self) -> "Head":
-        stamp = self.timestamp
-        return Head(self.save_id, self.lease_epoch, stamp.batch, stamp.token, self.written_at, self.num_bytes)
+        """The facts that a listing shows."""
+        return Head(
+            save_id=self.save_id,
+            lease_epoch=self.lease_epoch,
+            batch=self.timestamp.batch,
+            num_tokens=self.timestamp.token,
+            written_at=self.written_at,
+            num_bytes=self.num_bytes,
+        )
 
 
 class Head(NamedTuple):
-    """Facts that a listing needs of a manifest."""
+    """Facts of a manifest that a listing shows. They stand in its first HEAD_BYTES."""
 
     save_id: str
     lease_epoch: int
@@ -251,79 +283,91 @@ class Head(NamedTuple):
     num_bytes: int
 
 
+HEAD_TYPES = {
+    "save_id": str,
+    "lease_epoch": int,
+    "batch": int,
+    "num_tokens": int,
+    "written_at": str | None,
+    "num_bytes": int,
+}
+
+
 def read_head(raw: bytes) -> Head | None:
-    """Read a head from a manifest's first HEAD_BYTES. Returns None if the whole manifest must be decoded: other JSON
-    formatting, a newer format or a changed byte. Epoch and batch are in it twice, to notice a changed byte."""
-    lines = {}
+    """Read a manifest's head from its first HEAD_BYTES, without a checksum.
+
+    Returns None if the whole manifest must be decoded to know more: if its JSON is formatted in another way, if a newer
+    release has written it, or if a byte has changed. A changed byte is noticed because epoch and batch are there twice:
+    a `save_id` is `e<lease_epoch>-ba<batch>-<hex digits>`.
+    """
+    fields = {}
     try:
         for line in raw[:HEAD_BYTES].split(b"\n")[1:-1]:
-            lines.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
-            if "num_bytes" in lines:
+            fields.update(json.loads(b"{" + line.removesuffix(b",") + b"}"))
+            if "num_bytes" in fields:
                 break
-        stamp = lines["timestamp"]
-        beyond = lines["written_at"], lines["num_bytes"]
-        head = Head(lines["save_id"], lines["lease_epoch"], stamp["batch"], stamp["token"], *beyond)
-        is_known = lines["format"] == FORMAT and lines["version"] == VERSION
-        kinds = {"lease_epoch": int, "batch": int, "num_tokens": int, "written_at": str | None, "num_bytes": int}
-        agrees = all(fits(getattr(head, name), kind) for name, kind in kinds.items())
-        agrees = agrees and re.fullmatch(rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+", head.save_id) is not None
+        head = Head(
+            save_id=fields["save_id"],
+            lease_epoch=fields["lease_epoch"],
+            batch=fields["timestamp"]["batch"],
+            num_tokens=fields["timestamp"]["token"],
+            written_at=fields["written_at"],
+            num_bytes=fields["num_bytes"],
+        )
+        is_known_format = fields["format"] == FORMAT and fields["version"] == VERSION
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
-    return head if is_known and agrees else None
+
+    if not is_known_format:
+        return None
+    if not all(fits(getattr(head, name), kind) for name, kind in HEAD_TYPES.items()):
+        return None
+    expected_save_id = rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+"
+    return head if re.fullmatch(expected_save_id, head.save_id) else None
 
 
 # ---------------------------------------------------------------------------------------------------- types -> JSON
 
 HEAD_FIELDS = ("save_id", "parent_save_id", "lease_epoch", "run_name", "written_at")
+"""Fields that come first in the JSON, for `read_head`."""
 PLAIN_FIELDS = (*HEAD_FIELDS, "fingerprints", "config", "scalars", "optimizer", "aliases")
-"""Fields of a manifest that stand in JSON under their names, as typed values."""
-KNOWN = (
+"""Fields of a manifest that stand in the JSON under their own names, as typed values."""
+KNOWN_FIELDS = (
     *("format", "version", *PLAIN_FIELDS, "timestamp", "num_bytes", "state_digest", "segments"),
     *("files", "log", "layouts", "tensors"),
 )
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Write a manifest as JSON. Raises CheckpointError if it could not be read back."""
-    check(manifest, manifest.save_id)
-    places: dict[int, int] = {}
-    layouts: dict[bytes, int] = {}
-    for grid in [record.grid for record in manifest.tensors.values()]:
-        if id(grid) not in places:
-            strides = {} if grid.strides is None else {"strides": grid.strides}
-            plain_grid = {"chunks": grid.chunks, "files": grid.files, **strides} | grid.extra
-            places[id(grid)] = layouts.setdefault(write_json(plain_grid), len(layouts))
-    plain = {name: encode_value(getattr(manifest, name), name) for name in PLAIN_FIELDS}
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: plain.pop(name) for name in HEAD_FIELDS},
-        "timestamp": encode_record(manifest.timestamp),
-        "num_bytes": manifest.num_bytes,
-        **({} if manifest.state_digest is None else {"state_digest": manifest.state_digest}),
-        "segments": [encode_record(segment) for segment in manifest.segments],
-        **plain,
-        "files": {
-            "algorithm": ALGORITHM,
-            "block_bytes": manifest.files[0].block_bytes if manifest.files else 0,
-            "names": [file.name for file in manifest.files],
-            "num_bytes": [file.num_bytes for file in manifest.files],
-            "header_bytes": [file.header_bytes for file in manifest.files],
-            "digests": "".join(file.digest for file in manifest.files),
-            **manifest.files_extra,
-        },
-        "log": [encode_record(part) for part in manifest.log],
-        "layouts": [json.loads(layout) for layout in layouts],
-        "tensors": {
-            name: {"dtype": t.dtype, "shape": t.shape, "layout": places[id(t.grid)], **t.extra}
-            for name, t in manifest.tensors.items()
-        },
-        **manifest.extra,
+    """Write a manifest as JSON, with a line for each key.
+
+    The lines are for `read_head`, and for people who look at it with `head` and `diff`. Raises CheckpointError if the
+    result could not be read back.
+    """
+    check_manifest(manifest, manifest.save_id)
+    values = {name: encode_value(getattr(manifest, name), name) for name in PLAIN_FIELDS}
+    layouts, layout_of_grid = _encode_layouts(manifest)
+
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    content |= {name: values.pop(name) for name in HEAD_FIELDS}
+    content["timestamp"] = encode_record(manifest.timestamp)
+    content["num_bytes"] = manifest.num_bytes
+    if manifest.state_digest is not None:
+        content["state_digest"] = manifest.state_digest
+    content["segments"] = [encode_record(segment) for segment in manifest.segments]
+    content |= values
+    content["files"] = _encode_files(manifest)
+    content["log"] = [encode_record(part) for part in manifest.log]
+    content["layouts"] = layouts
+    content["tensors"] = {
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "layout": layout_of_grid[id(tensor.grid)], **tensor.extra}
+        for name, tensor in manifest.tensors.items()
     }
-    # A line for each key, for `read_head` and for those who look at it with `head` and `diff`.
-    inside = b"{" + b",".join(b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items())
-    inside += b"\n}"
-    raw = _envelope(inside) + inside + b"}\n"
+    content |= manifest.extra
+
+    lines = [b"\n" + write_json(key) + b":" + write_json(value) for key, value in content.items()]
+    inner_object = b"{" + b",".join(lines) + b"\n}"
+    raw = _envelope_start(inner_object) + inner_object + b"}\n"
     if len(raw) > MAX_BYTES:
         raise CheckpointError(
             f"{manifest.save_id}: its manifest would have {len(raw):,} bytes, more than the {MAX_BYTES:,} that can be "
@@ -332,108 +376,189 @@ def encode(manifest: Manifest) -> bytes:
     return raw
 
 
+def _encode_layouts(manifest: Manifest) -> tuple[list[Any], dict[int, int]]:
+    """Return the distinct layouts of a manifest's tensors as JSON, and for the id of each grid the number of its
+    layout."""
+    number_of_layout: dict[bytes, int] = {}
+    number_of_grid: dict[int, int] = {}
+    for tensor in manifest.tensors.values():
+        grid = tensor.grid
+        if id(grid) in number_of_grid:
+            continue
+        layout = {"chunks": grid.chunks, "files": grid.files}
+        if grid.strides is not None:
+            layout["strides"] = grid.strides
+        encoded = write_json(layout | grid.extra)
+        number_of_grid[id(grid)] = number_of_layout.setdefault(encoded, len(number_of_layout))
+    return [json.loads(encoded) for encoded in number_of_layout], number_of_grid
+
+
+def _encode_files(manifest: Manifest) -> dict[str, Any]:
+    """Return a manifest's shard files as JSON: a list for each field, which keeps the manifest of many ranks short."""
+    return {
+        "algorithm": ALGORITHM,
+        "block_bytes": manifest.files[0].block_bytes if manifest.files else 0,
+        "names": [file.name for file in manifest.files],
+        "num_bytes": [file.num_bytes for file in manifest.files],
+        "header_bytes": [file.header_bytes for file in manifest.files],
+        "digests": "".join(file.digest for file in manifest.files),
+        **manifest.files_extra,
+    }
+
+
 def encode_record(record: Timestamp | Segment | LogPart) -> dict[str, Any]:
-    fields = {name: getattr(record, name) for name in _names(type(record))}
+    """Return a record as typed JSON values, by field, with the fields that a later release has added."""
+    fields = {name: getattr(record, name) for name in _field_names(type(record))}
     return encode_value(fields, type(record).__name__) | record.extra
 
 
-def _names(kind: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind) if f.name != "extra"]
+def _field_names(record_type: Any) -> list[str]:
+    """Return the names of a dataclass's fields that the format defines."""
+    return [one.name for one in dataclasses.fields(record_type) if one.name != "extra"]
 
 
-def _envelope(inside: bytes) -> bytes:
-    return b'{"checksum":"%s:%s","manifest":' % (ALGORITHM.encode(), xxhash.xxh3_128_hexdigest(inside).encode())
+def _envelope_start(inner_object: bytes) -> bytes:
+    """Return the bytes of a manifest before its inner object: the key and value of the checksum, and the next key."""
+    checksum = xxhash.xxh3_128_hexdigest(inner_object)
+    return f'{{"checksum":"{ALGORITHM}:{checksum}","manifest":'.encode()
 
 
 # ---------------------------------------------------------------------------------------------------- JSON -> types
 
 
-def decode(raw: bytes, where: str) -> Manifest:
-    """Read a manifest; `where` names it in errors. Raises DamagedCheckpointError and NewerFormatError."""
+def decode(raw: bytes, source: str) -> Manifest:
+    """Read a manifest. `source` names it in errors.
+
+    Raises DamagedCheckpointError if it is not as it was written, or if what it says cannot be; NewerFormatError if a
+    newer release has written it.
+    """
     if len(raw) > MAX_BYTES:
-        _refuse_newer(raw, where)
-        raise DamagedCheckpointError(f"{where}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
-    start = len(_envelope(b""))
-    inside = raw[start:-2]
-    if not raw.startswith(b'{"checksum":"') or not raw.endswith(b"}}\n") or raw[:start] != _envelope(inside):
-        raise DamagedCheckpointError(f"{where}: the checksum does not match: it was cut off or changed after writing")
-    _refuse_newer(raw, where)
-    item = Item(parse_json(inside, where), where)
+        _refuse_newer(raw, source)
+        raise DamagedCheckpointError(f"{source}: {len(raw):,} bytes, more than the {MAX_BYTES:,} a manifest may have")
+
+    start = len(_envelope_start(b""))
+    inner_object = raw[start:-2]
+    has_envelope = raw.startswith(b'{"checksum":"') and raw.endswith(b"}}\n")
+    if not has_envelope or raw[:start] != _envelope_start(inner_object):
+        raise DamagedCheckpointError(f"{source}: the checksum does not match: it was cut off or changed after writing")
+    _refuse_newer(raw, source)
+
+    item = Item(parse_json(inner_object, source), source)
     for key, expected in (("format", FORMAT), ("version", VERSION)):
         item.get(key).expect(item.get(key).value == expected, str(expected))
+    state_digest = None
+    if "state_digest" in item.object():
+        state_digest = item.get("state_digest").string()
     files, files_extra = _decode_files(item.get("files"))
     manifest = Manifest(
         **item.fields(Manifest, PLAIN_FIELDS),
-        state_digest=item.get("state_digest").string() if "state_digest" in item.object() else None,
-        timestamp=_decode_record(Timestamp, item.get("timestamp"), _names(Timestamp)),
+        state_digest=state_digest,
+        timestamp=_decode_record(Timestamp, item.get("timestamp"), _field_names(Timestamp)),
         segments=tuple(decode_segment(segment) for segment in item.get("segments").items()),
         tensors=_decode_tensors(item),
         files=files,
-        log=tuple(_decode_record(LogPart, part, _names(LogPart)) for part in item.get("log").items()),
+        log=tuple(_decode_record(LogPart, part, _field_names(LogPart)) for part in item.get("log").items()),
         files_extra=files_extra,
-        extra=item.besides(*KNOWN),
+        extra=item.besides(*KNOWN_FIELDS),
     )
     if item.get("num_bytes").integer() != manifest.num_bytes:
-        raise DamagedCheckpointError(f"{where}: num_bytes is not the sum of its files'")
-    check(manifest, where)
+        raise DamagedCheckpointError(f"{source}: num_bytes is not the sum of its files'")
+    check_manifest(manifest, source)
     return manifest
 
 
 def decode_segment(item: Item) -> Segment:
+    """Return a segment from its JSON, with secrets hidden. Raises DamagedCheckpointError.
+
+    Earlier releases recorded the values of all environment variables. A secret must reach no report and no later save.
+    """
     segment = _decode_record(Segment, item)
     item.expect(all(len(pair) == 2 for pair in segment.changes.values()), "changes as [before, now]")
-    # Earlier releases recorded the values of all variables. A secret goes into no report, and into no later save.
-    shown = {name: _hide_secret(name, value) for name, value in segment.environment.items()}
-    return dataclasses.replace(segment, environment=shown)
+    environment = {name: _hide_secret(name, value) for name, value in segment.environment.items()}
+    return dataclasses.replace(segment, environment=environment)
 
 
 def _hide_secret(name: str, value: str) -> str:
-    return value if not is_secret_name(name) or value.startswith("${oc.") else HIDDEN
+    """Return the value of an environment variable, or HIDDEN if its name is that of a secret. A reference such as
+    `${oc.env:KEY}` is shown, because it does not contain the secret itself."""
+    is_shown = not is_secret_name(name) or value.startswith("${oc.")
+    return value if is_shown else HIDDEN
 
 
-def _refuse_newer(raw: bytes, where: str) -> None:
-    """Read the version from the first bytes, which every version has alike. Raises NewerFormatError."""
+def _refuse_newer(raw: bytes, source: str) -> None:
+    """Raise NewerFormatError if a newer release has written this manifest. `source` names it in errors.
+
+    Only the first bytes are read, because every version of the format begins with the same fields.
+    """
     start = rb'\{"checksum":"[^"]*","manifest":\{\s*"format":\s*"[^"]*",\s*"version":\s*(\d{1,9})\b'
     match = re.match(start, raw[:1000])
-    if match and (version := int(match[1])) > VERSION:
+    version = int(match[1]) if match else 0
+    if version > VERSION:
         raise NewerFormatError(
-            f"{where}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
+            f"{source}: written by a newer release (format {version}; this one reads up to {VERSION}): install a newer "
             "release"
         )
 
 
-def _decode_record(kind: Any, item: Item, needed: Sequence[str] = ()) -> Any:
-    """Read a record. All fields in `needed` must be there, or by default those without a default value."""
-    return kind(**item.fields(kind, needed), extra=item.besides(*(needed or _names(kind))))
+def _decode_record(record_type: Any, item: Item, required: Sequence[str] = ()) -> Any:
+    """Return a record from its JSON; fields that this release does not know become its `extra`.
+
+    All fields in `required` must be there, or by default those without a default value. Raises DamagedCheckpointError.
+    """
+    fields = item.fields(record_type, required)
+    return record_type(**fields, extra=item.besides(*(required or _field_names(record_type))))
 
 
-def _decode_files(listed: Item) -> tuple[tuple[FileRecord, ...], Extra]:
-    names = [name.string() for name in listed.get("names").items()]
-    sizes, headers = listed.get("num_bytes").integers(), listed.get("header_bytes").integers()
-    digests = re.findall(f"[0-9a-f]{{{HASH_CHARACTERS}}}", listed.get("digests").string())
-    is_whole = "".join(digests) == listed.get("digests").value and len(names) == len(sizes) == len(headers)
-    listed.expect(is_whole and len(names) == len(digests), "as many names as sizes, headers and hexadecimal digests")
-    shared = {"algorithm": listed.get("algorithm").string(), "block_bytes": listed.get("block_bytes").integer()}
-    files = tuple(
-        FileRecord(name=name, num_bytes=size, header_bytes=header, digest=digest, **shared)
-        for name, size, header, digest in zip(names, sizes, headers, digests, strict=True)
+def _decode_files(files: Item) -> tuple[tuple[FileRecord, ...], Extra]:
+    """Return the shard files from their JSON, and fields that this release does not know. Raises
+    DamagedCheckpointError unless all lists have the same length."""
+    names = [name.string() for name in files.get("names").items()]
+    sizes = files.get("num_bytes").integers()
+    header_sizes = files.get("header_bytes").integers()
+    all_digests = files.get("digests").string()
+    digests = re.findall(f"[0-9a-f]{{{HASH_CHARACTERS}}}", all_digests)
+    has_equal_lengths = len(names) == len(sizes) == len(header_sizes) == len(digests)
+    files.expect(
+        "".join(digests) == all_digests and has_equal_lengths,
+        "as many names as sizes, headers and hexadecimal digests",
     )
-    return files, listed.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
+
+    algorithm = files.get("algorithm").string()
+    block_bytes = files.get("block_bytes").integer()
+    records = []
+    for name, size, header_size, digest in zip(names, sizes, header_sizes, digests, strict=True):
+        record = FileRecord(
+            name=name,
+            num_bytes=size,
+            algorithm=algorithm,
+            block_bytes=block_bytes,
+            header_bytes=header_size,
+            digest=digest,
+        )
+        records.append(record)
+    extra = files.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
+    return tuple(records), extra
 
 
 def _decode_tensors(item: Item) -> dict[str, TensorRecord]:
+    """Return the tensors of a manifest's JSON by name. Raises DamagedCheckpointError."""
     layouts = [_decode_layout(layout) for layout in item.get("layouts").items()]
     tensors = {}
     for name, tensor in item.get("tensors").entries():
-        number = tensor.get("layout").integer()
-        tensor.expect(number < len(layouts), f"one of the {len(layouts)} layouts")
-        dtype, shape = tensor.get("dtype").string(), tensor.get("shape").integers()
-        tensors[name] = TensorRecord(dtype, shape, layouts[number], tensor.besides("dtype", "shape", "layout"))
+        layout_number = tensor.get("layout").integer()
+        tensor.expect(layout_number < len(layouts), f"one of the {len(layouts)} layouts")
+        dtype = tensor.get("dtype").string()
+        shape = tensor.get("shape").integers()
+        extra = tensor.besides("dtype", "shape", "layout")
+        tensors[name] = TensorRecord(dtype, shape, layouts[layout_number], extra)
     return tensors
 
 
 def _decode_layout(item: Item) -> Grid:
-    chunks = [c.integers() if isinstance(c.value, list) else c.integer() for c in item.get("chunks").items()]
+    """Return a grid from its JSON. Raises DamagedCheckpointError."""
+    chunks = []
+    for chunk in item.get("chunks").items():
+        chunks.append(chunk.integers() if isinstance(chunk.value, list) else chunk.integer())
     strides = None
     if "strides" in item.object():
         strides = tuple(
@@ -446,51 +571,70 @@ def _decode_layout(item: Item) -> Grid:
 # ------------------------------------------------------------------------------------------------ what must hold
 
 
-def check(manifest: Manifest, where: str) -> None:
-    """Raise DamagedCheckpointError unless every tensor is covered once, by files that are listed once."""
-    if problem := next(_problems(manifest), None):
-        raise DamagedCheckpointError(f"{where}: {problem}")
+def check_manifest(manifest: Manifest, source: str) -> None:
+    """Raise DamagedCheckpointError unless the manifest agrees with itself; `source` names it in errors.
+
+    The chunks of every tensor must cover it once and lie in files that are listed once.
+    """
+    problem = next(_find_problems(manifest), None)
+    if problem is not None:
+        raise DamagedCheckpointError(f"{source}: {problem}")
 
 
-def _problems(manifest: Manifest) -> Iterator[str]:
+def _find_problems(manifest: Manifest) -> Iterator[str]:
+    """Yield what cannot be right in a manifest. Each check relies on those before it, so only the first one counts."""
     for files in (manifest.files, manifest.log):
         names = [file.name for file in files]
         if len(set(names)) != len(names):
             yield "a file is listed twice"
         for file in files:
-            yield from (f"file {shorten(file.name)}: {problem}" for problem in _problems_of_file(file))
-    state = manifest.dcp_state or NO_STATE
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in ("values", "paths")):
+            for problem in _find_problems_of_file(file):
+                yield f"file {shorten(file.name)}: {problem}"
+
+    dcp_state = manifest.dcp_state or NO_STATE
+    if not isinstance(dcp_state, dict) or not all(isinstance(dcp_state.get(key), dict) for key in NO_STATE):
         yield f"scalars: {DCP_STATE}: expected values and paths"
-    sound: set[Any] = set()
-    for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in ITEM_BYTES:
-            yield f"tensor {name}: unknown dtype {tensor.dtype!r}"
-        if any(n < 0 for n in tensor.shape) or len(tensor.shape) > 32:
-            yield f"tensor {name}: shape {tensor.shape}"
-        if (kind := (id(tensor.grid), tensor.shape)) not in sound:
-            if problem := tensor.grid.problem(tensor.shape, len(manifest.files)):
-                yield f"tensor {name}: {problem}"
-            sound.add(kind)
-    needed, there = (sum(one.num_bytes for one in these) for these in (manifest.tensors.values(), manifest.files))
-    if needed > there:
-        yield f"tensors of {needed:,} bytes in files of {there:,}"
+
+    yield from _find_problems_of_tensors(manifest)
+
+    tensor_bytes = sum(tensor.num_bytes for tensor in manifest.tensors.values())
+    if tensor_bytes > manifest.num_bytes:
+        yield f"tensors of {tensor_bytes:,} bytes in files of {manifest.num_bytes:,}"
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors or alias in manifest.tensors:
             yield f"alias {alias} of {name}, which is not there or is stored as well"
 
 
-def _problems_of_file(file: FileRecord | LogPart) -> Iterator[str]:
-    if any(part in ("", ".", "..") for part in file.name.split("/")) or any(c in file.name for c in "\\:\0"):
+def _find_problems_of_tensors(manifest: Manifest) -> Iterator[str]:
+    """Yield what cannot be right in the dtypes, shapes and grids of a manifest's tensors."""
+    checked: set[Any] = set()  # many tensors share a grid and a shape
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            yield f"tensor {name}: unknown dtype {tensor.dtype!r}"
+        if any(length < 0 for length in tensor.shape) or len(tensor.shape) > MAX_DIMENSIONS:
+            yield f"tensor {name}: shape {tensor.shape}"
+        grid_and_shape = (id(tensor.grid), tensor.shape)
+        if grid_and_shape not in checked:
+            checked.add(grid_and_shape)
+            problem = tensor.grid.problem(tensor.shape, len(manifest.files))
+            if problem:
+                yield f"tensor {name}: {problem}"
+
+
+def _find_problems_of_file(file: FileRecord | LogPart) -> Iterator[str]:
+    """Yield what cannot be right in the record of a file. A name must not lead out of the checkpoint's folder."""
+    has_odd_part = any(part in ("", ".", "..") for part in file.name.split("/"))
+    if has_odd_part or any(character in file.name for character in "\\:\0"):
         yield "the name leads out of the checkpoint's folder"
     if file.algorithm != ALGORITHM:
         yield f"hash algorithm {file.algorithm!r}, expected {ALGORITHM!r}"
-    if not 4096 <= file.block_bytes <= 1 << 30:
+    if not MIN_BLOCK_BYTES <= file.block_bytes <= MAX_BLOCK_BYTES:
         yield f"{file.num_bytes} bytes in blocks of {file.block_bytes}"
     elif isinstance(file, LogPart):
-        if len(file.block_hashes) != -(-file.num_bytes // file.block_bytes) * HASH_CHARACTERS:
+        num_blocks = -(-file.num_bytes // file.block_bytes)
+        if len(file.block_hashes) != num_blocks * HASH_CHARACTERS:
             yield f"block hashes for another size than {file.num_bytes} bytes"
     elif not file.name.endswith(".safetensors"):
         yield "expected a .safetensors file"
-    elif not 10 <= file.header_bytes <= file.hashed_bytes:
+    elif not MIN_HEADER_BYTES <= file.header_bytes <= file.hashed_bytes:
         yield f"a header of {file.header_bytes} bytes in {file.num_bytes:,}"

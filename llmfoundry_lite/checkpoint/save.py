@@ -528,9 +528,9 @@ def _chunk_values(plan: SavePlan, current_state: state.State) -> Iterator[tuple[
         values = local_tensor(tensor)
         if chunk.tensor in current_state.row_orders:
             # This rank holds the tensor's rows in another order, so its local tensor has several chunks.
-            for (offset, _), first_row in boxes_of(tensor, current_state.row_orders[chunk.tensor]):
-                if offset == chunk.offset:
-                    values = values.narrow(0, first_row, chunk.shape[0])
+            for box in boxes_of(tensor, current_state.row_orders[chunk.tensor]):
+                if box.offset == chunk.offset:
+                    values = values.narrow(0, box.first_row, chunk.shape[0])
                     break
         yield chunk, values
 

@@ -1,7 +1,8 @@
-"""Shard files: safetensors, written and read in one pass over their bytes, which hashes them block by block. No torch.
+"""Shard files: safetensors, written and read in one pass over their bytes, which also hashes them block by block.
 
-The last tensor, HASHES, has the hashes of all blocks before it: a file is streamed from its first byte to its last, and
-stays plain safetensors. The manifest has one digest for header and hashes, which a reader checks first.
+The last tensor, HASHES, has the hashes of all blocks before it. So a file is written from its first byte to its last,
+and stays plain safetensors. The manifest has one digest of each file's header and hashes, which a reader checks first.
+No torch.
 """
 
 import json
@@ -25,14 +26,17 @@ from llmfoundry_lite.retry import T, retry_on_damage
 
 ALIGNMENT = 4096
 """Data starts at a multiple of this, and each chunk at one of its item size, so that files can be memory-mapped."""
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its JSON header, in this many bytes."""
 BLOCK_BYTES = 1 << 20
+"""Bytes that share a hash."""
 TRANSFER_BYTES = 8 << 20
 """Bytes that one thread writes or reads at a time."""
 NUM_THREADS = 4
 HASHES = "__hashes__"
 
 
-E = TypeVar("E", Chunk, TensorRecord)
+Entry = TypeVar("Entry", Chunk, TensorRecord)
 
 
 class ReadRequest(NamedTuple):
@@ -47,36 +51,48 @@ class ReadRequest(NamedTuple):
 
 
 BlockRange = tuple[int, int]
-"""First byte and end of whole blocks that are read at once."""
+"""Where a range of whole blocks begins and ends, in bytes. One thread reads it at once."""
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 
 
-def file_order(entries: Mapping[str, E]) -> dict[str, E]:
-    """Sort by item size, the largest first: each chunk then starts at a multiple of its item size without gaps, which
-    safetensors forbids."""
+def file_order(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return chunks or whole tensors, by key, in the order of their file: by item size, the largest first.
+
+    Each then starts at a multiple of its item size without a gap before it; safetensors forbids gaps.
+    """
     return dict(sorted(entries.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
 
 
-def build_header(entries: Mapping[str, E], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
-    """Return the first bytes of a file that has chunks or whole tensors, by key, in this order. With `block_bytes` the
-    file ends with the hashes of its blocks."""
+def build_header(entries: Mapping[str, Entry], metadata: dict[str, str], *, block_bytes: int = 0) -> bytes:
+    """Return the safetensors header of a file that holds chunks or whole tensors, by key, in this order.
+
+    With `block_bytes`, the header has an entry for the hashes of the file's blocks, which `write_shard` appends.
+    Spaces at its end align what follows.
+    """
     ends = [*accumulate((entry.num_bytes for entry in entries.values()), initial=0)]
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    content_bytes = ends[-1]
+    header: dict[str, Any] = {}
+    if metadata:
+        header["__metadata__"] = metadata
     for (key, entry), (begin, end) in zip(entries.items(), pairwise(ends), strict=True):
         header[key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
-    start, is_settled = 8, False
-    text = b""
-    while not is_settled:  # the table's length depends on the length of the header that states it
+
+    # The header states the length of the hashes. That depends on the number of blocks, and so on the header's own
+    # length: it is built again until the length does not change.
+    header_bytes = LENGTH_BYTES
+    while True:
         if block_bytes:
-            table = HASH_BYTES * -(-(start + ends[-1]) // block_bytes)
-            header[HASHES] = {"dtype": "U8", "shape": [table], "data_offsets": [ends[-1], ends[-1] + table]}
+            num_hash_bytes = HASH_BYTES * _ceil_div(header_bytes + content_bytes, block_bytes)
+            offsets = [content_bytes, content_bytes + num_hash_bytes]
+            header[HASHES] = {"dtype": "U8", "shape": [num_hash_bytes], "data_offsets": offsets}
         text = write_json(header)
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        is_settled = not block_bytes or start == 8 + len(text)
-        start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text
+        text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+        is_settled = header_bytes == LENGTH_BYTES + len(text)
+        header_bytes = LENGTH_BYTES + len(text)
+        if is_settled or not block_bytes:
+            return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def write_shard(
@@ -89,29 +105,35 @@ def write_shard(
     block_bytes: int = BLOCK_BYTES,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> FileRecord:
-    """Hash and write, in one pass, a header that `build_header` made for these blocks, `buffers` (uint8) and hashes.
-    Durable on return. Raises what any thread raises; the file is then incomplete.
+    """Write a header, the bytes of `buffers` and the hashes of all blocks to a file, and hash it in the same pass.
+
+    `header` is what `build_header` returned for these blocks. `on_phase` is called with the name of each step that a
+    crash could fall into. Returns the file's record when the file is durable. Raises what any thread raises, OSError
+    for one; the file is then incomplete.
     """
     views = [memoryview(buffer).cast("B") for buffer in (header, *buffers) if len(buffer)]
     starts = [0, *accumulate(len(view) for view in views)]
     size = starts[-1]
-    hashes = [b""] * -(-size // block_bytes)
-    sink = folder.sink(name, size + HASH_BYTES * len(hashes))
+    num_blocks = _ceil_div(size, block_bytes)
     transfer_bytes = _transfer_bytes(block_bytes)
+    sink = folder.sink(name, size + HASH_BYTES * num_blocks)
 
-    def write(begin: int) -> None:
+    def write_and_hash(begin: int) -> bytes:
+        """Write the transfer that begins at this byte. Returns the hashes of its blocks."""
         end = min(begin + transfer_bytes, size)
-        for block in range(begin // block_bytes, -(-end // block_bytes)):
-            stop = min((block + 1) * block_bytes, end)
-            hashes[block] = hash_buffers(_cut_buffers(views, starts, block * block_bytes, stop))
+        hashes = []
+        for block_begin in range(begin, end, block_bytes):
+            block_end = min(block_begin + block_bytes, end)
+            hashes.append(hash_buffers(_cut_buffers(views, starts, block_begin, block_end)))
         sink.write_at(begin, _cut_buffers(views, starts, begin, end))
         if begin <= size // 2 < end:
             on_phase("half a shard")
+        return b"".join(hashes)
 
     try:
-        _for_each(write, range(0, size, transfer_bytes), num_threads if sink.any_order else 1)
-        table = b"".join(hashes)
-        sink.write_at(size, [table])
+        transfers = range(0, size, transfer_bytes)
+        hashes = b"".join(_map_in_threads(write_and_hash, transfers, num_threads if sink.any_order else 1))
+        sink.write_at(size, [hashes])
     except BaseException:
         sink.abandon()
         raise
@@ -119,118 +141,182 @@ def write_shard(
     on_phase("shard synced")
     return FileRecord(
         name=name,
-        num_bytes=size + len(table),
+        num_bytes=size + len(hashes),
         block_bytes=block_bytes,
         header_bytes=len(header),
-        digest=hash_buffers([header, table]).hex(),
+        digest=hash_buffers([header, hashes]).hex(),
     )
 
 
 def hash_blocks(content: bytes, block_bytes: int) -> bytes:
-    return b"".join(hash_buffers([content[i : i + block_bytes]]) for i in range(0, len(content), block_bytes))
+    """Return the hashes of all blocks of `content`, one after the other: 16 bytes each."""
+    blocks = [content[begin : begin + block_bytes] for begin in range(0, len(content), block_bytes)]
+    return b"".join(hash_buffers([block]) for block in blocks)
 
 
 def hash_buffers(buffers: Sequence[Buffer]) -> bytes:
-    state = xxhash.xxh3_128()
+    """Return the XXH3-128 of the bytes of all buffers together: 16 bytes."""
+    hasher = xxhash.xxh3_128()
     for buffer in buffers:
-        state.update(buffer)
-    return state.digest()
+        hasher.update(buffer)
+    return hasher.digest()
 
 
 # ------------------------------------------------------------------------------------------------------- reading
 
 
 class Shard:
-    """A file open for reading, whose header and hashes have been verified."""
+    """A shard file that is open for reading, and whose header and hashes have been verified."""
 
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
-        self.folder, self.file, self.source = folder, file, source
-        self.hashes, self.contents = self._read(self._read_header)
-        """Hashes of all blocks, and the first byte of each chunk."""
+        self.folder = folder
+        self.file = file
+        self.source = source
+        self.hashes, self.chunk_begins = self._read(self._read_header)
+        """The hashes of all blocks, and for each chunk its first byte in the file."""
 
     def _read_header(self, source: Source) -> tuple[bytes, dict[Chunk, int]]:
-        file = self.file
-        header = read_bytes(source, 0, file.header_bytes)
-        hashes = read_bytes(source, file.hashed_bytes, file.num_bytes - file.hashed_bytes)
-        if hash_buffers([header, hashes]).hex() != file.digest:
-            raise self.damage("its header or its hashes are not what was written")
-        return hashes, parse_header(header, self)
+        """Return the file's hashes, and the first byte of each chunk. Raises DamagedCheckpointError if the manifest has
+        another digest."""
+        header = read_bytes(source, 0, self.file.header_bytes)
+        hashes = read_bytes(source, self.file.hashed_bytes, self.file.num_bytes - self.file.hashed_bytes)
+        if hash_buffers([header, hashes]).hex() != self.file.digest:
+            raise self.damage_error("its header or its hashes are not what was written")
+        return hashes, self.parse_header(header)
 
-    def damage(self, text: str) -> DamagedCheckpointError:
+    def parse_header(self, raw: bytes) -> dict[Chunk, int]:
+        """Return the first byte of each chunk, as the safetensors header says. The entry of the hashes is left out.
+
+        Raises DamagedCheckpointError unless chunks follow each other without gaps, each as long as its shape says.
+        """
+        begins: dict[Chunk, int] = {}
+        try:
+            if int.from_bytes(raw[:LENGTH_BYTES], "little") != len(raw) - LENGTH_BYTES:
+                raise ValueError
+            header = json.loads(raw[LENGTH_BYTES:])
+            header.pop("__metadata__", None)
+            header.pop(HASHES, None)
+
+            position = len(raw)
+            by_offset = sorted(header.items(), key=lambda item: [*map(int, item[1]["data_offsets"])])
+            for key, entry in by_offset:
+                tensor, _, offset = key.rpartition("@")
+                offset = tuple(map(int, offset.split(","))) if offset else ()
+                chunk = Chunk(tensor, entry["dtype"], offset, tuple(entry["shape"]))
+                bounds = [len(raw) + one for one in entry["data_offsets"]]
+                if bounds != [position, position + chunk.num_bytes] or chunk.key != key:
+                    raise ValueError
+                begins[chunk] = position
+                position += chunk.num_bytes
+            if position > self.file.hashed_bytes:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise self.damage_error("its header is not that of a safetensors file") from None
+        return begins
+
+    def damage_error(self, text: str) -> DamagedCheckpointError:
+        """Return the error that this file is damaged; `text` says how."""
         return DamagedCheckpointError(f"{self.folder.url}/{self.file.name}: {text}", self.file.name)
 
     def _read(self, read: Callable[[Source], T]) -> T:
+        """Return what `read` returns for the open file; see `read_file`."""
         return read_file(self.folder, self.file, read, self.source)
 
-    def find(self, chunk: Chunk) -> int:
+    def begin_of(self, chunk: Chunk) -> int:
         """Return a chunk's first byte. Raises DamagedCheckpointError if it is absent or has another dtype or shape."""
-        if chunk not in self.contents:
-            other = next((one for one in self.contents if one.key == chunk.key), None)
-            found = "missing" if other is None else f"{other.dtype} {list(other.shape)}"
+        if chunk not in self.chunk_begins:
+            found = "missing"
+            for other in self.chunk_begins:
+                if other.key == chunk.key:
+                    found = f"{other.dtype} {list(other.shape)}"
             expected = f"{chunk.dtype} {list(chunk.shape)}"
-            raise self.damage(f"{chunk.key} is {found} in its header and {expected} in the manifest")
-        return self.contents[chunk]
+            raise self.damage_error(f"{chunk.key} is {found} in its header and {expected} in the manifest")
+        return self.chunk_begins[chunk]
 
     def read(self, requests: Sequence[ReadRequest], *, num_threads: int = NUM_THREADS) -> None:
-        """Fill each target; verify every block touched, once, in the same pass. Raises UnsoundCheckpointError naming
-        the file and a tensor; the targets are then undefined."""
-        requests = sorted((one for one in requests if one.end > one.begin), key=lambda one: one.begin)
-        if any(a.end > b.begin for a, b in pairwise(requests)):
-            raise self.damage("chunks share bytes")
-        begins, ends = [request.begin for request in requests], [request.end for request in requests]
+        """Fill the target of each request, and verify every block that is touched, once, in the same pass.
+
+        Raises UnsoundCheckpointError that names the file and a tensor; the targets then have undefined content.
+        """
+        requests = sorted((request for request in requests if request.end > request.begin), key=lambda one: one.begin)
+        if any(first.end > second.begin for first, second in pairwise(requests)):
+            raise self.damage_error("chunks share bytes")
+        begins = [request.begin for request in requests]
+        ends = [request.end for request in requests]
 
         def read(blocks: BlockRange) -> None:
-            self._read_range(blocks, requests[bisect_right(ends, blocks[0]) : bisect_left(begins, blocks[1])])
+            first_byte, end = blocks
+            overlapping = requests[bisect_right(ends, first_byte) : bisect_left(begins, end)]
+            self._read_blocks(blocks, overlapping)
 
-        _for_each(read, _block_ranges(self.file, requests), num_threads)
+        _map_in_threads(read, _block_ranges(self.file, requests), num_threads)
 
     def verify(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Hash all blocks. Raises UnsoundCheckpointError naming the file and a tensor in the damaged block."""
+        """Hash all blocks. `on_read` is called with the number of bytes of each range of blocks that has been verified.
+
+        Raises UnsoundCheckpointError that names the file and a tensor in the damaged block.
+        """
 
         def read(blocks: BlockRange) -> None:
-            self._read_range(blocks, ())
+            self._read_blocks(blocks, ())
             on_read(blocks[1] - blocks[0])
 
-        _for_each(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
+        _map_in_threads(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
-    def _read_range(self, blocks: BlockRange, requests: Sequence[ReadRequest]) -> None:
-        """Read requested bytes into the targets, and others, which must be hashed too, into scratch memory."""
+    def _read_blocks(self, blocks: BlockRange, requests: Sequence[ReadRequest]) -> None:
+        """Read and verify a range of blocks. Bytes that `requests` ask for go to their targets, and all others, which
+        have to be hashed too, to scratch memory.
+
+        Raises UnsoundCheckpointError that names the file and a tensor in the damaged block.
+        """
+        first_byte, range_end = blocks
         buffers: list[Buffer] = []
-        first, last = blocks
-        position = first
+        position = first_byte
         for request in requests:
-            start, stop = max(request.begin, position), min(request.end, last)
-            if start > position:
-                buffers.append(np.empty(start - position, np.uint8))
-            buffers.append(request.target[start - request.begin : stop - request.begin])
-            position = stop
-        if position < last:
-            buffers.append(np.empty(last - position, np.uint8))
-
-        starts = [*accumulate((len(buffer) for buffer in buffers), initial=first)]
+            begin = max(request.begin, position)
+            end = min(request.end, range_end)
+            if begin > position:
+                buffers.append(np.empty(begin - position, np.uint8))
+            buffers.append(request.target[begin - request.begin : end - request.begin])
+            position = end
+        if position < range_end:
+            buffers.append(np.empty(range_end - position, np.uint8))
+        starts = [*accumulate((len(buffer) for buffer in buffers), initial=first_byte)]
 
         def read(source: Source) -> None:
-            source.read_into(first, buffers)
-            for begin in range(first, last, self.file.block_bytes):
-                end, at = min(begin + self.file.block_bytes, last), begin // self.file.block_bytes * HASH_BYTES
-                if hash_buffers(_cut_buffers(buffers, starts, begin, end)) != self.hashes[at : at + HASH_BYTES]:
-                    inside = self._tensors_in(begin, end, requests)
-                    raise self.damage(f"bytes {begin:,} to {end:,} are not what was written{inside}")
+            source.read_into(first_byte, buffers)
+            for begin in range(first_byte, range_end, self.file.block_bytes):
+                end = min(begin + self.file.block_bytes, range_end)
+                hash_begin = begin // self.file.block_bytes * HASH_BYTES
+                expected = self.hashes[hash_begin : hash_begin + HASH_BYTES]
+                if hash_buffers(_cut_buffers(buffers, starts, begin, end)) != expected:
+                    tensors = self._name_tensors(begin, end, requests)
+                    raise self.damage_error(f"bytes {begin:,} to {end:,} are not what was written{tensors}")
 
         self._read(read)
 
-    def _tensors_in(self, begin: int, end: int, requests: Sequence[ReadRequest]) -> str:
-        """Name the tensors with bytes in a range, for a message: those requested, if any are."""
-        named = [(one.tensor, one.begin, one.end) for one in requests]
-        named = named or [(one.tensor, at, at + one.num_bytes) for one, at in self.contents.items()]
-        hit = sorted({tensor for tensor, its_begin, its_end in named if its_begin < end and its_end > begin})
-        more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
-        return f" (in {hit[0]}{more})" if hit else ""
+    def _name_tensors(self, begin: int, end: int, requests: Sequence[ReadRequest]) -> str:
+        """Return ` (in <tensor> and <n> more)` for the tensors with bytes in a range, for a message.
+
+        Only tensors that `requests` ask for are named, if there are requests. Empty if no tensor has bytes there.
+        """
+        if requests:
+            ranges = [(request.tensor, request.begin, request.end) for request in requests]
+        else:
+            ranges = [(chunk.tensor, first, first + chunk.num_bytes) for chunk, first in self.chunk_begins.items()]
+        named = sorted({tensor for tensor, first, last in ranges if first < end and last > begin})
+        if not named:
+            return ""
+        others = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        return f" (in {named[0]}{others})"
 
 
 @contextmanager
 def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
-    """Open a shard. Raises UnsoundCheckpointError if it is absent, or has another size, header or hashes."""
+    """Open a shard file for the length of a `with` block.
+
+    Raises UnsoundCheckpointError if it is absent or unreadable, or if its size, header or hashes are not as recorded.
+    """
     source = retry_on_damage(lambda bypass_cache: _open_once(folder, file, bypass_cache))
     try:
         yield Shard(folder, file, source)
@@ -241,11 +327,17 @@ def open_shard(folder: Folder, file: FileRecord) -> Iterator[Shard]:
 def read_file(
     folder: Folder, file: FileRecord | LogPart, read: Callable[[Source], T], opened: Source | None = None
 ) -> T:
-    """Return what `read` finds in a file, which may be `opened` already. Damage counts only if a second read, past the
-    cache, finds it again. Raises UnsoundCheckpointError."""
+    """Return what `read` returns for a file, which may be `opened` already.
 
-    def once(bypass_cache: bool) -> T:
-        source = _open_once(folder, file, bypass_cache) if bypass_cache or opened is None else opened
+    `read` may raise DamagedCheckpointError. It is then called again with the file opened anew, past this machine's page
+    cache, and the error counts only if that raises it again. Raises UnsoundCheckpointError if the file is damaged or
+    cannot be read.
+    """
+
+    def read_once(bypass_cache: bool) -> T:
+        source = opened
+        if bypass_cache or source is None:
+            source = _open_once(folder, file, bypass_cache)
         try:
             return read(source)
         except EOFError as error:
@@ -256,79 +348,24 @@ def read_file(
             if source is not opened:
                 source.close()
 
-    return retry_on_damage(once)
+    return retry_on_damage(read_once)
 
 
 def verify_file(folder: Folder, file: FileRecord, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Hash all blocks of a shard file, as `Shard.verify`. Raises UnsoundCheckpointError."""
     with open_shard(folder, file) as opened:
         opened.verify(on_read)
 
 
-# ------------------------------------------------------------------------------------------------------- headers
-
-
-def parse_header(raw: bytes, shard: Shard) -> dict[Chunk, int]:
-    """Return the first byte of each chunk, as a safetensors header says; the hashes are left out. Raises
-    DamagedCheckpointError unless chunks follow each other without gaps, each as long as its shape says."""
-    begins: dict[Chunk, int] = {}
-    try:
-        if int.from_bytes(raw[:8], "little") != len(raw) - 8:
-            raise ValueError
-        header = json.loads(raw[8:])
-        header.pop("__metadata__", None)
-        header.pop(HASHES, None)
-        end = len(raw)
-        for key, entry in sorted(header.items(), key=lambda item: [*map(int, item[1]["data_offsets"])]):
-            tensor, _, offset = key.rpartition("@")
-            box = tuple(map(int, offset.split(","))) if offset else (), tuple(entry["shape"])
-            chunk = Chunk(tensor, entry["dtype"], *box)
-            if [end, end + chunk.num_bytes] != [len(raw) + at for at in entry["data_offsets"]] or chunk.key != key:
-                raise ValueError
-            begins[chunk], end = end, end + chunk.num_bytes
-        if end > shard.file.hashed_bytes:
-            raise ValueError
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise shard.damage("its header is not that of a safetensors file") from None
-    return begins
-
-
-# ----------------------------------------------------------------------------------------------------------- details
-
-
-def _cut_buffers(views: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -> list[Buffer]:
-    """Return bytes `begin` to `end` of the concatenated `views`, whose first bytes are at `starts`."""
-    result = []
-    index = bisect_right(starts, begin) - 1
-    while begin < end:
-        stop = min(end, starts[index + 1])
-        result.append(views[index][begin - starts[index] : stop - starts[index]])
-        begin, index = stop, index + 1
-    return result
-
-
-def _block_ranges(file: FileRecord, requests: Sequence[ReadRequest]) -> list[BlockRange]:
-    """Return the blocks that sorted `requests` reach into, in ranges that are read at once."""
-    spans: list[tuple[int, int]] = []
-    for request in requests:
-        begin = request.begin // file.block_bytes * file.block_bytes
-        end = min(-(-request.end // file.block_bytes) * file.block_bytes, file.hashed_bytes)
-        if spans and begin <= spans[-1][1]:
-            before = spans.pop()
-            begin, end = before[0], max(end, before[1])
-        spans.append((begin, end))
-    return [blocks for begin, end in spans for blocks in _split_range(begin, end, file.block_bytes)]
-
-
-def _split_range(begin: int, end: int, block_bytes: int) -> list[BlockRange]:
-    step = _transfer_bytes(block_bytes)
-    return [(at, min(at + step, end)) for at in range(begin, end, step)]
-
-
-def _transfer_bytes(block_bytes: int) -> int:
-    return max(block_bytes, TRANSFER_BYTES // block_bytes * block_bytes)
+def read_bytes(source: Source, offset: int, size: int) -> bytes:
+    """Return `size` bytes of a file from `offset` on. Raises EOFError if the file ends before."""
+    buffer = bytearray(size)
+    source.read_into(offset, [memoryview(buffer)])
+    return bytes(buffer)
 
 
 def _open_once(folder: Folder, file: FileRecord | LogPart, bypass_cache: bool) -> Source:
+    """Open a file. Raises UnsoundCheckpointError if it is absent or unreadable, or has another size than recorded."""
     try:
         source = folder.source(file.name, bypass_cache=bypass_cache)
     except OSError as error:
@@ -340,13 +377,63 @@ def _open_once(folder: Folder, file: FileRecord | LogPart, bypass_cache: bool) -
     return source
 
 
-def read_bytes(source: Source, offset: int, size: int) -> bytes:
-    buffer = bytearray(size)
-    source.read_into(offset, [memoryview(buffer)])
-    return bytes(buffer)
+# ---------------------------------------------------------------------------------------------------- byte ranges
 
 
-def _for_each(work: Callable[[Any], None], items: Sequence[Any], num_threads: int) -> None:
-    """Call `work` for each item in several threads. Raises the first failure, once all threads have stopped."""
+def _cut_buffers(buffers: Sequence[Buffer], starts: Sequence[int], begin: int, end: int) -> list[Buffer]:
+    """Return bytes `begin` to `end` of the concatenated buffers, as views, without a copy.
+
+    `starts` has where each buffer begins in the concatenation, and the end of the last one.
+    """
+    views = []
+    index = bisect_right(starts, begin) - 1
+    while begin < end:
+        stop = min(end, starts[index + 1])
+        views.append(buffers[index][begin - starts[index] : stop - starts[index]])
+        begin = stop
+        index += 1
+    return views
+
+
+def _block_ranges(file: FileRecord, requests: Sequence[ReadRequest]) -> list[BlockRange]:
+    """Return the blocks that `requests`, sorted by their begins, touch. Adjacent blocks are joined into ranges that are
+    read at once."""
+    spans: list[tuple[int, int]] = []
+    for request in requests:
+        begin = request.begin // file.block_bytes * file.block_bytes
+        end = min(_ceil_div(request.end, file.block_bytes) * file.block_bytes, file.hashed_bytes)
+        if spans and begin <= spans[-1][1]:
+            previous_begin, previous_end = spans.pop()
+            begin = previous_begin
+            end = max(end, previous_end)
+        spans.append((begin, end))
+
+    ranges = []
+    for begin, end in spans:
+        ranges += _split_range(begin, end, file.block_bytes)
+    return ranges
+
+
+def _split_range(begin: int, end: int, block_bytes: int) -> list[BlockRange]:
+    """Split a byte range that begins with a block into the ranges that one thread reads at once."""
+    step = _transfer_bytes(block_bytes)
+    return [(first, min(first + step, end)) for first in range(begin, end, step)]
+
+
+def _transfer_bytes(block_bytes: int) -> int:
+    """Return how many bytes one thread moves at a time: whole blocks, close to TRANSFER_BYTES, and at least one."""
+    return max(block_bytes, TRANSFER_BYTES // block_bytes * block_bytes)
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+Item = TypeVar("Item")
+
+
+def _map_in_threads(work: Callable[[Item], T], items: Sequence[Item], num_threads: int) -> list[T]:
+    """Return what `work` returns for each item, called in several threads. Raises the first failure, once all threads
+    have stopped."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="checkpoint") as pool:
-        list(pool.map(work, items))
+        return list(pool.map(work, items))

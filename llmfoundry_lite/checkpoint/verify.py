@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
+from llmfoundry_lite.checkpoint.grid import Box
 from llmfoundry_lite.checkpoint.open_folder import check_files, unreadable
 from llmfoundry_lite.checkpoint.shards import open_shard, verify_file
 from llmfoundry_lite.errors import DamagedCheckpointError
@@ -23,10 +24,10 @@ def check_structure(checkpoint: Checkpoint) -> None:
     num_found = dict.fromkeys(tensors, 0)
     for index, file in enumerate(checkpoint.manifest.files):
         with open_shard(checkpoint.folder, file) as shard:
-            for chunk in shard.contents:
-                record, box = tensors.get(chunk.tensor), (chunk.offset, chunk.shape)
+            for chunk in shard.chunk_begins:
+                record, box = tensors.get(chunk.tensor), Box(chunk.offset, chunk.shape)
                 if record is None or record.dtype != chunk.dtype or not record.grid.has(record.shape, index, box):
-                    raise shard.damage(f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone")
+                    raise shard.damage_error(f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone")
                 num_found[chunk.tensor] += 1
     for name, count in num_found.items():
         if count != (expected := tensors[name].num_chunks):

@@ -158,7 +158,7 @@ class Owners:
         self.rank, self.size = rank_and_size(group)
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         places = all_gather_json([box_of(parameter) for parameter in parameters], group)
-        self.boxes: list[list[Box]] = [[(tuple(begin), tuple(count)) for begin, count in boxes] for boxes in places]
+        self.boxes: list[list[Box]] = [[Box(tuple(begin), tuple(count)) for begin, count in boxes] for boxes in places]
         order = sorted(range(len(parameters)), key=lambda index: (-math.prod(self.shapes[index]), index))
         self.rounds = [order[i : i + self.size] for i in range(0, len(order), self.size)]
 

@@ -48,7 +48,7 @@ def read_values(checkpoint):
     manifest, halves = checkpoint.manifest, []
     for file, chunk in manifest.overlapping("model/w", (0,), manifest.tensors["model/w"].shape):
         with open_shard(checkpoint.folder, manifest.files[file]) as shard:
-            begin, target = shard.find(chunk), np.empty(chunk.num_bytes, np.uint8)
+            begin, target = shard.begin_of(chunk), np.empty(chunk.num_bytes, np.uint8)
             shard.read([ReadRequest(begin, begin + chunk.num_bytes, target, "model/w")])
         halves.append(target.view(np.int64))
     return np.concatenate(halves)

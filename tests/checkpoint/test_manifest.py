@@ -58,7 +58,7 @@ def unchecked(**changes):
     """Return JSON with false contents and a right checksum."""
     content = json.loads(encode(sound()))["manifest"] | changes
     inside = json.dumps(content).encode()
-    return manifests._envelope(inside) + inside + b"}\n"
+    return manifests._envelope_start(inside) + inside + b"}\n"
 
 
 def test_a_manifest_comes_back_as_it_was():
@@ -195,7 +195,7 @@ def test_a_missing_item_is_named(name):
     del content[name]
     inside = json.dumps(content).encode()
     with pytest.raises(DamagedCheckpointError, match=f"m: no '{name}'"):
-        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
 
 
 def test_a_newer_format_is_not_damage():
@@ -208,14 +208,14 @@ def test_a_newer_format_is_not_damage():
 def test_a_list_of_a_billion_is_refused_before_it_is_built():
     inside = b'{"format":[' + b"0," * 40_000_000 + b"0]}"
     with pytest.raises(DamagedCheckpointError, match="more than the 67,108,864"):
-        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
 
 
 @pytest.mark.fault
 def test_deep_nesting_is_refused():
     inside = b'{"format":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"
     with pytest.raises(DamagedCheckpointError, match="nested too deeply"):
-        decode(manifests._envelope(inside) + inside + b"}\n", "m")
+        decode(manifests._envelope_start(inside) + inside + b"}\n", "m")
 
 
 @pytest.mark.fault

@@ -18,11 +18,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llmfoundry_lite.checkpoint import planning
-from llmfoundry_lite.checkpoint.grid import Grid
+from llmfoundry_lite.checkpoint.grid import Box, Grid
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import FileRecord, Manifest, Timestamp, decode, encode
-from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe, make_plan
-from llmfoundry_lite.checkpoint.restore import hull, read_tensors
+from llmfoundry_lite.checkpoint.planning import box_of, boxes_of, check_local_tensors, describe_sharding, make_plan
+from llmfoundry_lite.checkpoint.restore import enclosing_range, read_tensors
 from llmfoundry_lite.checkpoint.save import as_bytes, file_name
 from llmfoundry_lite.checkpoint.shards import build_header, write_shard
 from llmfoundry_lite.checkpoint.state import DTYPES, local_tensor
@@ -77,7 +77,7 @@ def plan_simulated(whole, layouts, mesh_shape, absent=()):
         with rank_of(rank, world_size):
             tensors = distribute(whole, layouts, mesh_shape)
             check_local_tensors(tensors)
-            table = describe({name: t for name, t in tensors.items() if (rank, name) not in absent})
+            table = describe_sharding({name: t for name, t in tensors.items() if (rank, name) not in absent})
             same = next((ranks for known, ranks in tables if known == table), None)
             if same is None:
                 tables.append((table, [rank]))
@@ -213,7 +213,7 @@ def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
             )
             check_local_tensors({"model/w": tensor})
             assert box_of(tensor) == ((begin, 0), (4, 2))
-            plan = make_plan([(describe({"model/w": tensor}), list(range(6)))], rank, 6)
+            plan = make_plan([(describe_sharding({"model/w": tensor}), list(range(6)))], rank, 6)
             assert [(box.offset, box.shape) for box in plan.chunks_to_write.values()] == [((begin, 0), (4, 2))]
             assert plan.tensors["model/w"].grid == Grid((4,), (0, 2, 4, 1, 3, 5))
 
@@ -259,11 +259,11 @@ def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(sha
             strided = [_StridedShard(0, split_factor=tensor), Shard(0)]
             held = in_order.chunk(tensor)[rank % tensor].chunk(shard)[rank // tensor].contiguous()
             weight = DTensor.from_local(held, mesh, strided, run_check=False, shape=(32, 3), stride=(3, 1))
-            table = describe({"model/w": weight}, {"model/w": runs})
+            table = describe_sharding({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
             own = boxes_of(weight, runs)
-        assert {(box.offset, box.shape) for box in plan.chunks_to_write.values()} == {box for box, _ in own}
-        for ((first, *_), (count, *_)), at in own:
+        assert {(box.offset, box.shape) for box in plan.chunks_to_write.values()} == {box[:2] for box in own}
+        for (first, *_), (count, *_), at in own:
             assert torch.equal(held[at : at + count], whole[first : first + count])
             cells |= set(range(first, first + count))
     assert cells == set(range(32))
@@ -277,7 +277,7 @@ def test_a_few_layouts_describe_many_tensors_on_many_ranks():
             n: DTensor.from_local(t[:8], mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
             for n, t in whole.items()
         }
-        plan = make_plan([(describe(like), list(range(512)))], 0, 512)
+        plan = make_plan([(describe_sharding(like), list(range(512)))], 0, 512)
     files = tuple(
         FileRecord(name=file_name(i), num_bytes=1 << 20, block_bytes=4096, header_bytes=4096, digest="0" * 32)
         for i in range(512)
@@ -302,14 +302,14 @@ def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path, rank):
 
 
 @given(st.data())
-def test_the_hull_of_a_box_is_the_run_that_holds_it(data):
+def test_the_enclosing_range_of_a_box_is_the_shortest_one_that_holds_it(data):
     shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
     offset = [data.draw(st.integers(0, n - 1)) for n in shape]
     lengths = [data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)]
     numbers = torch.arange(math.prod(shape)).reshape(shape)
     for dim, (begin, length) in enumerate(zip(offset, lengths, strict=True)):
         numbers = numbers.narrow(dim, begin, length)
-    first, count = hull(shape, offset, lengths)
+    first, count = enclosing_range(shape, offset, lengths)
     assert (first, first + count - 1) == (int(numbers.min()), int(numbers.max()))
 
 
@@ -321,10 +321,10 @@ def test_chunks_of_uneven_cuts_are_those_that_reach_into_a_box():
     grid = Grid(((2, 5),), (7, 8, 9))
     files = {(at, end): [file for file, _ in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
     assert files == BOXES
-    chunks = [(7, ((0, 0), (2, 3))), (8, ((2, 0), (3, 3))), (9, ((5, 0), (1, 3)))]
+    chunks = [(7, Box((0, 0), (2, 3))), (8, Box((2, 0), (3, 3))), (9, Box((5, 0), (1, 3)))]
     assert all(grid.has((6, 3), file, box) for file, box in chunks)
-    others = [(8, chunks[0][1]), (8, ((4, 0), (1, 3))), (9, ((5, 0), (1, 2))), (9, ((6, 0), (1, 3))), (7, ((0,), (2,)))]
-    others += [(9, ((6, 0), (0, 3))), (7, ((-1, 0), (2, 3)))]
+    others = [(8, chunks[0][1]), (8, Box((4, 0), (1, 3))), (9, Box((5, 0), (1, 2))), (9, Box((6, 0), (1, 3)))]
+    others += [(7, Box((0,), (2,))), (9, Box((6, 0), (0, 3))), (7, Box((-1, 0), (2, 3)))]
     assert not any(grid.has((6, 3), file, box) for file, box in others)
-    assert not Grid((2,), (0,), (1,)).has((6,), 3, ((6,), (0,)))
-    assert not Grid((2,), (2,), (-1,)).has((6,), 3, ((-2,), (2,)))
+    assert not Grid((2,), (0,), (1,)).has((6,), 3, Box((6,), (0,)))
+    assert not Grid((2,), (2,), (-1,)).has((6,), 3, Box((-2,), (2,)))

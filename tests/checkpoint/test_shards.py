@@ -22,10 +22,10 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.shards import (
     HASHES,
     ReadRequest,
+    Shard,
     build_header,
     file_order,
     open_shard,
-    parse_header,
     verify_file,
     write_shard,
 )
@@ -133,8 +133,10 @@ def test_a_header_or_a_hash_that_has_changed_is_not_believed(tmp_path, position)
 def test_a_header_that_no_shard_has_is_damage(key, offsets, hashed_bytes):
     def parse(key, offsets, hashed_bytes):
         text = b'{"%s":{"dtype":"F32","shape":[1],"data_offsets":%s}}' % (key.encode(), offsets.encode())
-        shard: Any = SimpleNamespace(damage=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=hashed_bytes))
-        return parse_header(len(text).to_bytes(8, "little") + text, shard)
+        shard: Any = SimpleNamespace(
+            damage_error=DamagedCheckpointError, file=SimpleNamespace(hashed_bytes=hashed_bytes)
+        )
+        return Shard.parse_header(shard, len(text).to_bytes(8, "little") + text)
 
     assert [*parse("w@0", "[0, 4]", 1 << 20)] == [Chunk("w", "F32", (0,), (1,))]
     with pytest.raises(DamagedCheckpointError, match="not that of a safetensors file"):

@@ -64,14 +64,14 @@ def parts_of(name: str, tensor: torch.Tensor, heights: Sequence[int], runs: RowR
     `heights`: rows of each matrix. `runs`: the order in which ranks have the rows, if not the parameter's.
     """
     parts: dict[str, Part] = {}
-    for (offset, lengths), at in boxes_of(tensor, runs):
+    for offset, lengths, first_row in boxes_of(tensor, runs):
         for number, (first, count) in enumerate(divide_stack(heights, 1)):
             matrix = Box((first, *[0] * (tensor.ndim - 1)), (count, *tensor.shape[1:]))
             box = Box(offset, lengths).common(matrix)
             if box is not None:
                 key = f"{name}/{number}" if len(heights) > 1 else name
                 assert key not in parts, f"{key}: this rank holds several boxes"
-                parts[key] = Part(name, box, at + box.offset[0] - offset[0])
+                parts[key] = Part(name, box, first_row + box.offset[0] - offset[0])
     return parts
 
 
