@@ -344,8 +344,8 @@ class TrainConfig:
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
     save_interval: SaveInterval = parsed("1000ba", SaveInterval.parse, change="logged")
-    """A span, a time such as 5m, 90s or 1h, or auto. auto saves as often as costs 2 % of training time, by the measured
-    cost of saves, and more often in a run that has failed often. The end of a launch always saves."""
+    """A span, a time such as 5m, 90s or 1h, or auto. auto measures what saves cost, and saves as often as possible
+    without costing more than 2 % of training time. The end of a launch always saves."""
     max_unsaved: SaveInterval = parsed("30m", parse_limit, change="freely")
     """How far the run trains on while every save fails: a time or a span such as 200ba, from the first failed save on.
     Then the launch ends as failed, with the reason."""
