@@ -143,16 +143,18 @@ def advise_less_memory(config: TrainConfig, layout: Layout, device_type: str, mi
 
 
 def _settings_to_try(config: TrainConfig, layout: Layout, microbatch_size: int) -> dict[str, TrainConfig]:
-    """Return configurations that may need less memory, by the line of YAML that makes each of them."""
+    """Return changed configurations that may need less memory.
+
+    Each key is the line of YAML by which the user makes the change, such as "precision: amp_bf16".
+    """
     fsdp = config.sharding
-    settings = {
-        "fsdp_config.sharding_strategy: FULL_SHARD": replace(fsdp, sharding_strategy="FULL_SHARD"),
-        "fsdp_config.activation_checkpointing: true": replace(fsdp, activation_checkpointing=True),
-        "fsdp_config.reduce_every_microbatch: true": replace(fsdp, reduce_every_microbatch=True),
-        "fsdp_config.mixed_precision: PURE": replace(fsdp, mixed_precision="PURE"),
-    }
-    if layout.pipeline > 1 and config.pipeline.splits_backward:
-        del settings["fsdp_config.activation_checkpointing: true"]  # such a schedule refuses checkpointing
+    settings = {"fsdp_config.sharding_strategy: FULL_SHARD": replace(fsdp, sharding_strategy="FULL_SHARD")}
+    # A pipeline's schedule that splits the backward pass refuses checkpointing.
+    can_checkpoint = layout.pipeline == 1 or not config.pipeline.splits_backward
+    if can_checkpoint:
+        settings["fsdp_config.activation_checkpointing: true"] = replace(fsdp, activation_checkpointing=True)
+    settings["fsdp_config.reduce_every_microbatch: true"] = replace(fsdp, reduce_every_microbatch=True)
+    settings["fsdp_config.mixed_precision: PURE"] = replace(fsdp, mixed_precision="PURE")
     changed_configs = {setting: replace(config, fsdp_config=changed) for setting, changed in settings.items()}
 
     changed_configs["precision: amp_bf16"] = replace(config, precision="amp_bf16")

@@ -394,26 +394,37 @@ def count_flex_scratch(portion: Portion) -> int:
 
 
 def count_attention_bias(portion: Portion) -> int:
-    """Count bytes of the attention bias, which flex and flash do without.
+    """Count bytes of the bias that is added to attention's scores: ALiBi, and -inf where a mask hides a key.
 
-    One bias serves all blocks, but autocast copies it to the compute precision for each block.
+    Implementations that take masks and ALiBi without a bias (flex, flash) need none. One bias serves all blocks, but
+    autocast makes a copy in the compute precision for each block, unless checkpointing frees it.
     """
-    attn_config, degree = portion.model.attn_config, portion.layout.context
+    attn_config = portion.model.attn_config
     if portion.model.has_plain_attention or kernels_take_masks(portion.model):
         return 0
-    num_copies = 0
-    if portion.stream_bytes != portion.compute_bytes and not portion.fsdp.activation_checkpointing:
-        num_copies = portion.model.n_layers
 
+    # Only ALiBi differs between heads, and only documents differ between samples.
+    seq_len = portion.config.max_seq_len
+    context_degree = portion.layout.context
     num_heads = portion.model.n_heads // portion.layout.tensor if attn_config.alibi else 1
-    num_samples = portion.num_tokens * degree // portion.config.max_seq_len if attn_config.attn_uses_sequence_id else 1
-    num_scores = portion.config.max_seq_len * portion.config.max_seq_len
-    if degree > 1 and portion.config.context.kind == "gather":
-        # A rank has two of the 2 * degree pieces of a sample, and each attends to all tokens up to its end.
-        num_scores = (portion.config.max_seq_len // (2 * degree)) ** 2 * (2 * degree + 1)
-    elif attn_config.alibi:
-        num_heads //= degree
-    return num_heads * num_samples * num_scores * (portion.stream_bytes + num_copies * portion.compute_bytes)
+    num_samples = 1
+    if attn_config.attn_uses_sequence_id:
+        num_samples = portion.num_tokens * context_degree // seq_len
+
+    if context_degree > 1 and portion.config.context.kind == "gather":
+        # A sample is cut into 2 * context_degree pieces. A rank has two of them, one from each end, and each attends to
+        # all tokens up to its own end. Together that makes 2 * context_degree + 1 squares of a piece's length.
+        piece_len = seq_len // (2 * context_degree)
+        num_scores = piece_len**2 * (2 * context_degree + 1)
+    else:
+        num_scores = seq_len**2
+        if attn_config.alibi:
+            num_heads //= context_degree  # each context-parallel rank computes some of the heads over the whole sample
+
+    bytes_per_score = portion.stream_bytes
+    if portion.stream_bytes != portion.compute_bytes and not portion.fsdp.activation_checkpointing:
+        bytes_per_score += portion.model.n_layers * portion.compute_bytes
+    return num_heads * num_samples * num_scores * bytes_per_score
 
 
 # -------------------------------------------------------------------------------------------------- the loss

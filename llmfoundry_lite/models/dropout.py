@@ -46,9 +46,10 @@ def seeds_of_site(seeds_bt: Tensor | None, site: int) -> Tensor | None:
 
 
 def dropout(x_btd: Tensor, p: float, training: bool, seeds_bt: Tensor | None) -> Tensor:
-    """In training, set a fraction `p` of the numbers to zero and scale the others up, as `F.dropout` does.
+    """In training, set a fraction `p` of the elements to zero and scale the others up, as `F.dropout` does.
 
-    `seeds_bt` decide which numbers are dropped. Without them torch's generator decides.
+    `seeds_bt` (int32) has a seed for each token, which decides which channels of that token are dropped: equal seeds
+    drop the same ones. `p` is then rounded to a multiple of 1 / 65,536. With None, torch's generator decides.
     """
     if seeds_bt is None or not training or p == 0:
         return F.dropout(x_btd, p, training)
@@ -58,7 +59,9 @@ def dropout(x_btd: Tensor, p: float, training: bool, seeds_bt: Tensor | None) ->
     pairs_c = torch.arange((num_channels + 1) // 2, dtype=torch.int32, device=x_btd.device)
     hashes_btc = _mix(seeds_bt[..., None] ^ _mix(pairs_c))
 
-    # Each hash of 32 bits serves two channels. Its upper half is signed and begins at -LEVELS / 2, its lower half at 0.
+    # Each 32-bit hash serves two channels: its upper 16 bits channel c, its lower 16 bits one in the second half of
+    # the width. A channel is dropped if its 16 bits are among the lowest `num_dropped_levels` of 65,536 values. The
+    # upper half is a signed number, so its lowest value is -LEVELS / 2.
     is_kept_btd = torch.cat(
         [
             (hashes_btc >> 16) >= num_dropped_levels - LEVELS // 2,

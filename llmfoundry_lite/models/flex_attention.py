@@ -177,16 +177,31 @@ def _ends_of_blocks(num_tokens: int, device: torch.device) -> tuple[Tensor, Tens
 def _build_block_mask(
     is_computed_bts: Tensor, is_full_bts: Tensor, mask_mod: Callable, num_queries: int, num_keys: int
 ) -> BlockMask:
-    """Build FlexAttention's mask from the blocks that are computed, and from those of them that are full.
+    """Build FlexAttention's mask from the blocks of scores that are computed, and from those of them that are full.
 
-    FlexAttention takes each kind of block as counts for each row of blocks, and as indices that begin with the blocks
-    of this kind. Sorting descending puts them first, and a stable sort keeps them in order.
+    is_computed_bts: for sample b, whether some query of block t sees some key of block s.
+    is_full_bts: whether every query of block t sees every key of block s, so that `mask_mod` need not be asked.
     """
-    counts_and_indices = []
-    for is_of_kind_bts in (is_computed_bts & ~is_full_bts, is_full_bts):  # partial ones, then full ones
-        is_of_kind_b1ts = is_of_kind_bts[:, None].int()
-        counts_and_indices.append(is_of_kind_b1ts.sum(-1, dtype=torch.int32))
-        counts_and_indices.append(is_of_kind_b1ts.argsort(dim=-1, descending=True, stable=True).int())
+    partial_counts_b1t, partial_indices_b1ts = _count_and_sort_blocks(is_computed_bts & ~is_full_bts)
+    full_counts_b1t, full_indices_b1ts = _count_and_sort_blocks(is_full_bts)
     return BlockMask.from_kv_blocks(
-        *counts_and_indices, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(num_queries, num_keys)
+        partial_counts_b1t,
+        partial_indices_b1ts,
+        full_counts_b1t,
+        full_indices_b1ts,
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
     )
+
+
+def _count_and_sort_blocks(is_wanted_bts: Tensor) -> tuple[Tensor, Tensor]:
+    """Describe some blocks of scores as FlexAttention takes them. t counts blocks of queries, s blocks of keys.
+
+    Returns, for each block of queries, how many blocks of keys are wanted (int32, [b, 1, t]), and the indices of all
+    blocks of keys with the wanted ones first, in order (int32, [b, 1, t, s]). The dimension of 1 is that of heads.
+    """
+    is_wanted_b1ts = is_wanted_bts[:, None].int()
+    counts_b1t = is_wanted_b1ts.sum(-1, dtype=torch.int32)
+    indices_b1ts = is_wanted_b1ts.argsort(dim=-1, descending=True, stable=True).int()  # stable keeps them in order
+    return counts_b1t, indices_b1ts

@@ -13,13 +13,16 @@ TOKENS_PER_PARAMETER = 20
 def count_parameters(model: ModelConfig) -> int:
     """Count the parameters of a model, exactly as `sum(p.numel() for p in MPT(model).parameters())` does.
 
-    With biases and learned positions, V*d + s*d + L*(12*d^2 + 13*d) + 2*d: LLM Foundry's published counts.
+    For LLM Foundry's published models, which have biases and learned positions, this is V*d + s*d + L*(12*d^2 + 13*d) +
+    2*d, where V is the vocabulary, d the width, s the sequence length and L the number of blocks.
     """
     d, q_dim, kv_dim = model.d_model, model.q_dim, model.kv_dim
     has_bias = 0 if model.no_bias else 1
 
     # Queries, keys, values and the output projection.
-    attention = 2 * d * (q_dim + kv_dim) + has_bias * d + model.has_qkv_bias * (q_dim + 2 * kv_dim)
+    attention = 2 * d * (q_dim + kv_dim) + has_bias * d
+    if model.has_qkv_bias:
+        attention += q_dim + 2 * kv_dim
     qk_norm_vectors = _count_norm_vectors(model.attn_config.norm_type, has_bias)
     if model.attn_config.qk_ln:
         attention += qk_norm_vectors * (q_dim + kv_dim)
@@ -38,7 +41,7 @@ def count_parameters(model: ModelConfig) -> int:
 
 
 def _count_norm_vectors(norm_type: str, has_bias: int) -> int:
-    """Count the vectors of a norm: the weight, and a bias if LayerNorm has one."""
+    """Return how many vectors of parameters a norm has: a weight, and for a LayerNorm with biases (1) also a bias."""
     return 1 if norm_type.endswith("rmsnorm") else 1 + has_bias
 
 

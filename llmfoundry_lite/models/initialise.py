@@ -53,10 +53,13 @@ def initialise_weights(model: MPT, seed: int) -> None:
 def _fill_shard(
     parameter: Tensor, module: nn.Module, distribution: Distribution, seed: int, name: str, num_threads: int
 ) -> None:
-    """Fill this rank's part of a parameter, which is its slice of what one device would draw for all of it.
+    """Fill this rank's part of a parameter in place, with the values that one device would draw for that part.
 
-    `module.row_order`, which tensor parallelism sets on a fused matrix of queries, keys and values, lists the ranges of
-    rows in the order that ranks hold them in. Without it rows are in their own order.
+    Each value depends on the seed, the parameter's name and the value's index in the whole parameter, so a rank can
+    draw its rows alone.
+
+    `module.row_order`, which tensor parallelism sets on a fused matrix of queries, keys and values, lists ranges of
+    rows in the order in which ranks hold them. Without it, ranks hold the rows in their own order.
     """
     lengths, offsets = _local_shape_and_offset(parameter)
     if 0 in lengths:
@@ -66,9 +69,10 @@ def _fill_shard(
     for first_row, num_rows, local_row in runs_between(row_order, offsets[0], offsets[0] + lengths[0]):
         target = _local_tensor(parameter).narrow(0, local_row, num_rows)
         has_whole_rows = target.shape[1:] == parameter.shape[1:]
-        is_drawable = target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()
-        draws_in_place = has_whole_rows and is_drawable
+        numpy_can_fill = target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()
+        draws_in_place = has_whole_rows and numpy_can_fill
 
+        # Otherwise whole rows are drawn in fp32 on the CPU, and this rank's columns of them are copied.
         rows = target if draws_in_place else torch.empty(num_rows, *parameter.shape[1:])
         draw_range(distribution, seed, name, first_row * row_size, rows.detach().view(-1).numpy(), num_threads)
         if not draws_in_place:
@@ -80,7 +84,7 @@ def _fill_shard(
 def draw_range(
     distribution: Distribution, seed: int, name: str, start: int, out: np.ndarray, num_threads: int = 1
 ) -> None:
-    """Fill `out` (fp32, contiguous) with the numbers from index `start` on of the endless sequence of (seed, name)."""
+    """Fill `out` (fp32, contiguous) with values `start`, `start` + 1, ... of the endless sequence of (seed, name)."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype="<u8")
     first_block = start // BLOCK_SIZE

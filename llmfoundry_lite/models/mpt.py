@@ -258,8 +258,14 @@ class Attention(nn.Module):
     def forward(
         self, x_btd: Tensor, mask: Mask, rotation: Rotation | None, append_to_cache: AppendToCache | None
     ) -> Tensor:
-        """Return attention's output for normalised inputs, [b, t, d]. The arguments are those of `Block.forward`."""
+        """Return attention's output [b, t, d] for normalised inputs [b, t, d] (batch, tokens, model width).
+
+        `mask` says what each token attends to, and computes attention by the implementation that the run has chosen.
+        `rotation` has RoPE's angles, or is None without RoPE. While decoding, `append_to_cache` adds the new keys and
+        values to this layer's cache, and returns those of all tokens so far.
+        """
         q, k, v = self.project(x_btd)
+        # LLM Foundry calls the norms q_ln and k_ln whether they normalise all heads together (qk_ln) or each (qk_gn).
         if self.attn_config.qk_ln:
             q = self.q_ln(q)
             k = self.k_ln(k)

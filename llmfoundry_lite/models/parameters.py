@@ -26,15 +26,18 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
         if name.startswith(FIRST_BLOCK)
     }
 
+    shapes_of_all_blocks: dict[str, torch.Size] = {}
+    for layer in range(config.n_layers):
+        for name_in_block, shape in block_shapes.items():
+            shapes_of_all_blocks[f"{BLOCKS}{layer}.{name_in_block}"] = shape
+
+    # All blocks take the place of the one block: after the embeddings, before the last norm.
     shapes: dict[str, torch.Size] = {}
     for name, tensor in state_of_one_block.items():
-        if not name.startswith(FIRST_BLOCK):
+        if name.startswith(FIRST_BLOCK):
+            shapes.update(shapes_of_all_blocks)
+        else:
             shapes[name] = tensor.shape
-        elif name not in shapes:
-            # This is the first parameter of the block: all blocks follow here. The block's others are then known.
-            for layer in range(config.n_layers):
-                for name_in_block, shape in block_shapes.items():
-                    shapes[f"{BLOCKS}{layer}.{name_in_block}"] = shape
     return shapes
 
 

@@ -37,7 +37,9 @@ class Rotation:
 
 
 def build_rotation(config: AttentionConfig, head_dim: int, max_seq_len: int, positions_bt: Tensor) -> Rotation:
-    """Compute RoPE's angles: position * theta^(-2j/k) (Su et al. 2021, "RoFormer").
+    """Compute RoPE's angles, position * theta^(-2j/k) for pair j of k dimensions (Su et al. 2021, "RoFormer").
+
+    Returns their cosines and sines, fp32 [b, t, 1, k/2], for `positions_bt` [batch, tokens].
 
     `rope_hf_config` scales them for rows longer than those of training:
 
@@ -56,7 +58,7 @@ def build_rotation(config: AttentionConfig, head_dim: int, max_seq_len: int, pos
     elif scaling.type == "ntk":
         theta = theta * scaling.factor**ntk_exponent
     elif scaling.type == "dynamic":
-        length = max(float(positions_bt.max()) + 1, float(max_seq_len))
+        length = max(float(positions_bt.max()) + 1, float(max_seq_len))  # waits for the device to reach this point
         theta = theta * (scaling.factor * length / max_seq_len - (scaling.factor - 1)) ** ntk_exponent
 
     exponents_j = torch.arange(0, head_dim, 2, device=positions_bt.device).float() / head_dim

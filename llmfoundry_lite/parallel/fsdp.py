@@ -51,7 +51,7 @@ def build_parallel_model(
     Raises ConfigError for a compiler that torch does not know.
     """
     backend = (compile_config or {}).get("backend", "inductor")
-    # Listing the backends takes a second, so that the default, which always exists, is not looked up.
+    # The default always exists. It is not looked up, because listing the backends takes a second.
     if backend != "inductor" and backend not in torch.compiler.list_backends(exclude_tags=()):
         common = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
