@@ -186,6 +186,11 @@ def needs_credentials(error: BaseException | None) -> bool:
     return any(_code_of(one) in REFUSED_CODES or _status_of(one) in (401, 403) for one in _causes(error))
 
 
+def lacks_permission(error: BaseException | None) -> bool:
+    """Return whether this machine's system has refused a file to the user. A server's refusal is about credentials."""
+    return any(isinstance(one, PermissionError) for one in _causes(error)) and not needs_credentials(error)
+
+
 def _causes(error: BaseException | None) -> list[BaseException]:
     chain: list[BaseException] = []
     while error is not None and error not in chain:
@@ -249,6 +254,7 @@ class UserError(ValueError):
         return mask_credentials(super().__str__())
 
     _needs_credentials = False
+    _lacks_permission = False
 
     @property
     def is_transient(self) -> bool:
@@ -262,6 +268,15 @@ class UserError(ValueError):
     @needs_credentials.setter
     def needs_credentials(self, value: bool) -> None:
         self._needs_credentials = value
+
+    @property
+    def lacks_permission(self) -> bool:
+        """Whether it is mended when somebody gives the user the right to a file here."""
+        return self._lacks_permission or lacks_permission(self.__cause__)
+
+    @lacks_permission.setter
+    def lacks_permission(self, value: bool) -> None:
+        self._lacks_permission = value
 
     @property
     def remedy(self) -> str:

@@ -98,8 +98,7 @@ def end_by_ctrl_c() -> NoReturn:
 def tell(error: UserError) -> int:
     """Print a user's error in a line, unless the reader of the command's output has left. Returns the exit code."""
     if error.exit_code != EXIT_UNREAD:
-        remedy = error.remedy if error.needs_credentials else ""
-        print(f"error: {printable(' '.join(str(error).split()))}{remedy}", file=sys.stderr)
+        print(f"error: {printable(' '.join(str(error).split()))}{error.remedy}", file=sys.stderr)
     return error.exit_code
 
 

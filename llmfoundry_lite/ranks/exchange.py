@@ -121,17 +121,19 @@ def raise_on_all_ranks(error: Exception | None) -> None:
         return
     may_pass = isinstance(error, UserError) and error.is_transient
     needs_credentials = isinstance(error, UserError) and error.needs_credentials
-    report = [type(error).__name__, str(error), may_pass, needs_credentials]
+    lacks_permission = isinstance(error, UserError) and error.lacks_permission
+    report = [type(error).__name__, str(error), may_pass, needs_credentials, lacks_permission]
     reports = all_gather_json(report if error is not None else None)
     first = next(i for i, report in enumerate(reports) if report is not None)
     if error is not None and (not isinstance(error, CheckpointError) or first == rank_and_size()[0]):
         raise error
-    name, text, may_pass, needs_credentials = reports[first]
+    name, text, may_pass, needs_credentials, lacks_permission = reports[first]
     cause = TransientError(text) if may_pass else None
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, UserError):
         copy = kind(text)  # the same sentence everywhere, so that it is printed once
         copy.needs_credentials = needs_credentials
+        copy.lacks_permission = lacks_permission
         raise copy from cause
     raise CheckpointError(f"rank {first}: {name}: {text}")
 

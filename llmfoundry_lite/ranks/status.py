@@ -28,9 +28,9 @@ SAVES_STAND = "the newest save stands, if there is one"
 SAVES = ("last_saved", "failed_saves", "save_error")
 """Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
 TRY_AGAIN = "try_again"
-"""Key of status.json, true where a `failed` launch met a fault that may pass, had saved something before, and has
-trained batches that no save holds. A batch script launches again then. A launch that saved nothing would only repeat
-itself."""
+"""Key of status.json, true where a `failed` launch met a fault that may pass, and is to be launched again: it had saved
+something before, or it could not even begin. Batch scripts read it. A launch that trained and saved nothing would only
+repeat itself."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot. The line
@@ -88,10 +88,20 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
     before = read_status(folder) or {}
     if is_running(before) or (before.get("status") == "done" and status == "failed"):
         return
-    if before.get("status") == "failed" and before.get("failed_saves"):
+    if status == "preempted" and has_lost_batches(before):
         status = "failed"  # batches that no save holds are no preemption, though this launch has lost none itself
+        more[TRY_AGAIN] = True
     saves = {key: before[key] for key in SAVES if key in before}
     write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **saves, **more)
+
+
+def has_lost_batches(status: dict[str, Any]) -> bool:
+    """Return whether the launch with this status has failed, and has trained batches that no save holds."""
+    if status.get("status") != "failed" or "last_saved" not in status:
+        return False
+    last_saved = status["last_saved"]
+    saved_batch = str(last_saved).removeprefix("ba") if last_saved is not None else "0"
+    return not saved_batch.isdecimal() or status["batch"] > int(saved_batch)
 
 
 @contextlib.contextmanager
@@ -105,7 +115,11 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
         yield
     except (Exception, ending.AnotherFailedError) as error:
         with contextlib.suppress(OSError, RuntimeError):
-            folder = find_folder() if ending.first_error(error).rank == this_rank().rank else None
+            folder = find_folder()
+            if isinstance(error, UserError) and folder is not None:
+                error.has_lost = has_lost_batches(read_status(folder) or {})
+            if ending.first_error(error).rank != this_rank().rank:
+                folder = None
             step = step_over_nodes()
             if folder is not None and (step or (folder / STATUS).exists()) and not failure_on_another_node(folder):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,9 @@ class Checkpointing(Callback):
         """What the log is to say of a published save's digest, in the next record that has none of its own."""
         self.published_batch = -1
         """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
+        self.durable_batch = -1
+        """On rank 0: batch of the last save that was published, from that moment on. The main thread, which sets
+        `published_batch`, learns of it at the end of a batch."""
         self.has_failed_save = False
         """The launch ends because a save has failed, so that it tries no other one."""
         self.microbatch_of_run: int | None = None
@@ -157,7 +160,7 @@ class Checkpointing(Callback):
         self.published_batch = self.begun_batch if self.start.is_run_folder else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
-        self.preemption.describe_without_save = self.what_stands
+        self.preemption.describe_saves = partial(self.what_stands, state)
         self.preemption.describe_failed_save = self.failed_saves.describe
         self.on_saves(self.describe_saves())
 
@@ -177,12 +180,24 @@ class Checkpointing(Callback):
             self.print_on_rank_0(f"{why}: it is at batch {int(state.timestamp.batch)}")
         return is_there
 
-    def what_stands(self) -> str:
-        """Say what is left of the run when this launch leaves and has saved nothing."""
-        if self.published_batch > 0 or not self.partners.saves_here:
+    def what_stands(self, state: State) -> str:
+        """Say what is left of the run when this launch leaves without a save of its last batches. For any thread of
+        rank 0, whose main thread may hang."""
+        if not self.partners.saves_here:
             return "what was saved stands"
-        again = "" if self.config.autoresume else " with autoresume=true"
-        return f"nothing was saved yet, and the same command{again} starts over"
+        newest = max(self.published_batch, self.durable_batch)
+        if newest <= 0:
+            again = "" if self.config.autoresume else " with autoresume=true"
+            return f"nothing was saved yet, and the same command{again} starts over"
+        lost = self._describe_unsaved(state, max(newest, self.first_batch - 1))
+        return f"{lost}; ba{newest} stands" if lost else f"ba{newest} stands"
+
+    def _describe_unsaved(self, state: State, saved_batch: int) -> str:
+        """Return `batches 5 to 8 are in no save`; empty if all are in one."""
+        first, last = saved_batch + 1, int(state.timestamp.batch)
+        if first > last:
+            return ""
+        return f"batch {last} is in no save" if first == last else f"batches {first} to {last} are in no save"
 
     def _restore(self, state: State) -> Restored | None:
         url, is_run_folder = self.start.url, self.start.is_run_folder
@@ -390,12 +405,13 @@ class Checkpointing(Callback):
             self.policy.timer.note_begun()
 
     def _advance_save(self, step: Callable[[], Saved | None], state: State, logger: Logger) -> UserError | None:
-        """Take a step of a save. Prints and returns an error that may pass, also with new credentials: the run carries
-        on, and the next save retries. Raises other errors."""
+        """Take a step of a save. Prints and returns an error that may pass, also one that somebody can mend meanwhile,
+        with new credentials or permissions: the run carries on, and the next save retries. Raises other errors."""
         try:
             self._log(step(), logger)
         except UserError as error:
-            if not (error.is_transient or error.needs_credentials):
+            may_be_mended = error.is_transient or error.needs_credentials or error.lacks_permission
+            if not may_be_mended:
                 self.has_failed_save = True
                 self._tell_what_is_lost(state)
                 raise
@@ -409,8 +425,8 @@ class Checkpointing(Callback):
     def _tell_what_is_lost(self, state: State) -> None:
         """Say which batches no save holds, before the launch ends with an error."""
         if self.would_lose(state):
-            batches = f"{self.saved_batch + 1} to {int(state.timestamp.batch)}"
-            self.print_on_rank_0(f"warning: batches {batches} are in no save; {self._newest_save()}")
+            lost = self._describe_unsaved(state, self.saved_batch)
+            self.print_on_rank_0(f"warning: {lost}; {self._newest_save()}")
 
     def _newest_save(self) -> str:
         return f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
@@ -444,10 +460,10 @@ class Checkpointing(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
         budget = Budget(RETRY_PAUSES_SECONDS, seconds=self.config.retry_for.seconds, began=time.monotonic())
-        while (error := self._advance_save(self.saver.wait, state, logger)) is not None:
+        while self._advance_save(self.saver.wait, state, logger) is not None:
             pause = broadcast_json(budget.pause(time.monotonic()))
             if pause is None:
-                raise self._unsaved_error(str(error))
+                raise self._unsaved_error(self.failed_saves.reason)
             self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for.written}")
             time.sleep(pause)
             self._save(state, logger)
@@ -530,6 +546,7 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
     def _after_publish(self, lease: Lease) -> None:
+        self.durable_batch = self.begun_batch
         self.preemption.note_saved(f"ba{self.begun_batch}")
         self._copy_tokenizer()
         self.remove_old(lease)

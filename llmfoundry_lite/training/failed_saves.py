@@ -31,6 +31,8 @@ class FailedSaves:
     def note_failure(self, error: UserError, timestamp: Timestamp) -> None:
         self.count += 1
         self.reason = str(error)
+        if error.lacks_permission:
+            self.reason += "; give this user the right to write there"
         self.needs_credentials = error.needs_credentials
         self._last_at = time.monotonic()
         if self._first_at is None:

@@ -82,10 +82,8 @@ class Preemption:
     """The reason that all ranks have agreed on; 0 if none."""
     saved: str | None = None
     """On rank 0: name of the checkpoint that was published after the first reason to leave."""
-    has_saved: bool = False
-    """On rank 0: this launch has published a checkpoint."""
-    describe_without_save: Callable[[], str] = lambda: "nothing was trained yet"
-    """Returns what remains of the run if this launch leaves and has published no checkpoint."""
+    describe_saves: Callable[[], str] = lambda: "nothing was trained yet"
+    """Returns which batches no save holds and which checkpoint remains, if the process ends now. From any thread."""
     describe_failed_save: Callable[[], str] = lambda: ""
     """Returns why the last save failed; empty if it did not."""
     release_lease: Callable[[], None] = lambda: None
@@ -168,15 +166,8 @@ class Preemption:
 
     def note_saved(self, name: str) -> None:
         """Note, on rank 0 and from any thread, that the checkpoint `name` has been published."""
-        self.has_saved = True
         if self.reason:
             self.saved = name
-
-    def describe_saves(self) -> str:
-        """Return what remains of the run if this process ends now, for an exit message."""
-        if self.has_saved:
-            return "what was saved stands"
-        return self.describe_without_save()
 
     def stop_polling_store(self) -> None:
         """Stop asking torch's store, because the process is about to end. Waits two seconds at most.

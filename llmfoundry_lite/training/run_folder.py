@@ -233,7 +233,7 @@ class RunFolder(LoggerDestination):
 
     def _write_reason(self, status: str, reason: str, *, may_pass: bool = False) -> None:
         if self.trainer is None:
-            write_ended_early(self.folder, status, reason)
+            write_ended_early(self.folder, "preempted" if may_pass else status, reason)
         elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
             more = dict(self.saves)
             may_pass = may_pass or bool(self.saves.get("failed_saves"))

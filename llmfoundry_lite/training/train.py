@@ -36,7 +36,7 @@ from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ra
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.signals import leaving_because
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
-from llmfoundry_lite.ranks.status import refusals_recorded
+from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded
 from llmfoundry_lite.training.builders import build_and_restore
 from llmfoundry_lite.training.checkpointing import Checkpointing, find_start
 from llmfoundry_lite.training.memory import choose_microbatch, explain_out_of_memory, is_out_of_memory
@@ -286,15 +286,23 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
 
     is_transient = False
     if isinstance(reported, UserError):
-        trainer, checkpointing = launch.trainer, launch.checkpointing
-        if trainer is not None and checkpointing is not None:
-            reported.has_lost = checkpointing.would_lose(trainer.state)
+        reported.has_lost = has_lost_work(launch)
         is_transient = reported.is_transient
     # The launcher starts a rank again that ends with one of these codes, so the run is not lost yet.
     may_come_back = exit_code_of(reported) in (EXIT_PREEMPTED, EXIT_RETRY)
     status = "preempted" if may_come_back else "failed"
     launch.run_folder.fail(status, cause_of(reported), may_pass=is_transient)
     return reported
+
+
+def has_lost_work(launch: Launch) -> bool:
+    """Return whether batches were trained that no save holds: by this launch, or by one before it that has failed, if
+    this launch has not carried on."""
+    if launch.run_folder.trainer is None:
+        return has_lost_batches(read_status(launch.run_folder.folder) or {})
+    if launch.trainer is None or launch.checkpointing is None:
+        return False
+    return launch.checkpointing.would_lose(launch.trainer.state)
 
 
 def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:

@@ -56,11 +56,15 @@ def in_a_shell(redirect, *arguments, cwd=None, **environment):
 
 
 @pytest.mark.parametrize(
-    ("redirect", "code", "reason"), [(">/dev/full", 75, "No space left on device"), (">&-", 2, "closed")]
+    ("redirect", "code", "reason", "remedy"),
+    [
+        (">/dev/full", 75, "No space left on device", "; this may pass: run the same command again"),
+        (">&-", 2, "closed", ""),
+    ],
 )
-def test_an_answer_that_cannot_be_written_is_an_error_of_one_line(redirect, code, reason):
+def test_an_answer_that_cannot_be_written_is_an_error_of_one_line(redirect, code, reason, remedy):
     result = in_a_shell(redirect, "list")
-    said = f"error: standard output: {reason}; what this command prints is incomplete\n"
+    said = f"error: standard output: {reason}; what this command prints is incomplete{remedy}\n"
     assert (result.returncode, result.stderr) == (code, said)
 
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError, TransientError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.ranks import siblings, status
 from llmfoundry_lite.ranks.siblings import FirstError
@@ -44,7 +44,28 @@ SAVES = {"last_saved": "ba4", "failed_saves": 3, "save_error": "s3://b/ba6: not 
 def test_a_launch_that_cannot_begin_makes_no_preemption_of_batches_that_no_save_holds(tmp_path):
     status.write_status(tmp_path, "failed", 9, "max_unsaved", **SAVES)
     status.write_ended_early(tmp_path, "preempted", "s3://b: cannot be listed")
-    assert told(tmp_path) == {"status": "failed", "batch": 9, "reason": "s3://b: cannot be listed", **SAVES}
+    expected = {"status": "failed", "batch": 9, "reason": "s3://b: cannot be listed", **SAVES, "try_again": True}
+    assert told(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "last_saved", "expected"),
+    [
+        ("failed", "ba8", "failed"),
+        ("failed", None, "failed"),
+        ("failed", "ba9", "preempted"),
+        ("preempted", "ba8", "preempted"),
+    ],
+)
+def test_a_launch_that_cannot_train_lost_batches_again_is_no_preemption(tmp_path, before, last_saved, expected):
+    """A rank was killed in batch 10, and the bucket does not answer the next launch. Batch scripts launch again."""
+    status.write_status(tmp_path, before, 9, "killed", last_saved=last_saved, failed_saves=0)
+    error = CheckpointError("s3://b: cannot be listed")
+    error.__cause__ = TransientError("SlowDown")
+    with pytest.raises(CheckpointError), status.refusals_recorded(lambda: tmp_path):
+        raise error
+    assert (told(tmp_path)["status"], told(tmp_path).get("try_again", False)) == (expected, expected == "failed")
+    assert error.exit_code == (1 if expected == "failed" else 75)
 
 
 def test_what_a_killed_launch_has_said_of_its_saves_stands(tmp_path):

@@ -11,6 +11,7 @@ from composer.core import Time, Timestamp
 
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.start import Start
+from llmfoundry_lite.checkpoint.store import Lease
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training import checkpointing as module
@@ -44,7 +45,7 @@ def checkpointing(folder: Path, start: Start, model: Any = None, **changes: Any)
 @pytest.mark.parametrize(
     ("is_run_folder", "batch", "saved", "stands"),
     [
-        (True, 4, "saved as ba4", "what was saved stands"),
+        (True, 4, "saved as ba4", "ba4 stands"),
         (
             False,
             4,
@@ -73,6 +74,30 @@ def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
     assert parts.describe_saves()["last_saved"] == ("ba4" if saved == "saved as ba4" else None)
     assert not parts.would_lose(state), "nothing was trained"
     assert parts.would_lose(SimpleNamespace(timestamp=Timestamp(batch=batch + 1)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("published", "durable", "batch", "expected"),
+    [
+        (4, -1, 9, "batches 5 to 9 are in no save; ba4 stands"),
+        (4, 8, 9, "batch 9 is in no save; ba8 stands"),
+        (4, 8, 8, "ba8 stands"),
+        (-1, -1, 9, "nothing was saved yet, and the same command with autoresume=true starts over"),
+    ],
+    ids=["a save of this launch", "one that the main thread does not know of", "the newest batch", "none"],
+)
+def test_a_launch_that_leaves_in_a_hang_names_the_batches_that_no_save_holds(
+    tmp_path, published, durable, batch, expected
+):
+    parts = checkpointing(tmp_path, Start())
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=0))
+    parts.begin(state)
+    parts.published_batch, parts.begun_batch = published, durable
+    parts._copy_tokenizer = parts.remove_old = lambda *_: None
+    if durable > 0:
+        parts._after_publish(Lease(1, {}))
+    state.timestamp = Timestamp(batch=batch)
+    assert parts.preemption.describe_saves() == expected
 
 
 @pytest.mark.fault

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,7 +184,7 @@ def test_a_rank_that_hangs_does_not_hold_the_exit_and_the_last_save_stands(tmp_p
     hang = callback(SignalThenHang, rank=1, batch=6)
     result = launch(tmp_path, config, callbacks=hang)
     assert result.exit_codes == [75, 75]
-    assert "what was saved stands" in result.output
+    assert " in no save; ba" in result.output
     assert status(tmp_path)["status"] == "preempted"
     renewals = tmp_path / "runs/tiny/checkpoints/.leases/00000001.renewed.json"
     assert json.loads(renewals.read_text())["released"], "another machine need not wait"
@@ -259,8 +260,9 @@ def test_ctrl_c_again_leaves_at_once(tmp_path, data):
     )
     result = launch(tmp_path, config, 1)
     assert result.exit_codes == [130]
-    text = "interrupted by Ctrl-C a second time: nothing more was saved; what was saved stands"
-    assert result.output.splitlines()[-1] == text
+    text = result.output.splitlines()[-1]
+    lost = "(batch 5 is in no save; ba4 stands|batches 3 to 5 are in no save; ba2 stands)"
+    assert re.fullmatch(f"interrupted by Ctrl-C a second time: nothing more was saved; {lost}", text)
     told = status(tmp_path)
     assert (told["status"], told["batch"], told["reason"]) == ("failed", 5, text)
 
@@ -432,7 +434,7 @@ def test_who_leaves_late_while_saves_fail_does_not_promise_that_all_is_saved(tmp
     monkeypatch.setattr(preemption_module, "leave", left.append)
     preemption = Preemption(tmp_path, 20.0, None, print, lambda status, why: left.extend([status, why]))
     preemption.describe_failed_save = lambda: "" if saved else "s3://b/ba6: not written: the token has expired"
-    preemption.describe_without_save = lambda: "ba4 stands"
+    preemption.describe_saves = lambda: "ba4 stands"
     preemption.release_lease = lambda: released.append(True)
     preemption._note_reason(REASONS.index("SIGTERM"))
     preemption.saved = saved

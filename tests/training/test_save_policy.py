@@ -6,14 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from composer.core import Callback, Timestamp
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import Duration, SaveInterval
+from llmfoundry_lite.errors import CheckpointError, TransientError
 from llmfoundry_lite.ranks.siblings import FirstError
+from llmfoundry_lite.ranks.status import TRY_AGAIN, read_status, write_status
 from llmfoundry_lite.training import preemption, save_policy
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.preemption import REASONS, SIGINT_REASON, STOP_FILE_REASON, Preemption
+from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import FIRST_SECONDS, Decision, SavePolicy, SaveTimer
 from llmfoundry_lite.training.train import record_end
 from tests.helpers.launch import train
@@ -116,10 +120,6 @@ def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_pree
 def test_whoever_leaves_without_a_save_says_what_stands(asked):
     one, _ = asked
     assert one.describe_saves() == "nothing was trained yet"
-    one.describe_without_save = lambda: "nothing was saved yet, and the same command starts over"
-    assert one.describe_saves() == "nothing was saved yet, and the same command starts over"
-    one.note_saved("ba3")
-    assert one.describe_saves() == "what was saved stands"
 
 
 @pytest.mark.parametrize("reasons", [(SIGTERM, SIGINT_REASON), (SIGINT_REASON, SIGTERM)])
@@ -144,6 +144,20 @@ def test_a_lost_peer_is_no_preemption_unless_this_rank_was_asked_to_leave_and_no
     reported = record_end(error, launch)
     assert (reported is error) == (status == "failed")
     assert [words[0] for words in written] == [status]
+
+
+def test_a_fault_before_lost_batches_are_trained_again_is_no_preemption(tmp_path, monkeypatch):
+    """A rank was killed with unsaved batches, and the bucket does not answer the next try."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    write_status(tmp_path, "failed", 9, "killed", last_saved="ba8", failed_saves=0)
+    error = CheckpointError("s3://b: cannot be listed")
+    error.__cause__ = TransientError("SlowDown")
+    run = RunFolder(SimpleNamespace(run_folder=str(tmp_path)))  # type: ignore[arg-type]
+    asked = SimpleNamespace(reason=0, failure=None)
+    launch: Any = SimpleNamespace(run_folder=run, preemption=asked, trainer=None, checkpointing=None)
+    assert record_end(error, launch) is error
+    status = read_status(tmp_path)
+    assert status is not None and (status["status"], status[TRY_AGAIN], error.exit_code) == ("failed", True, 1)
 
 
 # --------------------------------------------------------------------------------------------------- saves by time

@@ -83,10 +83,30 @@ def test_a_save_that_meets_a_fault_that_may_pass_is_told_and_the_run_goes_on(mon
 
 
 def test_a_save_that_meets_another_error_ends_the_run_and_what_is_lost_is_told(monkeypatch):
-    run = Run(monkeypatch, not_written(PermissionError(errno.EACCES, "Permission denied")))
+    run = Run(monkeypatch, not_written(NotADirectoryError(errno.ENOTDIR, "Not a directory")))
     with pytest.raises(CheckpointError, match="not written"):
         run.parts._advance_save(run.parts.saver.wait, run.state, None)
     assert run.said == ["warning: batches 3 to 4 are in no save; ba2 stands"]
+
+
+REFUSED = PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_save_that_this_machine_refuses_goes_on_as_one_that_a_bucket_refuses(monkeypatch):
+    run = Run(monkeypatch, not_written(REFUSED))
+    assert run.parts._advance_save(run.parts.saver.wait, run.state, None) is not None
+    words = "give this user the right to write there; ba2 stands, and the next save tries again"
+    assert run.said == [f"warning: run/ba4: not written: No space left on device; {words}"]
+
+
+def test_a_last_save_that_this_machine_refuses_fails_the_run_and_is_no_mistake(monkeypatch):
+    run = Run(monkeypatch, *[not_written(REFUSED) for _ in range(5)], retry_for="10s")
+    with pytest.raises(CheckpointError) as caught:
+        run.finish()
+    caught.value.has_lost = run.parts.would_lose(run.state)
+    assert caught.value.exit_code == 1
+    told = "; give this user the right to write there; this may pass: run the same command again"
+    assert describe(caught.value).endswith(told)
 
 
 def test_a_launch_that_waits_for_a_save_says_for_which_and_for_how_long(monkeypatch):
@@ -124,7 +144,7 @@ def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch
 def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_it_came_from(monkeypatch):
     run = Run(monkeypatch)
     run.parts.config.autoresume, run.parts.was_preempted_by = True, "SIGTERM"
-    run.parts.preemption = SimpleNamespace(because=lambda reason: f"preempted by {reason}")
+    run.parts.preemption = SimpleNamespace(describe_reason=lambda reason: f"preempted by {reason}")
     run.parts.published_batch = -1
     text = "preempted by SIGTERM at batch 4, nothing to save yet; run the same command again"
     assert run.parts.preempted_text(run.state) == text
