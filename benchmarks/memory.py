@@ -239,12 +239,12 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     lines = [
         "# Memory: the estimate beside the rehearsal",
         "",
-        "`python -m benchmarks memory --out results`, without a GPU. Each run has the largest microbatch",
-        "that the estimate gives room for: at the fewest devices on which one sample fits, and at 1,024 devices as",
-        "the last rank; of a pipeline, as the first rank of the fullest stage. `+` adds a file of `yamls/layouts`. Of",
-        "several overlays that lead to the same run, the last one's device is rehearsed. The estimate shall be at",
-        "most 5 % above the rehearsal, or 8 MiB where that is more, and never below it. AMD's memory is rehearsed on",
-        "NVIDIA's runtime.",
+        "`python -m benchmarks memory --out results`, without a GPU. Each run has the largest microbatch that fits",
+        "by the estimate: on the fewest devices on which one sample fits (rank 0), and on 1,024 devices (the last",
+        "rank). Of a pipeline, the first rank of the fullest stage is rehearsed. `+` adds a file of",
+        "`yamls/layouts`. If several overlays lead to the same run, the last one's device is rehearsed. The",
+        "estimate must never be below the rehearsal, and at most 5 % above it, or 8 MiB if that is more. AMD's",
+        "memory sizes are rehearsed on NVIDIA's runtime.",
         "",
         *Table("", HEADINGS, [cells(row) for row in rows]).markdown(),
     ]
