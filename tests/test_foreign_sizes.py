@@ -137,8 +137,8 @@ WRONG = {"infinite": math.inf, "not-a-number": math.nan, "huge": 10**400, "negat
 @pytest.mark.parametrize("kind", WRONG)
 def test_numbers_that_no_launch_writes_do_not_end_a_report(kind, world, tmp_path, capsys, monkeypatch):
     """In each file beside the log, and in each line of the log, but for what tells a line of a launch."""
-    monkeypatch.setattr("llmfoundry_lite.report.report.draw_figures", lambda *_: None)
-    monkeypatch.setattr("llmfoundry_lite.report.report.samples", lambda *_, **__: [])
+    monkeypatch.setattr("llmfoundry_lite.report.report.draw_figure", lambda *_: None)
+    monkeypatch.setattr("llmfoundry_lite.report.report.sample_texts", lambda *_, **__: [])
     wrong = WRONG[kind]
     run = shutil.copytree(world / "run", tmp_path / "runs" / "run")
     begun = {"time": 1.0, "boot": "b", "uptime": 3.0, "status": "running", "batch": 0, "reason": None}

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.switch.figure import COLOURS, INK, QUIET, sign
-from llmfoundry_lite.report.canvas import our_settings, plt
-from llmfoundry_lite.report.figure import write
+from llmfoundry_lite.report.canvas import fixed_settings, plt
+from llmfoundry_lite.report.figure import save_figure
 
 WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}
 WRONG_COLOURS = ("#c44e52", "#da8bc3", "#ccb974")
 
 
-@our_settings()
+@fixed_settings()
 def plot_islands(report: dict[str, Any], path: Path) -> None:
     """The loss by batch, rows of each island below it, and the deviation against the band. As PNG."""
     figure = plt.figure(figsize=(11, 7.2), layout="constrained", dpi=150)
@@ -40,7 +40,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0.5, report["num_batches"] + 0.5)
     sign(figure, report, report["clusters"][:2], "fp32", "B is emulated")
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_rows(axes: Any, report: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ from benchmarks.switch.workshop import Workshop
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.canvas import our_settings, plt
-from llmfoundry_lite.report.figure import write
+from llmfoundry_lite.report.canvas import fixed_settings, plt
+from llmfoundry_lite.report.figure import save_figure
 from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
@@ -286,7 +286,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     ]
 
 
-@our_settings()
+@fixed_settings()
 def plot(report: dict[str, Any], path: Path) -> None:
     """The loss by batch, and what a round costs: difference to one world by bytes. As PNG."""
     figure = plt.figure(figsize=(11, 4.6), layout="constrained", dpi=150)
@@ -323,4 +323,4 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-    write(figure, path)
+    save_figure(figure, path)

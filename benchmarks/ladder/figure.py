@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.ladder.law import Law
-from llmfoundry_lite.report.figure import clean, color
+from llmfoundry_lite.report.figure import curve_color, style_panels
 from llmfoundry_machines.bench.frame import drawn
 
 
@@ -18,10 +18,10 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
         for i, one in enumerate(runs):
             batches, means = np.array(one["losses"]).T
             tokens = batches * one["tokens"] / one["batches"]
-            curves.plot(tokens, means, color=color(i), linewidth=1.4, label=f"{one['parameters']:,} parameters")
+            curves.plot(tokens, means, color=curve_color(i), linewidth=1.4, label=f"{one['parameters']:,} parameters")
             at = np.searchsorted(batches, [last for last, _ in one["sites"][:-1]])
             curves.plot(tokens[at], means[at], "|", color="#222222", markersize=13, markeredgewidth=1.6, zorder=5)
-            law.plot(one["parameters"], one["bits"], "o", color=color(i), markersize=7, zorder=4)
+            law.plot(one["parameters"], one["bits"], "o", color=curve_color(i), markersize=7, zorder=4)
         curves.plot([], [], "|", color="#222222", markersize=11, label="moves to another site")
         law.plot([], [], "o", color=grey, label="measured")
         for one in filter(lambda one: one["predicted"], runs):
@@ -44,4 +44,4 @@ def plot_ladder(report: dict[str, Any], path: Path) -> None:
             axes.legend(frameon=False, fontsize=9)
         law.set_xticks(sizes, [f"{size / 1e6:.2f} M" for size in sizes])
         law.minorticks_off()
-        clean([curves, law])
+        style_panels([curves, law])

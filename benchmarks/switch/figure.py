@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmfoundry_lite.report.canvas import our_settings, plt
-from llmfoundry_lite.report.figure import write
+from llmfoundry_lite.report.canvas import fixed_settings, plt
+from llmfoundry_lite.report.figure import save_figure
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd")
 INK, QUIET, VALIDATION = "#222222", "#777777", "#c44e52"
 
 
-@our_settings()
+@fixed_settings()
 def plot_switch(names: Mapping[str, str], report: dict[str, Any], path: Path) -> None:
     """Draw one run on cluster A, on B, and switching between all; below, deviations against the band. As PNG.
 
@@ -52,7 +52,7 @@ def plot_switch(names: Mapping[str, str], report: dict[str, Any], path: Path) ->
         axes.set_xlabel("batch", fontsize=9)
     emulated = "emulated" if any(cluster["emulated"] for cluster in report["clusters"]) else ""
     sign(figure, report, report["clusters"], report["precision"], emulated)
-    write(figure, path)
+    save_figure(figure, path)
 
 
 def sign(

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.models.flops import count_parameters
-from llmfoundry_lite.report.figure import clean
+from llmfoundry_lite.report.figure import style_panels
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import count_step_flops, measure_in_a_process, model_of
@@ -149,6 +149,6 @@ def plot_growth(report: dict[str, Any], path: Path) -> None:
             axes.set_xlabel(words[kind])
             axes.set_xticks(x, [f"{value / 1e6:.0f}M" if kind == "parameters" else str(value) for value in x])
             axes.minorticks_off()
-        clean(panels)
+        style_panels(panels)
         panels[0].set_ylabel("seconds")
         panels[0].legend(frameon=False, fontsize=9)

@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.report.canvas import our_settings
-from llmfoundry_lite.report.figure import clean, color, stack, write
-from llmfoundry_lite.report.page import Additions, Facts, Section, clock, shown, small, span
+from llmfoundry_lite.report.canvas import fixed_settings
+from llmfoundry_lite.report.figure import create_stacked_panels, curve_color, save_figure, style_panels
+from llmfoundry_lite.report.page import (
+    Additions,
+    Facts,
+    Section,
+    format_hours,
+    format_number,
+    format_short,
+    format_span,
+)
 from llmfoundry_lite.report.reading import SECONDS, Run
 from llmfoundry_lite.tables import Table
 from llmfoundry_ops.journal import Allocation
@@ -29,13 +37,13 @@ MAX_LAUNCHES = 20
 class Launches(Additions):
     """Launches and failures of each run, and sites of a run that a relay has moved."""
 
-    def __init__(self, runs: Sequence[Run], form: str):
-        self.answers, self.title = [f"relay.{form}"], runs[0].name
-        self.of_runs = [{"failures": describe_failures(run), "relay": describe_relay(run)} for run in runs]
-        self.relay = self.of_runs[0]["relay"] if len(runs) == 1 else None
-        self.facts = {"relay_figure": None if self.relay is None else self.answers[0]}
+    def __init__(self, runs: Sequence[Run], image_format: str):
+        self.file_names, self.title = [f"relay.{image_format}"], runs[0].name
+        self.run_facts = [{"failures": describe_failures(run), "relay": describe_relay(run)} for run in runs]
+        self.relay = self.run_facts[0]["relay"] if len(runs) == 1 else None
+        self.facts = {"relay_figure": None if self.relay is None else self.file_names[0]}
 
-    def around(self, run: Facts, sections: list[Section]) -> list[Section]:
+    def add_sections(self, run: Facts, sections: list[Section]) -> list[Section]:
         first, *rest = sections
         failures, relay = run["failures"], run["relay"]
         if failures["num_failures"] or len(failures["launches"]) > 1:
@@ -48,8 +56,8 @@ class Launches(Additions):
     def draw(self, folder: Path) -> list[Path]:
         if self.relay is None:
             return []
-        plot(folder / self.answers[0], self.relay["allocations"], title=self.title)
-        return [folder / self.answers[0]]
+        plot(folder / self.file_names[0], self.relay["allocations"], title=self.title)
+        return [folder / self.file_names[0]]
 
 
 def launches(run: Facts) -> Section:
@@ -59,11 +67,11 @@ def launches(run: Facts) -> Section:
     rows: list[Sequence[str]] = [
         (
             f"{number}",
-            span(launch["first_batch"], launch["last_batch"]),
-            clock(launch["hours"]),
+            format_span(launch["first_batch"], launch["last_batch"]),
+            format_hours(launch["hours"]),
             ending(launch["ended"], launch["reason"]),
-            shown(launch["batches_lost"]),
-            small(launch["device_hours_lost"]),
+            format_number(launch["batches_lost"]),
+            format_short(launch["device_hours_lost"]),
         )
         for number, launch in numbered[-MAX_LAUNCHES:]
     ]
@@ -71,7 +79,8 @@ def launches(run: Facts) -> Section:
     if len(numbered) > MAX_LAUNCHES:
         lines.append(f"the {len(numbered) - MAX_LAUNCHES:,} launches before are in report.json")
     causes = ", ".join(f"{number} {ended}" for ended, number in facts["causes"].items())
-    lost = f"{shown(facts['batches_lost'])} batches and {small(facts['device_hours_lost'])} device-hours lost"
+    device_hours_lost = format_short(facts["device_hours_lost"])
+    lost = f"{format_number(facts['batches_lost'])} batches and {device_hours_lost} device-hours lost"
     lines.append(f"{len(numbered)} launches: {causes}; {lost}")
     columns = ("launch", "batches", "time", "ended", "batches lost", "device-hours lost")
     return Section(Table(f"Launches of {run['name']}", columns, rows, (0, 2, 4, 5)), [*lines, *advise_saves(run)])
@@ -81,16 +90,16 @@ def advise_saves(run: Facts) -> list[str]:
     """Say how often the run failed, and after MIN_FAILURES, how often to save at that rate."""
     facts = run["failures"]
     num, between = facts["num_failures"], facts["hours_between_failures"]
-    span = f" in {clock(facts['hours'])} of training" if facts["hours"] else ""
+    span = f" in {format_hours(facts['hours'])} of training" if facts["hours"] else ""
     text = f"{num or 'no'} failure{'s' * (num > 1)}{span}"
     if num < MIN_FAILURES:
         return [text]
     if between is None:
         return [f"{num} failures; the log has no time/elapsed_seconds, so no mean time between them"]
-    text = f"mean time between failures {clock(between)}: {text}"
+    text = f"mean time between failures {format_hours(between)}: {text}"
     if facts["save_every_seconds"] is None:
         return [text, "no interval of saves to suggest: no save was timed"]
-    every = f"save every {clock(facts['save_every_seconds'] / 3600)}"
+    every = f"save every {format_hours(facts['save_every_seconds'] / 3600)}"
     if facts["save_every_batches"] is not None:
         every += f", {facts['save_every_batches']:,} batches"
     asked = f"; save_interval is {run['save_interval']}" if run["save_interval"] else ""
@@ -151,14 +160,15 @@ def sites(name: str, facts: dict[str, Any]) -> Section:
     """Show what each site of a relay contributed."""
     rows = [
         (
-            *(part["site"], shown(part["num_allocations"]), shown(part["batches"])),
-            *(clock(part["hours"]), clock(part["training_hours"])),
-            *(shown(part["utilisation"], "{:.0%}"), small(part["cost"])),
+            *(part["site"], format_number(part["num_allocations"]), format_number(part["batches"])),
+            *(format_hours(part["hours"]), format_hours(part["training_hours"])),
+            *(format_number(part["utilisation"], "{:.0%}"), format_short(part["cost"])),
         )
         for part in (*facts["sites"], {"site": "total", **facts["total"]})
     ]
+    hours, idle_hours = format_hours(facts["hours"]), format_hours(facts["idle_hours"])
     lines = [
-        f"in {clock(facts['hours'])} from the first launch on; no site had the run for {clock(facts['idle_hours'])}",
+        f"in {hours} from the first launch on; no site had the run for {idle_hours}",
         "utilisation is the time of batches that count over the time held, start-up and saves included",
     ]
     if any(part["cost"] is not None for part in facts["sites"]):
@@ -171,10 +181,14 @@ def time_line(name: str, allocations: Sequence[dict[str, Any]], figure: str | No
     """Show the allocations of a relay in order of time."""
     rows = [
         (
-            *(f"{allocation['number']}", allocation["site"], span(allocation["first_batch"], allocation["last_batch"])),
             *(
-                clock(allocation["began_hours"]),
-                clock(allocation["hours"]),
+                f"{allocation['number']}",
+                allocation["site"],
+                format_span(allocation["first_batch"], allocation["last_batch"]),
+            ),
+            *(
+                format_hours(allocation["began_hours"]),
+                format_hours(allocation["hours"]),
                 ending(allocation["ended"] or "running", allocation["reason"]),
             ),
         )
@@ -192,24 +206,26 @@ def ending(ended: str, reason: str | None) -> str:
     return f"{ended}: {reason}" if reason else ended
 
 
-@our_settings()
+@fixed_settings()
 def plot(path: Path, allocations: Sequence[dict[str, Any]], *, title: str) -> None:
     """Plot batches over hours since the first allocation began, and below which site had the run."""
     sites = list(dict.fromkeys(one["site"] for one in allocations))
     is_long = max(one["began_hours"] + one["hours"] for one in allocations) >= 1
     unit, per_hour = ("hours", 1) if is_long else ("seconds", 3600)
-    figure, (progress, rows) = stack((3, 0.4 * len(sites) + 0.4), (8, 3.4 + 0.4 * len(sites)), sharex=True)
+    figure, (progress, rows) = create_stacked_panels(
+        (3, 0.4 * len(sites) + 0.4), (8, 3.4 + 0.4 * len(sites)), sharex=True
+    )
     for allocation in allocations:
         start, end = allocation["began_hours"] * per_hour, (allocation["began_hours"] + allocation["hours"]) * per_hour
         number = sites.index(allocation["site"])
-        look = {"color": color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
+        look = {"color": curve_color(number), "linewidth": 2.2, "solid_capstyle": "butt"}
         progress.plot([start, end], [allocation["first_batch"] - 1, allocation["last_batch"]], **look)
-        rows.barh(number, end - start, left=start, color=color(number), height=0.7)
+        rows.barh(number, end - start, left=start, color=curve_color(number), height=0.7)
     progress.set_ylabel("batch")
     rows.set_yticks(range(len(sites)), list(map(printable, sites)))
     rows.invert_yaxis()
     rows.set_xlabel(f"{unit} since the first launch")
-    clean([progress])
+    style_panels([progress])
     rows.spines[["top", "right"]].set_visible(False)
     progress.set_title(title, fontsize=11)
-    write(figure, path)
+    save_figure(figure, path)

@@ -25,10 +25,10 @@ from llmfoundry_lite.report.reading import (
     LOSS,
     METRICS,
     add_carried_log,
-    folder_of_checkpoints,
+    find_checkpoint_folder,
     read_config,
-    read_part,
-    what_to_give,
+    read_run_file,
+    suggest_location,
 )
 
 SAVED = "saved"
@@ -64,14 +64,14 @@ class LiveRun:
         self._offset = 0
         self._opened = open_folder(str(folder))
         if not any((folder / name).is_file() for name in (STATUS, METRICS)):
-            raise DataError(f"{folder}: no {STATUS} here; {what_to_give(folder)}")
+            raise DataError(f"{folder}: no {STATUS} here; {suggest_location(folder)}")
 
     def look(self) -> None:
         """Read the status, and what the log has since the last look."""
         self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self._path) or {})}
         if self.max_duration is None:
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not written yet, or not by us
-                self.config = read_config(self._opened, []) or {}
+                self.config = read_config(self._opened) or {}
                 self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
         with contextlib.suppress(OSError):
             self._take(self._new_lines())
@@ -151,7 +151,7 @@ class LiveRun:
 
     def last_checkpoint(self) -> str | None:
         """Return `ba200`; None if there is none. If they lie behind a URL, it is the one that status.json names."""
-        where = folder_of_checkpoints(self._opened, self.config, opens=())
+        where = find_checkpoint_folder(self._opened, self.config, allowed_protocols=())
         with contextlib.suppress(CheckpointError):  # a disk that does not answer now
             candidates = CheckpointStore(where).candidates() if where is not None else []
             if where is not None:
@@ -220,7 +220,7 @@ class SavedRun(LiveRun):
             self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
         content = b""
         if METRICS in self._opened.names():  # a run directory that was copied there
-            content = read_part(self._opened, METRICS, MAX_LOG_BYTES)
+            content = read_run_file(self._opened, METRICS, MAX_LOG_BYTES)
         self.last = {"batch": newest.manifest.timestamp.batch}
         self._take(add_carried_log(content, newest, []))
 

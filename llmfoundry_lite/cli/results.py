@@ -47,7 +47,7 @@ def report_runs(
     from llmfoundry_lite.report.report import report
 
     sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}
-    options = {"form": form, "x": x, "smooth_batches": smooth, "with_csv": with_csv}
+    options = {"image_format": form, "x_axis": x, "smooth_batches": smooth, "with_csv": with_csv}
     report(runs, out=out, prices=price or (), **sampling, **options)
 
 

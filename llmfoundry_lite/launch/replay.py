@@ -26,7 +26,7 @@ from llmfoundry_lite.convert.checkpoint_model import read_model
 from llmfoundry_lite.data.recorded import DataLocations, locations_at
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
-from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, read_recorded, say_not_opened
+from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
 QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
@@ -112,7 +112,7 @@ def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = 
     if run.saved_in is None:
         is_url = "://" in str((run.config or {}).get("save_folder")) and not uses_recorded_remote
         option = ", or read it with --use-recorded-remote" if is_url else ""
-        raise ConfigError(f"{where}: {say_not_opened(run.config)}{option}")
+        raise ConfigError(f"{where}: {explain_unopened_folder(run.config)}{option}")
     store = CheckpointStore(run.saved_in)
     saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
     first, last = int(bounds[1]), int(bounds[2])
@@ -153,13 +153,13 @@ def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tu
     for segment in found:
         if segment.sync is not None:
             raise ConfigError(
-                f"{run.where}: islands trained batches {segment.span} with {segment.sync}, which one world does not "
+                f"{run.location}: islands trained batches {segment.span} with {segment.sync}, which one world does not "
                 "repeat; replay batches that were trained without islands.sync"
             )
         if segment.changes and segment.first_batch > first:
             at = segment.first_batch - 1
             raise ConfigError(
-                f"{run.where}: {', '.join(segment.changes)} changed after ba{at}; replay ba{first - 1}..ba{at} and "
+                f"{run.location}: {', '.join(segment.changes)} changed after ba{at}; replay ba{first - 1}..ba{at} and "
                 f"ba{at}..ba{last}"
             )
     return tuple(found)

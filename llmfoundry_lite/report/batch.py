@@ -1,7 +1,7 @@
 """The rows of a run's batches: where they come from, their text, and the loss of each.
 
-The order of samples is a pure function, so no log of rows is needed: the batch is read again, and its digest shows that
-it is the one that was trained.
+The order of samples is a function of the configuration, so no log of rows is needed: the batch is read again, and its
+digest shows that it is the one that was trained.
 """
 
 import itertools
@@ -44,8 +44,8 @@ from llmfoundry_lite.evaluation.scoring import score
 from llmfoundry_lite.models.attention import number_documents
 from llmfoundry_lite.report.reading import METRICS, Run, read_run
 
-OF_DATA = ("train_loader", "global_train_batch_size", "max_seq_len", "max_duration", "tokenizer", "model")
-"""Blocks of a configuration that say which rows a batch has, and what they are."""
+DATA_KEYS = ("train_loader", "global_train_batch_size", "max_seq_len", "max_duration", "tokenizer", "model")
+"""Keys of a configuration that decide which rows a batch has, and what they contain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,45 +80,70 @@ class Batch:
     """URL of the run's newest checkpoint."""
 
     def text(self, row: Row) -> str:
+        """Return the text of a row, or its token ids where the tokenizer is not on this machine."""
         if self.tokenizer is None:
             return " ".join(map(str, row.tokens_t))
         return self.tokenizer.decode(row.tokens_t.tolist())
 
     def num_documents(self, row: Row) -> int | None:
-        """Count documents that have a token in the row, besides the one that divides them."""
+        """Count the documents in a row; None where the token that separates documents is not known.
+
+        A document counts if the row has a token of it besides the separating one.
+        """
         if self.separator is None:
             return None
-        tokens_bt = torch.from_numpy(row.tokens_t)[None]
-        return int(number_documents(tokens_bt, self.separator.token, begins=self.separator.begins).unique().numel())
+        tokens_bt = torch.from_numpy(row.tokens_t)[None]  # a batch of one row
+        document_numbers_bt = number_documents(tokens_bt, self.separator.token, begins=self.separator.begins)
+        return int(document_numbers_bt.unique().numel())
 
 
-def read_batch(where: str, number: int, changes: Sequence[str] = ()) -> Batch:
-    """Read batch `number` of a run again; the first is 1. `changes` (key=value) say where its data lies now.
+def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch:
+    """Read a batch of a run again, from the run's data set, and check it against the digest in the run's log.
 
-    Raises DataError for a batch that was not trained, and for data that is not what the run was trained on.
+    `location` is that of the run. `number` is the batch's in the log; the first is 1. `changes` are `key=value` texts
+    that say where the data set or the tokenizer is now.
+
+    Raises DataError for a batch that was not trained, and for data that the run was not trained on. Raises
+    ConfigError for a change of any other key.
     """
-    run = read_run(where)
-    last = int(run.log.batch[-1])
-    if not 1 <= number <= last:
-        raise DataError(f"{where}: batch {number:,} given, expected 1 to {last:,}, the last in {METRICS}")
+    run = read_run(location)
+    last_batch = int(run.log.batch[-1])
+    if not 1 <= number <= last_batch:
+        raise DataError(f"{location}: batch {number:,} given, expected 1 to {last_batch:,}, the last in {METRICS}")
     for change in changes:
-        if not change.startswith(("train_loader.dataset.", "tokenizer.name=")) or "=" not in change:
+        is_allowed = change.startswith(("train_loader.dataset.", "tokenizer.name=")) and "=" in change
+        if not is_allowed:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
-    dataset, config, tokenizer = open_data(run, read_layers(changes, for_training=False))
-    epoch, step = dataset.stages.locate_batch(number - 1)
-    ids = dataset.stages.epoch(epoch).sample_ids(range(dataset.global_batch_size), range(step, step + 1))[0]
-    rows = [read_row(dataset, int(sample_id)) for sample_id in ids if sample_id != NO_SAMPLE]
-    digest = format_digest(sum(batch_digest(torch.from_numpy(padded_t)[None]) for padded_t, _ in rows))
-    logged = check_digest(run, number, digest)
+
+    data = open_data(run, read_layers(changes, for_training=False))
+    stages = data.dataset.stages
+    epoch, step = stages.locate_batch(number - 1)
+    all_rows = range(data.dataset.global_batch_size)
+    sample_ids = stages.epoch(epoch).sample_ids(all_rows, range(step, step + 1))[0]
+
+    # As in training, the batch's digest is the sum of its rows' digests, padding included.
+    rows: list[Row] = []
+    digest_sum = 0
+    for sample_id in sample_ids:
+        if sample_id == NO_SAMPLE:
+            continue
+        padded_t, row = read_row(data.dataset, int(sample_id))
+        rows.append(row)
+        digest_sum += batch_digest(torch.from_numpy(padded_t)[None])
+    digest = format_digest(digest_sum)
+
+    separator = separator_of(data.config)
+    if separator is None and data.tokenizer is not None:
+        separator = Separator(data.tokenizer.eos_token_id)
     return Batch(
-        run=where,
+        run=location,
         number=number,
         epoch=epoch,
-        rows=[row for _, row in rows],
+        rows=rows,
         digest=digest,
-        logged_digest=logged,
-        tokenizer=tokenizer,
-        separator=separator_of(config) or (None if tokenizer is None else Separator(tokenizer.eos_token_id)),
+        logged_digest=check_digest(run, number, digest),
+        tokenizer=data.tokenizer,
+        separator=separator,
         checkpoint=run.segments_from,
     )
 
@@ -137,7 +162,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
 
     Each has the rows of all ranks, as int64 [batch, tokens]. Its digest is compared with `data/digest` in the log,
     where the log has that batch. Batches that the run has not reached yet are those it will train on. `dataset` has
-    words of [`train_loader.dataset`](data.md) that differ here, such as `local`.
+    keys of [`train_loader.dataset`](data.md) whose values differ here, such as `local`.
 
     >>> for batch in lf.batches("runs/tiny", 3, 4):
     ...     print(batch.batch, batch.tokens_bt.shape)
@@ -152,86 +177,124 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     last = first if last is None else whole_number("batches: last", last)
     if first > last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
-    found = read_run(run)
-    words = {"train_loader": {"dataset": plain_words(dataset)}}
-    opened, *_ = open_data(found, [Layer("batches", words)] if dataset else [])  # an empty block would stand for all
+
+    recorded_run = read_run(run)
+    changes = []
+    if dataset:  # an empty block would replace the recorded one
+        changes.append(Layer("batches", {"train_loader": {"dataset": plain_words(dataset)}}))
+    opened = open_data(recorded_run, changes).dataset
     loader = build_text_loader(opened, kind=StatefulLoader)
     epoch, num_batches = opened.stages.locate_batch(first - 1)
     loader.move_to(epoch, num_batches * opened.global_batch_size)
-    return _read_batches(found, loader, first, last)
+    return _read_batches(recorded_run, loader, first, last)
 
 
 def _read_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> Iterator[Samples]:
-    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    for number, rows in zip(range(first, last + 1), epochs, strict=False):
-        tokens_bt = rows["input_ids"]
+    """Yield batches `first` to `last` from a loader that stands before batch `first`, epoch after epoch.
+
+    Raises DataError if a batch's digest is not the one in the run's log. This is a generator of its own, so that
+    `read_batches` raises its errors when it is called, not when the first batch is asked for.
+    """
+    batches_of_all_epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for number, batch in zip(range(first, last + 1), batches_of_all_epochs, strict=False):
+        tokens_bt = batch["input_ids"]  # [batch, tokens]
         digest = format_digest(batch_digest(tokens_bt))
         check_digest(run, number, digest)
         yield Samples(number, tokens_bt.numpy(), digest)
 
 
-def open_data(run: Run, changes: Sequence[Layer]) -> tuple[TextDataset, dict[str, Any], Tokenizer | None]:
-    """Open the data that a run was trained on; return its configuration and tokenizer too.
+@dataclass(frozen=True, slots=True)
+class OpenedData:
+    """The data that a run was trained on."""
 
-    Raises DataError for other data, and says what differs, and at once for a folder that a run is downloading into.
+    dataset: TextDataset
+    config: dict[str, Any]
+    """The recorded values of DATA_KEYS, with the changes."""
+    tokenizer: Tokenizer | None
+    """None where it is not on this machine."""
+
+
+def open_data(run: Run, changes: Sequence[Layer]) -> OpenedData:
+    """Open the data set that a run was trained on, for reading alone.
+
+    `changes` are values of the configuration that differ here. What the run recorded is only read: downloads go to a
+    temporary folder, which is removed with the data set, and from a remote only if `changes` name it.
+
+    Raises DataError for data other than the run's, and for a folder that another run is downloading into. Raises
+    ConfigError for a loader of the user's own, and for a reference that would have to be resolved.
     """
     if run.config is None:
-        raise DataError(f"{run.where}: the run's configuration is not there")
-    given = [key for layer in changes for key in leaf_keys(layer.values)]
-    recorded = without(given, {key: run.config[key] for key in OF_DATA if key in run.config})
-    recorded = refuse_unresolved(recorded, run.where)
-    config, checkpoint = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {}), None
+        raise DataError(f"{run.location}: the run's configuration is not there")
+    changed_keys = [key for layer in changes for key in leaf_keys(layer.values)]
+    recorded = {key: run.config[key] for key in DATA_KEYS if key in run.config}
+    recorded = refuse_unresolved(without(changed_keys, recorded), run.location)
+    config = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {})
+
+    checkpoint = None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
-    moved_to = next((name for layer in changes if (name := layer.values.get("tokenizer", {}).get("name"))), None)
-    tokenizer = find_tokenizer(config, checkpoint, run.where, moved_to)
+    tokenizer_names = [layer.values.get("tokenizer", {}).get("name") for layer in changes]
+    changed_tokenizer = next(filter(None, tokenizer_names), None)
+    tokenizer = find_tokenizer(config, checkpoint, run.location, changed_tokenizer)
+
     loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
     if loader.name != "text":
-        raise ConfigError(f"{run.where}: train_loader.name is {loader.name}, whose order only its own code knows")
-    own = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
-    locations = DataLocations(download_folder=own, named_by_user=locations_at(config, given))
-    placed = locations.choose_for(loader.dataset)
-    for folder in build_folders(placed):
+        raise ConfigError(f"{run.location}: train_loader.name is {loader.name}, whose order only its own code knows")
+    download_folder = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
+    locations = DataLocations(download_folder=download_folder, named_by_user=locations_at(config, changed_keys))
+    dataset_config = locations.choose_for(loader.dataset)
+    for folder in build_folders(dataset_config):
         if folder.remote:
             check_not_held(folder.path)
+
     duration = config.get("max_duration")
     dataset = TextDataset(
-        replace(placed, allow_truncation=True),  # as the run read it
+        replace(dataset_config, allow_truncation=True),  # the run was trained on it: no text is refused as too long
         max_seq_len=config["max_seq_len"],
         global_batch_size=config["global_train_batch_size"],
         drop_last=loader.drop_last,
         vocab_size=(config.get("model") or {}).get("vocab_size"),
         tokenizer=tokenizer,
-        share=(0, 1),
+        share=(0, 1),  # this process is the only rank, so it reads all rows
         max_duration=None if duration is None else Duration.parse(duration),
     )
-    weakref.finalize(dataset, shutil.rmtree, own, ignore_errors=True)
+    weakref.finalize(dataset, shutil.rmtree, download_folder, ignore_errors=True)
+    # The state has fingerprints of the data, and the stages that the run has begun.
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):
         dataset.load_state_dict(state)
-    return dataset, config, tokenizer
+    return OpenedData(dataset, config, tokenizer)
 
 
 def check_digest(run: Run, number: int, digest: str) -> str | None:
-    """Return the log's digest of a batch, if it has one. Raises DataError if it is another."""
-    at = int(np.searchsorted(run.log.batch, number))
-    logged = run.log.digest[at] if at < len(run.log.batch) and run.log.batch[at] == number else None
-    if logged not in (None, digest):
+    """Compare the digest of batch `number` with the one in the run's log.
+
+    Returns the log's digest, or None if the log has none of this batch. Raises DataError if the two differ.
+    """
+    log = run.log
+    row = int(np.searchsorted(log.batch, number))
+    has_row = row < len(log.batch) and log.batch[row] == number
+    logged_digest = log.digest[row] if has_row else None
+    if logged_digest not in (None, digest):
         raise DataError(
-            f"{run.where}: batch {number:,} has data/digest {digest} here and {logged} in {METRICS}: this is not the "
-            "data that the run was trained on"
+            f"{run.location}: batch {number:,} has data/digest {digest} here and {logged_digest} in {METRICS}: this is "
+            "not the data that the run was trained on"
         )
-    return logged
+    return logged_digest
 
 
 def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
-    """Return the row as it was trained, padding included, and without."""
+    """Read a sample. Returns its tokens [max_seq_len] as they were trained, padding included, and the row without."""
     shard, sample = dataset.locate_sample(sample_id)
     padded_t = dataset.read_sample(shard, sample).numpy()
     folder = dataset.folders[dataset.cache.table.stream_of(shard)]
-    name = Path(dataset.cache.path(shard)).name
-    stream = folder.name or folder.remote or folder.path
-    return padded_t, Row(stream=stream, shard=name, sample=sample, tokens_t=padded_t[padded_t >= 0])
+    row = Row(
+        stream=folder.name or folder.remote or folder.path,
+        shard=Path(dataset.cache.path(shard)).name,
+        sample=sample,
+        tokens_t=padded_t[padded_t >= 0],  # padding is negative
+    )
+    return padded_t, row
 
 
 class Losses(NamedTuple):
@@ -244,22 +307,43 @@ class Losses(NamedTuple):
     checkpoint: str
 
 
-def compute_losses(batch: Batch, where: str | None, device: torch.device) -> Losses:
-    """Compute losses by the checkpoint at `where`, or by the run's newest. Raises CheckpointError and DataError."""
-    checkpoint = find_checkpoint(where or batch.checkpoint or "")[0] if where or batch.checkpoint else None
+def compute_losses(batch: Batch, location: str | None, device: torch.device) -> Losses:
+    """Compute the loss of each row of a batch, in fp32 on `device`, in nats per token.
+
+    `location` is that of the checkpoint, or of a run, whose newest one is taken. None is the newest checkpoint of the
+    batch's run.
+
+    Raises CheckpointError if the checkpoint cannot be read. Raises DataError if there is none, or if the model
+    separates documents and the token between them is not known.
+    """
+    source = location or batch.checkpoint
+    checkpoint = find_checkpoint(source)[0] if source else None
     if checkpoint is None:
-        raise DataError(f"{where or batch.run}: no checkpoint here, which losses need; name one with --checkpoint")
-    found = load_checkpoint(checkpoint, model_config_of(checkpoint), Placement(torch.float32, device, None))
-    separator = batch.separator if found.separates_documents else None
-    if found.separates_documents and separator is None:
+        raise DataError(f"{location or batch.run}: no checkpoint here, which losses need; name one with --checkpoint")
+    model = load_checkpoint(checkpoint, model_config_of(checkpoint), Placement(torch.float32, device, None))
+    separator = batch.separator if model.separates_documents else None
+    if model.separates_documents and separator is None:
         raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
-    rows = [tuple(row.tokens_t.tolist()) for row in batch.rows]
-    asked = [number for number, row in enumerate(rows) if len(row) > 1]  # else, of a shard of texts, nothing to predict
-    groups = [[Request(rows[number][:1], rows[number][1:], 0, 0)] for number in asked]
-    of_rows, total, num_predicted = [math.nan] * len(rows), 0.0, 0
-    for scores in score(found, groups, found.max_seq_len, separator=separator):
-        for number, (nats, _) in scores.items():
-            count = len(groups[number][0].continuation)
-            of_rows[asked[number]] = -nats / count
-            total, num_predicted = total - nats, num_predicted + count
-    return Losses(of_rows, total / max(num_predicted, 1), checkpoint.url)
+
+    # A request for each row: the model predicts all tokens but the first. In a row of one token, as a shard of texts
+    # may have, there is nothing to predict.
+    scored_rows: list[int] = []
+    requests: list[Request] = []
+    for row_number, row in enumerate(batch.rows):
+        tokens = tuple(row.tokens_t.tolist())
+        if len(tokens) > 1:
+            scored_rows.append(row_number)
+            requests.append(Request(context=tokens[:1], continuation=tokens[1:], num_characters=0, num_trimmed=0))
+
+    row_losses = [math.nan] * len(batch.rows)
+    total_loss = 0.0
+    total_predicted = 0
+    groups = [[request] for request in requests]
+    for scores in score(model, groups, model.max_seq_len, separator=separator):
+        for request_number, request_score in scores.items():
+            loss = -request_score.log_probability
+            num_predicted = len(requests[request_number].continuation)
+            row_losses[scored_rows[request_number]] = loss / num_predicted
+            total_loss += loss
+            total_predicted += num_predicted
+    return Losses(row_losses, total_loss / max(total_predicted, 1), checkpoint.url)

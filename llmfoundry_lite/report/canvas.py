@@ -1,8 +1,8 @@
-"""matplotlib as every figure of ours uses it: without a screen, and by our own settings alone.
+"""matplotlib as every figure of this package uses it: without a screen, and with fixed settings.
 
 matplotlib reads `matplotlibrc` in the working directory before the user's own. That folder may be somebody else's, and
-its settings can start TeX or make a figure of gigabytes. So that file is not read, and no settings but ours have an
-effect while a figure is drawn.
+its settings can start TeX or make a figure of gigabytes. So that file is not read, and no settings but those below have
+an effect while a figure is drawn.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,21 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogFormatter
 
-__all__ = ["EngFormatter", "LogFormatter", "Patch", "Text", "our_settings", "plt"]
+__all__ = ["EngFormatter", "LogFormatter", "Patch", "Text", "fixed_settings", "plt"]
 
 SETTINGS: dict[Any, Any] = {
-    "text.parse_math": False,  # names are text: "$" is no formula
-    "svg.fonttype": "none",  # text stays text
-    "pdf.fonttype": 42,
-    "svg.hashsalt": "llmfoundry-lite",  # equal figures are equal bytes
+    "text.parse_math": False,  # "$" in a name does not start a formula
+    "svg.fonttype": "none",  # SVG has texts rather than outlines of letters
+    "pdf.fonttype": 42,  # PDF has TrueType fonts, whose texts can be searched
+    "svg.hashsalt": "llmfoundry-lite",  # ids in an SVG are the same each time, so equal figures are equal bytes
 }
 
 
 @contextmanager
-def our_settings() -> Iterator[None]:
-    """Draw by matplotlib's defaults and SETTINGS, whatever a file or the program has set. It is a decorator, too."""
+def fixed_settings() -> Iterator[None]:
+    """Draw with matplotlib's defaults and SETTINGS, and restore the program's own settings afterwards.
+
+    A file of settings or the calling program may have set others. Works as a context manager and as a decorator.
+    """
     with matplotlib.style.context("default"), matplotlib.rc_context(SETTINGS):
         yield

@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.canvas import EngFormatter, LogFormatter, Patch, Text, our_settings, plt
+from llmfoundry_lite.report.canvas import EngFormatter, LogFormatter, Patch, Text, fixed_settings, plt
 
-TRAIN, VALIDATION, REFERENCE = "#4c72b0", "#c44e52", "#8c8c8c"
-CURVES = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
+TRAIN_COLOR, VALIDATION_COLOR, REFERENCE_COLOR, MARK_COLOR = "#4c72b0", "#c44e52", "#8c8c8c", "#333333"
+CURVE_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
 SHADES = ("#dfe8f3", "#fbe7d3", "#d5ead2", "#eae3f1", "#f8d9d9", "#f3efd2", "#d3eeee", "#e3e3e3", "#f3d3e8", "#e6dccb")
 MAX_POINTS = 4000
-"""Points drawn of one curve; a figure is a quarter as many pixels wide."""
+"""Most points that are drawn of one curve; a figure is about 1,000 pixels wide."""
 MAX_CHANGE_CHARACTERS = 60
 MAX_DISTINCT_POINTS = 400
-"""Points of one curve that can still be told apart."""
+"""Most points of one curve that can be told apart. A longer curve gets a running mean."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The place of a batch along the figure: its number, or how much had been trained after it."""
+    """The horizontal axis: batches stand at their number, or at the tokens or FLOPs that were trained after them."""
 
     label: str = "batch"
     batches: Ints | None = None
@@ -45,31 +45,52 @@ class Axis:
     totals: Floats | None = None
     """Tokens or FLOPs after each of `batches`."""
 
-    def place(self, batches: Any) -> Any:
-        """Return the place of each batch. Batches without a total are interpolated, from 0 where the run began.
+    def positions_of(self, batches: Any) -> Any:
+        """Return the x coordinate of a batch number, or of an array of them.
 
-        Batches after the last one, of dead branches, are placed by the run's mean pace.
+        Batches without a total are interpolated, from 0 where the run began. A batch after the last one, as a dead
+        branch may have, is placed as if it trained as much as the run's mean batch.
         """
         if self.batches is None or self.totals is None:
             return batches
-        known = np.isfinite(self.totals)
-        at, totals = self.batches[known], self.totals[known]
-        return np.interp(batches, [0, *at, 2 * at[-1]], [0.0, *totals, 2 * totals[-1]])
+        is_known = np.isfinite(self.totals)
+        known_batches = self.batches[is_known]
+        known_totals = self.totals[is_known]
+        return np.interp(
+            batches,
+            [0, *known_batches, 2 * known_batches[-1]],
+            [0.0, *known_totals, 2 * known_totals[-1]],
+        )
 
-    def draw(self, axes: Any, batches: Ints, values: Floats, **look: Any) -> None:
-        batches, values = thin(batches, values)
-        axes.plot(self.place(batches), values, **look)
+    def draw(self, panel: Any, batches: Ints, values: Floats, **line_style: Any) -> None:
+        """Draw a curve into a matplotlib panel, thinned to MAX_POINTS. `line_style` goes to matplotlib's `plot`."""
+        batches, values = thin_curve(batches, values)
+        panel.plot(self.positions_of(batches), values, **line_style)
 
     def draw_with_mean(
-        self, axes: Any, batches: Ints, values: Floats, reach: int | None, *, linewidth: float, label: str, **look: Any
+        self,
+        panel: Any,
+        batches: Ints,
+        values: Floats,
+        half_width: int | None,
+        *,
+        linewidth: float,
+        label: str,
+        **line_style: Any,
     ) -> None:
-        """Draw each value; where they are too many to be told apart, draw a running mean over them."""
-        if reach == 0 or (reach is None and len(values) <= MAX_DISTINCT_POINTS):
-            self.draw(axes, batches, values, linewidth=linewidth, label=label, **look)
+        """Draw a curve, and above it a running mean if there are too many points to tell apart.
+
+        With a mean, the curve itself is faint, and `linewidth`, `label` and `line_style` are those of the mean.
+        `half_width` is the number of values that the mean covers on either side: 0 draws no mean, None chooses.
+        """
+        is_short = len(values) <= MAX_DISTINCT_POINTS
+        if half_width == 0 or (half_width is None and is_short):
+            self.draw(panel, batches, values, linewidth=linewidth, label=label, **line_style)
             return
-        self.draw(axes, batches, values, color=look["color"], linewidth=0.6, alpha=0.35)
-        look["marker"] = None
-        self.draw(axes, batches, smooth(values, reach), linewidth=linewidth, label=label, **look)
+
+        self.draw(panel, batches, values, color=line_style["color"], linewidth=0.6, alpha=0.35)
+        mean_style = {**line_style, "marker": None}
+        self.draw(panel, batches, running_mean(values, half_width), linewidth=linewidth, label=label, **mean_style)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +105,8 @@ class Curve:
     eval_losses: Floats = field(default_factory=lambda: np.empty(0))
     not_finite: Sequence[int] = ()
     """Batches whose loss was not finite."""
-    dead: Sequence[tuple[Ints, Floats]] = ()
-    """Batches and losses of branches that a later launch voided."""
+    dead_branches: Sequence[tuple[Ints, Floats]] = ()
+    """Batches and losses that do not count, because a later launch trained these batches again."""
     changes: Sequence[tuple[int, str]] = ()
     """The first batch with other settings, and which."""
     axis: Axis = Axis()
@@ -107,10 +128,11 @@ class Difference:
     name: str
     batches: Ints
     absolute: Floats
-    digests_part_at: int | None = None
+    first_different_data_batch: int | None = None
+    """The first batch that the two runs trained on other data."""
 
 
-@our_settings()
+@fixed_settings()
 def plot_run(
     path: Path,
     curve: Curve,
@@ -118,40 +140,52 @@ def plot_run(
     *,
     title: str,
     baselines: Mapping[str, float] | None = None,
-    reach: int | None = None,
+    half_width: int | None = None,
 ) -> None:
-    """Plot loss, with validation, baselines and changes, above throughput. `reach` is `smooth`'s; 0 draws no mean."""
+    """Write a figure of one run: losses in an upper panel, tokens per second in a lower one.
+
+    The upper panel also has validation losses, dead branches, changes of settings, and a horizontal line for each of
+    `baselines`, which maps a model's name to its loss in nats per token. The background is shaded by `spans`.
+    `half_width` is the number of batches that the running mean covers on either side: 0 draws no mean, None chooses.
+    """
     axis = curve.axis
-    figure, (loss, speed) = stack((3, 1), (8, 6), sharex=True)
-    for i, (batches, losses) in enumerate(curve.dead):
-        label = "dead branches" if len(curve.dead) > 1 else "dead branch"
-        axis.draw(loss, batches, losses, color=REFERENCE, linewidth=0.9, label="" if i else label)
-    reach = reach_of(len(curve.losses), reach)
-    label = f"training (mean of {2 * reach + 1} batches)" if reach else "training"
-    axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=1.8, label=label, color=TRAIN)
+    figure, (loss_panel, speed_panel) = create_stacked_panels((3, 1), (8, 6), sharex=True)
+
+    for i, (batches, losses) in enumerate(curve.dead_branches):
+        name = "dead branches" if len(curve.dead_branches) > 1 else "dead branch"
+        label = name if i == 0 else ""  # one line in the legend for all
+        axis.draw(loss_panel, batches, losses, color=REFERENCE_COLOR, linewidth=0.9, label=label)
+
+    half_width = choose_half_width(len(curve.losses), half_width)
+    label = f"training (mean of {2 * half_width + 1} batches)" if half_width else "training"
+    axis.draw_with_mean(
+        loss_panel, curve.batches, curve.losses, half_width, linewidth=1.8, label=label, color=TRAIN_COLOR
+    )
     if len(curve.eval_losses):
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
-        size = 4 if len(curve.eval_losses) <= 100 else 0
-        _draw_validation(loss, curve, VALIDATION, linewidth=1.5, markersize=size, label=label)
-    for style, (name, value) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
-        loss.axhline(value, color=REFERENCE, linestyle=style, linewidth=1.2, label=f"{name} model, {value:.2f}")
-    for batch, words in curve.changes:
-        cut = words if len(words) <= MAX_CHANGE_CHARACTERS else f"{words[: MAX_CHANGE_CHARACTERS - 1]}…"
-        label = f"from batch {batch:,}: {cut}"
-        for axes, name in ((loss, label), (speed, None)):
-            axes.axvline(axis.place(batch - 0.5), color="#333333", linestyle=":", linewidth=1.2, label=name)
-    _finish_loss(loss, [curve])
-    axis.draw(speed, curve.batches, curve.tokens_per_second, color=TRAIN, linewidth=1.2)
-    speed.set_ylim(bottom=0)
-    speed.set_ylabel("tokens/s")
-    speed.yaxis.set_major_formatter("{x:,.0f}")
-    _finish_axes((loss, speed), [curve])
-    _shade(figure, [((loss, speed), axis, spans)])
-    loss.set_title(title, fontsize=11)
-    write(figure, path)
+        marker_size = 4 if len(curve.eval_losses) <= 100 else 0
+        _draw_validation(loss_panel, curve, VALIDATION_COLOR, linewidth=1.5, markersize=marker_size, label=label)
+    for line_style, (name, loss) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
+        label = f"{name} model, {loss:.2f}"
+        loss_panel.axhline(loss, color=REFERENCE_COLOR, linestyle=line_style, linewidth=1.2, label=label)
+    _draw_changes(loss_panel, speed_panel, curve)
+    _finish_loss_panel(loss_panel, [curve])
+
+    axis.draw(speed_panel, curve.batches, curve.tokens_per_second, color=TRAIN_COLOR, linewidth=1.2)
+    speed_panel.set_ylim(bottom=0)
+    speed_panel.set_ylabel("tokens/s")
+    speed_panel.yaxis.set_major_formatter("{x:,.0f}")
+
+    _finish_batch_axis((loss_panel, speed_panel), [curve])
+    shades: dict[str, str] = {}
+    for panel in (loss_panel, speed_panel):
+        shades = _shade(panel, axis, spans, shades)
+    _draw_shade_legend(figure, shades)
+    loss_panel.set_title(title, fontsize=11)
+    save_figure(figure, path)
 
 
-@our_settings()
+@fixed_settings()
 def plot_comparison(
     path: Path,
     curves: Sequence[Curve],
@@ -159,251 +193,400 @@ def plot_comparison(
     spans: Sequence[Sequence[Span]] = (),
     *,
     title: str,
-    reach: int | None = None,
+    half_width: int | None = None,
 ) -> None:
-    """Plot losses of several runs, and below, on a logarithmic scale, how far each is from the first one.
+    """Write a figure of several runs: their losses, and on a logarithmic scale below, how far each is from the first.
 
-    `spans`, if any are known, are those of each curve: a strip for each above the losses. Differences of exactly zero
-    have no place on the scale; the legend says how many there are. `reach` is that of `smooth`; 0 draws no means.
+    `differences` are those of every curve but the first. One that is exactly zero cannot be drawn on a logarithmic
+    scale; the legend counts them. `spans` has a sequence for each curve: above the losses, each run gets a strip that
+    is shaded by its hardware, unless no spans are known. `half_width` is the number of batches that a running mean
+    covers on either side: 0 draws no mean, None chooses.
     """
     num_strips = len(curves) if any(spans) else 0
-    figure, (*strips, loss, gap) = stack((*[0.2] * num_strips, 2.6, 1.4), (8, 6 + 0.4 * num_strips), sharex=True)
+    heights = (*[0.2] * num_strips, 2.6, 1.4)
+    figure, panels = create_stacked_panels(heights, (8, 6 + 0.4 * num_strips), sharex=True)
+    *strips, loss_panel, difference_panel = panels
+
     for i, curve in enumerate(curves):
-        look = {"color": color(i), "linestyle": "-" if i == 0 else "--"}
-        width = 2.2 if i == 0 else 1.3
-        curve.axis.draw_with_mean(loss, curve.batches, curve.losses, reach, linewidth=width, label=curve.name, **look)
+        is_first = i == 0
+        curve.axis.draw_with_mean(
+            loss_panel,
+            curve.batches,
+            curve.losses,
+            half_width,
+            linewidth=2.2 if is_first else 1.3,
+            label=curve.name,
+            color=curve_color(i),
+            linestyle="-" if is_first else "--",
+        )
         if len(curve.eval_losses):
-            _draw_validation(loss, curve, color(i), "o" if i == 0 else "x", linestyle="", markersize=5)
+            marker = "o" if is_first else "x"
+            _draw_validation(loss_panel, curve, curve_color(i), marker, linestyle="", markersize=5)
     if any(len(curve.eval_losses) for curve in curves):
-        loss.plot([], [], "o", color=REFERENCE, markersize=5, label="validation (x: other runs)")
-    _finish_loss(loss, curves)
+        label = "validation (x: other runs)"
+        loss_panel.plot([], [], "o", color=REFERENCE_COLOR, markersize=5, label=label)  # for the legend alone
+    _finish_loss_panel(loss_panel, curves)
+
     for i, difference in enumerate(differences, start=1):
-        _plot_difference(gap, curves[0].axis, difference, color(i), reach)
-    gap.set_yscale("log")
-    gap.yaxis.set_major_formatter(LogFormatter())  # the scale's own writes formulas, and texts are not parsed as such
-    gap.yaxis.set_minor_formatter(LogFormatter())
-    if not any((difference.absolute > 0).any() for difference in differences):
-        gap.set_ylim(1e-7, 1)
-    gap.set_ylabel(f"|difference| from\n{curves[0].name}")
-    if differences:
-        gap.legend(frameon=False, fontsize=8, loc="best")
-    _finish_axes((loss, gap), curves)
-    for axes, curve in zip(strips, curves, strict=False):
-        axes.spines[:].set_visible(False)
-        axes.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
-        axes.set_ylabel(curve.name, rotation=0, ha="right", va="center", fontsize=8)
-    _shade(figure, [([axes], curve.axis, row) for axes, curve, row in zip(strips, curves, spans, strict=False)])
+        _draw_difference(difference_panel, curves[0].axis, difference, curve_color(i), half_width)
+    _finish_difference_panel(difference_panel, curves[0].name, differences)
+
+    _finish_batch_axis((loss_panel, difference_panel), curves)
+    shades: dict[str, str] = {}
+    for strip, curve, curve_spans in zip(strips, curves, spans, strict=False):
+        strip.spines[:].set_visible(False)
+        strip.tick_params(left=False, labelleft=False, bottom=False, labelbottom=False)
+        strip.set_ylabel(curve.name, rotation=0, ha="right", va="center", fontsize=8)
+        shades = _shade(strip, curve.axis, curve_spans, shades)
+    _draw_shade_legend(figure, shades)
     figure.axes[0].set_title(title, fontsize=11)
-    write(figure, path)
+    save_figure(figure, path)
 
 
-def _draw_validation(axes: Any, curve: Curve, color: str, marker: str = "o", **look: Any) -> None:
-    """Draw all validation losses, the last one unclipped: it usually stands at the edge of the figure."""
-    curve.axis.draw(axes, curve.eval_batches, curve.eval_losses, color=color, marker=marker, **look)
-    edge = {"markeredgecolor": "white"} if marker == "o" else {}
-    at = curve.axis.place(curve.eval_batches[-1:])
-    axes.plot(at, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, zorder=5, **edge)
+def _draw_validation(panel: Any, curve: Curve, color: str, marker: str = "o", **line_style: Any) -> None:
+    """Draw the validation losses of a run.
+
+    The last one gets a larger marker, which is not clipped, because it usually lies on the panel's right edge.
+    """
+    curve.axis.draw(panel, curve.eval_batches, curve.eval_losses, color=color, marker=marker, **line_style)
+    edge_style = {"markeredgecolor": "white"} if marker == "o" else {}
+    last_position = curve.axis.positions_of(curve.eval_batches[-1:])
+    panel.plot(
+        last_position, curve.eval_losses[-1:], marker, color=color, markersize=7, clip_on=False, zorder=5, **edge_style
+    )
 
 
-def _plot_difference(axes: Any, axis: Axis, difference: Difference, color: str, reach: int | None) -> None:
-    known = difference.absolute[np.isfinite(difference.absolute)]
-    num_zero = int((known == 0).sum())
+def _draw_changes(loss_panel: Any, speed_panel: Any, curve: Curve) -> None:
+    """Mark each batch from which on the run had other settings: a vertical line in both panels, named in the first."""
+    for batch, description in curve.changes:
+        if len(description) > MAX_CHANGE_CHARACTERS:
+            description = f"{description[: MAX_CHANGE_CHARACTERS - 1]}…"
+        position = curve.axis.positions_of(batch - 0.5)
+        line_style: dict[str, Any] = {"color": MARK_COLOR, "linestyle": ":", "linewidth": 1.2}
+        loss_panel.axvline(position, label=f"from batch {batch:,}: {description}", **line_style)
+        speed_panel.axvline(position, **line_style)
+
+
+def _draw_difference(panel: Any, axis: Axis, difference: Difference, color: str, half_width: int | None) -> None:
+    """Draw how far a run's losses are from the first run's, on a logarithmic scale, without those that are zero.
+
+    The legend says how many are zero, or that the runs have no batch in common. A vertical line marks the first batch
+    that the two trained on other data. `half_width` is that of `Axis.draw_with_mean`.
+    """
+    is_finite = np.isfinite(difference.absolute)
+    num_zero = int((difference.absolute[is_finite] == 0).sum())
     label = difference.name
-    if not len(known):
+    if not is_finite.any():
         label += ": no common batch"
     elif num_zero:
-        label += f": zero at {num_zero:,} of {len(known):,} batches"
-    above = np.where(difference.absolute > 0, difference.absolute, np.nan)
-    if np.isfinite(above).any():
-        look = {"color": color, "marker": ".", "markersize": 2, "linewidth": 1.3, "label": label}
-        axis.draw_with_mean(axes, difference.batches, above, reach, **look)
+        label += f": zero at {num_zero:,} of {is_finite.sum():,} batches"
+
+    positive = np.where(difference.absolute > 0, difference.absolute, np.nan)
+    if np.isfinite(positive).any():
+        axis.draw_with_mean(
+            panel,
+            difference.batches,
+            positive,
+            half_width,
+            linewidth=1.3,
+            label=label,
+            color=color,
+            marker=".",
+            markersize=2,
+        )
     else:
-        axes.plot([], [], color=color, linewidth=1, label=label)
-    if (at := difference.digests_part_at) is not None:
-        label = f"{difference.name}: other data from batch {at:,}"
-        axes.axvline(axis.place(at), color="#333333", linestyle=":", label=label)
+        panel.plot([], [], color=color, linewidth=1, label=label)  # for the legend alone
+
+    batch = difference.first_different_data_batch
+    if batch is not None:
+        label = f"{difference.name}: other data from batch {batch:,}"
+        panel.axvline(axis.positions_of(batch), color=MARK_COLOR, linestyle=":", label=label)
 
 
-def _finish_loss(axes: Any, curves: Sequence[Curve]) -> None:
-    """Mark losses that are not finite at the foot, and name the curves."""
+def _finish_loss_panel(panel: Any, curves: Sequence[Curve]) -> None:
+    """Mark losses that are not finite at the panel's lower edge, label the vertical axis, and add the legend."""
     for curve in curves:
         if curve.not_finite:
-            look = {"label": f"not finite: {len(curve.not_finite):,} of {curve.name}", "markersize": 10}
-            look |= {"transform": axes.get_xaxis_transform(), "color": VALIDATION, "clip_on": False}
-            axes.plot(curve.axis.place(curve.not_finite), np.zeros(len(curve.not_finite)), "|", **look)
-    axes.set_ylabel("loss, nats per token")
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+            panel.plot(
+                curve.axis.positions_of(curve.not_finite),
+                np.zeros(len(curve.not_finite)),
+                "|",
+                label=f"not finite: {len(curve.not_finite):,} of {curve.name}",
+                markersize=10,
+                transform=panel.get_xaxis_transform(),  # y is a fraction of the panel's height
+                color=VALIDATION_COLOR,
+                clip_on=False,
+            )
+    panel.set_ylabel("loss, nats per token")
+    panel.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-def _finish_axes(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
-    clean(panels)
-    first = min(curve.axis.place(curve.batches[0] - 0.5) for curve in curves)
-    # Dead branches may end after the newest batch.
-    last = max(
-        curve.axis.place(max(int(batches[-1]) for batches in (curve.batches, *(dead for dead, _ in curve.dead))) + 0.5)
-        for curve in curves
-    )
-    panels[-1].set_xlim(first, last)
-    panels[-1].set_xlabel(curves[0].axis.label)
-    panels[-1].xaxis.set_major_formatter("{x:,.0f}" if curves[0].axis.totals is None else EngFormatter(sep=""))
+def _finish_difference_panel(panel: Any, first_name: str, differences: Sequence[Difference]) -> None:
+    """Give the panel of differences its logarithmic scale, its label with the first run's name, and its legend."""
+    panel.set_yscale("log")
+    # The scale's own formatter writes formulas such as $10^{-5}$, which would be shown as text, unparsed.
+    panel.yaxis.set_major_formatter(LogFormatter())
+    panel.yaxis.set_minor_formatter(LogFormatter())
+    if not any((difference.absolute > 0).any() for difference in differences):
+        panel.set_ylim(1e-7, 1)  # without any value, matplotlib has no limits to choose
+    panel.set_ylabel(f"|difference| from\n{first_name}")
+    if differences:
+        panel.legend(frameon=False, fontsize=8, loc="best")
+
+
+def _finish_batch_axis(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
+    """Remove the panels' frames, and set limits, label and number format of the axis along which batches lie.
+
+    The limits span all batches of all curves, dead branches included: one may end after the newest batch that counts.
+    """
+    style_panels(panels)
+    starts = []
+    ends = []
+    for curve in curves:
+        last_batches = [curve.batches[-1], *(batches[-1] for batches, _ in curve.dead_branches)]
+        starts.append(curve.axis.positions_of(curve.batches[0] - 0.5))
+        ends.append(curve.axis.positions_of(max(last_batches) + 0.5))
+
+    lowest_panel = panels[-1]  # the panels share their x axis
+    axis = curves[0].axis
+    lowest_panel.set_xlim(min(starts), max(ends))
+    lowest_panel.set_xlabel(axis.label)
+    lowest_panel.xaxis.set_major_formatter("{x:,.0f}" if axis.totals is None else EngFormatter(sep=""))
 
 
 # ------------------------------------------------------------------------------------------------ hardware
 
 
-def _shade(figure: Any, rows: Sequence[tuple[Sequence[Any], Axis, Sequence[Span]]]) -> None:
-    """Shade the panels of each row by its hardware, and name the shades below the figure."""
-    shades: dict[str, str] = {}
-    for panels, axis, spans in rows:
-        for panel, span in itertools.product(panels, spans):
-            shade = shades.setdefault(span.label, SHADES[len(shades) % len(SHADES)])
-            ends = axis.place(span.first_batch - 0.5), axis.place(span.last_batch + 0.5)
-            panel.axvspan(*ends, color=shade, linewidth=0, zorder=0)
+def _shade(panel: Any, axis: Axis, spans: Sequence[Span], shades: Mapping[str, str]) -> dict[str, str]:
+    """Shade a panel's background by the hardware that each span of batches ran on.
+
+    `shades` maps the labels that already have a shade to it. Returns them with those of this panel's labels added.
+    """
+    shades = dict(shades)
+    for span in spans:
+        shade = shades.setdefault(span.label, SHADES[len(shades) % len(SHADES)])
+        start = axis.positions_of(span.first_batch - 0.5)
+        end = axis.positions_of(span.last_batch + 0.5)
+        panel.axvspan(start, end, color=shade, linewidth=0, zorder=0)
+    return shades
+
+
+def _draw_shade_legend(figure: Any, shades: Mapping[str, str]) -> None:
+    """Name the shades of the hardware below the figure. `shades` maps a label to its shade."""
     handles = [Patch(color=shade, label=label) for label, shade in shades.items()]
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=1 if len(handles) < 3 else 2, fontsize=8)
+        num_columns = 1 if len(handles) < 3 else 2
+        figure.legend(handles=handles, loc="outside lower center", ncols=num_columns, fontsize=8)
 
 
 # ------------------------------------------------------------------------------------------------- numbers
 
 
-def thin(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[NDArray[Any], Floats]:
-    """Keep at most `max_points`, among these the lowest and the highest of every stretch.
+def thin_curve(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> tuple[NDArray[Any], Floats]:
+    """Reduce a curve to at most `max_points`, so that it looks the same and is drawn quickly.
 
-    A gap of NaN stays only where a whole stretch is NaN.
+    The curve is cut into max_points / 2 stretches of equal length. Of each, the lowest and the highest value stay, so
+    no peak is lost. A gap of NaN stays only where a whole stretch is NaN.
     """
-    if len(values) <= max_points:
+    num_values = len(values)
+    if num_values <= max_points:
         return batches, values
-    edges = np.linspace(0, len(values), max_points // 2 + 1).astype(int).tolist()
-    low, high = (np.where(np.isnan(values), fill, values) for fill in (np.inf, -np.inf))
-    stretches = [slice(*ends) for ends in itertools.pairwise(edges)]
-    chosen = np.unique([at.start + f(of[at]) for at in stretches for f, of in ((np.argmin, low), (np.argmax, high))])
-    return batches[chosen], values[chosen]
+
+    edges = np.linspace(0, num_values, max_points // 2 + 1).astype(int).tolist()
+    values_for_min = np.where(np.isnan(values), np.inf, values)
+    values_for_max = np.where(np.isnan(values), -np.inf, values)
+    chosen = []
+    for start, end in itertools.pairwise(edges):
+        chosen.append(start + np.argmin(values_for_min[start:end]))
+        chosen.append(start + np.argmax(values_for_max[start:end]))
+    indices = np.unique(chosen)  # ascending; the lowest of a stretch may be its highest, too
+    return batches[indices], values[indices]
 
 
-def reach_of(num: int, reach: int | None) -> int:
-    """Return neighbours on either side that a mean takes in: by default four, or a hundredth of many.
+def choose_half_width(num_values: int, half_width: int | None) -> int:
+    """Return how many neighbours on either side a running mean of `num_values` values covers.
 
-    A tenth of the values is the most, because the last `reach` means are continued as a line.
+    None chooses 4, or a hundredth of the values if that is more. At most a tenth of the values is allowed, because
+    `running_mean` extrapolates the last `half_width` means as a straight line.
     """
-    return min(max(4, num // 100) if reach is None else reach, max(num // 10, int(num > 2)))
+    if half_width is None:
+        half_width = max(4, num_values // 100)
+    largest = max(num_values // 10, 1 if num_values > 2 else 0)
+    return min(half_width, largest)
 
 
-def smooth(values: Floats, reach: int | None = None) -> Floats:
-    """Return the mean over `reach` neighbours on either side, over fewer at the beginning; NaN are left out.
+def running_mean(values: Floats, half_width: int | None = None) -> Floats:
+    """Return, for each value, the mean over it and `half_width` neighbours on either side. NaN are left out.
 
-    At the end, a mean over ever fewer values would be as noisy as the last value. Instead, the last `reach` means go on
-    in a straight line: from the mean of the last 2 reach + 1 values, with the least-squares slope of twice as many. It
-    is unbiased where values lie along a line, is clipped to the range of the last 2 reach + 1 values, and ends with the
-    last value that is known.
+    At the beginning, the mean is over fewer neighbours, as many as there are on the left. At the end, that would make
+    the mean as noisy as the last value. Instead, the last `half_width` means lie on a straight line: it starts from
+    the mean of the last 2 half_width + 1 values, has the least-squares slope of the last 4 half_width + 2, and is
+    clipped to the range of the former. This is unbiased where the values themselves lie along a line. There is no
+    such line if fewer than half of the last values are known. The result is NaN after the last known value.
+
+    `half_width` is limited, and chosen if it is None, by `choose_half_width`.
     """
-    num = len(values)
-    reach = reach_of(num, reach)
-    at = np.arange(num)
-    half = np.minimum(reach, np.minimum(at, num - 1 - at))
-    known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    total, count = sums[at + half + 1] - sums[at - half], counts[at + half + 1] - counts[at - half]
-    means = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-    window = 2 * reach + 1
-    last, near = (np.flatnonzero(known & (at >= num - size)) for size in (window, 2 * window))
-    if 0 < reach < len(last):  # more than half of the last values are known
-        slope = np.polyfit(near, values[near], 1)[0]
-        line = means[num - 1 - reach] + slope * np.arange(1, reach + 1)
-        means[num - reach :] = np.clip(line, values[last].min(), values[last].max())
-        means[last[-1] + 1 :] = np.nan
+    num_values = len(values)
+    half_width = choose_half_width(num_values, half_width)
+    indices = np.arange(num_values)
+    num_neighbours = np.minimum(half_width, np.minimum(indices, num_values - 1 - indices))
+
+    # Differences of cumulative sums give each window's sum at once.
+    is_known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(is_known)])
+    ends = indices + num_neighbours + 1
+    starts = indices - num_neighbours
+    window_sums = sums[ends] - sums[starts]
+    window_counts = counts[ends] - counts[starts]
+    means = np.where(window_counts > 0, window_sums / np.maximum(window_counts, 1), np.nan)
+
+    window = 2 * half_width + 1
+    last_known = np.flatnonzero(is_known & (indices >= num_values - window))
+    fitted = np.flatnonzero(is_known & (indices >= num_values - 2 * window))
+    if half_width > 0 and len(last_known) > half_width:
+        slope = np.polyfit(fitted, values[fitted], 1)[0]
+        line = means[num_values - 1 - half_width] + slope * np.arange(1, half_width + 1)
+        means[num_values - half_width :] = np.clip(line, values[last_known].min(), values[last_known].max())
+        means[last_known[-1] + 1 :] = np.nan
     return means
 
 
 # ---------------------------------------------------------------------------------------------- evaluations
 
+DifferencePoint = tuple[float, float, float, bool]
+"""A model's difference from the first model, the ends of its interval, and whether it is statistically detected."""
 
-@our_settings()
+
+@fixed_settings()
 def plot_differences(
-    panels: Mapping[str, Mapping[str, Mapping[str, tuple[float, float, float, bool]]]], path: Path, *, title: str
+    panels: Mapping[str, Mapping[str, Mapping[str, DifferencePoint]]], path: Path, *, title: str
 ) -> None:
-    """Plot differences from a first model: panel -> row -> model -> (difference, low, high, whether it is detected).
+    """Write a figure of how far the scores of models are from those of a first model, with confidence intervals.
 
-    Those that may be chance are hollow. Rows go downwards; one that starts with `mean` is set apart.
+    `panels` maps the label of a panel's x axis to its rows, each row's name (a task) to its models, and a model's
+    name to its point. Rows go downwards; a row whose name starts with `mean` is set apart by a line. A difference
+    that may be chance has a hollow marker.
     """
     models = list(dict.fromkeys(model for rows in panels.values() for points in rows.values() for model in points))
+    row_height = max(1, 0.55 * len(models))
+    heights = [max(1, len(rows)) * row_height + 0.6 for rows in panels.values()]
+    size = (8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels))
+    figure, grid = create_stacked_panels(heights, size)
+
+    for panel, (x_label, rows) in zip(grid, panels.items(), strict=True):
+        panel.axvline(0, color=MARK_COLOR, linewidth=1, zorder=1)
+        for row_number, (name, points) in enumerate(rows.items()):
+            _draw_difference_row(panel, row_number, name, points, models)
+        panel.set_yticks(range(len(rows)), [printable(name) for name in rows], fontsize=9)
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+
+        # Zero is in the middle.
+        ends = [abs(end) for points in rows.values() for point in points.values() for end in point[:3]]
+        half_range = 1.08 * max(ends, default=0) or 1
+        panel.set_xlim(-half_range, half_range)
+        panel.set_xlabel(x_label, fontsize=9)
+        panel.tick_params(axis="y", length=0)
+        style_panels([panel], grid="x", hidden_spines=("top", "right", "left"))
+
+    _draw_differences_legend(figure, models)
+    grid[0].set_title(title, fontsize=11)
+    save_figure(figure, path)
+
+
+def _draw_difference_row(
+    panel: Any, row_number: int, name: str, points: Mapping[str, DifferencePoint], models: Sequence[str]
+) -> None:
+    """Draw one row of a panel of differences: for each model of the row, its interval and its marker.
+
+    Models lie close to each other around y = `row_number`. `models` are those of all rows. They decide colours and
+    heights, so that a model that is missing in a row leaves a gap. A row of means has diamonds, and a line above it.
+    """
+    is_mean = name.startswith("mean")
+    if is_mean and row_number > 0:
+        panel.axhline(row_number - 0.5, color=REFERENCE_COLOR, linewidth=0.8)
+
     step = 0.7 / max(1, len(models))
-    heights = [max(1, len(rows)) * max(1, 0.55 * len(models)) + 0.6 for rows in panels.values()]
-    figure, grid = stack(heights, (8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels)))
-    for axes, (x_label, rows) in zip(grid, panels.items(), strict=True):
-        axes.axvline(0, color="#333333", linewidth=1, zorder=1)
-        for row, (name, points) in enumerate(rows.items()):
-            is_mean = name.startswith("mean")
-            if is_mean and row:
-                axes.axhline(row - 0.5, color=REFERENCE, linewidth=0.8)
-            for i, model in enumerate(models):
-                if model in points:
-                    difference, low, high, is_detected = points[model]
-                    y, look = row + (i - (len(models) - 1) / 2) * step, {"color": color(i), "linewidth": 1.6}
-                    axes.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, **look)
-                    look |= {"markerfacecolor": color(i) if is_detected else "white", "markersize": 7}
-                    axes.plot(difference, y, "D" if is_mean else "o", zorder=3, **look)
-        axes.set_yticks(range(len(rows)), list(map(printable, rows)), fontsize=9)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        farthest = max(
-            (abs(end) for points in rows.values() for point in points.values() for end in point[:3]), default=0
+    for i, model in enumerate(models):
+        if model not in points:
+            continue
+        difference, low, high, is_detected = points[model]
+        color = curve_color(i)
+        y = row_number + (i - (len(models) - 1) / 2) * step
+        panel.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, color=color, linewidth=1.6)
+        panel.plot(
+            difference,
+            y,
+            "D" if is_mean else "o",
+            zorder=3,
+            color=color,
+            linewidth=1.6,
+            markerfacecolor=color if is_detected else "white",
+            markersize=7,
         )
-        axes.set_xlim(-1.08 * farthest or -1, 1.08 * farthest or 1)
-        axes.set_xlabel(x_label, fontsize=9)
-        axes.tick_params(axis="y", length=0)
-        clean([axes], grid="x", hidden=("top", "right", "left"))
-    looks = [(color(i), color(i), model) for i, model in enumerate(models) if len(models) > 1]
-    looks += [
-        ("#555555", "#555555", "a difference (corrected p < 0.05)"),
-        ("#555555", "white", "none to be told from chance"),
-    ]
+
+
+def _draw_differences_legend(figure: Any, models: Sequence[str]) -> None:
+    """Name the models' colours, if there are several, and the meaning of filled and hollow markers."""
+    entries = []  # (colour of the edge, colour of the face, label)
+    if len(models) > 1:
+        entries = [(curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
+    entries.append(("#555555", "#555555", "a difference (corrected p < 0.05)"))
+    entries.append(("#555555", "white", "none to be told from chance"))
+
+    line_style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 1.6}
     handles = [
-        plt.Line2D([], [], color=edge, marker="o", markerfacecolor=face, markersize=6, linewidth=1.6, label=label)
-        for edge, face, label in looks
+        plt.Line2D([], [], color=edge, markerfacecolor=face, label=label, **line_style) for edge, face, label in entries
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
-    grid[0].set_title(title, fontsize=11)
-    write(figure, path)
 
 
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def color(number: int) -> str:
-    """Return the colour of a curve, counted from 0."""
-    return CURVES[number % len(CURVES)]
+def curve_color(index: int) -> str:
+    """Return the colour of a figure's curve number `index`, counted from 0. Colours repeat after the sixth."""
+    return CURVE_COLORS[index % len(CURVE_COLORS)]
 
 
-def stack(heights: Sequence[float], size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Return a figure and its panels, one below the other."""
+def create_stacked_panels(heights: Sequence[float], size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """Create a matplotlib figure with panels below each other.
+
+    `heights` are the panels' relative heights, `size` is the figure's width and height in inches, and `options` go to
+    `plt.subplots`. Returns the figure and an iterator of the panels that can also be indexed.
+    """
     figure, grid = plt.subplots(
         len(heights), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained", dpi=130, **options
     )
     return figure, grid.flat
 
 
-def clean(panels: Sequence[Any], *, grid: str = "both", hidden: Sequence[str] = ("top", "right")) -> None:
-    """Leave out frames and draw a faint grid."""
-    for axes in panels:
-        axes.spines[list(hidden)].set_visible(False)
-        axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
+def style_panels(panels: Sequence[Any], *, grid: str = "both", hidden_spines: Sequence[str] = ("top", "right")) -> None:
+    """Hide parts of the panels' frames (spines), and draw a faint grid along "x", "y" or "both"."""
+    for panel in panels:
+        panel.spines[list(hidden_spines)].set_visible(False)
+        panel.grid(axis=grid, alpha=0.25, linewidth=0.6)
 
 
 def escape_texts(figure: Any) -> None:
-    """Escape control characters in all texts but labels of ticks, which their formatter makes anew.
+    """Escape control characters in all texts of a figure, because an SVG with one is no valid XML.
 
-    Names are untrusted, and an SVG with a control character is no XML.
+    Names of runs may be anybody's. Tick labels are not covered: their formatter sets them again while the figure is
+    drawn.
     """
     for text in figure.findobj(Text):
         text.set_text(printable(text.get_text(), keep="\n"))
 
 
-def write(figure: Any, path: Path) -> None:
-    """Write and close a figure. Equal figures are equal bytes; text stays text in SVG and PDF."""
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure in the format of the path's suffix, png, pdf or svg, and close it.
+
+    The file has no date in it, so equal figures are equal bytes. It appears under its name only once it is whole.
+    """
     escape_texts(figure)
-    undated = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    form, content = path.suffix.removeprefix("."), io.BytesIO()
-    figure.savefig(content, format=form, metadata=undated[form])
+    metadata_without_date = {"png": None, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    image_format = path.suffix.removeprefix(".")
+    content = io.BytesIO()
+    figure.savefig(content, format=image_format, metadata=metadata_without_date[image_format])
     write_atomically(path, content.getbuffer())
     plt.close(figure)

@@ -15,10 +15,11 @@ from llmfoundry_lite.report.segments import changes_of, short_precision
 from llmfoundry_lite.tables import Table, console, markdown_list, markdown_text
 
 Facts = dict[str, Any]
+"""Part of report.json. None stands for an unknown value."""
 
 UNKNOWN = "-"
 SAMPLES_WIDTH = 117
-KEEP: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
+"""Characters of a line in which texts stand side by side."""
 
 
 @dataclass(slots=True)
@@ -33,17 +34,19 @@ class Section:
 
 
 class Additions:
-    """Facts, sections and figures that a companion adds to a report; without one, none."""
+    """Facts, sections and figures that a companion adds to a report. This base class adds none."""
 
-    def __init__(self, runs: Sequence[Run], form: str):
-        self.answers: list[str] = []
-        """Names of files that it may write."""
+    def __init__(self, runs: Sequence[Run], image_format: str):
+        """Collect the additions for `runs`. `image_format` (png, pdf or svg) is that of the figures."""
+        self.file_names: list[str] = []
+        """Names of files that `draw` may write."""
         self.facts: Facts = {}
-        """Facts of the report; `of_runs` has those of each run."""
-        self.of_runs: list[Facts] = [{} for _ in runs]
+        """Facts that are added to the report as a whole."""
+        self.run_facts: list[Facts] = [{} for _ in runs]
+        """Facts that are added to each run."""
 
-    def around(self, run: Facts, sections: list[Section]) -> list[Section]:
-        """Return the sections of a run, with those that are added."""
+    def add_sections(self, run: Facts, sections: list[Section]) -> list[Section]:
+        """Return the sections of a run, with those that are added. `run` has its facts."""
         return sections
 
     def draw(self, folder: Path) -> list[Path]:
@@ -51,217 +54,286 @@ class Additions:
         return []
 
 
-def build_sections(facts: Facts, added: Additions) -> list[Section]:
-    """Build the sections of every run, with those that are added, then comparisons and samples."""
-    sections = []
+def build_sections(facts: Facts, additions: Additions) -> list[Section]:
+    """Build the sections of a report: of each run, with a companion's additions, then comparisons and sampled texts.
+
+    `facts` is the content of report.json.
+    """
+    sections: list[Section] = []
     for run in facts["runs"]:
-        own = [losses(run)]
+        run_sections = [build_losses_section(run)]
         if run["segments"]:
-            own.append(segments(run, with_cost=bool(facts["prices_per_device_hour"])))
-        sections += added.around(run, own)
+            with_cost = bool(facts["prices_per_device_hour"])
+            run_sections.append(build_segments_section(run, with_cost=with_cost))
+        sections += additions.add_sections(run, run_sections)
+
     if facts["comparisons"]:
-        sections.append(comparisons(facts["comparisons"]))
+        sections.append(build_comparisons_section(facts["comparisons"]))
     sections[0].figure = f"![loss]({facts['figure']})"
     for sample in facts["samples"]:
         title = f"Text after {sample['prompt']!r}, temperature {sample['temperature']:g}, top-k {sample['top_k']}"
-        sections.append(Section(Table(title, (), ()), text=side_by_side(sample["texts"])))
+        sections.append(Section(Table(title, (), ()), text=set_side_by_side(sample["texts"])))
     return sections
 
 
-def side_by_side(texts: Sequence[Facts], width: int = SAMPLES_WIDTH) -> str:
-    """Set texts of several batches in columns, each below its batch."""
+def set_side_by_side(texts: Sequence[Facts], width: int = SAMPLES_WIDTH) -> str:
+    """Set texts in columns beside each other, each with the batch after which a model wrote it as heading.
+
+    `texts` has dictionaries with `batch` and `text`. Lines are wrapped so that all columns fit into `width`
+    characters. A single text is returned as it is, without a heading.
+    """
     if len(texts) == 1:
         return texts[0]["text"]
-    room = (width + 3) // len(texts) - 3
-    columns = [
-        [f"batch {text['batch']:,}", "-" * room]
-        + [
-            part
-            for line in text["text"].expandtabs(4).splitlines()
-            for part in textwrap.wrap(line, room, **KEEP) or [""]
-        ]
-        for text in texts
-    ]
-    rows = zip_longest(*columns, fillvalue="")
-    return "\n".join(" | ".join(cell.ljust(room) for cell in row).rstrip() for row in rows)
+
+    separator = " | "
+    column_width = (width + len(separator)) // len(texts) - len(separator)
+    columns = []
+    for text in texts:
+        column = [f"batch {text['batch']:,}", "-" * column_width]
+        for line in text["text"].expandtabs(4).splitlines():
+            wrapped = textwrap.wrap(line, column_width, drop_whitespace=False, replace_whitespace=False)
+            column += wrapped or [""]
+        columns.append(column)
+
+    lines = []
+    for cells in zip_longest(*columns, fillvalue=""):
+        padded = [cell.ljust(column_width) for cell in cells]
+        lines.append(separator.join(padded).rstrip())
+    return "\n".join(lines)
 
 
-def losses(run: Facts) -> Section:
-    """Show training and validation loss beside those of the baselines, and how much was trained."""
-    tail = run["training_loss_batches"]
-    rows: list[Sequence[str]] = [
-        (name, f"{nats:.4f}", f"{nats / math.log(2) / per_byte:.3f}" if per_byte else "")
-        for name, nats, per_byte in (
-            (f"training loss, last {tail} batches", run["training_loss"], run["training_bytes_per_token"]),
-            ("validation loss", run["validation_loss"], run["bytes_per_token"]),
-            *((f"{name} model", nats, run["bytes_per_token"]) for name, nats in (run["baselines"] or {}).items()),
-        )
-        if nats is not None
+def build_losses_section(run: Facts) -> Section:
+    """Show a run's training and validation loss beside those of simple baselines, how much was trained, and its notes.
+
+    A loss is in nats per token, and where the data set says how many bytes a token has, in bits per byte too.
+    """
+    losses = [
+        (
+            f"training loss, last {run['training_loss_batches']} batches",
+            run["training_loss"],
+            "training_bytes_per_token",
+        ),
+        ("validation loss", run["validation_loss"], "bytes_per_token"),
     ]
-    done = f"{run['num_batches']:,} batches"
+    for name, loss in (run["baselines"] or {}).items():
+        losses.append((f"{name} model", loss, "bytes_per_token"))
+    rows: list[Sequence[str]] = []
+    for label, nats_per_token, bytes_key in losses:
+        if nats_per_token is None:
+            continue
+        bits_per_byte = ""
+        if run[bytes_key]:
+            bits_per_byte = f"{nats_per_token / math.log(2) / run[bytes_key]:.3f}"
+        rows.append((label, f"{nats_per_token:.4f}", bits_per_byte))
+
+    extent = f"{run['num_batches']:,} batches"
     if run["first_batch"] > 1:
-        done += f" ({run['first_batch']:,} to {run['last_batch']:,})"
+        extent += f" ({run['first_batch']:,} to {run['last_batch']:,})"
     if run["tokens"] is not None:
-        done += f", {run['tokens']:,} tokens"
+        extent += f", {run['tokens']:,} tokens"
     if run["tokens_per_second"] is not None:
-        done += f", {run['tokens_per_second']:,.0f} tokens/s"
-    num = run["num_launches"]
-    lines = [f"{done}, in {num} launch{'' if num == 1 else 'es'}"]
-    lines += [f"from batch {batch:,} on: {words}" for batch, words in changes_of(run["segments"])]
+        extent += f", {run['tokens_per_second']:,.0f} tokens/s"
+    num_launches = run["num_launches"]
+    lines = [f"{extent}, in {num_launches} launch{'' if num_launches == 1 else 'es'}"]
+    for batch, changes in changes_of(run["segments"]):
+        lines.append(f"from batch {batch:,} on: {changes}")
     if run["state_digest"]:
-        lines.append(f"state/digest {run['state_digest']} of {run['segments_from'].rsplit('/', 1)[-1]}")
+        checkpoint_name = run["segments_from"].rsplit("/", 1)[-1]
+        lines.append(f"state/digest {run['state_digest']} of {checkpoint_name}")
     if run["baselines"]:
         lines.append("baselines are counted with add-one smoothing on the training tokens")
     if run["not_finite"]:
-        lines.append(f"loss not finite: {listed(run['not_finite'])}; in no figure here")
+        lines.append(f"loss not finite: {format_batches(run['not_finite'])}; in no figure here")
     return Section(Table(run["run"], ("", "nats per token", "bits per byte"), rows), lines + run["notes"])
 
 
-def segments(run: Facts, *, with_cost: bool) -> Section:
-    """Show devices, speed, time and energy of each span of batches, and their cost where prices are given."""
-    facts = run["segments"]
-    has_energy = any(fact["energy_kwh"] is not None for fact in facts)
-    rows = [
-        (
-            span(fact["first_batch"], fact["last_batch"]),
-            f"{shown(fact['num_devices'])} x {fact['device']}" if fact["device"] else "not known: since the last save",
-            " ".join(word for word in (fact["sharding"], short_precision(fact["precision"])) if word) or UNKNOWN,
-            *(shown(fact["tokens"]), shown(fact["tokens_per_second_per_device"]), shown(fact["mfu"], "{:.1%}")),
-            *resources(fact),
-        )
-        for fact in facts
-    ]
-    if len(facts) > 1:
-        rows.append(("total", "", "", shown(run["total"]["tokens"]), "", "", *resources(run["total"])))
-    columns = ("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", *RESOURCES)
-    has_column = {"kWh": has_energy, "J/token": has_energy, "cost": with_cost, "cost/M tokens": with_cost}
-    kept = [i for i, column in enumerate(columns) if has_column.get(column, True)]
-    lines = [
-        f"{fact['first_batch']:,}-{fact['last_batch']:,}: {', '.join(fact['computed_with'])}"
-        for fact in facts
-        if fact["computed_with"]
-    ]
-    lines += ["time is that of training, evaluation and saves, without start-up"]
-    if any(fact["mfu"] is None for fact in facts):
-        lines.append("a device whose peak is not known has no MFU and no rated energy")
-    sources = {fact["energy_source"] for fact in facts}
-    lines += [f"{source}: {meaning}" for source, meaning in ENERGY.items() if source in sources]
-    if with_cost:
-        lines.append("cost is devices x time x the price given")
-    table = Table(
-        f"Where {run['name']} ran, by {run['segments_from']}",
-        [columns[i] for i in kept],
-        [[row[i] for i in kept] for row in rows],
-        range(3, len(kept)),
-    )
-    return Section(table, lines)
-
-
-RESOURCES = ("time", "kWh", "J/token", "cost", "cost/M tokens")
-ENERGY = {
+COST_COLUMNS = ("cost", "cost/M tokens")
+ENERGY_COLUMNS = ("kWh", "J/token")
+SEGMENT_COLUMNS = (
+    *("batches", "devices", "how", "tokens", "tokens/s per device", "MFU", "time"),
+    *ENERGY_COLUMNS,
+    *COST_COLUMNS,
+)
+FIRST_NUMBER_COLUMN = SEGMENT_COLUMNS.index("tokens")
+ENERGY_SOURCES = {
     "rated": "kWh at the board's rated power: devices alone, at full draw all the time",
     "measured": "kWh by the devices' counters; of CPUs, packages and DRAM with all that runs there",
 }
 
 
-def resources(fact: Facts) -> tuple[str, ...]:
-    """Format the columns of RESOURCES."""
-    energy = f"{small(fact['energy_kwh'])} {fact['energy_source'] or ''}".rstrip()
-    each = small(fact["joules_per_token"]), small(fact["cost"]), small(fact["cost_per_million_tokens"])
-    return clock(fact["hours"]), energy, *each
+def build_segments_section(run: Facts, *, with_cost: bool) -> Section:
+    """Show where a run was trained: a row for each span of batches on one kind of device.
 
-
-def comparisons(facts: Sequence[Facts]) -> Section:
-    """Show how far the losses of other runs are from those of the first."""
-    rows, lines = [], []
-    for pair in facts:
+    A row has the devices, the sharding and precision, tokens, speed, time and energy, and `with_cost` the cost.
+    Columns of energy are left out if no segment's energy is known. The last row has the totals, if there are several
+    segments.
+    """
+    segments = run["segments"]
+    rows = []
+    for segment in segments:
+        devices = "not known: since the last save"
+        if segment["device"]:
+            devices = f"{format_number(segment['num_devices'])} x {segment['device']}"
+        settings = [word for word in (segment["sharding"], short_precision(segment["precision"])) if word]
         rows.append(
             (
-                pair["other"],
-                f"{pair['num_common']:,}",
-                shown(pair["max_absolute"], "{:.3e}", pair["max_absolute_batch"]),
-                shown(pair["mean_absolute"], "{:.3e}"),
-                shown(pair["final_difference"], "{:+.3e}", pair["final_batch"]),
-                shown(pair["validation_difference"], "{:+.3e}", pair["validation_batch"]),
-                digests(pair),
+                format_span(segment["first_batch"], segment["last_batch"]),
+                devices,
+                " ".join(settings) or UNKNOWN,
+                format_number(segment["tokens"]),
+                format_number(segment["tokens_per_second_per_device"]),
+                format_number(segment["mfu"], "{:.1%}"),
+                *resource_cells(segment),
             )
         )
-        lines += remarks(pair)
-    means = ("largest |difference|", "mean", "final loss", "validation loss")
-    columns = ("run", "common batches", *means, "data digests")
-    title = f"Losses beside those of {facts[0]['first']}, batch by batch"
-    return Section(Table(title, columns, rows, range(1, 6)), lines)
+    if len(segments) > 1:
+        rows.append(("total", "", "", format_number(run["total"]["tokens"]), "", "", *resource_cells(run["total"])))
 
+    left_out: set[str] = set()
+    if all(segment["energy_kwh"] is None for segment in segments):
+        left_out.update(ENERGY_COLUMNS)
+    if not with_cost:
+        left_out.update(COST_COLUMNS)
+    kept = [i for i, column in enumerate(SEGMENT_COLUMNS) if column not in left_out]
+    table = Table(
+        f"Where {run['name']} ran, by {run['segments_from']}",
+        [SEGMENT_COLUMNS[i] for i in kept],
+        [[row[i] for i in kept] for row in rows],
+        right=range(FIRST_NUMBER_COLUMN, len(kept)),
+    )
 
-def digests(pair: Facts) -> str:
-    """Say whether two runs saw the same data."""
-    if not pair["num_digests"]:
-        return "none to compare"
-    if pair["digests_part_at"] is None:
-        return f"equal in all {pair['num_digests']:,}"
-    return f"part at batch {pair['digests_part_at']:,}"
-
-
-def remarks(pair: Facts) -> list[str]:
-    """Say what the numbers of a pair of runs leave out."""
-    other, first = pair["other"], pair["first"]
-    if not pair["num_common"]:
-        return [f"{other} and {first} have no batch in common: nothing can be said of their difference"]
     lines = []
-    if pair["num_equal"] == pair["num_compared"] > 0:
+    for segment in segments:
+        if segment["computed_with"]:
+            span = f"{segment['first_batch']:,}-{segment['last_batch']:,}"
+            lines.append(f"{span}: {', '.join(segment['computed_with'])}")
+    lines.append("time is that of training, evaluation and saves, without start-up")
+    if any(segment["mfu"] is None for segment in segments):
+        lines.append("a device whose peak is not known has no MFU and no rated energy")
+    sources = {segment["energy_source"] for segment in segments}
+    lines += [f"{source}: {meaning}" for source, meaning in ENERGY_SOURCES.items() if source in sources]
+    if with_cost:
+        lines.append("cost is devices x time x the price given")
+    return Section(table, lines)
+
+
+def resource_cells(facts: Facts) -> tuple[str, ...]:
+    """Format the time, energy and cost of a segment or of a whole run, in the order of the last SEGMENT_COLUMNS."""
+    return (
+        format_hours(facts["hours"]),
+        f"{format_short(facts['energy_kwh'])} {facts['energy_source'] or ''}".rstrip(),
+        format_short(facts["joules_per_token"]),
+        format_short(facts["cost"]),
+        format_short(facts["cost_per_million_tokens"]),
+    )
+
+
+def build_comparisons_section(comparisons: Sequence[Facts]) -> Section:
+    """Show how far the losses of other runs are from those of the first run: a row for each comparison with it."""
+    rows = []
+    lines = []
+    for comparison in comparisons:
+        rows.append(
+            (
+                comparison["other"],
+                f"{comparison['num_common']:,}",
+                format_number(comparison["max_absolute"], "{:.3e}", comparison["max_absolute_batch"]),
+                format_number(comparison["mean_absolute"], "{:.3e}"),
+                format_number(comparison["final_difference"], "{:+.3e}", comparison["final_batch"]),
+                format_number(comparison["validation_difference"], "{:+.3e}", comparison["validation_batch"]),
+                describe_digests(comparison),
+            )
+        )
+        lines += describe_limits(comparison)
+
+    columns = (
+        *("run", "common batches", "largest |difference|", "mean"),
+        *("final loss", "validation loss", "data digests"),
+    )
+    title = f"Losses beside those of {comparisons[0]['first']}, batch by batch"
+    return Section(Table(title, columns, rows, right=range(1, 6)), lines)
+
+
+def describe_digests(comparison: Facts) -> str:
+    """Say whether two runs were trained on the same data, by the digests of the batches that both logs have."""
+    if not comparison["num_digests"]:
+        return "none to compare"
+    if comparison["digests_part_at"] is None:
+        return f"equal in all {comparison['num_digests']:,}"
+    return f"part at batch {comparison['digests_part_at']:,}"
+
+
+def describe_limits(comparison: Facts) -> list[str]:
+    """Say, in a line each, what a comparison's numbers do not show: exact equality, and batches that are left out."""
+    other, first = comparison["other"], comparison["first"]
+    num_common = comparison["num_common"]
+    num_compared = comparison["num_compared"]
+    if num_common == 0:
+        return [f"{other} and {first} have no batch in common: nothing can be said of their difference"]
+
+    lines = []
+    if num_compared > 0 and comparison["num_equal"] == num_compared:
         lines.append(f"{other}: every loss equals that of {first} to the last bit")
-    if pair["not_finite_in_one"]:
-        lines.append(f"{other}: loss not finite in one of the two alone: {listed(pair['not_finite_in_one'])}")
-    if not pair["num_compared"]:
+    if comparison["not_finite_in_one"]:
+        batches = format_batches(comparison["not_finite_in_one"])
+        lines.append(f"{other}: loss not finite in one of the two alone: {batches}")
+    if num_compared == 0:
         lines.append(f"{other}: no batch has a finite loss in both")
-    if 0 < pair["num_digests"] < pair["num_common"]:
-        lines.append(f"{other}: {pair['num_digests']:,} of {pair['num_common']:,} common batches have both digests")
+    if 0 < comparison["num_digests"] < num_common:
+        lines.append(f"{other}: {comparison['num_digests']:,} of {num_common:,} common batches have both digests")
     return lines
 
 
 # ---------------------------------------------------------------------------------------------------- numbers
 
 
-def listed(batches: Sequence[int], most: int = 8) -> str:
-    """Format `batches 1, 2 and 7 more`."""
-    text = ", ".join(f"{batch:,}" for batch in batches[:most])
-    more = f" and {len(batches) - most:,} more" if len(batches) > most else ""
-    return f"batch{'' if len(batches) == 1 else 'es'} {text}{more}"
+def format_batches(batches: Sequence[int], max_batches: int = 8) -> str:
+    """Format a list of batch numbers, such as `batch 7` or `batches 1, 2 and 7 more`."""
+    noun = "batch" if len(batches) == 1 else "batches"
+    text = ", ".join(f"{batch:,}" for batch in batches[:max_batches])
+    if len(batches) > max_batches:
+        text += f" and {len(batches) - max_batches:,} more"
+    return f"{noun} {text}"
 
 
-def shown(value: float | None, form: str = "{:,.0f}", batch: int | None = None) -> str:
-    """Format a number and the batch it was measured at; UNKNOWN for None."""
+def format_number(value: float | None, number_format: str = "{:,.0f}", batch: int | None = None) -> str:
+    """Format a number, and the batch at which it was measured, as `3.100e-01 at 50`. Returns UNKNOWN for None."""
     if value is None:
         return UNKNOWN
-    return form.format(value) + ("" if batch is None else f" at {batch:,}")
+    text = number_format.format(value)
+    return text if batch is None else f"{text} at {batch:,}"
 
 
-def span(first_batch: int | None, last_batch: int | None) -> str:
-    """Format `1-100`; UNKNOWN for no batches."""
-    is_known = first_batch is not None and last_batch is not None and first_batch <= last_batch
-    return f"{first_batch:,}-{last_batch:,}" if is_known else UNKNOWN
+def format_span(first_batch: int | None, last_batch: int | None) -> str:
+    """Format a span of batches as `1-100`. Returns UNKNOWN if an end is unknown or the span is empty."""
+    if first_batch is None or last_batch is None or first_batch > last_batch:
+        return UNKNOWN
+    return f"{first_batch:,}-{last_batch:,}"
 
 
-def small(value: float | None) -> str:
-    """Format with two decimals, or three digits of numbers below one."""
+def format_short(value: float | None) -> str:
+    """Format a number that is not negative: with two decimals, or below one, with three significant digits.
+
+    Returns UNKNOWN for None.
+    """
     if value is None:
         return UNKNOWN
     return f"{value:,.2f}" if value >= 1 or value == 0 else f"{value:.3g}"
 
 
-def clock(hours: float | None) -> str:
-    """Format hours as `1:02:03`."""
+def format_hours(hours: float | None) -> str:
+    """Format a duration in hours as `1:02:03` (hours, minutes, seconds). Returns UNKNOWN for None."""
     if hours is None:
         return UNKNOWN
-    minutes, seconds = divmod(round(hours * 3600), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    total_minutes, seconds = divmod(round(hours * 3600), 60)
+    return f"{total_minutes // 60}:{total_minutes % 60:02}:{seconds:02}"
 
 
 # --------------------------------------------------------------------------------------------------- renderings
 
 
 def print_sections(sections: Sequence[Section]) -> None:
-    """Print sections on standard output."""
+    """Print sections on standard output. Control characters are escaped, because names in a run may be anybody's."""
     output = console()
     for section in sections:
         output.print(printable(section.table.title), markup=False, style="bold")
@@ -275,7 +347,7 @@ def print_sections(sections: Sequence[Section]) -> None:
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """Render sections in GitHub's dialect."""
+    """Render sections as GitHub Markdown. A section's verbatim text becomes a fenced block."""
     blocks = []
     for section in sections:
         blocks.append(f"## {markdown_text(section.table.title)}")
@@ -283,7 +355,9 @@ def markdown(sections: Sequence[Section]) -> str:
             blocks.append("\n".join(section.table.markdown()))
         blocks.append("\n".join(markdown_list(section.lines)))
         if section.text:
-            fence = "`" * max(4, 1 + max(map(len, re.findall("`+", section.text)), default=0))
+            # The fence must be longer than any run of backticks in the text, or the text could close it.
+            longest_run = max(map(len, re.findall("`+", section.text)), default=0)
+            fence = "`" * max(4, longest_run + 1)
             blocks.append("\n".join((f"{fence}text", printable(section.text, keep="\n"), fence)))
         blocks.append(section.figure)
     return "\n\n".join(block for block in blocks if block) + "\n"

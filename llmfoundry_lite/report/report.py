@@ -4,14 +4,14 @@
     llmfoundry-lite report runs/moved runs/whole --out both  how far apart they are, batch by batch; report.png
     llmfoundry-lite report runs/mpt-1b --csv --format pdf   loss.pdf, and report.csv with a row for each batch
 
-Reads what runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest, huggingface/) and the data
-set a run names, if that is on this disk; asks nothing of the training code.
+It reads the files that runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest,
+huggingface/), and the data set that a run names if that is on this disk. It imports no training code.
 """
 
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.run_log import read_lines
 from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
-from llmfoundry_lite.report.page import Additions, build_sections, markdown, print_sections
+from llmfoundry_lite.report.page import Additions, Facts, Section, build_sections, markdown, print_sections
 from llmfoundry_lite.report.reading import (
     DEVICE_RATE,
     FLOPS,
@@ -36,294 +36,439 @@ from llmfoundry_lite.report.reading import (
     Run,
     read_run,
 )
-from llmfoundry_lite.report.segments import changes_of, parse_prices, segment_facts, spans_of, total, unused_prices
+from llmfoundry_lite.report.segments import (
+    changes_of,
+    parse_prices,
+    segment_facts,
+    sum_segments,
+    unused_prices,
+    visible_spans,
+)
 from llmfoundry_lite.tables import csv_text
 
 if TYPE_CHECKING:  # a report without samples needs no torch
     from llmfoundry_lite.models.mpt import MPT
 
-AXES = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
-TAIL = 20
-"""Batches over which the last training loss is a mean."""
+AXIS_LABELS = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
+NUM_FINAL_LOSSES = 20
+"""Training losses, counted from the last batch back, whose mean is reported as the training loss."""
 NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
-LOOK_BACK_PARAMETERS = 50_000_000
-"""Parameters of a model, at most, whose earlier texts are shown beside its last."""
-MAX_READ_BYTES = 256 * 1024**2
-"""Size of validation data, at most, from which prompts are read."""
+MAX_NEW_TOKENS = 80
+"""Length of a sample of text after its prompt."""
+MAX_EARLIER_PARAMETERS = 50_000_000
+"""Largest model whose earlier checkpoints are loaded too, to show how its texts have changed."""
+MAX_BASELINE_TOKENS = 100_000_000
+"""Largest training split on which the baselines are counted; they need all of it in memory."""
+MAX_PROMPT_DATA_BYTES = 256 * 1024**2
+"""Largest validation split from which prompts are taken; all of it is read."""
 
 
 def report(
-    places: Sequence[str],
+    locations: Sequence[str],
     *,
     out: Path | None = None,
     prices: Sequence[str] = (),
     prompts: Sequence[str] = (),
     temperature: float = 0.7,
     top_k: int = 40,
-    form: str = "png",
-    x: str = "batch",
+    image_format: str = "png",
+    x_axis: str = "batch",
     smooth_batches: int | None = None,
     with_csv: bool = False,
-) -> dict[str, Any]:
-    """Print the tables and write figure, Markdown and JSON into `out`, by default the first run; returns the facts.
+) -> Facts:
+    """Report on one or several runs: print tables, and write report.json, report.md and figures.
 
-    `prompts`: by default, words of the validation data. `form` is png, pdf or svg, `x` one of AXES; `smooth_batches`
-    is the width of the running mean, 1 for none.
+    `locations` are run directories, their URLs, or folders of checkpoints. Runs that have not trained a batch yet are
+    left out, and the report names them. The first run is the one that the others are compared with.
 
-    Of several runs, those that have not trained a batch yet are left out and named.
+    `out`: folder of the files; the first run's by default.
+    `prices`: texts such as `cpu=0.05`, a device's price per hour.
+    `prompts`: what the sampled texts begin with; words of the validation data by default. Texts are only sampled of a
+    single run, at `temperature`, among the `top_k` likeliest tokens.
+    `image_format`: png, pdf or svg. `x_axis`: a key of AXIS_LABELS.
+    `smooth_batches`: width of the running mean; 1 draws none.
+    `with_csv`: write report.csv too, with a row for each batch.
 
-    Raises DataError if a place has no run, or no run has a batch, and ConfigError for a price that cannot be read.
+    Returns the content of report.json. Raises DataError if a location has no run or no run has a batch, and
+    ConfigError for a price that cannot be parsed, for a remote run without `out`, and for an `x_axis` that the log
+    does not have.
     """
-    by_device = parse_prices(prices)
-    runs, left_out = read_runs(places)
+    device_prices = parse_prices(prices)
+    runs, left_out = read_runs(locations)
+    is_single = len(runs) == 1
     folder = out or runs[0].folder.path_here
     if folder is None:
-        raise ConfigError(f"{runs[0].where} is not on this disk; say with --out DIR where the report goes")
-    added: Additions = (companions.load_if_installed("llmfoundry_ops.report:Launches") or Additions)(runs, form)
-    answer = ("report.md", f"loss.{form}", f"report.{form}", *added.answers, "report.csv")
-    check_replaceable(folder / "report.json", [folder / name for name in answer])
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [run.where for run in runs]
-    written = samples(runs[0], prompts, temperature=temperature, top_k=top_k) if len(runs) == 1 else []
-    note_on_relays(runs)
-    facts: dict[str, Any] = {
-        "runs": [describe(*each, by_device) for each in zip(runs, names, added.of_runs, strict=True)],
+        raise ConfigError(f"{runs[0].location} is not on this disk; say with --out DIR where the report goes")
+
+    additions_class = companions.load_if_installed("llmfoundry_ops.report:Launches") or Additions
+    additions: Additions = additions_class(runs, image_format)
+    file_names = ("report.md", f"loss.{image_format}", f"report.{image_format}", *additions.file_names, "report.csv")
+    check_replaceable(folder / "report.json", [folder / name for name in file_names])
+
+    samples = sample_texts(runs[0], prompts, temperature=temperature, top_k=top_k) if is_single else []
+    note_unread_relays(runs)
+    names = distinct_names(runs)
+    facts: Facts = {
+        "runs": [
+            describe_run(run, name, added_facts, device_prices)
+            for run, name, added_facts in zip(runs, names, additions.run_facts, strict=True)
+        ],
         "comparisons": [],
-        "samples": written,
-        "prices_per_device_hour": by_device,
-        "figure": f"{'loss' if len(runs) == 1 else 'report'}.{form}",
-        **added.facts,
+        "samples": samples,
+        "prices_per_device_hour": device_prices,
+        "figure": f"{'loss' if is_single else 'report'}.{image_format}",
+        **additions.facts,
     }
     if left_out:
         facts["left_out"] = left_out
-    for name in unused_prices(runs, by_device):
-        facts["runs"][0]["notes"].append(f"the price of {name!r} was not used: no segment ran on a device of that name")
-    differences = add_comparisons(facts, runs)
-    sections = build_sections(facts, added)
+    for device in unused_prices(runs, device_prices):
+        note = f"the price of {device!r} was not used: no segment ran on a device of that name"
+        facts["runs"][0]["notes"].append(note)
+
+    differences: list[Difference] = []
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        comparison, difference = compare_runs(runs[0], run, names[0], name)
+        facts["comparisons"].append(comparison)
+        differences.append(difference)
+    sections = build_sections(facts, additions)
 
     folder.mkdir(parents=True, exist_ok=True)
-    # The record first: by it the next report knows that the other files are its own, wherever this one ends.
+    # report.json is written first. The next report may replace the other files only if report.json is beside them,
+    # even if this one is interrupted before it has written them all.
     write_atomically(folder / "report.json", mask_urls(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
-    draw_figures(folder, runs, facts, differences, x, None if smooth_batches is None else smooth_batches // 2)
-    figures = [*added.draw(folder), folder / facts["figure"]]
+    half_width = None if smooth_batches is None else smooth_batches // 2
+    draw_figure(folder, runs, facts, differences, x_axis, half_width)
+    figure_paths = [*additions.draw(folder), folder / facts["figure"]]
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
 
-    print_sections(sections)
-    for figure in figures:
-        print(printable(f"plot: {figure}"))
-    print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
-    if with_csv:
-        print(printable(f"every batch: {folder / 'report.csv'}"))
-    for reason in left_out:
-        print(printable(f"left out: {reason}"))
+    print_report(sections, folder, figure_paths, left_out, with_csv=with_csv)
     return facts
 
 
-def read_runs(places: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """Return the runs, and why others are left out: those of a sweep whose turn has not come have no batch yet.
+def read_runs(locations: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """Read the runs at `locations` that have trained at least one batch.
 
-    Raises DataError if a place has no run, and if no run has a batch.
+    Returns the runs, and a message for each run that was left out because it has no batch yet, such as a member of a
+    sweep that has not started. Raises DataError if a location has no run, and NoBatchesError if no run has a batch.
     """
     runs: list[Run] = []
     without_batches: list[NoBatchesError] = []
-    for where in places:
+    for location in locations:
         try:
-            runs.append(read_run(where))
+            runs.append(read_run(location))
         except NoBatchesError as error:
             without_batches.append(error)
+
     if not runs:
         raise without_batches[0]
     return runs, [str(error) for error in without_batches]
 
 
-def note_on_relays(runs: Sequence[Run]) -> None:
-    """Note where a run has moved between sites, and nobody here can tell of them."""
+def distinct_names(runs: Sequence[Run]) -> list[str]:
+    """Return a name for each run: its own, or its location if two runs have the same name."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        return [run.location for run in runs]
+    return names
+
+
+def note_unread_relays(runs: Sequence[Run]) -> None:
+    """Add a note to each run that has a relay's journal, if the companion that reads journals is not installed.
+
+    A relay moves a run between sites. Its journal (relay.jsonl) lists the allocations at each.
+    """
     if companions.is_installed("llmfoundry_ops"):
         return
     for run in runs:
-        if run.folder.path_here is not None and (run.folder.path_here / "relay.jsonl").exists():
+        run_folder = run.folder.path_here
+        if run_folder is not None and (run_folder / "relay.jsonl").exists():
             missing = companions.missing("llmfoundry_ops", "relay.jsonl")
             run.notes.append(f"no sites and no allocations: {missing}")
 
 
-def add_comparisons(facts: dict[str, Any], runs: Sequence[Run]) -> list[Difference]:
-    """Compare each run with the first, add the comparisons to `facts`, and return what a figure shows of them."""
-    names = [run["name"] for run in facts["runs"]]
-    pairs = [compare_runs(runs[0], run, (names[0], name)) for run, name in zip(runs[1:], names[1:], strict=True)]
-    facts["comparisons"] = [comparison for comparison, _ in pairs]
-    return [difference for _, difference in pairs]
-
-
-def draw_figures(
+def draw_figure(
     folder: Path,
     runs: Sequence[Run],
-    facts: dict[str, Any],
+    facts: Facts,
     differences: Sequence[Difference],
-    x: str,
-    reach: int | None,
+    x_axis: str,
+    half_width: int | None,
 ) -> None:
-    """Draw `facts["figure"]`: one run, or the `differences` of several from the first."""
-    figure, first, is_alone = folder / facts["figure"], facts["runs"][0], len(runs) == 1
-    names = [run["name"] for run in facts["runs"]]
-    curves = [curve_of(run, its, x, is_alone=is_alone) for run, its in zip(runs, facts["runs"], strict=True)]
-    spans = [spans_of(run["segments"]) for run in facts["runs"]]
-    if not is_alone:
-        plot_comparison(figure, curves, differences, spans, title=" and ".join(names), reach=reach)
-        return
-    plot_run(figure, curves[0], spans[0], title=runs[0].name, baselines=first["baselines"], reach=reach)
+    """Draw the report's figure into `folder`: one run's loss and speed, or the losses of several and their differences.
+
+    `facts` is the content of report.json. It gives the file's name, and each run's name, segments and baselines.
+    `half_width` is the number of batches that a running mean covers on either side; None chooses one, 0 draws no mean.
+
+    Raises ConfigError if a run's log cannot be drawn along `x_axis`.
+    """
+    path = folder / facts["figure"]
+    is_single = len(runs) == 1
+    curves = [
+        build_curve(run, run_facts, x_axis, with_history=is_single)
+        for run, run_facts in zip(runs, facts["runs"], strict=True)
+    ]
+    spans = [visible_spans(run_facts["segments"]) for run_facts in facts["runs"]]
+
+    if is_single:
+        baselines = facts["runs"][0]["baselines"]
+        plot_run(path, curves[0], spans[0], title=runs[0].name, baselines=baselines, half_width=half_width)
+    else:
+        title = " and ".join(run_facts["name"] for run_facts in facts["runs"])
+        plot_comparison(path, curves, differences, spans, title=title, half_width=half_width)
 
 
 def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Write a row for each batch and run, with all that the log says of it; dead branches are left out."""
-    keys = dict.fromkeys(("run", "batch", "launch"))
+    """Write every number of the logs as CSV, with a row for each batch of each run.
+
+    Columns are run, batch, launch, then every key that any log has, in order of appearance. Dead branches, which a
+    later launch trained again, are left out. Text that a spreadsheet would run as a formula is escaped.
+    """
+    columns = dict.fromkeys(["run", "batch", "launch"])  # a dictionary keeps the order and drops repeats
     for run in runs:
         for _, record in read_lines(run.log.lines):
-            keys |= dict.fromkeys(record)
+            columns |= dict.fromkeys(record)
+
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
-        writer.writerow(map(csv_text, keys))
+        writer.writerow([csv_text(column) for column in columns])
         for run, name in zip(runs, names, strict=True):
             for (_, record), launch in zip(read_lines(run.log.lines), run.log.launch.tolist(), strict=True):
                 values = {**record, "run": name, "launch": launch}
-                cells = (values.get(key, "") for key in keys)
-                writer.writerow(csv_text(cell) if isinstance(cell, str) else cell for cell in cells)
+                cells = [values.get(column, "") for column in columns]
+                writer.writerow([csv_text(cell) if isinstance(cell, str) else cell for cell in cells])
+
+
+def print_report(
+    sections: Sequence[Section], folder: Path, figure_paths: Sequence[Path], left_out: Sequence[str], *, with_csv: bool
+) -> None:
+    """Print the sections, the paths of the files that the report wrote into `folder`, and the runs that it left out."""
+    print_sections(sections)
+    for path in figure_paths:
+        print(printable(f"plot: {path}"))
+    print(printable(f"the same as Markdown and JSON: {folder / 'report.md'}, {folder / 'report.json'}"))
+    if with_csv:
+        print(printable(f"every batch: {folder / 'report.csv'}"))
+    for reason in left_out:
+        print(printable(f"left out: {reason}"))
 
 
 # ------------------------------------------------------------------------------------------------ several runs
 
 
-def compare_runs(first: Run, other: Run, names: tuple[str, str]) -> tuple[dict[str, Any], Difference]:
-    """Compare losses and data digests over the batches that both have. Signed differences are `other` less `first`."""
-    a, b = first.log, other.log
-    batches, in_a, in_b = np.intersect1d(a.batch, b.batch, assume_unique=True, return_indices=True)
-    differences = b.numbers(LOSS)[in_b] - a.numbers(LOSS)[in_a]
-    validation = b.validation[in_b] - a.validation[in_a]
+def compare_runs(first: Run, other: Run, first_name: str, other_name: str) -> tuple[Facts, Difference]:
+    """Compare the losses and data digests of two runs over the batches that both logs have.
+
+    Signed differences are the other run's value less the first run's. A loss that is not finite in one of the runs
+    cannot be compared.
+
+    Returns the comparison's facts for report.json, and the absolute differences for the figure.
+    """
+    batches, first_rows, other_rows = np.intersect1d(
+        first.log.batch, other.log.batch, assume_unique=True, return_indices=True
+    )
+    differences = other.log.numbers(LOSS)[other_rows] - first.log.numbers(LOSS)[first_rows]
+    validation_differences = other.log.validation[other_rows] - first.log.validation[first_rows]
     absolute = np.abs(differences)
-    finite, evaluated = np.flatnonzero(np.isfinite(absolute)), np.flatnonzero(np.isfinite(validation))
-    at = finite[np.argmax(absolute[finite])] if len(finite) else None
-    last = finite[-1] if len(finite) else None
-    digests = [(a.digest[i], b.digest[j]) for i, j in zip(in_a.tolist(), in_b.tolist(), strict=True)]
-    known = [(batch, *pair) for batch, pair in zip(batches.tolist(), digests, strict=True) if None not in pair]
-    parted_at = next((batch for batch, one, two in known if one != two), None)
+
+    # Indices into `batches`.
+    compared = np.flatnonzero(np.isfinite(absolute))
+    evaluated = np.flatnonzero(np.isfinite(validation_differences))
+    largest = compared[[np.argmax(absolute[compared])]] if len(compared) else compared
+    max_batch, max_absolute = last_value(batches, absolute, largest)
+    final_batch, final_difference = last_value(batches, differences, compared)
+    validation_batch, validation_difference = last_value(batches, validation_differences, evaluated)
+
+    num_digests = 0
+    digests_part_at = None
+    for batch, first_row, other_row in zip(batches.tolist(), first_rows.tolist(), other_rows.tolist(), strict=True):
+        digests = first.log.digest[first_row], other.log.digest[other_row]
+        if None in digests:
+            continue
+        num_digests += 1
+        if digests[0] != digests[1] and digests_part_at is None:
+            digests_part_at = batch
+
+    not_finite_in_one = set(first.log.not_finite) ^ set(other.log.not_finite)
     facts = {
-        "first": names[0],
-        "other": names[1],
+        "first": first_name,
+        "other": other_name,
         "num_common": len(batches),
-        "num_compared": len(finite),  # both losses are finite
-        "not_finite_in_one": sorted((set(a.not_finite) ^ set(b.not_finite)) & set(batches.tolist())),
+        "num_compared": len(compared),  # both losses are finite
+        "not_finite_in_one": sorted(not_finite_in_one & set(batches.tolist())),
         "num_equal": int((absolute == 0).sum()),  # to the last bit
-        "max_absolute": None if at is None else float(absolute[at]),
-        "max_absolute_batch": None if at is None else int(batches[at]),
-        "mean_absolute": float(absolute[finite].mean()) if len(finite) else None,
-        "final_batch": None if last is None else int(batches[last]),
-        "final_difference": None if last is None else float(differences[last]),
-        "num_digests": len(known),
-        "digests_part_at": parted_at,
-        "validation_batch": int(batches[evaluated[-1]]) if len(evaluated) else None,
-        "validation_difference": float(validation[evaluated[-1]]) if len(evaluated) else None,
+        "max_absolute": max_absolute,
+        "max_absolute_batch": max_batch,
+        "mean_absolute": float(absolute[compared].mean()) if len(compared) else None,
+        "final_batch": final_batch,
+        "final_difference": final_difference,
+        "num_digests": num_digests,
+        "digests_part_at": digests_part_at,
+        "validation_batch": validation_batch,
+        "validation_difference": validation_difference,
     }
-    return facts, Difference(name=names[1], batches=batches, absolute=absolute, digests_part_at=parted_at)
+    return facts, Difference(
+        name=other_name, batches=batches, absolute=absolute, first_different_data_batch=digests_part_at
+    )
+
+
+def last_value(batches: np.ndarray, values: np.ndarray, indices: np.ndarray) -> tuple[int | None, float | None]:
+    """Return the batch and the value at the last of `indices`, or two times None if there are no indices."""
+    if not len(indices):
+        return None, None
+    last = indices[-1]
+    return int(batches[last]), float(values[last])
 
 
 # --------------------------------------------------------------------------------------------------- one run
 
 
-def describe(run: Run, name: str, added: dict[str, Any], prices: dict[str, float]) -> dict[str, Any]:
+def describe_run(run: Run, name: str, added_facts: Facts, prices: dict[str, float]) -> Facts:
+    """Return a run's facts as report.json has them: losses, speed, segments, notes. None stands for an unknown value.
+
+    `added_facts` are a companion's facts of this run. `prices` maps a device's name to its price per hour.
+    """
     log = run.log
-    trained = log.batch > 0
-    losses, validation = finite(log.numbers(LOSS)), finite(log.validation)
-    tokens, rates = finite(log.numbers(TOKENS)), finite(log.numbers(RATE))
-    evaluated = log.batch[np.isfinite(log.validation)]
-    try:
-        baselines, bytes_per_token = measure_data(run)
-    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        baselines, bytes_per_token = None, {"training": None, "validation": None}
-        run.notes.append(
-            f"no baselines and no bits per byte: the data that config.yaml names cannot be read ({error!r})"
-        )
+    losses = finite_values(log.numbers(LOSS))
+    final_losses = losses[-NUM_FINAL_LOSSES:]
+    tokens = finite_values(log.numbers(TOKENS))
+    rates = finite_values(log.numbers(RATE))
+    validation_losses = finite_values(log.validation)
+    validation_batches = log.batch[np.isfinite(log.validation)]
+
+    data = measure_data(run)
     segments = segment_facts(run, prices)
+    notes = list(run.notes)
+    if data.note is not None:
+        notes.append(data.note)
     return {
-        "run": run.where,
+        "run": run.location,
         "name": name,
-        "num_batches": int(trained.sum()),
+        "num_batches": int((log.batch > 0).sum()),  # record 0 is an evaluation before the first batch
         "first_batch": int(log.batch[0]),
         "last_batch": int(log.batch[-1]),
         "num_launches": log.num_launches,
         "tokens": int(tokens[-1]) if len(tokens) else None,
         "tokens_per_second": float(rates[-1]) if len(rates) else None,
         "training_seconds": float(np.nansum(log.numbers(SECONDS))),
-        "training_loss": float(losses[-TAIL:].mean()) if len(losses) else None,
-        "training_loss_batches": len(losses[-TAIL:]),
-        "validation_loss": float(validation[-1]) if len(validation) else None,
-        "validation_batch": int(evaluated[-1]) if len(evaluated) else None,
-        "baselines": baselines,
-        "bytes_per_token": bytes_per_token["validation"],
-        "training_bytes_per_token": bytes_per_token["training"],
+        "training_loss": float(final_losses.mean()) if len(losses) else None,
+        "training_loss_batches": len(final_losses),
+        "validation_loss": float(validation_losses[-1]) if len(validation_losses) else None,
+        "validation_batch": int(validation_batches[-1]) if len(validation_batches) else None,
+        "baselines": data.baselines,
+        "bytes_per_token": data.validation_bytes_per_token,
+        "training_bytes_per_token": data.training_bytes_per_token,
         "not_finite": log.not_finite,
         "dead_branches": [branch.as_dict() for branch in log.dead],
-        **added,
+        **added_facts,
         "save_interval": (run.config or {}).get("save_interval"),
         "segments_from": run.segments_from,
         "state_digest": run.state_digest,
         "segments": segments,
-        "total": total(segments),
-        "notes": list(run.notes),
+        "total": sum_segments(segments),
+        "notes": notes,
     }
 
 
-def finite(values: np.ndarray) -> np.ndarray:
+def finite_values(values: np.ndarray) -> np.ndarray:
+    """Return the values that are neither NaN nor infinite, in their order."""
     return values[np.isfinite(values)]
 
 
-def curve_of(run: Run, facts: dict[str, Any], x: str, *, is_alone: bool) -> Curve:
-    """Build the curve of a run; one that is drawn alone has its dead branches and changes, too."""
+def build_curve(run: Run, run_facts: Facts, x_axis: str, *, with_history: bool) -> Curve:
+    """Build the curve of a run for a figure.
+
+    `with_history` adds dead branches (batches that a later launch trained again) and marks where settings changed. A
+    comparison of several runs leaves both out. Raises ConfigError if the log cannot be drawn along `x_axis`.
+    """
     log = run.log
-    evaluated = np.isfinite(log.validation)
+    is_evaluated = np.isfinite(log.validation)
+    dead_branches = [(branch.batch, branch.numbers(LOSS)) for branch in log.dead]
     return Curve(
-        name=facts["name"],
+        name=run_facts["name"],
         batches=log.batch,
         losses=log.numbers(LOSS),
         tokens_per_second=log.numbers(RATE),
-        eval_batches=log.batch[evaluated],
-        eval_losses=log.validation[evaluated],
+        eval_batches=log.batch[is_evaluated],
+        eval_losses=log.validation[is_evaluated],
         not_finite=log.not_finite,
-        dead=[(branch.batch, branch.numbers(LOSS)) for branch in log.dead] if is_alone else (),
-        changes=changes_of(facts["segments"]) if is_alone else (),
-        axis=axis_of(run, x),
+        dead_branches=dead_branches if with_history else (),
+        changes=changes_of(run_facts["segments"]) if with_history else (),
+        axis=build_axis(run, x_axis),
     )
 
 
-def axis_of(run: Run, x: str) -> Axis:
-    """Place batches by tokens trained after each, or these times the FLOPs of one, by the run's own account."""
-    log = run.log
-    if x == "batch":
-        return Axis()
-    totals, key = log.numbers(TOKENS), TOKENS
-    if x == "flops":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            of_a_token = finite(log.numbers(FLOPS) / log.numbers(DEVICE_RATE))
-        totals, key = totals * (np.median(of_a_token) if len(of_a_token) else np.nan), FLOPS
-    if not np.isfinite(totals).any():
-        raise ConfigError(f"--x {x}: the log of {run.where} has no {key}; --x batch needs none")
-    return Axis(AXES[x], log.batch, totals)
+def build_axis(run: Run, x_axis: str) -> Axis:
+    """Build the horizontal axis of a run's curves: its batches, the tokens trained after each, or the FLOPs.
 
-
-def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | None]]:
-    """Return baselines, and bytes per token for training and validation; None unless the data set is ours and local.
-
-    Baselines only if the set is small and both splits are of one preparation.
+    FLOPs are the tokens times the FLOPs of one token. The latter is the median over batches of the logged FLOPs per
+    second over the logged tokens per second, both of one device. Raises ConfigError if the log does not have these
+    numbers.
     """
-    config = run.config or {}
-    train, validation = ((config.get(key) or {}).get("dataset") for key in ("train_loader", "eval_loader"))
-    bytes_per_token = {"training": bytes_per_token_of(train), "validation": bytes_per_token_of(validation)}
-    if not train or not validation or None in bytes_per_token.values() or train["local"] != validation["local"]:
-        return None, bytes_per_token
+    log = run.log
+    if x_axis == "batch":
+        return Axis()
+
+    totals = log.numbers(TOKENS)
+    required_key = TOKENS
+    if x_axis == "flops":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            flops_per_token = finite_values(log.numbers(FLOPS) / log.numbers(DEVICE_RATE))
+        totals = totals * (np.median(flops_per_token) if len(flops_per_token) else np.nan)
+        required_key = FLOPS
+    if not np.isfinite(totals).any():
+        raise ConfigError(f"--x {x_axis}: the log of {run.location} has no {required_key}; --x batch needs none")
+    return Axis(AXIS_LABELS[x_axis], log.batch, totals)
+
+
+# ---------------------------------------------------------------------------------------------- a run's data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFacts:
+    """Statistics of the data set that a run was trained on. A value is None where that set cannot tell it."""
+
+    baselines: dict[str, float] | None = None
+    """Validation loss of a bigram and of a unigram model, in nats per token."""
+    training_bytes_per_token: float | None = None
+    validation_bytes_per_token: float | None = None
+    note: str | None = None
+    """Why a statistic is missing, if the data set cannot be read."""
+
+
+def measure_data(run: Run) -> DataFacts:
+    """Measure the data set that a run's configuration names, if `data prepare` made it and it is on this disk.
+
+    The configuration and the data set may be written by anybody, so a value of a wrong type or a damaged file becomes
+    a note rather than an error.
+    """
+    try:
+        return measure_local_data(run.config or {})
+    except (OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        note = f"no baselines and no bits per byte: the data that config.yaml names cannot be read ({error!r})"
+        return DataFacts(note=note)
+
+
+def measure_local_data(config: dict[str, Any]) -> DataFacts:
+    """Count bytes per token, and fit the baselines if both splits lie in one folder and the training split is small.
+
+    Raises an error of any of the kinds that `measure_data` catches if the configuration or summary.json is malformed.
+    If only the shards cannot be read, the baselines are missing, and the note says so.
+    """
+    train = (config.get("train_loader") or {}).get("dataset")
+    validation = (config.get("eval_loader") or {}).get("dataset")
+    train_bytes = bytes_per_token_of(train)
+    validation_bytes = bytes_per_token_of(validation)
+    without_baselines = DataFacts(training_bytes_per_token=train_bytes, validation_bytes_per_token=validation_bytes)
+
+    if not train or not validation or train_bytes is None or validation_bytes is None:
+        return without_baselines
+    if train["local"] != validation["local"]:
+        return without_baselines
     folder = Path(train["local"])
-    if summary_of(folder)["splits"][train["split"]]["tokens"] > 100_000_000:
-        return None, bytes_per_token
+    if read_summary(folder)["splits"][train["split"]]["tokens"] > MAX_BASELINE_TOKENS:
+        return without_baselines
 
     from llmfoundry_lite.data.baselines import measure_baselines
 
@@ -331,42 +476,55 @@ def measure_data(run: Run) -> tuple[dict[str, float] | None, dict[str, float | N
     try:
         baselines = measure_baselines(folder / train["split"], folder / validation["split"], vocab_size)
     except (OSError, ValueError, LookupError) as error:  # its shards are gone, or damaged
-        run.notes.append(f"no baselines: {folder} cannot be read ({error})")
-        return None, bytes_per_token
-    return {"bigram": baselines.bigram, "unigram": baselines.unigram}, bytes_per_token
+        return replace(without_baselines, note=f"no baselines: {folder} cannot be read ({error})")
+    return replace(without_baselines, baselines={"bigram": baselines.bigram, "unigram": baselines.unigram})
 
 
 def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
-    """Count bytes of the text that was tokenised for this split, less those that its tokenizer loses."""
+    """Return the mean bytes of text per token of a split, from the summary.json that `data prepare` wrote.
+
+    `dataset` is the configuration's block, with `local` and `split`. Tokens that did not fill a sample
+    (`remainder_tokens`) are counted, and bytes that the tokenizer cannot represent (`lost_bytes`) are not. None if
+    there is no summary.
+    """
     if not dataset or not dataset.get("local"):
         return None
-    folder = Path(dataset["local"])
-    summary = summary_of(folder)
-    counts, loss = summary["splits"].get(dataset.get("split") or ""), summary.get("lost_text")
-    if not counts:
+    summary = read_summary(Path(dataset["local"]))
+    split_counts = summary["splits"].get(dataset.get("split") or "")
+    lost_text = summary.get("lost_text")
+    if not split_counts:
         return None
-    kept = 1 - loss["lost_bytes"] / max(loss["text_bytes"], 1) if loss else 1
-    return kept * counts["text_bytes"] / (counts["tokens"] + counts["remainder_tokens"])
+
+    kept_fraction = 1
+    if lost_text:
+        kept_fraction = 1 - lost_text["lost_bytes"] / max(lost_text["text_bytes"], 1)
+    num_tokens = split_counts["tokens"] + split_counts["remainder_tokens"]
+    return kept_fraction * split_counts["text_bytes"] / num_tokens
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Return what `data prepare` wrote beside the splits; without it, that there are none."""
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read the summary.json that `data prepare` writes beside the splits. Without one, return one of no splits."""
     file = folder / "summary.json"
-    return read_json(file, "a summary") if file.is_file() else {"splits": {}}
+    if not file.is_file():
+        return {"splits": {}}
+    return read_json(file, "a summary")
 
 
 # ------------------------------------------------------------------------------------------- samples of text
 
 
-def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampling: Any) -> list[dict[str, Any]]:
-    """Return what the exported model writes after each prompt, and what it wrote before; nothing if none was exported.
+def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k: int) -> list[Facts]:
+    """Let the run's model continue each prompt, as it is now and as it was earlier in the run.
 
-    Where a companion would read the export, the newest checkpoint is read. Without one there is a note.
+    The run must have exported a model with its tokenizer into huggingface/ on this disk; otherwise there are no
+    samples. If the export needs a companion that is not installed, the newest checkpoint is read instead. If there is
+    none, a note is added to the run.
 
-    `sampling`: temperature, top_k.
+    Without `prompts`, words of the validation data are used, or an empty prompt. Returns, for each prompt, the sampling
+    parameters and `texts`: the text after each batch at which a model was available, oldest first.
     """
-    folder = Path(run.folder.url) / "huggingface"
-    if run.folder.path_here is None or not (folder / "tokenizer.json").is_file():
+    export = Path(run.folder.url) / "huggingface"
+    if run.folder.path_here is None or not (export / "tokenizer.json").is_file():
         return []
 
     import torch
@@ -376,58 +534,81 @@ def samples(run: Run, prompts: Sequence[str], max_new_tokens: int = 80, **sampli
 
     cpu = torch.device("cpu")
     try:
-        subject = load_subject(str(folder), device=cpu)
-    except ConfigError as missing:
+        loaded = load_subject(str(export), device=cpu)
+    except ConfigError as missing_companion:
         try:
-            subject = load_subject(run.folder.url, tokenizer=str(folder), device=cpu)
+            loaded = load_subject(run.folder.url, tokenizer=str(export), device=cpu)
         except DataError:
-            run.notes.append(f"no texts: {missing}")
+            run.notes.append(f"no texts: {missing_companion}")
             return []
-    prompts = prompts or first_words(run, subject.tokenizer) or ("",)
-    found = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
-    for batch, model in [*earlier_models(run, model_of(subject)), (int(run.log.batch[-1]), model_of(subject))]:
-        for sample in found:
-            pieces = generate_text(model, subject.tokenizer, sample["prompt"], max_new_tokens, **sampling)
-            sample["texts"].append({"batch": batch, "text": sample["prompt"] + "".join(pieces)})
-    return found
+
+    sampling = {"temperature": temperature, "top_k": top_k}
+    prompts = prompts or prompts_from_data(run, loaded.tokenizer) or ("",)
+    samples: list[Facts] = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
+    last_batch = int(run.log.batch[-1])
+    model = model_of(loaded)
+    for batch, earlier_or_last in [*load_earlier_models(run, model), (last_batch, model)]:
+        for sample in samples:
+            prompt = sample["prompt"]
+            pieces = generate_text(earlier_or_last, loaded.tokenizer, prompt, MAX_NEW_TOKENS, **sampling)
+            sample["texts"].append({"batch": batch, "text": prompt + "".join(pieces)})
+    return samples
 
 
-def first_words(run: Run, tokenizer: Any) -> list[str]:
-    """Return words of each third of the validation data, if that is small and here: of its first row that has any."""
+def prompts_from_data(run: Run, tokenizer: Any) -> list[str]:
+    """Take up to NUM_PROMPTS prompts from the run's validation data, one from each third of its rows.
+
+    Each is taken from the third's first row that has words. Returns no prompts if the data is not on this disk, is
+    larger than MAX_PROMPT_DATA_BYTES, or cannot be read.
+    """
     dataset = ((run.config or {}).get("eval_loader") or {}).get("dataset") or {}
     folder = Path(dataset.get("local") or "", dataset.get("split") or "")
-    if not folder.is_dir() or sum(file.stat().st_size for file in folder.iterdir()) > MAX_READ_BYTES:
+    if not folder.is_dir():
+        return []
+    if sum(file.stat().st_size for file in folder.iterdir()) > MAX_PROMPT_DATA_BYTES:
         return []
 
     from llmfoundry_lite.data.baselines import read_tokens
 
     try:
-        tokens_nt = read_tokens(folder)
+        tokens_nt = read_tokens(folder)  # [samples, tokens]
     except (OSError, ValueError, LookupError):  # no shards of tokens, or damaged ones
         return []
-    found = []
-    for part in np.array_split(tokens_nt[:, :PROMPT_TOKENS], min(NUM_PROMPTS, len(tokens_nt))):
-        prompts = (prompt_in(tokenizer.decode(row.tolist())) for row in part)
-        found += islice(filter(None, prompts), 1)
-    return found
+
+    prompts: list[str] = []
+    num_parts = min(NUM_PROMPTS, len(tokens_nt))
+    for part_nt in np.array_split(tokens_nt[:, :PROMPT_TOKENS], num_parts):
+        for tokens_t in part_nt:
+            prompt = extract_prompt(tokenizer.decode(tokens_t.tolist()))
+            if prompt:
+                prompts.append(prompt)
+                break
+    return prompts
 
 
-def prompt_in(text: str) -> str:
-    """Return the first words of a row's longest whole line, or of the row if none is whole; "" if it is blank.
+def extract_prompt(text: str) -> str:
+    """Return the first PROMPT_WORDS words of the longest whole line in a row's text; "" if the row is blank.
 
-    A row may begin and end within a line and within a word, so both ends are left out. Not all languages have spaces.
+    A row is cut from a longer text, so its first and last line, and its first and last word, may be incomplete. If no
+    line between them has words, the row's own words are taken without the first and the last, or if that leaves none,
+    with them. The prompt has at most PROMPT_CHARACTERS characters, because not all languages have spaces.
     """
-    line = max(text.splitlines()[1:-1], key=lambda line: len(line.split()), default="")
-    words = line.split() or text.split()[1:-1] or text.split()
-    return "".join(wrap(" ".join(words[:PROMPT_WORDS]), PROMPT_CHARACTERS)[:1])
+    whole_lines = text.splitlines()[1:-1]
+    longest_line = max(whole_lines, key=lambda line: len(line.split()), default="")
+    words = longest_line.split() or text.split()[1:-1] or text.split()
+    wrapped_lines = wrap(" ".join(words[:PROMPT_WORDS]), PROMPT_CHARACTERS)
+    return wrapped_lines[0] if wrapped_lines else ""
 
 
-def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
-    """Yield the model as it was after fewer batches: its initial weights, and the save nearest a third of the run.
+def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
+    """Yield (batch, model) of earlier states: the initial weights at batch 0, and the save nearest a third of the run.
 
-    Nothing for a large model, whose weights would have to be read once more.
+    `model` is the final one. A model of more than MAX_EARLIER_PARAMETERS yields nothing, because loading it again
+    takes long. The initial weights are computed anew, from the seed. A run that began from another run's weights has
+    none of its own.
     """
-    if run.config is None or sum(p.numel() for p in model.parameters()) > LOOK_BACK_PARAMETERS:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if run.config is None or num_parameters > MAX_EARLIER_PARAMETERS:
         return
 
     import torch
@@ -438,15 +619,18 @@ def earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT
 
-    saves = find_all_checkpoints(run.folder.url)[0]
-    config = model_config_of(saves[-1]) if saves else model.config  # an export does not say how weights are drawn
-    if not run.config.get("load_path") and count_parameters(config) <= LOOK_BACK_PARAMETERS:
-        initial = MPT(config).eval().requires_grad_(False)
-        initialise_weights(initial, run.config["seed"])
-        yield 0, initial
-    last = int(run.log.batch[-1])
-    saves = [save for save in saves if 0 < save.manifest.timestamp.batch < last]
-    if saves:
-        nearest = min(saves, key=lambda save: abs(save.manifest.timestamp.batch - last / 3))
-        subject = load_subject(nearest.url, device=torch.device("cpu"))
-        yield nearest.manifest.timestamp.batch, model_of(subject)
+    checkpoints, _ = find_all_checkpoints(run.folder.url)
+    # A checkpoint's configuration says how weights are initialised; an export's does not.
+    config = model_config_of(checkpoints[-1]) if checkpoints else model.config
+    has_own_initial_weights = not run.config.get("load_path")
+    if has_own_initial_weights and count_parameters(config) <= MAX_EARLIER_PARAMETERS:
+        initial_model = MPT(config).eval().requires_grad_(False)
+        initialise_weights(initial_model, run.config["seed"])
+        yield 0, initial_model
+
+    last_batch = int(run.log.batch[-1])
+    earlier = [checkpoint for checkpoint in checkpoints if 0 < checkpoint.manifest.timestamp.batch < last_batch]
+    if earlier:
+        nearest = min(earlier, key=lambda checkpoint: abs(checkpoint.manifest.timestamp.batch - last_batch / 3))
+        loaded = load_subject(nearest.url, device=torch.device("cpu"))
+        yield nearest.manifest.timestamp.batch, model_of(loaded)

@@ -5,11 +5,11 @@ each batch:
 
     tokens       differences of `time/token`
     tokens/s     these over the sum of `time/batch_seconds`: between ends of batches, evaluation left out
-    hours        `time/elapsed_seconds` of each launch, from the start of its first batch here to the end of its last:
-                 evaluation and saves between them included, start-up not
+    hours        `time/elapsed_seconds` of each launch, from the start of its first batch of the segment to the end of
+                 its last: evaluation and saves between them included, start-up not
     MFU          tokens/s times `throughput/device/mfu` of a token; only if the run has computed it
     energy       the sum of `energy/joules`, if each batch has it (from the end of the batch before it on);
-                 else rated power of the device's row in `hardware.py` x devices x hours; hosts are not in it
+                 else rated power of the device's row in `hardware.py` x devices x hours; hosts are not included
     cost         the user's price of a device-hour x devices x hours
 
 A device counts as known when the run computed an MFU with the peak of its row. A slice of a card, which bears the name
@@ -33,81 +33,138 @@ from llmfoundry_lite.report.reading import ELAPSED, FLOPS, JOULES, MFU, RATE, SE
 Facts = dict[str, Any]
 """Facts as report.json has them; None is unknown."""
 
+JOULES_PER_KWH = 3.6e6
+PEAK_TOLERANCE = 1e-3
+"""Relative difference up to which a peak computed from a log counts as that of the table. It covers rounding."""
+
 
 def segment_facts(run: Run, prices: Mapping[str, float]) -> list[Facts]:
-    """Return facts of each segment, and of the batches trained since the newest save, whose place is unknown."""
+    """Return the facts of each segment of a run, as report.json has them.
+
+    The newest checkpoint's manifest says where batches ran. Batches that were trained after it form a last segment on
+    unknown hardware. `prices` maps a device's name to its price per hour.
+    """
     segments = list(run.segments)
-    if segments and run.log.batch[-1] > segments[-1].last_batch:
-        segments.append(Segment(first_batch=segments[-1].last_batch + 1, last_batch=int(run.log.batch[-1])))
-    return [measure(run.log, segment, prices) for segment in segments]
+    last_batch = int(run.log.batch[-1])
+    if segments and last_batch > segments[-1].last_batch:
+        segments.append(Segment(first_batch=segments[-1].last_batch + 1, last_batch=last_batch))
+    return [measure_segment(run.log, segment, prices) for segment in segments]
 
 
-def measure(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
-    """Return the facts of one segment."""
-    here = log.within(segment.first_batch, segment.last_batch)
-    tokens, seconds = log.tokens[here], log.numbers(SECONDS)[here]
-    hours, num_devices = elapsed_hours(log, here), segment.num_devices
-    timed = np.isfinite(tokens) & np.isfinite(seconds)
-    rate = None
-    if num_devices and timed.any() and seconds[timed].sum() > 0:
-        rate = float(tokens[timed].sum() / seconds[timed].sum()) / num_devices
-    row = accelerator_of(log, segment)
-    price = next((prices[name] for name in names_of(segment, row) if name in prices), None)
+SEGMENT_FIELDS = (
+    *("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync", "precision"),
+    *("attention", "torch", "runtime", "driver", "compile_config", "environment", "changes"),
+)
+"""Fields of a manifest's segment that report.json has under the same names."""
+
+
+def measure_segment(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
+    """Return the facts of one segment: what the manifest says of it, and what the log says of its batches.
+
+    `prices` maps a device's name to its price per hour. A number is None where the log does not have it for all or
+    any of the batches; the module's docstring says how each is computed.
+    """
+    rows = log.within(segment.first_batch, segment.last_batch)
+    tokens = log.tokens[rows]
+    seconds = log.numbers(SECONDS)[rows]
+    num_devices = segment.num_devices
+    accelerator = accelerator_of(log, segment)
+
+    is_timed = np.isfinite(tokens) & np.isfinite(seconds)
+    timed_seconds = seconds[is_timed].sum()
+    tokens_per_second = None  # of one device
+    mfu = None
+    if num_devices and timed_seconds > 0:
+        tokens_per_second = float(tokens[is_timed].sum() / timed_seconds) / num_devices
+        if tokens_per_second and accelerator:
+            mfu = tokens_per_second * mfu_per_token_rate(log, rows, num_devices)
+
+    hours = elapsed_hours(log, rows)
     device_hours = hours * num_devices if hours is not None and num_devices else None
-    joules, source = float(log.numbers(JOULES)[here].sum()), "measured"
-    if not joules > 0 or segment.islands:  # NaN: some batch has none. The log has the energy of its own island alone.
-        joules, source = None, None
-        if row and device_hours is not None:
-            joules, source = row.power_watts * device_hours * 3600, "rated"
-    recorded = (
-        *("first_batch", "last_batch", "vendor", "device", "num_devices", "world_size", "sync", "precision"),
-        *("attention", "torch", "runtime", "driver", "compile_config", "environment", "changes"),
-    )
-    fact = {
-        **{name: getattr(segment, name) for name in recorded},
-        "computed_with": replace(segment, changes={}).computed_with,  # changes have a line of their own
+    joules, energy_source = measure_energy(log, segment, accelerator, device_hours)
+    known_prices = [prices[name] for name in price_names(segment, accelerator) if name in prices]
+    cost = None
+    if known_prices and device_hours is not None:
+        cost = known_prices[0] * device_hours
+
+    facts: Facts = {name: getattr(segment, name) for name in SEGMENT_FIELDS}
+    facts |= {
+        "computed_with": replace(segment, changes={}).computed_with,  # a report shows changes on lines of their own
         "sharding": segment.sharding_in_words,
         "microbatch_size": segment.device_train_microbatch_size,
         "tokens": int(np.nansum(tokens)) if np.isfinite(tokens).any() else None,
-        "tokens_per_second_per_device": rate,
-        "mfu": rate * mfu_per_rate(log, here, num_devices) if rate and num_devices and row else None,
+        "tokens_per_second_per_device": tokens_per_second,
+        "mfu": mfu,
         "hours": hours,
         "device_hours": device_hours,
-        "energy_kwh": None if joules is None else joules / 3.6e6,
-        "energy_source": source,
-        "cost": price * device_hours if price is not None and device_hours is not None else None,
+        "energy_kwh": None if joules is None else joules / JOULES_PER_KWH,
+        "energy_source": energy_source,
+        "cost": cost,
     }
-    return per_token(fact)
+    return add_ratios(facts)
 
 
-def total(facts: Sequence[Facts]) -> Facts:
-    """Return sums over the segments, None if a part is unknown, and what they come to for each token."""
-    summed = ("tokens", "hours", "device_hours", "energy_kwh", "cost")
-    columns = {name: [fact[name] for fact in facts] for name in summed}
-    sums: Facts = {name: sum(parts) if parts and None not in parts else None for name, parts in columns.items()}
-    sources = sorted({fact["energy_source"] for fact in facts} - {None})
-    return per_token({**sums, "energy_source": " and ".join(sources) if sums["energy_kwh"] is not None else None})
+def measure_energy(
+    log: Log, segment: Segment, accelerator: Accelerator | None, device_hours: float | None
+) -> tuple[float | None, str | None]:
+    """Return a segment's energy in joules and its source: "measured", "rated", or None if the energy is unknown.
+
+    The log's measurements count if every batch has one. Those of a run that several islands trained together do not,
+    because each island's log has its own energy alone. Rated energy is the accelerator's power over all device-hours.
+    """
+    rows = log.within(segment.first_batch, segment.last_batch)
+    measured_joules = float(log.numbers(JOULES)[rows].sum())  # NaN if a batch has none
+    if measured_joules > 0 and not segment.islands:
+        return measured_joules, "measured"
+    if accelerator and device_hours is not None:
+        return accelerator.power_watts * device_hours * 3600, "rated"
+    return None, None
 
 
-def per_token(fact: Facts) -> Facts:
-    """Add joules a token and the cost of a million tokens, where they are known."""
-    tokens, kwh, cost = fact["tokens"], fact["energy_kwh"], fact["cost"]
+def sum_segments(segments: Sequence[Facts]) -> Facts:
+    """Return the totals of a run's segments: tokens, time, energy, cost, and the ratios of these.
+
+    A total is None if the number is unknown for any segment, or if there are no segments.
+    """
+    totals: Facts = {}
+    for name in ("tokens", "hours", "device_hours", "energy_kwh", "cost"):
+        parts = [segment[name] for segment in segments]
+        totals[name] = sum(parts) if parts and None not in parts else None
+
+    energy_sources = sorted({segment["energy_source"] for segment in segments} - {None})
+    totals["energy_source"] = " and ".join(energy_sources) if totals["energy_kwh"] is not None else None
+    return add_ratios(totals)
+
+
+def add_ratios(facts: Facts) -> Facts:
+    """Return the facts with joules per token and the cost of a million tokens, each None where it is unknown."""
+    tokens, kwh, cost = facts["tokens"], facts["energy_kwh"], facts["cost"]
     return {
-        **fact,
-        "joules_per_token": kwh * 3.6e6 / tokens if tokens and kwh is not None else None,
+        **facts,
+        "joules_per_token": kwh * JOULES_PER_KWH / tokens if tokens and kwh is not None else None,
         "cost_per_million_tokens": cost * 1e6 / tokens if tokens and cost is not None else None,
     }
 
 
-def elapsed_hours(log: Log, here: slice) -> float | None:
-    """Sum the hours of each launch from the start of its first batch here; None where no clock was logged."""
-    launches, elapsed, seconds = log.launch[here], log.numbers(ELAPSED)[here], log.numbers(SECONDS)[here]
+def elapsed_hours(log: Log, rows: slice) -> float | None:
+    """Return the hours that `rows` of a log took, summed over launches; None if no launch logged its clock.
+
+    A launch's clock (`time/elapsed_seconds`) starts with the launch and is logged at the end of each batch. So the time
+    runs from its first batch in `rows`, whose own seconds are added, to its last.
+    """
+    launches = log.launch[rows]
+    elapsed = log.numbers(ELAPSED)[rows]
+    batch_seconds = log.numbers(SECONDS)[rows]
+
     hours = 0.0
     for launch in np.unique(launches):
-        clock, batches = elapsed[launches == launch], seconds[launches == launch]
-        if np.isfinite(clock).any() and np.isfinite(batches).any():
-            start = int(np.flatnonzero(np.isfinite(clock))[0])
-            hours += (np.nanmax(clock) - clock[start] + np.nan_to_num(batches[start])) / 3600
+        launch_elapsed = elapsed[launches == launch]
+        launch_batch_seconds = batch_seconds[launches == launch]
+        timed = np.flatnonzero(np.isfinite(launch_elapsed))
+        if len(timed) and np.isfinite(launch_batch_seconds).any():
+            first = timed[0]
+            seconds = np.nanmax(launch_elapsed) - launch_elapsed[first] + np.nan_to_num(launch_batch_seconds[first])
+            hours += seconds / 3600
     return float(hours) or None
 
 
@@ -115,29 +172,44 @@ def elapsed_hours(log: Log, here: slice) -> float | None:
 
 
 def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
-    """Find the row of the table by whose peak the run computed its MFU."""
-    here = log.within(segment.first_batch, segment.last_batch)
-    flops, mfu = log.numbers(FLOPS)[here], log.numbers(MFU)[here]
-    known = np.flatnonzero(np.isfinite(flops) & np.isfinite(mfu) & (mfu > 0))
+    """Find the row of the hardware table for the device that a segment ran on.
+
+    The device's name must match the row, and so must the peak FLOP/s that the run computed its MFU with: a slice of a
+    card has the name of the whole card, but not its peak. None if the log has no MFU, or no row matches.
+    """
+    rows = log.within(segment.first_batch, segment.last_batch)
+    flops_per_second = log.numbers(FLOPS)[rows]
+    mfu = log.numbers(MFU)[rows]
+    known = np.flatnonzero(np.isfinite(flops_per_second) & np.isfinite(mfu) & (mfu > 0))
     if not len(known) or segment.device is None or segment.precision is None:
         return None
-    peak = flops[known[-1]] / mfu[known[-1]]
+
+    peak = flops_per_second[known[-1]] / mfu[known[-1]]
     dtype = segment.precision.split()[0].removeprefix("amp_")
-    for row in ACCELERATORS.values():
-        if re.fullmatch(row.pattern, segment.device) and abs((row.peak_flops(dtype) or 0) / peak - 1) < 1e-3:
-            return row
+    for accelerator in ACCELERATORS.values():
+        table_peak = accelerator.peak_flops(dtype) or 0
+        is_same_peak = abs(table_peak / peak - 1) < PEAK_TOLERANCE
+        if re.fullmatch(accelerator.pattern, segment.device) and is_same_peak:
+            return accelerator
     return None
 
 
-def mfu_per_rate(log: Log, here: slice, num_devices: int) -> float:
-    """Return the MFU of one token per second and device: the same for all batches of a model on a device."""
-    mfu, rate = log.numbers(MFU)[here], log.numbers(RATE)[here]
-    known = np.flatnonzero(np.isfinite(mfu) & (rate > 0))
-    return float(mfu[known[-1]] / (rate[known[-1]] / num_devices))
+def mfu_per_token_rate(log: Log, rows: slice, num_devices: int) -> float:
+    """Return the MFU that one token per second on each device is worth: the same for all batches of one model.
+
+    It is computed from the last of `rows` with an MFU and a rate. The log must have such a row.
+    """
+    mfu = log.numbers(MFU)[rows]
+    tokens_per_second = log.numbers(RATE)[rows]  # of all devices
+    last_known = np.flatnonzero(np.isfinite(mfu) & (tokens_per_second > 0))[-1]
+    return float(mfu[last_known] / (tokens_per_second[last_known] / num_devices))
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse `NVIDIA H100 80GB HBM3=2.5` as its price per device-hour. Raises ConfigError."""
+    """Parse texts such as `NVIDIA H100 80GB HBM3=2.5` into a dictionary from a device's name to its price per hour.
+
+    Raises ConfigError if a name is missing, or a price is not a number from 0 on.
+    """
     prices = {}
     for text in texts:
         name, _, number = text.rpartition("=")
@@ -153,69 +225,99 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def names_of(segment: Segment, row: Accelerator | None) -> list[str]:
-    """Return names by which a price may call a device: torch's, the table's, or `cpu`."""
-    names = [segment.device, row.name if row else None, "cpu" if segment.vendor == "cpu" else None]
+def price_names(segment: Segment, accelerator: Accelerator | None) -> list[str]:
+    """Return the names by which `--price` may call a segment's device: PyTorch's, that of the hardware table, or
+    `cpu`."""
+    names = [segment.device]
+    if accelerator is not None:
+        names.append(accelerator.name)
+    if segment.vendor == "cpu":
+        names.append("cpu")
     return [name for name in names if name]
 
 
 def unused_prices(runs: Sequence[Run], prices: Mapping[str, float]) -> list[str]:
-    """Return devices with a price on which no segment ran: their names may be misspelt."""
-    segments = [(run.log, segment) for run in runs for segment in run.segments]
-    used = {name for log, segment in segments for name in names_of(segment, accelerator_of(log, segment))}
-    return [name for name in prices if name not in used]
+    """Return the devices that have a price and on which no segment of any run ran, because a name may be misspelt."""
+    names_in_use: set[str] = set()
+    for run in runs:
+        for segment in run.segments:
+            names_in_use.update(price_names(segment, accelerator_of(run.log, segment)))
+    return [name for name in prices if name not in names_in_use]
 
 
 # -------------------------------------------------------------------------------------------------- what is drawn
 
 
-def spans_of(facts: Sequence[Facts]) -> list[Span]:
-    """Return the spans that the figure shades: neighbours of one kind are merged.
+def visible_spans(segments: Sequence[Facts]) -> list[Span]:
+    """Return the spans of batches that a figure shades in different colours, each with its label.
 
-    A label is `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`, with details where two kinds would share one.
+    A label is `8 x H100-80GB · FULL_SHARD · amp_bf16 PURE`. Where segments that differ would have the same label, it
+    also has the details in which they differ. Adjacent segments with one label become one span.
     """
-    bases = [base_label(fact) for fact in facts]
-    details = [
-        [str(fact[name] or f"{name} not known") for name in ("device", "torch", "runtime", "attention")]
-        + ["not compiled" if fact["compile_config"] is None else "compiled"]
-        for fact in facts
-    ]
+    labels = [hardware_label(segment) for segment in segments]
+    details = [hardware_details(segment) for segment in segments]
+
     spans: list[Span] = []
-    for fact, base, own in zip(facts, bases, details, strict=True):
-        alike = [other for other, its_base in zip(details, bases, strict=True) if its_base == base]
-        telling = [word for i, word in enumerate(own) if any(other[i] != word for other in alike)]
-        label = " · ".join([base, *telling])
-        if spans and spans[-1].label == label and spans[-1].last_batch + 1 == fact["first_batch"]:
-            spans[-1] = replace(spans[-1], last_batch=fact["last_batch"])
+    for segment, label, own_details in zip(segments, labels, details, strict=True):
+        same_label = [other for other, other_label in zip(details, labels, strict=True) if other_label == label]
+        words = [label]
+        for i, word in enumerate(own_details):
+            if any(other[i] != word for other in same_label):
+                words.append(word)
+        full_label = " · ".join(words)
+
+        is_continued = bool(spans) and spans[-1].label == full_label
+        if is_continued and spans[-1].last_batch + 1 == segment["first_batch"]:
+            spans[-1] = replace(spans[-1], last_batch=segment["last_batch"])
         else:
-            spans.append(Span(fact["first_batch"], fact["last_batch"], label))
+            spans.append(Span(segment["first_batch"], segment["last_batch"], full_label))
     return spans
 
 
-def changes_of(facts: Sequence[Facts]) -> list[tuple[int, str]]:
-    """Return each first batch with other settings than before, and `optimizer.lr 0.0006 -> 1e-05`."""
-    return [
-        (fact["first_batch"], ", ".join(str(Change(key, *values)) for key, values in fact["changes"].items()))
-        for fact in facts
-        if fact["changes"]
-    ]
+def changes_of(segments: Sequence[Facts]) -> list[tuple[int, str]]:
+    """Return where settings of a run changed: the first batch with other settings, and these as text.
+
+    A text is `optimizer.lr 0.0006 -> 1e-05`; several changes at one batch are joined by commas.
+    """
+    changes = []
+    for segment in segments:
+        if segment["changes"]:
+            texts = [str(Change(key, *values)) for key, values in segment["changes"].items()]
+            changes.append((segment["first_batch"], ", ".join(texts)))
+    return changes
 
 
-def base_label(fact: Facts) -> str:
-    if fact["vendor"] is None and fact["device"] is None:
+def hardware_label(segment: Facts) -> str:
+    """Return a short label of a segment's devices, sharding and precision, such as `8 x H100-80GB · FULL_SHARD · fp32`.
+
+    The device has its short name from the hardware table, if exactly one row matches its name.
+    """
+    vendor, device_name = segment["vendor"], segment["device"]
+    if vendor is None and device_name is None:
         return "since the last save"
-    rows = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, fact["device"] or "")]
-    device = rows[0] if len(rows) == 1 else fact["device"] or fact["vendor"]
-    words = [
-        "cpu" if fact["vendor"] == "cpu" else device,
-        fact["sharding"],
-        short_precision(fact["precision"]),
-        fact["sync"],
-    ]
-    return f"{fact['num_devices'] or '?'} x {' · '.join(filter(None, words))}"
+
+    matches = [row.name for row in ACCELERATORS.values() if re.fullmatch(row.pattern, device_name or "")]
+    if vendor == "cpu":
+        device = "cpu"
+    elif len(matches) == 1:
+        device = matches[0]
+    else:
+        device = device_name or vendor
+    words = [device, segment["sharding"], short_precision(segment["precision"]), segment["sync"]]
+    return f"{segment['num_devices'] or '?'} x {' · '.join(filter(None, words))}"
+
+
+def hardware_details(segment: Facts) -> list[str]:
+    """Return the properties that tell segments of one label apart: device, releases, attention, and compiled or not."""
+    details = [str(segment[name] or f"{name} not known") for name in ("device", "torch", "runtime", "attention")]
+    details.append("not compiled" if segment["compile_config"] is None else "compiled")
+    return details
 
 
 def short_precision(precision: str | None) -> str | None:
-    """Drop the mode of fp32 and tf32, where all modes are the same."""
-    first = precision.split()[0] if precision else None
-    return first if first in ("fp32", "tf32") else precision
+    """Shorten a precision such as `fp32 PURE` to `fp32`, because all modes of fp32 and tf32 are the same.
+
+    Other precisions, such as `amp_bf16 PURE`, and None are returned as they are.
+    """
+    dtype = precision.split()[0] if precision else None
+    return dtype if dtype in ("fp32", "tf32") else precision

@@ -150,7 +150,7 @@ def test_a_save_folder_behind_a_url_is_opened_only_when_allowed(run, monkeypatch
     ):
         plan(where, "ba1..ba2")
     opened = []
-    monkeypatch.setattr(reading, "find_newest", lambda folder, notes: opened.append(folder))
+    monkeypatch.setattr(reading, "find_newest_checkpoint", lambda folder, notes: opened.append(folder))
     monkeypatch.setattr(replay.CheckpointStore, "candidates", lambda store: [])
     monkeypatch.setattr(replay, "CheckpointStore", lambda folder: CheckpointStore(where / "checkpoints"))
     plan_replay(str(where), "ba1..ba2", uses_recorded_remote=True)

@@ -20,7 +20,7 @@ from llmfoundry_lite.evaluation.models import load_subject
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.report import earlier_models, report
+from llmfoundry_lite.report.report import load_earlier_models, report
 from tests.helpers.launch import ROOT
 from tests.helpers.present import leave_out_companions, needs
 
@@ -51,7 +51,7 @@ def test_the_first_texts_are_of_the_run_s_own_initial_weights(here):
     """Which an exported model's configuration cannot tell."""
     own = model_of(load_subject("runs/tiny", device=torch.device("cpu"))).config
     other = replace(own, init_config=replace(own.init_config, name="baseline_", init_std=9.0))
-    (batch, initial), *_ = earlier_models(read_run("runs/tiny"), MPT(other))
+    (batch, initial), *_ = load_earlier_models(read_run("runs/tiny"), MPT(other))
     assert batch == 0 and max(parameter.std() for parameter in initial.parameters() if parameter.ndim > 1) < 3.0
 
 

@@ -18,8 +18,8 @@ from llmfoundry_lite.report.figure import (
     plot_comparison,
     plot_differences,
     plot_run,
-    smooth,
-    thin,
+    running_mean,
+    thin_curve,
 )
 from tests.helpers.launch import ROOT
 
@@ -88,7 +88,7 @@ def test_losses_that_are_not_finite_leave_a_gap_and_a_mark(tmp_path, drawn):
 def test_differences_of_zero_are_counted_and_not_drawn_on_the_scale(tmp_path, drawn):
     batches = np.arange(1, 101)
     absolute = np.where(batches > 60, 1e-5, 0.0)
-    apart = Difference(name="b", batches=batches, absolute=absolute, digests_part_at=61)
+    apart = Difference(name="b", batches=batches, absolute=absolute, first_different_data_batch=61)
     equal = Difference(name="c", batches=batches, absolute=np.zeros(100))
     none = Difference(name="d", batches=np.empty(0, np.int64), absolute=np.empty(0))
     curves = [curve(name=name) for name in "abcd"]
@@ -117,36 +117,36 @@ def test_the_hardware_of_compared_runs_stands_beside_their_names(tmp_path, drawn
 def test_thinning_keeps_every_peak_and_trough():
     batches, values = np.arange(1, 100_001), np.sin(np.arange(100_000) / 50)
     values[54_321], values[65_432], values[70_000:70_010] = 9.0, -9.0, np.nan
-    thin_batches, thin_values = thin(batches, values, 4000)
+    thin_batches, thin_values = thin_curve(batches, values, 4000)
     assert len(thin_values) <= 4000
     assert (thin_batches[np.nanargmax(thin_values)], thin_batches[np.nanargmin(thin_values)]) == (54_322, 65_433)
     assert np.all(np.diff(thin_batches) > 0)
-    assert len(thin(batches[:10], values[:10])[1]) == 10
+    assert len(thin_curve(batches[:10], values[:10])[1]) == 10
     values[::7] = np.nan
-    assert np.isnan(thin(batches, values, 4000)[1]).sum() <= 2, "a gap stays only where nothing else is"
+    assert np.isnan(thin_curve(batches, values, 4000)[1]).sum() <= 2, "a gap stays only where nothing else is"
 
 
 def test_smoothing_lags_behind_nothing_and_passes_over_what_is_not_finite():
     line = np.arange(100.0)
-    assert smooth(line) == pytest.approx(line)
+    assert running_mean(line) == pytest.approx(line)
     line[50] = np.nan
-    assert smooth(line)[50] == pytest.approx(50)
-    assert np.isnan(smooth(np.array([np.nan]))[0])
-    assert smooth(line, 0)[49] == 49
+    assert running_mean(line)[50] == pytest.approx(50)
+    assert np.isnan(running_mean(np.array([np.nan]))[0])
+    assert running_mean(line, 0)[49] == 49
 
 
 def test_the_mean_does_not_end_with_the_noise_of_the_last_batches():
-    assert smooth(np.array([0.0, 3.0, 6.0, 0.0]), 1) == pytest.approx([0, 3, 3, 3.3])
-    assert smooth(np.array([9.0, 4.0, 2.0, 1.0, 1.0]))[-1] == 1, "never below the last values"
+    assert running_mean(np.array([0.0, 3.0, 6.0, 0.0]), 1) == pytest.approx([0, 3, 3, 3.3])
+    assert running_mean(np.array([9.0, 4.0, 2.0, 1.0, 1.0]))[-1] == 1, "never below the last values"
     decay = 2.5 + 5 * np.exp(-np.arange(200) / 40)
-    assert smooth(decay)[-4:] == pytest.approx(decay[-4:], abs=0.01)
+    assert running_mean(decay)[-4:] == pytest.approx(decay[-4:], abs=0.01)
     noise = np.random.default_rng(1).standard_normal((300, 200))
-    ends = np.array([smooth(decay + one)[-1] for one in noise]) - decay[-1]
+    ends = np.array([running_mean(decay + one)[-1] for one in noise]) - decay[-1]
     assert abs(ends.mean()) < 0.05 and ends.std() < 0.5, "without bias, half as noisy as one value at most"
     decay[-3:] = np.nan
-    assert np.isfinite(smooth(decay)).tolist() == [True] * 197 + [False] * 3, "it ends with what is known"
+    assert np.isfinite(running_mean(decay)).tolist() == [True] * 197 + [False] * 3, "it ends with what is known"
     decay[-6:-1], decay[-1] = np.nan, 2.5
-    assert smooth(decay)[-1] == pytest.approx(decay[-1]), "too few of the last values are known"
+    assert running_mean(decay)[-1] == pytest.approx(decay[-1]), "too few of the last values are known"
 
 
 def test_changed_settings_are_marked_from_their_first_batch_on(tmp_path, drawn):
@@ -156,9 +156,9 @@ def test_changed_settings_are_marked_from_their_first_batch_on(tmp_path, drawn):
 
 
 def test_the_mean_is_as_wide_as_asked_and_left_out_at_one_batch(tmp_path, drawn):
-    plot_run(tmp_path / "a.png", curve(), title="run", reach=2)
-    plot_run(tmp_path / "b.png", curve(), title="run", reach=0)
-    plot_run(tmp_path / "c.png", curve(), title="run", reach=50)
+    plot_run(tmp_path / "a.png", curve(), title="run", half_width=2)
+    plot_run(tmp_path / "b.png", curve(), title="run", half_width=0)
+    plot_run(tmp_path / "c.png", curve(), title="run", half_width=50)
     wide, none, clipped = ([text.get_text() for text in figure.axes[0].get_legend().get_texts()] for figure in drawn)
     assert (wide, none) == (["training (mean of 5 batches)"], ["training"])
     assert clipped == ["training (mean of 21 batches)"], "a tenth of them on either side at most"
@@ -181,7 +181,7 @@ def test_tokens_stand_along_the_figure_with_everything_in_its_place(tmp_path, dr
     evaluated: dict[str, Any] = {"eval_batches": np.array([50, 100]), "eval_losses": np.array([2.0, 1.0])}
     lost = (np.arange(101, 106), np.full(5, 0.1))
     spans = [Span(1, 50, "2 x cpu"), Span(51, 100, "1 x cpu")]
-    run = curve(axis=axis, not_finite=[50], dead=[lost], **evaluated)
+    run = curve(axis=axis, not_finite=[50], dead_branches=[lost], **evaluated)
     plot_run(tmp_path / "loss.png", run, spans, title="run")
     loss, speed = drawn[0].axes
     lines = {line.get_label(): list(line.get_xdata()) for line in loss.lines}

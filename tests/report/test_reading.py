@@ -12,7 +12,7 @@ from llmfoundry_lite.report.reading import (
     MAX_NAMES,
     OBJECT_STORES,
     count_tokens,
-    folder_of_checkpoints,
+    find_checkpoint_folder,
     parse_log,
     read_run,
 )
@@ -161,9 +161,9 @@ def test_a_configuration_that_is_too_large_is_called_so(tmp_path):
 )
 def test_a_recorded_url_is_opened_only_in_an_object_store(tmp_path, recorded, is_opened):
     folder, config = open_folder(tmp_path), {"save_folder": recorded}
-    assert folder_of_checkpoints(folder, config, OBJECT_STORES) == (recorded if is_opened else None)
+    assert find_checkpoint_folder(folder, config, OBJECT_STORES) == (recorded if is_opened else None)
     (tmp_path / "checkpoints").mkdir()
-    assert folder_of_checkpoints(folder, config, OBJECT_STORES) == (
+    assert find_checkpoint_folder(folder, config, OBJECT_STORES) == (
         recorded if is_opened else folder.url + "/checkpoints"
     )
 
@@ -171,8 +171,8 @@ def test_a_recorded_url_is_opened_only_in_an_object_store(tmp_path, recorded, is
 def test_a_recorded_url_is_opened_where_the_run_was_given_by_it():
     folder = open_folder("memory://read/far")
     inside, beside = "memory://read/far/saves", "memory://read/farther"
-    assert folder_of_checkpoints(folder, {"save_folder": inside}, ()) == inside
-    assert folder_of_checkpoints(folder, {"save_folder": beside}, ()) is None
+    assert find_checkpoint_folder(folder, {"save_folder": inside}, ()) == inside
+    assert find_checkpoint_folder(folder, {"save_folder": beside}, ()) is None
 
 
 def test_a_url_of_the_authors_choice_is_named_and_not_opened(tmp_path):

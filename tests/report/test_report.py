@@ -16,8 +16,8 @@ from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.ranks.status import write_ended_early
 from llmfoundry_lite.report.page import Section, markdown
 from llmfoundry_lite.report.reading import read_run
-from llmfoundry_lite.report.report import first_words, prompt_in, report
-from llmfoundry_lite.report.segments import spans_of
+from llmfoundry_lite.report.report import extract_prompt, prompts_from_data, report
+from llmfoundry_lite.report.segments import visible_spans
 from llmfoundry_lite.tables import Table
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.launch import train
@@ -89,7 +89,7 @@ def test_batches_with_local_steps_and_changed_settings_are_named(tmp_path):
     steps = replace(on_cpu(3, 4), sync="local steps, every 100", changes={"optimizer.lr": [0.1, 0.01]})
     where = write_run(tmp_path / "run", [record(b) for b in range(1, 5)], [on_cpu(1, 2), steps])
     facts = report([where])["runs"][0]["segments"]
-    first, second = spans_of(facts)
+    first, second = visible_spans(facts)
     assert second.label == f"{first.label} · local steps, every 100"
     page = (tmp_path / "run/report.md").read_text()
     assert "- 3-4: local steps, every 100\n" in page and "- from batch 3 on: optimizer.lr 0.1 -&gt; 0.01\n" in page
@@ -499,7 +499,7 @@ def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
     places = [write_run(tmp_path / folder, records, run_name=name) for folder in ("one", "two")]
     save(tmp_path / "one/checkpoints", [replace(on_gpu(1, 4), device=name)])
     for runs in (places[:1], places):
-        report(runs, out=tmp_path / "out", form=form, with_csv=True)
+        report(runs, out=tmp_path / "out", image_format=form, with_csv=True)
         shown = capsys.readouterr().out + (tmp_path / "out/report.md").read_text()
         shown += (tmp_path / f"out/{'loss' if len(runs) == 1 else 'report'}.svg").read_text() if form == "svg" else ""
         assert [c for c in shown if not c.isprintable() and c != "\n"] == []
@@ -522,7 +522,7 @@ def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
     ],
 )
 def test_a_prompt_is_whole_words_of_a_row(row, prompt):
-    assert prompt_in(row) == prompt
+    assert extract_prompt(row) == prompt
 
 
 def test_rows_without_words_are_passed_over(monkeypatch, tmp_path):
@@ -531,4 +531,4 @@ def test_rows_without_words_are_passed_over(monkeypatch, tmp_path):
         "llmfoundry_lite.data.baselines.read_tokens", lambda folder: np.array([[*row.encode()[:8]] for row in rows])
     )
     run = SimpleNamespace(config={"eval_loader": {"dataset": {"local": str(tmp_path)}}})
-    assert first_words(run, SimpleNamespace(decode=lambda ids: bytes(ids).decode())) == ["c d", "d c"]
+    assert prompts_from_data(run, SimpleNamespace(decode=lambda ids: bytes(ids).decode())) == ["c d", "d c"]

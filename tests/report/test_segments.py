@@ -6,7 +6,7 @@ import pytest
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.report.reading import parse_log
-from llmfoundry_lite.report.segments import accelerator_of, measure, total
+from llmfoundry_lite.report.segments import accelerator_of, measure_segment, sum_segments
 
 CARD = "NVIDIA H100 80GB HBM3"
 H100 = Segment(first_batch=1, last_batch=5, vendor="nvidia", device=CARD, num_devices=2, precision="amp_bf16 PURE")
@@ -22,7 +22,7 @@ def log_of(batches, peak=989.5e12):
 
 def test_a_batch_whose_tokens_are_not_known_counts_neither_its_seconds_in_the_rate():
     """The log lacks batch 3, and so what batch 4 trained."""
-    fact = measure(log_of([1, 2, 4, 5]), H100, {})
+    fact = measure_segment(log_of([1, 2, 4, 5]), H100, {})
     assert (fact["tokens"], fact["tokens_per_second_per_device"]) == (3000, 250)
 
 
@@ -33,8 +33,8 @@ def test_a_device_is_known_by_the_peak_that_its_mfu_was_computed_with(share, is_
 
 
 def test_a_sum_with_an_unknown_part_is_unknown():
-    known = measure(log_of([1, 2, 3]), H100, {CARD: 3.6})
+    known = measure_segment(log_of([1, 2, 3]), H100, {CARD: 3.6})
     unknown = known | {"cost": None, "energy_kwh": None}
-    sums = total([known, unknown])
+    sums = sum_segments([known, unknown])
     assert (sums["cost"], sums["energy_kwh"], sums["joules_per_token"]) == (None, None, None)
     assert (sums["tokens"], sums["cost_per_million_tokens"]) == (6000, None)

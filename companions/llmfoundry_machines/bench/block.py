@@ -293,14 +293,14 @@ def build_table(report: dict[str, Any]) -> Table:
 
 def plot(name: str, report: dict[str, Any], path: Path) -> None:
     """Draw forward and backward rates over samples (block) or tokens (seqlen): a line for each dtype and attention."""
-    from llmfoundry_lite.report.figure import color
+    from llmfoundry_lite.report.figure import curve_color
 
     key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
     lines: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in report["rows"]:
         if "error" not in row:
             lines.setdefault((row["dtype"], row["attention"], row["num_devices"]), []).append(row)
-    colours = {kind: color(index) for index, kind in enumerate(dict.fromkeys(kind[1:] for kind in lines))}
+    colours = {kind: curve_color(index) for index, kind in enumerate(dict.fromkeys(kind[1:] for kind in lines))}
     ticks = sorted({row[key] for line in lines.values() for row in line})
     with frame.drawn(path, 2, (11, 4), build_title(report), sharey=True) as panels:
         for axes, part in zip(panels, ("forward", "backward"), strict=True):

@@ -235,16 +235,16 @@ def markdown_page(*parts: Table | Sequence[str] | str) -> str:
 @contextmanager
 def drawn(path: Path, num_panels: int, size: tuple[float, float], title: str = "", **options: Any) -> Iterator[Any]:
     """Write a figure of so many panels side by side after the caller has drawn into them."""
-    from llmfoundry_lite.report.canvas import our_settings, plt
-    from llmfoundry_lite.report.figure import write
+    from llmfoundry_lite.report.canvas import fixed_settings, plt
+    from llmfoundry_lite.report.figure import save_figure
 
     look = {"figsize": size, "layout": "constrained", "dpi": 150, "squeeze": False, **options}
-    with our_settings():
+    with fixed_settings():
         figure, panels = plt.subplots(1, num_panels, **look)
         yield panels[0]
         if title:
             figure.suptitle(title, fontsize=10)
-        write(figure, path)
+        save_figure(figure, path)
 
 
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:

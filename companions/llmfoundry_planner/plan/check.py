@@ -8,7 +8,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import ContextParallelConfig, PipelineConfig
 from llmfoundry_lite.hardware import Accelerator, find_accelerator
 from llmfoundry_lite.report.reading import config_of, read_run
-from llmfoundry_lite.report.segments import accelerator_of, measure
+from llmfoundry_lite.report.segments import accelerator_of, measure_segment
 from llmfoundry_planner.plan.step import find_hardware, step_time
 
 
@@ -23,7 +23,7 @@ def check_run(where: str) -> str:
     left_out, sources = [], dict[str, str]()
     for segment in run.segments:
         row = accelerator_of(run.log, segment)
-        rate = measure(run.log, segment, {})["tokens_per_second_per_device"]
+        rate = measure_segment(run.log, segment, {})["tokens_per_second_per_device"]
         if row is None:
             left_out.append(f"{segment.span}: {describe_unknown(segment.device)}, no prediction")
             continue
