@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from llmfoundry_lite.cli.options import expand_home
+from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import set_environment
@@ -42,16 +43,24 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 
 def watch_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a save_folder, which may be a URL.")],
+    patience: Annotated[
+        str, typer.Option(metavar="TIME", help="Time without a launch after which a run in a bucket has ended.")
+    ] = "30m",
 ) -> None:
     """Show a run live until it ends.
 
     Shows batch, loss, rate, remaining time and last checkpoint. Ctrl-C ends the display, not the run.
 
-    Exits as the run did: 0 if it is done or stopped, 75 if it was preempted, 1 if it failed or its process vanished.
+    Exits as the run did: 0 if it is done or stopped, 75 if it was preempted, 1 if it failed or its process vanished. A
+    bucket does not tell how a launch ended: unless the run is done, the code is 1.
     """
     from llmfoundry_ops.watch import exit_code_of, watch
 
-    raise typer.Exit(exit_code_of(watch(run)))
+    try:
+        patience_seconds = parse_seconds(patience)
+    except ValueError as error:
+        raise UserError(f"--patience: {patience} given, expected {error}") from None
+    raise typer.Exit(exit_code_of(watch(run, patience_seconds=patience_seconds)))
 
 
 def relay_command(

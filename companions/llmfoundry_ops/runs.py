@@ -6,6 +6,7 @@ such as one in a bucket, it reads the newest checkpoint and the log that travels
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_lines_at_most
 from llmfoundry_lite.checkpoint.commit import COMMITTED, Checkpoint
 from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Holder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
 from llmfoundry_lite.checkpoint.run_log import POSITIONS, Record, number_of, read_lines, validation_losses
@@ -37,6 +39,9 @@ LOOK_SECONDS = 1.0
 """Time between two looks at a log on this machine."""
 BUCKET_SECONDS = 10.0
 """Time between two looks at checkpoints. A look at a bucket lists it and asks for each of them."""
+PATIENCE_SECONDS = 1800.0
+"""Time without a sign of a launch after which a run that is known by its checkpoints counts as ended. By default a
+launch that has lost its bucket trains on for as long (`max_unsaved`)."""
 
 
 class LiveRun:
@@ -61,6 +66,8 @@ class LiveRun:
         self.max_duration: Duration | None = None
         self.trouble: str | None = None
         """Why the last look could not read the checkpoints, or not the newest one."""
+        self.idle: str | None = None
+        """Why it seems that no launch trains the run, if it is known by its checkpoints alone."""
         self._offset = 0
         self._opened = open_folder(str(folder))
         if not any((folder / name).is_file() for name in (STATUS, METRICS)):
@@ -163,13 +170,16 @@ class LiveRun:
 class SavedRun(LiveRun):
     """State of a run as its checkpoints tell it: each `look` reads the newest one, if that is another than before.
 
-    The `status` is `done` when the newest checkpoint is the run's end, `ended` when the process that saved last is
-    known to be gone, else `saved`: no checkpoint says how a launch ended.
+    The `status` is `done` when the newest checkpoint is the run's end, else `saved`: no checkpoint says how a launch
+    ended. It is `ended` when the process that saved last is known to be gone. It is too when for `patience_seconds`
+    nobody has held the lease, or its holder has neither renewed it nor saved: until then another launch may come, as
+    between two sites of a relay.
     """
 
     look_seconds = BUCKET_SECONDS
 
     def __init__(self, opened: Folder, store: CheckpointStore):
+        self.patience_seconds = PATIENCE_SECONDS
         self.folder = opened.url
         self.config = {}
         self.status = {"status": SAVED, "batch": 0, "reason": None}
@@ -177,6 +187,11 @@ class SavedRun(LiveRun):
         self.validation = None
         self.max_duration = None
         self.trouble = None
+        self.idle = None
+        self._last_sign = ""
+        """Text that changes with each sign of a launch."""
+        self._last_sign_at = 0.0
+        """When that changed, by the monotonic clock."""
         self._opened = opened
         self._store = store
         self._newest: Checkpoint | None = None
@@ -186,10 +201,15 @@ class SavedRun(LiveRun):
         notes the `trouble`, as a bucket that does not answer now may answer at the next look."""
         try:
             self._read_newest()
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             if self._newest is None:
                 raise
             self.trouble = str(error)
+        except OSError as error:
+            text = f"{self._opened.url}: cannot be read: {error.strerror or error}"
+            if self._newest is None:
+                raise DataError(text) from error
+            self.trouble = text
 
     def _read_newest(self) -> None:
         before = self._newest.manifest.save_id if self._newest is not None else None
@@ -202,11 +222,12 @@ class SavedRun(LiveRun):
             if candidate.head.save_id == before:
                 break
             try:
-                self._newest = candidate.open()
+                newest = candidate.open()
             except (DamagedCheckpointError, IncompleteCheckpointError) as error:
                 damaged = damaged or error  # the run would carry on from an older one, which tells of it
                 continue
-            self._read_log(self._newest)
+            self._read_log(newest)
+            self._newest = newest  # if its log cannot be read now, the next look reads both again
             break
         if damaged is not None and self._newest is None:
             raise damaged
@@ -232,10 +253,26 @@ class SavedRun(LiveRun):
             if position[self.max_duration.unit] >= self.max_duration.value:
                 return {"status": "done", "batch": stamp.batch, "reason": None}
         holder = self._store.leases.holder()
-        if holder is not None and {"host", "pid"} <= holder.owner.keys() and lives(holder.owner) is False:
+        is_held = holder is not None and not holder.is_released
+        if is_held and {"host", "pid"} <= holder.owner.keys() and lives(holder.owner) is False:
             reason = f"process {holder.owner['pid']} of this machine, the last that saved here, is gone"
             return {"status": "ended", "batch": stamp.batch, "reason": reason}
+
+        seconds = self._seconds_without_a_sign(holder)
+        self.idle = _describe_idle(holder, seconds)
+        if seconds >= self.patience_seconds:
+            return {"status": "ended", "batch": stamp.batch, "reason": f"{self.idle} (--patience)"}
         return {"status": SAVED, "batch": stamp.batch, "reason": None}
+
+    def _seconds_without_a_sign(self, holder: Holder | None) -> float:
+        """Return for how long the looks have found the same lease and the same checkpoint."""
+        assert self._newest is not None
+        lease = f"{holder.state} {holder.is_released}" if holder is not None else ""
+        sign = f"{lease} {self._newest.manifest.save_id}"
+        now = time.monotonic()
+        if sign != self._last_sign:
+            self._last_sign, self._last_sign_at = sign, now
+        return now - self._last_sign_at
 
     @property
     def has_ended(self) -> bool:
@@ -243,6 +280,17 @@ class SavedRun(LiveRun):
 
     def last_checkpoint(self) -> str | None:
         return self._newest.name if self._newest is not None else None
+
+
+def _describe_idle(holder: Holder | None, seconds: float) -> str | None:
+    """Return why it seems that no launch trains a run; None if its holder may only be about to renew its lease."""
+    if holder is None:
+        return f"no launch holds this run, for {seconds:.0f} s"
+    if holder.is_released:
+        return f"{holder.describe()} has released this run, and no launch has taken it for {seconds:.0f} s"
+    if seconds < WATCH_SECONDS:
+        return None
+    return f"{holder.describe()} has not renewed its lease for {seconds:.0f} s"
 
 
 def open_run(folder: str | os.PathLike[str]) -> LiveRun:

@@ -3,18 +3,21 @@
 import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from llmfoundry_lite.checkpoint.lease import Lease
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.status import write_status
+from llmfoundry_ops import runs
 from llmfoundry_ops import watch as watching
 from llmfoundry_ops.runs import list_runs
 from llmfoundry_ops.tests.buckets import end_last_writer, save_with_log
-from llmfoundry_ops.watch import line_of, watch
+from llmfoundry_ops.watch import exit_code_of, line_of, watch
 from tests.checkpoint.saves import save as save_checkpoint
 
 LINE = {
@@ -196,6 +199,125 @@ def test_a_bucket_whose_last_writer_is_gone_is_not_done(capsys):
         "ended at batch 2: process 4194305 of this machine, the last that saved here, is gone"
         in capsys.readouterr().out
     )
+
+
+class Clock:
+    """The monotonic clock of `watch`; nobody sleeps."""
+
+    def __init__(self, monkeypatch, *steps):
+        self.now, self.steps = 0.0, list(steps)
+        monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def pause(self, seconds):
+        self.now += seconds
+        if self.steps:
+            self.steps.pop(0)()
+
+
+def hold(url, lease, renewals):
+    """Let the holder of the lease be a process elsewhere that has renewed it so many times."""
+    leases = CheckpointStore(url).leases
+    name = f"{lease.epoch:08d}.json"
+    owner = lease.owner | {"boot": "another", "host": "gpu-17", "pid": 42}
+    leases.folder.put(name, json.dumps(owner).encode())
+    leases.renew(Lease(lease.epoch, owner), renewals)
+
+
+WATCHED = "batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2"
+
+
+def test_a_bucket_that_no_launch_takes_after_a_release_ends_when_patience_does(monkeypatch):
+    """Meanwhile it says so, because a relay may be between two sites."""
+    url = "memory://watch/released/tiny"
+    lease = save_with_log(url, 2)
+    clock = Clock(monkeypatch, lambda: CheckpointStore(url).release(lease))
+    console = Console(file=io.StringIO(), width=300)
+    status = watch(url, patience_seconds=60, console=console, pause=clock.pause)
+    first, idle, last = console.file.getvalue().splitlines()
+    assert (first, status["status"], exit_code_of(status)) == (WATCHED, "ended", 1)
+    assert idle.startswith(f"{WATCHED} · host ")
+    assert idle.endswith(" has released this run, and no launch has taken it for 0 s")
+    assert last.startswith("ended at batch 2: host ")
+    assert last.endswith(" has released this run, and no launch has taken it for 60 s (--patience)")
+    assert clock.now == 70.0
+
+
+def test_a_launch_that_takes_a_released_run_is_watched_on(monkeypatch):
+    url = "memory://watch/taken/tiny"
+    lease = save_with_log(url, 2)
+    CheckpointStore(url).release(lease)
+    taken = [lambda: None] * 4 + [lambda: save_with_log(url, 4)]
+    clock = Clock(monkeypatch, *taken)
+    console = Console(file=io.StringIO(), width=300)
+    assert watch(url, patience_seconds=60, console=console, pause=clock.pause)["status"] == "done"
+    assert clock.now == 50.0
+
+
+def test_a_bucket_whose_holder_elsewhere_renews_nothing_ends_when_patience_does(monkeypatch):
+    """A holder that renews is waited for, however long it saves nothing."""
+    url = "memory://watch/silent/tiny"
+    lease = save_with_log(url, 2)
+    hold(url, lease, 0)
+    renewals = [lambda number=number: hold(url, lease, number) for number in range(1, 9)]
+    clock = Clock(monkeypatch, *renewals)
+    console = Console(file=io.StringIO(), width=300)
+    status = watch(url, patience_seconds=60, console=console, pause=clock.pause)
+    assert clock.now == 8 * 10 + 60
+    first, idle, last = console.file.getvalue().splitlines()
+    assert (first, exit_code_of(status)) == (WATCHED, 1)
+    assert idle == f"{WATCHED} · host gpu-17, process 42 has not renewed its lease for 30 s"
+    assert last == "ended at batch 2: host gpu-17, process 42 has not renewed its lease for 60 s (--patience)"
+
+
+def test_a_log_that_cannot_be_read_now_is_read_at_the_next_look(monkeypatch):
+    url = "memory://watch/log/tiny"
+    lease = save_with_log(url, 2)
+    read_part, failures = runs.add_carried_log, []
+
+    def refuse(*arguments):
+        failures.append(arguments)
+        raise OSError("SlowDown")
+
+    steps = [
+        lambda: (save_with_log(url, 3, lease), monkeypatch.setattr(runs, "add_carried_log", refuse)),
+        lambda: monkeypatch.setattr(runs, "add_carried_log", read_part),
+        lambda: save_with_log(url, 4, lease),
+    ]
+    console = Console(file=io.StringIO(), width=300)
+    watch(url, console=console, pause=lambda seconds: steps.pop(0)())
+    lines = console.file.getvalue().splitlines()
+    last_parts = [line.rpartition(" · ")[2] for line in lines[:-1]]
+    assert last_parts == ["saved ba2", f"{url}: cannot be read: SlowDown", "saved ba3", "saved ba4"]
+    assert len(failures) == 1 and lines[2].startswith("batch 3/4 · loss 4.5000")
+    monkeypatch.setattr(runs, "add_carried_log", refuse)
+    assert main.run(["watch", url]) == 2
+
+
+def test_patience_that_is_no_time_is_one_line(capsys):
+    assert main.run(["watch", "memory://watch/ends/tiny", "--patience", "soon"]) == 2
+    assert capsys.readouterr().err.startswith("error: --patience: soon given, expected a time such as")
+
+
+def test_a_pipe_is_told_when_a_bucket_does_not_answer_and_when_it_does(monkeypatch):
+    url = "memory://watch/piped/tiny"
+    lease = save_with_log(url, 2)
+    candidates = CheckpointStore.candidates
+
+    def refuse(self):
+        raise CheckpointError(f"{url}: cannot be listed: Connection refused")
+
+    steps = [
+        lambda: monkeypatch.setattr(CheckpointStore, "candidates", refuse),
+        lambda: monkeypatch.setattr(CheckpointStore, "candidates", candidates),
+        lambda: save_with_log(url, 4, lease),
+    ]
+    console = Console(file=io.StringIO(), width=300)
+    watch(url, console=console, pause=lambda seconds: steps.pop(0)())
+    assert [" · ".join(line.split(" · ")[4:]) for line in console.file.getvalue().splitlines()[:3]] == [
+        "saved ba2",
+        "saved ba2 · memory://watch/piped/tiny: cannot be listed: Connection refused",
+        "saved ba2",
+    ]
 
 
 def test_a_bucket_that_does_not_answer_for_a_while_is_looked_at_again(monkeypatch):
