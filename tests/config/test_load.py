@@ -397,7 +397,7 @@ def test_keys_without_effect_are_one_line_and_a_dry_run_gives_their_reasons():
     keys = ["n_gpus=8", "spin_dataloaders=true"]
     (line,) = load(*keys).notes
     assert line == "2 keys have no effect (spin_dataloaders, n_gpus); --dry-run says why"
-    assert "command line: n_gpus has no effect: the launcher knows" in load(*keys, "--dry-run").notes
+    assert "command line: n_gpus has no effect: the launcher sets the number of ranks" in load(*keys, "--dry-run").notes
 
 
 @pytest.mark.parametrize("key", ["eval_loader", "eval_loaders"])
