@@ -524,7 +524,7 @@ def test_objects_of_ones_own_keep_their_keyword_arguments():
             "fsdp_config.plain_on_one_device has no effect: activation_checkpointing of compiled blocks needs FSDP2 on "
             "one device too",
         ),
-        ("fsdp_config.limit_all_gathers=true", "fsdp_config.limit_all_gathers has no effect: FSDP2 always does"),
+        ("fsdp_config.limit_all_gathers=true", "fsdp_config.limit_all_gathers has no effect: FSDP2 always does this"),
         (
             "train_loader.dataset.shuffle_algo=py1s",
             "train_loader.dataset.shuffle_algo has no effect: there is one order, for every world size",
