@@ -53,7 +53,9 @@ class PipelinedLanguageModel(LanguageModel):
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         loss_sum = self.model.run_forward(
-            self.part(tokens_bt.clamp(min=0)), labels_bt=self.part(labels_bt), documents_bt=self.documents(tokens_bt)
+            self.local_tokens(tokens_bt.clamp(min=0)),
+            labels_bt=self.local_tokens(labels_bt),
+            documents_bt=self.document_numbers(tokens_bt),
         )
         num_tokens = (labels_bt != IGNORED).sum()
         if loss_sum is None:
@@ -77,11 +79,11 @@ class PipelinedLanguageModel(LanguageModel):
             (num_microbatches,), self.weight_of_loss(tokens_bt, loss_divisor), device=tokens_bt.device
         )
         losses_m = self.model.train_on(
-            self.part(tokens_bt.clamp(min=0)),
-            self.part(labels_bt),
+            self.local_tokens(tokens_bt.clamp(min=0)),
+            self.local_tokens(labels_bt),
             weights_m * self.loss_scale,
-            documents_bt=self.documents(tokens_bt),
-            weights_bt=self.part(row_weights(labels_bt)) if self.by_rows else None,
-            dropout_seeds_b=self.drop_keys(tokens_bt),
+            documents_bt=self.document_numbers(tokens_bt),
+            weights_bt=self.local_tokens(row_weights(labels_bt)) if self.by_rows else None,
+            dropout_seeds_b=self.dropout_seeds(tokens_bt),
         )
         return losses_m / self.loss_scale

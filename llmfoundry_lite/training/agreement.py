@@ -1,7 +1,8 @@
-"""The one collective between two batches: a sum of integers in host memory.
+"""The one exchange between two batches: all ranks agree on the next batch, on leaving and on saving.
 
-It takes place at the end of each batch. By then the next batch has been read, so its tokens and digest are in the sum.
-An epoch's first batch needs a sum of its own. A batch's other collective, on devices, is `gradient_step.measure`.
+It is a sum of integers in host memory, at the end of each batch. By then each rank has read the next batch, so the sum
+includes its tokens and digest. An epoch's first batch needs a sum of its own. The other collective of a batch, on
+devices, is `gradient_step.measure`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,141 +16,196 @@ from llmfoundry_lite.data.loader import batch_digest
 from llmfoundry_lite.ranks.exchange import all_reduce_sum, raise_on_all_ranks
 from llmfoundry_lite.training.preemption import REASONS, Preemption
 
+DIGEST_MODULUS = 1 << 64
+"""The digest of a global batch is the sum of its rows' digests modulo 2^64, so it does not depend on which rank has
+which row."""
+NO_ENERGY = (0, 1)
+"""Millijoules, and the number of processes that could not measure theirs: what a rank without a meter reports."""
 
-class Upcoming(NamedTuple):
-    """The next global batch, summed over ranks."""
 
-    is_there: bool
-    """Every rank has its share."""
-    num_filled: int
+class BatchCounts(NamedTuple):
+    """Counts of a batch: one rank's part of it, or, after a sum over ranks, the global batch."""
+
+    is_complete: bool
+    """Every rank has its part. False at the end of an epoch."""
+    num_samples: int
     """Samples, without the rows of padding that fill up an epoch's last batch."""
     num_tokens: int
-    num_losses: int
-    """Tokens that have a loss."""
-    num_rows_with_loss: int
-    """Samples that have a loss. One with a single token has none."""
+    num_loss_tokens: int
+    """Tokens that have a loss: all but each sample's first."""
+    num_loss_samples: int
+    """Samples that have a loss. A sample of a single token has none."""
     digest: int
 
     def weight(self, *, by_tokens: bool) -> int:
-        """Return what the batch's loss is a mean over: tokens or samples."""
-        return self.num_losses if by_tokens else self.num_rows_with_loss
+        """Return the number that the batch's loss is a mean over: tokens with a loss, or else samples with a loss."""
+        return self.num_loss_tokens if by_tokens else self.num_loss_samples
 
 
-NOTHING = Upcoming(False, 0, 0, 0, 0, 0)
+NO_BATCH = BatchCounts(False, 0, 0, 0, 0, 0)
 
 
 class Meter:
-    """Meter of this rank's energy. A companion has one that measures; this one cannot."""
+    """Meter of the energy that this rank's devices use. This one measures nothing; a companion has one that does."""
 
     def sample(self) -> None:
-        """Read the counters amid a batch, before one can wrap around twice."""
+        """Read the counters in the middle of a batch, so that none wraps around twice between two readings."""
 
     def take(self) -> tuple[int, int]:
         """Return millijoules since the last call, and the number of processes that could not measure theirs: 0 or 1."""
-        return 0, 1
+        return NO_ENERGY
 
 
 @dataclass(eq=False)
 class Agreement:
-    """Reads batches one ahead. One sum over ranks agrees on the next batch, on leaving and on saving.
+    """Reads this rank's batches one ahead, and agrees with the other ranks at the end of each batch.
 
-    The energy of all devices is in the same sum."""
+    One sum over ranks has the counts of the next batch, the reasons to leave, whether a save is due, and the energy.
+    """
 
     ranks: DataRanks
     preemption: Preemption
-    other_batches: Callable[[], Iterator[Any] | None]
-    """Returns other batches to go on with if this rank's rows have changed; else None."""
+    changed_batches: Callable[[], Iterator[Any] | None]
+    """Returns the batches to continue with if this rank reads other rows from the next batch on; else None."""
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
-        self.current = NOTHING
-        """The batch that is being trained."""
-        self.upcoming = NOTHING
+        """Begin without a batch. `begin_epoch` reads the first one."""
+        self.current = NO_BATCH
+        """Counts of the global batch that is being trained."""
+        self.upcoming = NO_BATCH
+        """Counts of the global batch after it."""
         self.all_idle = True
-        """No rank was writing or publishing at the last sum."""
+        """No rank was writing or publishing a save at the last sum."""
         self.save_is_due = False
+        """Rank 0 asked for a save at the last sum."""
         self.joules: float | None = None
         """Energy of all devices between the last two ends of batches; None if a device has no counter."""
         self._batches: Iterator[Any] | None = None
+        """This epoch's batches on this rank; None between epochs."""
         self._batch: Any = None
+        """This rank's part of the upcoming batch."""
         self._error: Exception | None = None
-        """Why this rank could not read the next batch."""
+        """Why this rank could not read the upcoming batch."""
         self._has_failed = False
         """Some rank could not read it."""
 
     def begin_epoch(self, batches: Iterator[Any]) -> None:
-        """Read the first batch. Every rank must call this together."""
+        """Read this rank's part of an epoch's first batch, and agree on its counts. Collective."""
         self._batches = batches
         self._agree(self._read_ahead())
 
-    def take(self) -> Any:
-        """Return this rank's share of the next batch; None at the end of the epoch, which all ranks reach together.
-        Raises the loader's error, on all ranks, so that they can save what they have trained."""
-        error, self._error = self._error, None
+    def next_batch(self) -> Any:
+        """Return this rank's part of the next batch, or None on all ranks at the end of the epoch.
+
+        If a rank could not read its part, raises its error on all ranks, so that they can save what they have trained.
+        """
+        error = self._error
+        self._error = None
         if self._has_failed:
             raise_on_all_ranks(error)
-        batch, self._batch = self._batch, None
+        batch = self._batch
+        self._batch = None
         self.current = self.upcoming
-        return batch if self.current.is_there else None
+        return batch if self.current.is_complete else None
 
     def end_epoch(self) -> None:
+        """Forget the epoch's remaining batches, and an error that the next of them has met."""
         self._batches = self._batch = self._error = None
 
     def end_batch(self, *, is_last: bool, is_busy: bool, wants_save: bool) -> None:
-        """Read the next batch, unless this one `is_last`, and agree. `is_busy`: this rank writes or publishes a save.
-        `wants_save`: save after this batch; only rank 0's counts."""
-        reason = self.preemption.find_reason()
-        self._batches = self.other_batches() or self._batches
-        counted = NOTHING if is_last else self._read_ahead()
-        wants_save = wants_save and self.ranks.is_first
-        self.preemption.set_agreed(self._agree(counted, reason, is_busy, wants_save, self.meter.take()))
+        """Read the next batch, unless this one `is_last`, and agree with the other ranks. Collective.
 
-    def _read_ahead(self) -> Upcoming:
-        """Read this rank's share of the next batch, and count it."""
+        `is_busy` says that this rank is writing or publishing a save, `wants_save` that a save is due after this batch.
+        Only rank 0's `wants_save` counts, because it follows from a clock. Sets `upcoming`, `all_idle`, `save_is_due`
+        and `joules`, and tells `preemption` the highest reason to leave that any rank has.
+        """
+        reason = self.preemption.find_reason()
+        changed_batches = self.changed_batches()
+        if changed_batches is not None:
+            self._batches = changed_batches
+        counted = NO_BATCH if is_last else self._read_ahead()
+        is_save_due = wants_save and self.ranks.is_first
+        agreed_reason = self._agree(counted, reason, is_busy, is_save_due, self.meter.take())
+        self.preemption.set_agreed(agreed_reason)
+
+    def _read_ahead(self) -> BatchCounts:
+        """Read this rank's part of the next batch, and return its counts. An error is kept for `next_batch`."""
         assert self._batches is not None
         try:
             self._batch = next(self._batches, None)
-        except Exception as error:  # raised with the next batch: this one must still be recorded and saved
+        except Exception as error:  # `next_batch` raises it: the batch before must still be recorded and saved
             self._error = error
         if self._batch is None:
-            return NOTHING._replace(is_there=self._error is not None)
-        batch, count = self._batch, count_tokens(self._batch)
-        tokens, losses, digest = count["total"], count["loss_generating"], batch_digest(batch["input_ids"])
-        return Upcoming(True, count_filled(batch), tokens, losses, count_rows(batch), digest)
+            # An error must not look like the end of the epoch, which would hide it.
+            return NO_BATCH._replace(is_complete=self._error is not None)
+
+        tokens = count_tokens(self._batch)
+        return BatchCounts(
+            is_complete=True,
+            num_samples=count_filled(self._batch),
+            num_tokens=tokens["total"],
+            num_loss_tokens=tokens["loss_generating"],
+            num_loss_samples=count_rows(self._batch),
+            digest=batch_digest(self._batch["input_ids"]),
+        )
 
     def _agree(
         self,
-        counted: Upcoming,
+        counted: BatchCounts,
         reason: int = 0,
         is_busy: bool = False,
         wants_save: bool = False,
-        energy: tuple[int, int] = (0, 1),
+        energy: tuple[int, int] = NO_ENERGY,
     ) -> int:
-        """Sum over ranks. Returns the highest reason to leave that any rank has."""
-        counts = [int(number) if self.ranks.is_counted else 0 for number in counted[1:]]
-        reasons = [int(reason == index) for index in range(1, len(REASONS))]
-        flags = [not counted.is_there, self._error is not None, is_busy, wants_save]
-        sums = all_reduce_sum([*counts, *map(int, flags), *energy, *reasons])
-        filled, tokens, losses, rows, digest = sums[: len(counts)]
-        missing, failed, busy, wanting, millijoules, unmetered, *having = sums[len(counts) :]
-        self._has_failed = failed > 0
-        self.upcoming = Upcoming(missing == 0, filled, tokens, losses, rows, digest % (1 << 64))
-        self.all_idle, self.save_is_due = busy == 0, wanting > 0
-        self.joules = None if unmetered else millijoules / 1000
-        return max((index for index, count in enumerate(having, 1) if count), default=0)
+        """Sum over all ranks what each passes here, and note the sums. Collective.
+
+        `counted` are this rank's counts of the next batch, `reason` its index into `REASONS`, and `energy` its
+        millijoules and whether it could not measure them. Returns the highest reason to leave that any rank has, 0 if
+        none.
+        """
+        counts = [int(count) for count in counted[1:]]
+        if not self.ranks.is_counted:  # another rank has the same samples, and counts them
+            counts = [0] * len(counts)
+        flags = [int(not counted.is_complete), int(self._error is not None), int(is_busy), int(wants_save)]
+        has_reason = [int(reason == index) for index in range(1, len(REASONS))]
+
+        sums = iter(all_reduce_sum([*counts, *flags, *energy, *has_reason]))
+        num_samples, num_tokens, num_loss_tokens, num_loss_samples, digest = (next(sums) for _ in counts)
+        num_without_batch, num_failed, num_busy, num_wanting_save = (next(sums) for _ in flags)
+        millijoules, num_unmeasured = next(sums), next(sums)
+        ranks_with_reason = list(sums)  # for each reason from 1 on, the number of ranks that have it
+
+        is_complete = num_without_batch == 0
+        self.upcoming = BatchCounts(
+            is_complete, num_samples, num_tokens, num_loss_tokens, num_loss_samples, digest % DIGEST_MODULUS
+        )
+        self._has_failed = num_failed > 0
+        self.all_idle = num_busy == 0
+        self.save_is_due = num_wanting_save > 0
+        self.joules = None if num_unmeasured else millijoules / 1000
+        return max((index for index, num_ranks in enumerate(ranks_with_reason, 1) if num_ranks), default=0)
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Count all tokens, and those with a loss: all but each sample's first. Computes on the host."""
-    is_real_bt = batch["input_ids"].cpu().numpy() >= 0
+    """Count a batch's tokens on the host, so that the device is not waited for. Ids below 0 are padding.
+
+    Returns `total`, and `loss_generating`: the tokens that have a loss, which are all but each sample's first.
+    """
+    is_real_bt = _find_tokens(batch)
     return {"total": int(is_real_bt.sum()), "loss_generating": int(is_real_bt[:, 1:].sum())}
 
 
 def count_filled(batch: dict[str, torch.Tensor]) -> int:
-    """Count the samples that are not all padding. Computes on the host."""
-    return int((batch["input_ids"].cpu().numpy() >= 0).any(1).sum())
+    """Count, on the host, the samples of a batch that have a token, and are not rows of padding alone."""
+    return int(_find_tokens(batch).any(1).sum())
 
 
 def count_rows(batch: dict[str, torch.Tensor]) -> int:
-    """Count the samples that have a loss. Computes on the host."""
-    return int((batch["input_ids"].cpu().numpy()[:, 1:] >= 0).any(1).sum())
+    """Count, on the host, the samples of a batch that have a loss: those with a token after their first."""
+    return int(_find_tokens(batch)[:, 1:].any(1).sum())
+
+
+def _find_tokens(batch: dict[str, torch.Tensor]) -> Any:
+    """Return where a batch has tokens, and not padding, as a NumPy array of booleans: [samples, tokens]."""
+    return batch["input_ids"].cpu().numpy() >= 0

@@ -1,7 +1,8 @@
-"""One `build_<thing>` for each block of the YAML, and the trainer that is made of them."""
+"""One `build_<thing>` for each block of the YAML, and the trainer that consists of them."""
 
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,21 @@ from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.schedule import LearningRate
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
+MIN_TASK_BATCH_TOKENS = 2048
+"""Least number of tokens that an evaluation in context puts through the model at once, on each rank."""
+
 
 def build_and_restore(
-    config: TrainConfig, run: RunFolder, preemption: Preemption, start: Start, partners: Partners
+    config: TrainConfig, run_folder: RunFolder, preemption: Preemption, start: Start, partners: Partners
 ) -> tuple[ParallelTrainer, Checkpointing]:
-    """Build all objects of a run. Composer's Trainer fires AFTER_LOAD while it is constructed;
-    `Checkpointing.after_load` restores there."""
+    """Build the data, the model, the callbacks and the trainer of a run, and restore it from `start`. Collective.
+
+    Composer's Trainer restores while it is constructed: it fires AFTER_LOAD, which `Checkpointing.after_load` answers.
+    Raises UserError on all ranks.
+    """
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
+    device_batch_size = config.global_train_batch_size // ranks.size
     train_data = build_data("train_loader", config.train_loader, config, config.global_train_batch_size, layout)
     evaluators = build_evaluators(config, layout)
     model = build_model(config, layout)
@@ -63,19 +71,19 @@ def build_and_restore(
         max_skipped_batches=config.max_skipped_batches,
         scaler=LossScaler() if model.precision.loss_scaling else None,
         reduces_every_microbatch=config.reduces_every_microbatch,
-        sums=model.sums,
+        exact_sums=model.exact_sums,
     )
-    meter: Meter = (companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter)()
-    agreement = Agreement(ranks, preemption, partners.move_on, meter)
+    build_meter = companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter
+    agreement = Agreement(ranks, preemption, partners.changed_batches, build_meter())
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
-    checkpointing.on_saves = run.note_saves
+    checkpointing.on_saves = run_folder.note_saves
     trainer = ParallelTrainer(
         ranks=ranks,
         agreement=agreement,
         gradient_step=gradient_step,
         partners=partners,
-        device_batch_size=config.global_train_batch_size // ranks.size,
+        device_batch_size=device_batch_size,
         model=model,
         train_dataloader=train_data,
         eval_dataloader=evaluators or None,
@@ -87,11 +95,11 @@ def build_and_restore(
             checkpointing,
             *build_foundry_callbacks(config, checkpointing),
         ],
-        loggers=[run],
+        loggers=[run_folder],
         run_name=config.run_name,
         device="gpu" if devices.device_type() == "cuda" else "cpu",
-        precision="fp32",  # the policy of parallel/fsdp.py does the casting
-        device_train_microbatch_size=config.first_microbatch_size(config.global_train_batch_size // ranks.size),
+        precision="fp32",  # Composer casts nothing: `parallel/precision.py` has the dtypes
+        device_train_microbatch_size=config.first_microbatch_size(device_batch_size),
         accumulate_train_batch_on_tokens=config.accumulate_train_batch_on_tokens,
         seed=config.seed,
         dist_timeout=config.dist_timeout,
@@ -102,20 +110,30 @@ def build_and_restore(
     return trainer, checkpointing
 
 
+# ---------------------------------------------------------------------------------------------------------- callbacks
+
+
 def build_callbacks(
     config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, partners: Partners
 ) -> list[Callback]:
-    monitor = RunMonitor(
-        config.callbacks.speed_monitor.window_size,
-        count_flops_per_token(config.model, config.max_seq_len),
-        config.max_duration,
-        devices.computed_precision(config.precision).removeprefix("amp_"),
-        partners,
-    )
-    callbacks: list[Callback] = [LearningRate(config.scheduler, config.max_duration), monitor]
-    if any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop)):
-        place = layout.coordinates(this_rank().rank)
-        callbacks.append(DropoutSeed(config.seed, model, ranks, place, sequence_parallel=config.sequence_parallel))
+    """Build the callbacks that come before `Checkpointing`: learning rate, speed, dropout's seed, the user's,
+    profiler."""
+    callbacks: list[Callback] = [
+        LearningRate(config.scheduler, config.max_duration),
+        RunMonitor(
+            config.callbacks.speed_monitor.window_size,
+            count_flops_per_token(config.model, config.max_seq_len),
+            config.max_duration,
+            devices.computed_precision(config.precision).removeprefix("amp_"),
+            partners,
+        ),
+    ]
+    has_dropout = any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop))
+    if has_dropout:
+        coordinates = layout.coordinates(this_rank().rank)
+        callbacks.append(
+            DropoutSeed(config.seed, model, ranks, coordinates, sequence_parallel=config.sequence_parallel)
+        )
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:
@@ -124,27 +142,30 @@ def build_callbacks(
 
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
-    """Build those of LLM Foundry's callbacks that a companion has. They follow the restored run and its saves."""
-    callbacks, builders = config.callbacks, list[Any]()
-    if callbacks.hf_checkpointer is not None:
+    """Build LLM Foundry's callbacks that the configuration asks for. They come after `Checkpointing`, because they
+    follow the restored run and its saves. Raises ConfigError if the companion that has them is not installed."""
+    wanted = config.callbacks
+    builders: list[Any] = []
+    if wanted.hf_checkpointer is not None:
         key = "callbacks.hf_checkpointer"
         builders.append(companions.load("llmfoundry_ops.after_saves:build_hf_checkpointer", key))
-    if callbacks.generate_callback is not None:
+    if wanted.generate_callback is not None:
         key = "callbacks.generate_callback"
         builders.append(companions.load("llmfoundry_ops.after_saves:build_generate", key))
-    if callbacks.early_stopper is not None:
+    if wanted.early_stopper is not None:
         builders.append(companions.load("llmfoundry_ops.stoppers:EarlyStopper", "callbacks.early_stopper"))
-    if callbacks.kill_loss_spike is not None:
+    if wanted.kill_loss_spike is not None:
         builders.append(companions.load("llmfoundry_ops.stoppers:KillLossSpike", "callbacks.kill_loss_spike"))
     return [build(config, checkpointing) for build in builders]
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:
+    """Build the evaluation in context of a run: `icl_tasks`, with the data ranks sharing their items."""
     return InContext(
         model=model,
         tokenizer=load_tokenizer(config.tokenizer.name),
         tasks=load_tasks(config.icl_tasks, config.icl_task_folder),
-        max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, 2048),
+        max_batch_tokens=max(config.eval_batch_size * config.max_seq_len, MIN_TASK_BATCH_TOKENS),
         limit=config.icl_limit,
         ranks=ranks,
     )
@@ -154,15 +175,20 @@ def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel
 
 
 def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
+    """Build this rank's part of the model, sharded and with its initial weights. Collective.
+
+    Rank 0 prints how attention is computed. Raises ConfigError if a companion is missing that the layout needs.
+    """
     fsdp, device_type = config.sharding, devices.device_type()
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
     mesh = build_mesh(layout, device_type)
-    attn_impl, why = choose_implementation(config.model, device_type, precision.autocast or precision.parameters)
+    attn_impl, reason = choose_implementation(config.model, device_type, precision.autocast or precision.parameters)
     if dist.get_rank() == 0:
-        print(f"attention: {attn_impl}: {why}", flush=True)
+        print(f"attention: {attn_impl}: {reason}", flush=True)
         if devices.computed_precision(config.precision) != config.precision:
             print(f"precision: tf32: {devices.device_name()} has none; computing in fp32", flush=True)
-    options: dict[str, Any] = {
+    exact_sums = ExactSums() if config.exact_sums else None
+    model_options: dict[str, Any] = {
         "fsdp": fsdp,
         "precision": precision,
         "mesh": mesh,
@@ -170,40 +196,64 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         "compile_config": config.compile_config,
         "attn_impl": attn_impl,
         "sequence_parallel": config.sequence_parallel,
-        "sums": ExactSums() if config.exact_sums else None,
+        "sums": exact_sums,
     }
-    separator, begins = find_separator(config)
+    separator, separator_begins = find_separator(config)
+    loss_options: dict[str, Any] = {
+        "separator": separator,
+        "separator_begins": separator_begins,
+        "by_rows": not config.accumulate_train_batch_on_tokens,
+    }
     context = None
     if layout.context > 1:
         key = "cp_config.context_parallel_degree"
         build_context = companions.load("llmfoundry_layouts.context:build_context", key)
         context = build_context(config.context, layout, device_type)
-    compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {})) if config.fuses_loss else None
-    loss = partial(cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled)
-    if layout.tensor > 1:
-        key = "tp_config.tensor_parallel_degree"
-        divide_vocabulary = companions.load("llmfoundry_layouts.tensor:divide_vocabulary", key)
-        loss = partial(loss, divide_vocabulary=divide_vocabulary)
-    if config.exact_sums and config.model.tie_word_embeddings:
-        loss = round_unembedding_gradient(loss)
-    by_rows = not config.accumulate_train_batch_on_tokens
-    rows: dict[str, Any] = {"separator": separator, "separator_begins": begins, "by_rows": by_rows}
+
+    sum_loss = build_loss(config, layout)
     if layout.pipeline > 1:
         key = "pp_config.pipeline_parallel_degree"
         build = companions.load("llmfoundry_layouts.language_model:build_language_model", key)
-        language_model: Any = build(config.model, config.pipeline, loss, context, rows=rows, **options)
+        language_model: Any = build(
+            config.model, config.pipeline, sum_loss, context, rows=loss_options, **model_options
+        )
     else:
-        model = build_parallel_model(config.model, **options)
-        language_model = LanguageModel(model, precision, context=context, sum_loss=loss, **rows)
-    language_model.sums = options["sums"]
-    # Composer moves every model to the device, and FSDP wants these parameters on the host.
+        model = build_parallel_model(config.model, **model_options)
+        language_model = LanguageModel(model, precision, context=context, sum_loss=sum_loss, **loss_options)
+    language_model.exact_sums = exact_sums
+    # Composer moves every model to the device, but FSDP needs offloaded parameters on the host.
     if fsdp.offload_optimizer and layout.pipeline == 1:
         language_model.to = lambda *args, **kwargs: language_model
     return language_model
 
 
+def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tensor]:
+    """Build the function that sums the cross-entropy of tokens, with the arguments of `cross_entropy_sum`.
+
+    It is compiled, divided over the ranks that share the vocabulary, or rounded for exact sums, as the configuration
+    needs.
+    """
+    compiled = None
+    if config.fuses_loss:
+        compiled = torch.compile(log_p_and_gradient, **(config.compile_config or {}))
+    sum_loss: Callable[..., torch.Tensor] = partial(
+        cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled
+    )
+    if layout.tensor > 1:
+        key = "tp_config.tensor_parallel_degree"
+        divide_vocabulary = companions.load("llmfoundry_layouts.tensor:divide_vocabulary", key)
+        sum_loss = partial(sum_loss, divide_vocabulary=divide_vocabulary)
+    if config.exact_sums and config.model.tie_word_embeddings:
+        sum_loss = round_unembedding_gradient(sum_loss)
+    return sum_loss
+
+
 def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
-    """Return the token between documents that do not see each other, and whether it begins one."""
+    """Return the id of the token between documents that must not see each other, and whether it begins a document.
+
+    Returns None and False if a sample counts as one document. Otherwise the token is the data set's `bos_token_id`,
+    which begins documents, or its `eos_token_id`, or the tokenizer's token for the end of a text.
+    """
     dataset = config.train_loader.dataset
     if not config.model.attn_config.attn_uses_sequence_id:
         return None, False
@@ -215,27 +265,34 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
-    fused = not config.exact_sums
+    """Build the optimizer of this rank's parameters, or with ZERO_1 of its rows of them."""
+    is_fused = not config.exact_sums  # the last bits of a fused kernel on a CPU depend on where a shard ends
 
-    def build(named: dict[str, torch.nn.Parameter]) -> Optimizer:
+    def build(parameters: dict[str, torch.nn.Parameter]) -> Optimizer:
+        """Build the optimizer of these parameters, by name."""
         if config.optimizer.name != "muon":
-            return build_optimizer_of(config.optimizer, list(named.values()), fused=fused)
+            return build_optimizer_of(config.optimizer, list(parameters.values()), fused=is_fused)
         group = build_stage_group(layout, devices.device_type())
-        orders = row_orders(model, {f"model/{name}": parameter for name, parameter in named.items()})
-        orders = {name.removeprefix("model/"): runs for name, runs in orders.items()}
-        return build_muon(named, config.optimizer, config.model, group, orders, fused=fused)
+        state_names = {f"model/{name}": parameter for name, parameter in parameters.items()}
+        orders = row_orders(model, state_names)
+        orders_by_name = {name.removeprefix("model/"): row_ranges for name, row_ranges in orders.items()}
+        return build_muon(parameters, config.optimizer, config.model, group, orders_by_name, fused=is_fused)
 
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
         key = "fsdp_config.sharding_strategy: ZERO_1"
         share_optimizer = companions.load("llmfoundry_layouts.zero:share_optimizer", key)
-        return share_optimizer(named, build)
-    return build(named)
+        return share_optimizer(parameters, build)
+    return build(parameters)
 
 
 def build_optimizer_of(
     config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter], *, fused: bool = True
 ) -> Optimizer:
+    """Build AdamW, Lion or the user's own optimizer. `fused` asks for AdamW's step in one kernel.
+
+    Raises ConfigError if the user's own cannot be imported, or does not take the keys of the YAML.
+    """
     if config.name in ("decoupled_adamw", "adamw"):
         return build_adamw(parameters, config, fused=fused)
     if config.name in ("lion", "decoupled_lionw"):
@@ -247,22 +304,29 @@ def build_optimizer_of(
 
 
 def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
-    """Build one for each block of validation data, with its label; none where nothing is ever evaluated.
+    """Build Composer's evaluator for each block of validation data, with its label; none if nothing is ever evaluated.
 
-    A subset counts samples, on any devices. From a user's own loader, which gets `device_eval_batch_size` as
-    `device_batch_size`, it takes as many whole batches of that size; a batch of another size counts as one too.
+    `eval_subset_num_batches` limits samples, so that the subset is the same on any number of devices. A user's own
+    loader gets `device_eval_batch_size` as its `device_batch_size`, and is limited to the batches of that size that
+    hold as many samples.
     """
-    batch_size, subset = config.eval_batch_size * layout.num_data_ranks, config.eval_subset_samples
-    return [
-        Evaluator(
-            label=data_label(key),
-            dataloader=build_data(key, loader, config, batch_size, layout, evaluation=True),
-            metric_names=["loss"],
-            subset_num_batches=-1 if subset is None or loader.name == "text" else -(-subset // batch_size),
+    if not config.evaluates:
+        return []
+    global_batch_size = config.eval_batch_size * layout.num_data_ranks
+    evaluators: list[Evaluator] = []
+    for key, loader in config.validation.items():
+        num_batches = -1  # all that the loader has; our own loader limits samples itself
+        if config.eval_subset_samples is not None and loader.name != "text":
+            num_batches = math.ceil(config.eval_subset_samples / global_batch_size)
+        evaluators.append(
+            Evaluator(
+                label=data_label(key),
+                dataloader=build_data(key, loader, config, global_batch_size, layout, evaluation=True),
+                metric_names=["loss"],
+                subset_num_batches=num_batches,
+            )
         )
-        for key, loader in config.validation.items()
-        if config.evaluates
-    ]
+    return evaluators
 
 
 def build_data(
@@ -274,7 +338,11 @@ def build_data(
     *,
     evaluation: bool = False,
 ) -> DataSpec:
-    """Build the batches of the loader whose block stands at `key`."""
+    """Build this rank's batches from the block of the YAML at `key`, which is `loader`, as Composer takes them.
+
+    `global_batch_size` counts samples over all ranks. `evaluation` says that these are validation data. Raises
+    UserError.
+    """
     if loader.name.startswith("python:"):
         batches = call_object(
             loader.name,
@@ -284,28 +352,29 @@ def build_data(
             drop_last=loader.drop_last,
             **loader.kwargs,
         )
-    else:
-        ranks = layout.data_ranks(this_rank().rank)
-        dataset = TextDataset(
-            loader.dataset,
-            max_seq_len=config.max_seq_len,
-            global_batch_size=global_batch_size,
-            drop_last=loader.drop_last,
-            evaluation=evaluation,
-            vocab_size=config.model.vocab_size,
-            tokenizer=LazyTokenizer(config.tokenizer.name),
-            share=(ranks.rank, ranks.size),
-            max_duration=config.max_duration,
-            max_samples=config.eval_subset_samples if evaluation else None,
-        )
-        batches = build_text_loader(
-            dataset,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory and devices.device_type() == "cuda",
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            timeout=loader.timeout,
-        )
+        return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
+
+    ranks = layout.data_ranks(this_rank().rank)
+    dataset = TextDataset(
+        loader.dataset,
+        max_seq_len=config.max_seq_len,
+        global_batch_size=global_batch_size,
+        drop_last=loader.drop_last,
+        evaluation=evaluation,
+        vocab_size=config.model.vocab_size,
+        tokenizer=LazyTokenizer(config.tokenizer.name),
+        share=(ranks.rank, ranks.size),
+        max_duration=config.max_duration,
+        max_samples=config.eval_subset_samples if evaluation else None,
+    )
+    batches = build_text_loader(
+        dataset,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory and devices.device_type() == "cuda",
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        timeout=loader.timeout,
+    )
     return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
 
 
@@ -313,18 +382,22 @@ def build_data(
 
 
 def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
-    """Call what `python:package.module:Thing` names with what the YAML gives it. Raises ConfigError."""
-    where = f"{key}.name" if key != "callbacks" else key
+    """Import the object that `name` names, as `python:package.module:Thing`, and call it. Returns its result.
+
+    `key` is the block of the YAML that has `name`, and `options` are that block's keys. Raises ConfigError if the name
+    has another form, if the module or its attribute is missing, or if the object does not take these keys.
+    """
+    key_of_name = f"{key}.name" if key != "callbacks" else key
     module_name, _, attribute = name.removeprefix("python:").partition(":")
     if not attribute:
-        raise ConfigError(f"{where}: {name!r} given, expected python:package.module:Thing")
+        raise ConfigError(f"{key_of_name}: {name!r} given, expected python:package.module:Thing")
     allow_working_directory_for(module_name)
     try:
         thing = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{where}: {name}: {error}; is its folder on PYTHONPATH?") from None
+        raise ConfigError(f"{key_of_name}: {name}: {error}; is its folder on PYTHONPATH?") from None
     except AttributeError:
-        raise ConfigError(f"{where}: {name}: module {module_name} has no {attribute}") from None
+        raise ConfigError(f"{key_of_name}: {name}: module {module_name} has no {attribute}") from None
     try:
         return thing(*arguments, **options)
     except TypeError as error:

@@ -1,9 +1,10 @@
-"""Composer callback that restores a run from a checkpoint, and orders what happens between two batches.
+"""Composer callback that restores a run from a checkpoint, and decides what happens between two batches.
 
-`find_start` chooses the checkpoint, checks its manifest, and refuses a run that another launch holds, before the model
-is built. Tensors and the place in the data are checked after the lease is taken. State is restored at AFTER_LOAD: the
-model is sharded by then, seeds and data are not used yet. A batch ends in `batch_end` and `batch_checkpoint`: ranks
-agree, evaluate, and save when `save_policy` decides so. `run_state` has the state besides tensors.
+`find_start` chooses the checkpoint before the model is built. It checks the manifest, and refuses a run that another
+launch is training. Tensors and the place in the data are checked once this launch has the run's lease. `Checkpointing`
+restores the state at AFTER_LOAD: the model is sharded by then, but seeds and data have not been used. After each batch,
+`batch_end` lets the ranks agree and evaluate, and `batch_checkpoint` saves when `save_policy` decides so. `run_state`
+has the state besides tensors. `checkpoint/save.py` writes.
 """
 
 import time
@@ -61,8 +62,10 @@ RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 @dataclass(eq=False)
 class Checkpointing(Callback):
-    """Restores this launch's start, and saves the run during training, at its end and before leaving early. Every rank
-    calls every method together, unless it says otherwise."""
+    """Restores what this launch starts from, and saves the run during training, at its end and before it leaves early.
+
+    All ranks call each method together, unless it says otherwise.
+    """
 
     config: TrainConfig
     model: LanguageModel
@@ -72,52 +75,62 @@ class Checkpointing(Callback):
     start: Start
     partners: Partners
     tasks: InContext | None = None
+    """Tasks in context that are evaluated during training; None if there are none."""
 
     def __post_init__(self) -> None:
+        """Prepare without any I/O. `after_load` makes `saver`, and `begin` sets `first_batch` and `started_at`."""
         self.store = CheckpointStore(self.config.checkpoint_folder)
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
         self.carries_on = self.start.is_run_folder or not self.config.load_weights_only
-        """This launch carries on the checkpoint's run; else it starts a new run with its weights."""
+        """This launch continues the checkpoint's run. Otherwise it begins a new run with the checkpoint's weights."""
         self.saver: Saver
-        """Made by `after_load`, like all that `begin` sets."""
         self.first_batch: int
-        """The first batch that this launch trains, from `begin` on."""
+        """The first batch that this launch trains."""
         self.started_at: core.Timestamp
-        """Where the run was then."""
+        """The run's clock when this launch began to train."""
         self.segments: tuple[Segment, ...] = ()
+        """Where earlier launches have run."""
         self.changes: list[Change] = []
         """Configuration keys whose values differ from the checkpoint's."""
         self.history: bytes | None = None
         """On rank 0: the log that the checkpoint holds."""
-        self.has_tokenizer_there = False
+        self.has_copied_tokenizer = False
+        """On rank 0: the tokenizer is beside the checkpoints."""
         self.wandb_run_id: str | None = None
+        """Id of the run at wandb that this launch continues."""
         self.was_stopped = False
+        """This launch ends before the run does, because `stop_after`, `stop_at` or a callback said so."""
         self.was_preempted_by = ""
+        """Why this launch leaves early; empty if it does not."""
         self.begun_batch = -1
-        """The newest batch of which a save has begun."""
-        self.digest_of_save: dict[str, Any] = {}
-        """What the log is to say of a published save's digest, in the next record that has none of its own."""
+        """The newest batch whose save has begun; -1 if none has."""
         self.published_batch = -1
-        """Batch of the newest checkpoint in the run's folder that this launch knows of; -1 if none."""
+        """Batch of the newest checkpoint in the run's folder that all ranks know of; -1 if there is none."""
         self.durable_batch = -1
-        """On rank 0: batch of the last save that was published, from that moment on. The main thread, which sets
-        `published_batch`, learns of it at the end of a batch."""
+        """On rank 0: batch of the newest save, from the moment that it is published; -1 if there is none.
+        `published_batch` follows at the end of a batch."""
+        self.unlogged_digest: dict[str, Any] = {}
+        """Metrics with the digest of a published save, for the next record that has no digest of its own."""
         self.has_failed_save = False
-        """The launch ends because a save has failed, so that it tries no other one."""
+        """The launch ends because a save has failed, so it tries no other save."""
         self.microbatch_of_run: int | None = None
-        """Size of the run's microbatches, if exact sums require this launch to have the same."""
+        """Size of the run's microbatches, if exact sums require this launch to have the same; else None."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
         self.failed_saves = FailedSaves(self.config.max_unsaved)
         self.on_saves: Callable[[dict[str, Any]], None] = lambda saves: None
-        """Called with `describe_saves` when that has changed."""
+        """Called with `describe_saves()` whenever that has changed."""
         self.in_use: set[str] = set()
-        """On rank 0: names of checkpoints that a process of this launch reads, and that are not removed meanwhile."""
+        """On rank 0: names of checkpoints that a process of this launch reads. They are not removed meanwhile."""
 
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
+        """Take the run's lease and restore the run. Composer calls this while its Trainer is constructed.
+
+        Raises CheckpointError on all ranks, after giving the lease back.
+        """
         self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
         self.preemption.release_lease = self.saver.release_lease
         if self.partners.takes_lease_at_start:
@@ -129,105 +142,136 @@ class Checkpointing(Callback):
             raise
 
     def _begin_from_start(self, state: State, logger: Logger) -> None:
-        """Restore the start, and begin there."""
-        chosen = [chosen_options(group) for group in state.optimizers[0].param_groups]
+        """Restore the checkpoint that this launch starts from, if there is one, and print where it starts."""
+        optimizer = state.optimizers[0]
+        # Restoring overwrites the optimizer's options, some of which the configuration may have changed.
+        configured = [chosen_options(group) for group in optimizer.param_groups]
         began = time.monotonic()
         restored = self._restore(state)
         if restored is not None and restored.manifest is not None:
-            there, here = restored.manifest.config or {}, as_dict(self.config)
-            if self.carries_on:
-                self.changes = find_changes(there, here)["logged"]
-            elif others := find_model_changes(there, here):
-                restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, others))}")
+            manifest = restored.manifest
             logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - began})
-            how = "carrying on from" if self.carries_on else "starting from the weights of"
-            differences = self._differences(restored.manifest, state)
-            self.print_on_rank_0(*restored.notes, f"{how} {restored.url}{differences}")
+            self._compare_configurations(restored, manifest)
+            action = "carrying on from" if self.carries_on else "starting from the weights of"
+            differences = self._describe_differences(manifest, state)
+            self.print_on_rank_0(*restored.notes, f"{action} {restored.url}{differences}")
             if self.carries_on:
-                for group, options in zip(state.optimizers[0].param_groups, chosen, strict=True):
+                for group, options in zip(optimizer.param_groups, configured, strict=True):
                     group.update(options)
-                self._carry_on(restored.url, restored.manifest, state)
-            self.saver.parent_save_id = restored.manifest.save_id
+                self._carry_on(restored.url, manifest, state)
+            self.saver.parent_save_id = manifest.save_id
             self.newest_url = restored.url
         if self.start.note:
             self.print_on_rank_0(self.start.note)
         self.begin(state)
 
+    def _compare_configurations(self, restored: Restored, manifest: Manifest) -> None:
+        """Note the keys that differ from the checkpoint's configuration: in `changes` for the same run, and as a note
+        of `restored` if a new run takes weights of another model."""
+        saved_config = manifest.config or {}
+        config = as_dict(self.config)
+        if self.carries_on:
+            self.changes = find_changes(saved_config, config)["logged"]
+            return
+        model_changes = find_model_changes(saved_config, config)
+        if model_changes:
+            restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, model_changes))}")
+
     def begin(self, state: State) -> None:
-        """Note that this launch trains from the batch after `state.timestamp` on."""
-        self.first_batch = int(state.timestamp.batch) + 1
-        self.begun_batch = int(state.timestamp.batch) if self.first_batch > 1 else -1
+        """Note that this launch trains from the batch after `state.timestamp` on. The ranks exchange nothing."""
+        last_batch = int(state.timestamp.batch)
+        self.first_batch = last_batch + 1
+        self.begun_batch = last_batch if last_batch > 0 else -1
         self.published_batch = self.begun_batch if self.start.is_run_folder else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
-        self.preemption.describe_saves = partial(self.what_stands, state)
+        self.preemption.describe_saves = partial(self.describe_remaining, state)
         self.preemption.describe_failed_save = self.failed_saves.describe
         self.on_saves(self.describe_saves())
 
     def announce_stop(self, state: State) -> bool:
-        """Print why there is nothing to train for this launch, if so. Returns whether the run is not done even so."""
+        """Print why this launch has nothing to train, if so. The ranks exchange nothing.
+
+        Returns whether it stops before the end of the run, because `stop_at` is reached. A run that is done is no stop.
+        """
+        batch = int(state.timestamp.batch)
         if self.policy.is_last(state):
             max_duration = self.config.max_duration.written
             self.print_on_rank_0(
-                f"nothing is trained: the run is done at batch {int(state.timestamp.batch)}, with "
-                f"max_duration={max_duration}"
+                f"nothing is trained: the run is done at batch {batch}, with max_duration={max_duration}"
             )
             return False
 
-        is_there = self.policy.is_launch_over(state)
-        if is_there:
-            why = self.policy.stop_reason or f"the run has reached stop_at, {as_yaml(self.config.stop_at)}"
-            self.print_on_rank_0(f"{why}: it is at batch {int(state.timestamp.batch)}")
-        return is_there
+        is_launch_over = self.policy.is_launch_over(state)
+        if is_launch_over:
+            reason = self.policy.stop_reason or f"the run has reached stop_at, {as_yaml(self.config.stop_at)}"
+            self.print_on_rank_0(f"{reason}: it is at batch {batch}")
+        return is_launch_over
 
-    def what_stands(self, state: State) -> str:
-        """Say what is left of the run when this launch leaves without a save of its last batches. For any thread of
-        rank 0, whose main thread may hang."""
-        if not self.partners.saves_here:
+    def describe_remaining(self, state: State) -> str:
+        """Return which batches no save holds, and which checkpoint remains, if this process ends now.
+
+        For an exit message of rank 0. It may be called from any thread, because the main thread may hang.
+        """
+        if not self.partners.writes_checkpoints:
             return "what was saved stands"
         newest = max(self.published_batch, self.durable_batch)
         if newest <= 0:
             again = "" if self.config.autoresume else " with autoresume=true"
             return f"nothing was saved yet, and the same command{again} starts over"
-        lost = self._describe_unsaved(state, max(newest, self.first_batch - 1))
-        return f"{lost}; ba{newest} stands" if lost else f"ba{newest} stands"
+        unsaved = self._describe_unsaved(state, max(newest, self.first_batch - 1))
+        return f"{unsaved}; ba{newest} stands" if unsaved else f"ba{newest} stands"
 
     def _describe_unsaved(self, state: State, saved_batch: int) -> str:
-        """Return `batches 5 to 8 are in no save`; empty if all are in one."""
+        """Return which batches after `saved_batch` are lost, as in `batches 5 to 8 are in no save`; empty if none
+        are."""
         first, last = saved_batch + 1, int(state.timestamp.batch)
         if first > last:
             return ""
         return f"batch {last} is in no save" if first == last else f"batches {first} to {last} are in no save"
 
     def _restore(self, state: State) -> Restored | None:
+        """Restore model and, if this launch carries on the run, optimizer from the checkpoint that `start` names.
+
+        Returns None if this launch starts at batch 1. Raises CheckpointError on all ranks if no checkpoint is intact.
+        """
         url, is_run_folder = self.start.url, self.start.is_run_folder
         if url is None:
             return None
-        optimizer = state.optimizers[0] if self.carries_on else None
-        check = partial(check_fit, self.config, self.start.fingerprints)
-        options: dict[str, Any] = {"check": check} if self.carries_on else {}
+        options: dict[str, Any] = {}
+        optimizer = None
+        if self.carries_on:
+            optimizer = state.optimizers[0]
+            options["check"] = partial(check_fit, self.config, self.start.fingerprints)
         if is_run_folder:
             options["lease"] = self.saver.lease
         else:
-            options |= {"cast": self.config.load_cast, "ignore_keys": tuple(self.config.load_ignore_keys)}
+            options["cast"] = self.config.load_cast
+            options["ignore_keys"] = tuple(self.config.load_ignore_keys)
+
         if self.start.is_single_checkpoint:
             return Restored(load(url, self.model.model, optimizer, **options), url, [])
         store = self.store if is_run_folder else CheckpointStore(url)
         restored = load_newest(store, self.model.model, optimizer, **options)
         if restored.manifest is None:
-            why = "; ".join(restored.notes)
-            raise CheckpointError(
-                f"{url}: no checkpoint is intact ({why}); move the folder away to start again from batch 1"
-                if is_run_folder
-                else f"load_path: {url} holds no intact checkpoint ({why})"
-            )
+            reasons = "; ".join(restored.notes)
+            if is_run_folder:
+                raise CheckpointError(
+                    f"{url}: no checkpoint is intact ({reasons}); move the folder away to start again from batch 1"
+                )
+            raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({reasons})")
         return restored
 
     def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
+        """Restore clocks, place in the data, log and segments of the run from its checkpoint at `url`.
+
+        Rank 0 reads the log. Raises CheckpointError on all ranks if it cannot be read.
+        """
         self.run_state.restore(manifest.scalars, state)
         log: Log | None = None
         with raising_on_all_ranks(CheckpointError):
-            log = read_log(open_checkpoint(url)) if dist.get_rank() == 0 else None
+            if dist.get_rank() == 0:
+                log = read_log(open_checkpoint(url))
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
@@ -238,86 +282,119 @@ class Checkpointing(Callback):
         self.segments = with_references(manifest.segments, self.config)
         self.microbatch_of_run = find_microbatch(self.config, manifest)
 
-    def _differences(self, manifest: Manifest, state: State) -> str:
-        """Return how this launch differs from the checkpoint's, in parentheses; empty if it does not."""
+    def _describe_differences(self, manifest: Manifest, state: State) -> str:
+        """Return, in parentheses, how this launch differs from the one that made the checkpoint; empty if it does
+        not."""
         if not manifest.segments:
             return ""
-        batch, is_auto = manifest.timestamp.batch, self.config.device_train_microbatch_size == "auto"
-        size = None if is_auto else int(state.device_train_microbatch_size or 0)
-        measured = {"device_train_microbatch_size": size, **self.partners.segment}
-        here = build_segment(self.config, self.model, batch, batch, **measured)
-        changed = [*map(str, self.changes), *find_differences(manifest.segments[-1], here)]
+        microbatch_size = None
+        if self.config.device_train_microbatch_size != "auto":
+            microbatch_size = int(state.device_train_microbatch_size or 0)
+        batch = manifest.timestamp.batch
+        this_segment = build_segment(
+            self.config,
+            self.model,
+            batch,
+            batch,
+            device_train_microbatch_size=microbatch_size,
+            **self.partners.segment,
+        )
+        differences = [*map(str, self.changes), *find_differences(manifest.segments[-1], this_segment)]
         if manifest.run_name != self.config.run_name:
-            changed.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
-        return f" ({', '.join(changed)})" if changed else ""
+            differences.insert(0, f"run_name {manifest.run_name} -> {self.config.run_name}")
+        return f" ({', '.join(differences)})" if differences else ""
 
     # ------------------------------------------------------------------------------------------ between two batches
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        """Drop the energy that was used before the first batch."""
         self.agreement.meter.take()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Agree with the other ranks on what comes next; then evaluate. Composer evaluates the validation loss next."""
+        """Agree with the other ranks on what comes next, and evaluate the tasks in context if they are due.
+
+        Composer evaluates the validation sets next, and then calls `batch_checkpoint`.
+        """
         assert state.max_duration is not None
         timer = self.policy.timer
-        wants_save = timer is not None and timer.note_batch_end(self.saver.has_save_in_flight)
+        is_save_due = timer is not None and timer.note_batch_end(self.saver.has_save_in_flight)
         self.agreement.end_batch(
             is_last=state.timestamp >= state.max_duration,
             is_busy=self.saver.is_busy,
-            wants_save=wants_save or self.failed_saves.wants_save(),
+            wants_save=is_save_due or self.failed_saves.wants_save(),
         )
-        if self.agreement.joules:  # the counters of some cards stand still
+        if self.agreement.joules:  # 0 comes from counters that stand still, as those of some cards do
             logger.log_metrics({"energy/joules": self.agreement.joules})
         if self.evaluates_now(state):
             self.evaluate_tasks(state, logger)
 
     def evaluates_now(self, state: State, event: Event = Event.BATCH_END) -> bool:
-        """Return whether to evaluate: right after a batch, so that the numbers are in its record. If the ranks have
-        agreed to leave after this batch, the next launch evaluates."""
-        return event == Event.BATCH_END and not self.preemption.agreed and is_evaluation_due(self.config, state)
+        """Return whether to evaluate now. Composer asks at several events.
+
+        An evaluation runs right after its batch, so that its metrics are in the batch's record. If the ranks have
+        agreed to leave after this batch, the next launch evaluates instead.
+        """
+        is_leaving = self.preemption.agreed != 0
+        return event == Event.BATCH_END and not is_leaving and is_evaluation_due(self.config, state)
 
     def evaluate_tasks(self, state: State, logger: Logger) -> None:
+        """Evaluate the tasks in context, if there are any. Raises Preempted if this launch must leave meanwhile."""
         if self.tasks is not None:
             self.tasks.evaluate(state, logger, self.leave_if_asked)
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
+        """Leave between two batches of an evaluation, if a rank is asked to."""
         self.leave_if_asked(state, logger)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Read the energy counters, before one can wrap around twice during a long evaluation."""
         self.agreement.meter.sample()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        num_failed = self.failed_saves.count
+        """Move the save in progress on, decide whether to save this batch and whether to end the launch, and do so.
+
+        Composer calls this after a batch and its evaluation, before the loggers write the batch's record.
+        """
+        num_failed_before = self.failed_saves.count
         self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), state, logger)
         is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
         if is_digest_due:
             digest = self.saver.digest(self.model.model, state.optimizers[0])
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
             logger.log_metrics(metrics)
+
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation
-        is_last = decision.stops or bool(decision.preempted_by) or self.policy.is_last(state)
+        ends_launch = decision.stops or bool(decision.preempted_by)
+        is_last_batch = ends_launch or self.policy.is_last(state)
         if decision.saves:
-            self._save(state, logger, waits=is_last or not self.failed_saves.count)
-        if self.failed_saves.count > num_failed and not is_last:
+            # After a failed save, training waits for the next one only if there is no later chance.
+            waits = is_last_batch or not self.failed_saves.count
+            self._save(state, logger, waits=waits)
+
+        if self.failed_saves.count > num_failed_before and not is_last_batch:
             self._leave_if_unsaved_for_too_long(state)
         if self.failed_saves.count:
-            unsaved = int(state.timestamp.batch) - self.saved_batch
-            logger.log_metrics({FAILED_SAVES: self.failed_saves.count, UNSAVED_BATCHES: unsaved})
+            num_unsaved = int(state.timestamp.batch) - self.saved_batch
+            logger.log_metrics({FAILED_SAVES: self.failed_saves.count, UNSAVED_BATCHES: num_unsaved})
         if not is_digest_due:
             self._log_digest_of_save(logger)
-        self.was_preempted_by, self.was_stopped = decision.preempted_by, decision.stops
-        if decision.preempted_by or decision.stops:
+        self.was_preempted_by = decision.preempted_by
+        self.was_stopped = decision.stops
+        if ends_launch:
             state.stop_training()
 
     def leave_if_asked(self, state: State, logger: Logger) -> None:
-        """Leave during a long evaluation if any rank is asked to: record and save the batch, then raise Preempted. The
-        next launch repeats the evaluation. Every rank must call this at the same places."""
+        """Leave during an evaluation if any rank is asked to: record and save the batch, then raise Preempted.
+
+        The next launch repeats the evaluation. All ranks call this at the same places.
+        """
         preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
             return
         self.was_preempted_by = preempted_by
-        if int(state.timestamp.batch) >= self.first_batch:
+        has_trained = int(state.timestamp.batch) >= self.first_batch
+        if has_trained:
             self.partners.leave_early()
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
@@ -327,50 +404,52 @@ class Checkpointing(Callback):
                 destination.fit_end(state, logger)
         raise Preempted(self.preempted_text(state), orderly=True)
 
-    def keep_batches(self, error: Exception, trainer: ParallelTrainer, run: RunFolder) -> None:
+    def keep_batches(self, error: Exception, trainer: ParallelTrainer, run_folder: RunFolder) -> None:
         """Record and save the batches that no save holds yet, before the launch ends with `error`.
 
-        This is possible where every rank has met an error while the state was that of a whole batch: a task's file has
+        This is possible if every rank has met an error while the state was that of a whole batch: a task's file has
         changed, validation data or the next shard are missing, a callback has failed. A rank that fails alone saves
-        nothing, because the others wait for it in a collective. Where the weights may be the cause, nothing is saved.
+        nothing, because the other ranks wait for it in a collective. Nothing is saved if the weights may be the cause.
         """
         state = trainer.state
         batch = int(state.timestamp.batch)
         is_unsaved = self.first_batch <= batch and self.published_batch < batch
-        is_whole = trainer.last_stepped_batch <= batch and self.config.trains_alone
+        is_between_batches = trainer.last_stepped_batch <= batch and self.config.trains_alone
         is_possible = not (self.has_failed_save or isinstance(error, DivergedError) or is_lost_peer(error))
-        if not (is_unsaved and is_whole and is_possible) or not all_ranks_fail(batch):
+        if not (is_unsaved and is_between_batches and is_possible) or not all_ranks_fail(batch):
             return
         try:
             with suppress(UserError):  # the log may be the cause, or its disk
-                run.write_once(state)
+                run_folder.write_once(state)
             self.run_state.owes_evaluation = is_evaluation_due(self.config, state)
             self.save_now(state, trainer.logger)
             with suppress(UserError):
-                run.fit_end(state, trainer.logger)
+                run_folder.fit_end(state, trainer.logger)
         except Exception as failure:
             self.print_on_rank_0(f"warning: batch {batch} was not saved: {one_line(failure)}")
 
     def preempted_text(self, state: State) -> str:
-        """Return the message of a launch that leaves early."""
+        """Return the exit message of a launch that leaves early. The ranks exchange nothing."""
         saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
-        if not self.partners.saves_here:
+        if not self.partners.writes_checkpoints:
             saved = self.partners.instead_of_saving
-        again = "run the same command again" + ("" if self.config.autoresume else " with autoresume=true")
-        why = self.preemption.describe_reason(self.was_preempted_by)
-        return f"{why} at batch {int(state.timestamp.batch)}, {saved}; {again}"
+        again = "run the same command again"
+        if not self.config.autoresume:
+            again += " with autoresume=true"
+        reason = self.preemption.describe_reason(self.was_preempted_by)
+        return f"{reason} at batch {int(state.timestamp.batch)}, {saved}; {again}"
 
     @property
     def saved_batch(self) -> int:
-        """The newest batch that is in a save, or from which this launch began."""
+        """The newest batch that a published save holds, or from which this launch began."""
         return max(self.published_batch, self.first_batch - 1)
 
     def would_lose(self, state: State) -> bool:
-        """Return whether batches have been trained that no save holds."""
-        return self.partners.saves_here and int(state.timestamp.batch) > self.saved_batch
+        """Return whether this launch has trained batches that no save holds. The ranks exchange nothing."""
+        return self.partners.writes_checkpoints and int(state.timestamp.batch) > self.saved_batch
 
     def describe_saves(self) -> dict[str, Any]:
-        """Return what status.json says of saves."""
+        """Return the fields of status.json about saves."""
         return {
             "last_saved": f"ba{self.published_batch}" if self.published_batch > 0 else None,
             "failed_saves": self.failed_saves.count,
@@ -380,77 +459,93 @@ class Checkpointing(Callback):
     # ----------------------------------------------------------------------------------------------------- save
 
     def save_now(self, state: State, logger: Logger) -> None:
-        """Save this batch, unless its save has begun, and wait until it is published."""
+        """Save this batch, unless its save has begun already, and wait until it is published."""
         if int(state.timestamp.batch) > self.begun_batch:
             self._save(state, logger)
-        self.fit_end(state, logger)
+        self.finish_saves(state, logger)
 
     def _save(self, state: State, logger: Logger, *, waits: bool = True) -> None:
-        """Begin a save. Without `waits`, leave it out if the one before still goes on."""
+        """Begin to save this batch, once the save before it is published. With `waits` false, skip this save if the one
+        before is not published yet. Returns once the state is copied to the host."""
+        timer = self.policy.timer
         if self.saver.has_save_in_flight and not waits:
             return
         if not self.partners.may_save():
-            if self.policy.timer is not None:  # another launch saves
-                self.policy.timer.note_begun()
+            if timer is not None:  # another launch saves
+                timer.note_begun()
             return
-        if not self.saver.has_lease and self._advance_save(
-            partial(self.saver.take_lease, steal_from_live_writer=True), state, logger
-        ):
-            return
-        save = partial(self.saver.save, self.model.model, state.optimizers[0], self._about(state))
-        if self._advance_save(save, state, logger) is not None:  # the save before failed, so this one has not begun
-            save()
+        if not self.saver.has_lease:
+            take_lease = partial(self.saver.take_lease, steal_from_live_writer=True)
+            if self._advance_save(take_lease, state, logger) is not None:
+                return
+
+        begin_save = partial(self.saver.save, self.model.model, state.optimizers[0], self._save_metadata(state))
+        # `Saver.save` first waits for the previous save. If that has failed, this one has not begun yet.
+        previous_error = self._advance_save(begin_save, state, logger)
+        if previous_error is not None:
+            begin_save()
         self.begun_batch = int(state.timestamp.batch)
-        if self.policy.timer is not None:
-            self.policy.timer.note_begun()
+        if timer is not None:
+            timer.note_begun()
 
     def _advance_save(self, step: Callable[[], Saved | None], state: State, logger: Logger) -> UserError | None:
-        """Take a step of a save. Prints and returns an error that may pass, also one that somebody can mend meanwhile,
-        with new credentials or permissions: the run carries on, and the next save retries. Raises other errors."""
+        """Call `step`, which takes a step of a save and returns a save that has been published meanwhile.
+
+        If `step` raises an error that may pass, or that somebody can mend meanwhile with new credentials or
+        permissions, prints and returns it: the run carries on, and the next save tries again. Raises any other error.
+        Returns None if there was none.
+        """
         try:
-            self._log(step(), logger)
+            saved = step()
+            if saved is not None:
+                self._note_published(saved, logger)
         except UserError as error:
             may_be_mended = error.is_transient or error.needs_credentials or error.lacks_permission
             if not may_be_mended:
                 self.has_failed_save = True
-                self._tell_what_is_lost(state)
+                self._warn_of_unsaved_batches(state)
                 raise
             self.failed_saves.note_failure(error, state.timestamp)
-            self.print_on_rank_0(f"warning: {self._describe_failed_save()}, and the next save tries again")
+            self.print_on_rank_0(f"warning: {self._describe_failed_saves()}, and the next save tries again")
             self.begun_batch = self.published_batch
             self.on_saves(self.describe_saves())
             return error
         return None
 
-    def _tell_what_is_lost(self, state: State) -> None:
-        """Say which batches no save holds, before the launch ends with an error."""
+    def _warn_of_unsaved_batches(self, state: State) -> None:
+        """Print which batches no save holds, if any, before the launch ends with an error."""
         if self.would_lose(state):
-            lost = self._describe_unsaved(state, self.saved_batch)
-            self.print_on_rank_0(f"warning: {lost}; {self._newest_save()}")
+            unsaved = self._describe_unsaved(state, self.saved_batch)
+            self.print_on_rank_0(f"warning: {unsaved}; {self._describe_newest_save()}")
 
-    def _newest_save(self) -> str:
+    def _describe_newest_save(self) -> str:
+        """Return which checkpoint the run has, for a message about a save that has failed."""
         return f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
 
-    def _describe_failed_save(self) -> str:
-        parts = [self.failed_saves.describe()]
-        parts.append(self._newest_save())
+    def _describe_failed_saves(self) -> str:
+        """Return why the last save has failed, which checkpoint remains, and how many saves have failed in a row."""
+        parts = [self.failed_saves.describe(), self._describe_newest_save()]
         if self.failed_saves.count > 1:
             parts.append(f"{self.failed_saves.count} saves in a row have failed")
         return "; ".join(parts)
 
     def _leave_if_unsaved_for_too_long(self, state: State) -> None:
-        """Raise an error that may pass if saves have failed for longer than `max_unsaved`. Collective."""
+        """Raise CheckpointError on all ranks if saves have failed for longer than `max_unsaved`, by rank 0's clock."""
         if not broadcast_json(self.failed_saves.is_over_limit(state)):
             return
-        num_batches = int(state.timestamp.batch) - self.saved_batch
+        num_unsaved = int(state.timestamp.batch) - self.saved_batch
         text = (
-            f"max_unsaved: saves have failed for {self.config.max_unsaved.written}; unsaved batches {num_batches}, "
+            f"max_unsaved: saves have failed for {self.config.max_unsaved.written}; unsaved batches {num_unsaved}, "
             f"failed saves {self.failed_saves.count}, the last one: {self.failed_saves.reason}"
         )
-        raise self._unsaved_error(text)
+        raise self._transient_error(text)
 
-    def _unsaved_error(self, text: str) -> CheckpointError:
-        """Return an error that may pass: saves succeeded before, or the lease could not have been taken."""
+    def _transient_error(self, text: str) -> CheckpointError:
+        """Return the error that ends a launch whose saves fail, and prevent further saves.
+
+        The fault may pass, so a launcher may try again: an earlier save succeeded, or this launch could not have taken
+        the lease.
+        """
         self.has_failed_save = True
         error = CheckpointError(text)
         error.__cause__ = TransientError(text)
@@ -458,111 +553,129 @@ class Checkpointing(Callback):
         return error
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until the last save is published. After a transient error, save again for up to `retry_for`."""
+        """Wait until the last save is published. Composer calls this at the end of training."""
+        self.finish_saves(state, logger)
+
+    def finish_saves(self, state: State, logger: Logger) -> None:
+        """Wait until the last save is published. If it fails and the fault may pass, save again for up to `retry_for`.
+
+        Raises CheckpointError on all ranks if it has not succeeded by then.
+        """
         budget = Budget(RETRY_PAUSES_SECONDS, seconds=self.config.retry_for.seconds, began=time.monotonic())
         while self._advance_save(self.saver.wait, state, logger) is not None:
-            pause = broadcast_json(budget.pause(time.monotonic()))
-            if pause is None:
-                raise self._unsaved_error(self.failed_saves.reason)
-            self.print_on_rank_0(f"the next save is in {pause:.3g} s; retry_for is {self.config.retry_for.written}")
-            time.sleep(pause)
+            pause_seconds = broadcast_json(budget.pause(time.monotonic()))  # None once `retry_for` is over
+            if pause_seconds is None:
+                raise self._transient_error(self.failed_saves.reason)
+            self.print_on_rank_0(
+                f"the next save is in {pause_seconds:.3g} s; retry_for is {self.config.retry_for.written}"
+            )
+            time.sleep(pause_seconds)
             self._save(state, logger)
         self._log_digest_of_save(logger)
 
     def post_close(self) -> None:
-        """Let another launch carry on at once: nothing is saved any more."""
+        """Release the run's lease, so that another launch can take over at once: nothing is saved any more."""
         self.preemption.release_lease()
 
     def _note_wait(self, name: str, seconds: float) -> None:
-        """Say that the training stands still."""
+        """Print that training waits for the save `name`, which was begun `seconds` ago."""
         self.print_on_rank_0(
             f"waiting for {self.store.root.url}: {name} is not saved after {seconds:.0f} s; training goes on when "
             "it is, or when that save has failed"
         )
 
-    def _log(self, saved: Saved | None, logger: Logger) -> None:
-        if saved is None:
-            return
+    def _note_published(self, saved: Saved, logger: Logger) -> None:
+        """Print that a save is published, log what it cost, and adapt `save_interval: auto` to that."""
         self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
+        self.newest_url = f"{self.store.root.url}/{saved.name}"
         self.failed_saves.note_published()
         self.on_saves(self.describe_saves())
-        self.digest_of_save = {"state/digest": saved.state_digest, "state/batch": self.published_batch}
+        self.unlogged_digest = {"state/digest": saved.state_digest, "state/batch": self.published_batch}
         metrics: dict[str, Any] = {
             "checkpoint/stall_seconds": saved.stall_seconds,
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
         }
-        self.newest_url = f"{self.store.root.url}/{saved.name}"
         timer = self.policy.timer
         if timer is not None:
-            news = timer.note_published(saved.stall_seconds, saved.durable_seconds)
+            change = timer.note_published(saved.stall_seconds, saved.durable_seconds)
             metrics["checkpoint/cost_seconds"] = timer.cost_seconds
             metrics["checkpoint/interval_seconds"] = timer.seconds
-            self.print_on_rank_0(*([news] if news else []))
+            if change is not None:
+                self.print_on_rank_0(change)
         logger.log_metrics(metrics)
 
     def _log_digest_of_save(self, logger: Logger) -> None:
-        if self.digest_of_save:
-            logger.log_metrics(self.digest_of_save)
-            self.digest_of_save = {}
+        """Log the digest of a save that was published since the last record, if any."""
+        if self.unlogged_digest:
+            logger.log_metrics(self.unlogged_digest)
+            self.unlogged_digest = {}
 
-    def _about(self, state: State) -> SaveMetadata:
-        stamp = state.timestamp
+    def _save_metadata(self, state: State) -> SaveMetadata:
+        """Return what the manifest of a save of this batch holds besides tensors. The ranks exchange nothing."""
+        timestamp = state.timestamp
+        batch = int(timestamp.batch)
         run_folder = Path(self.config.run_folder)
-        path = self.store.root.path_here
-        has_log = path is not None and path.resolve().is_relative_to(run_folder.resolve())
+        local_path = self.store.root.path_here
+        is_beside_log = local_path is not None and local_path.resolve().is_relative_to(run_folder.resolve())
         return SaveMetadata(
             timestamp=Timestamp(
-                epoch=int(stamp.epoch), batch=int(stamp.batch), sample=int(stamp.sample), token=int(stamp.token)
+                epoch=int(timestamp.epoch), batch=batch, sample=int(timestamp.sample), token=int(timestamp.token)
             ),
             run_name=self.config.run_name,
             fingerprints=self.start.fingerprints,
             config=as_dict(self.config),
             segments=self.segments_until(state),
             scalars=self.run_state.collect(state),
-            # Checkpoints inside the run folder have the log beside them; others must hold a copy. It is read when
-            # published: loggers write this batch's record after this callback.
-            log=None if has_log else partial(log_until, run_folder / METRICS, int(stamp.batch)),
+            # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published,
+            # because loggers write this batch's record after this callback.
+            log=None if is_beside_log else partial(log_until, run_folder / METRICS, batch),
         )
 
     def segments_until(self, state: State) -> tuple[Segment, ...]:
-        """Return the segments of the launches before this one, and of this one so far."""
+        """Return where earlier launches have run, and this one until now. The ranks exchange nothing."""
         seconds = (state.timestamp.total_wct - self.started_at.total_wct).total_seconds()
-        tokens = int(state.timestamp.token) - int(self.started_at.token)
-        here = build_segment(
+        num_tokens = int(state.timestamp.token) - int(self.started_at.token)
+        timer = self.policy.timer
+        this_segment = build_segment(
             self.config,
             self.model,
             self.first_batch,
             int(state.timestamp.batch),
             device_train_microbatch_size=int(state.device_train_microbatch_size or 0),
-            tokens_per_second=tokens / seconds if seconds else None,
-            save_interval_seconds=self.policy.timer.seconds if self.policy.timer is not None else None,
+            tokens_per_second=num_tokens / seconds if seconds else None,
+            save_interval_seconds=timer.seconds if timer is not None else None,
             changes={change.key: [change.before, change.after] for change in self.changes},
             **self.partners.segment,
         )
-        return (*self.segments, here)
+        return (*self.segments, this_segment)
 
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
     def _after_publish(self, lease: Lease) -> None:
+        """Copy the tokenizer and remove old checkpoints. The saver's thread calls this on rank 0 for each published
+        save."""
         self.durable_batch = self.begun_batch
         self.preemption.note_saved(f"ba{self.begun_batch}")
         self._copy_tokenizer()
         self.remove_old(lease)
 
     def _copy_tokenizer(self) -> None:
-        """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere."""
-        if self.has_tokenizer_there or not self.start.fingerprints:
+        """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere. A failure is printed."""
+        if self.has_copied_tokenizer or not self.start.fingerprints:
             return
         try:
             put_tokenizer(self.store.root.url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
-            self.has_tokenizer_there = True
+            self.has_copied_tokenizer = True
         except (OSError, UserError) as error:
             print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
 
     def remove_old(self, lease: Lease) -> None:
-        """Remove old checkpoints. Prints failures; raises only if another launch has the lease."""
+        """Remove checkpoints that `save_num_checkpoints_to_keep` does not keep, on rank 0 and from any thread.
+
+        A failure is printed. Raises CheckpointError only if another launch has taken the lease.
+        """
         if self.config.save_num_checkpoints_to_keep < 0:
             return
         try:
@@ -579,7 +692,7 @@ class Checkpointing(Callback):
             self.print_on_rank_0(f"old checkpoints were not removed: {error}")
 
     def print_on_rank_0(self, *lines: str) -> None:
-        """Print lines, with what a terminal could take for commands escaped."""
+        """Print lines on rank 0, with characters escaped that a terminal could take for commands."""
         if dist.get_rank() == 0:
             for line in lines:
                 print(printable(line), flush=True)
@@ -589,23 +702,27 @@ class Checkpointing(Callback):
 
 
 def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
-    """Choose on rank 0 where this launch starts, and broadcast it. Raises CheckpointError on all ranks, also if this
-    launch `takes_lease` and another one holds it."""
-    found = Start()
+    """Choose on rank 0 where this launch starts, and broadcast it. Collective.
+
+    With `takes_lease`, rank 0 waits until no other launch holds the run's lease. Raises CheckpointError on all ranks if
+    a live launch holds it, or if the checkpoint does not fit the configuration.
+    """
+    start = Start()
     with raising_on_all_ranks(CheckpointError):
         if dist.get_rank() == 0:
-            found = choose_start(config, find_fingerprints(config.tokenizer.name))
+            start = choose_start(config, find_fingerprints(config.tokenizer.name))
             if takes_lease:
                 store = CheckpointStore(config.checkpoint_folder)
-                found = found._replace(dead_holder=store.wait_until_free(lease_request(config)))
-    return Start(*broadcast_json(found))
+                start = start._replace(dead_holder=store.wait_until_free(lease_request(config)))
+    return Start(*broadcast_json(start))
 
 
-def lease_request(config: TrainConfig, watched: str = "") -> LeaseRequest:
-    """Return how this launch asks for the run's lease. `watched`: a holder that was watched in vain before."""
+def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
+    """Return how this launch asks for the run's lease. `watched` is a holder that was found dead before; empty if
+    none."""
     return LeaseRequest(
         run_name=config.run_name,
         takes_over=config.takeover,
         note=lambda line: print(printable(line), flush=True),
-        watched=watched,
+        watched=dead_holder,
     )

@@ -1,4 +1,5 @@
-"""The way from the backward pass to the optimizer: sums over devices, unscaling, clipping, the guard."""
+"""From the backward pass to the optimizer: sums over devices, unscaling, clipping, and what to do with a non-finite
+batch."""
 
 import math
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.optimizers import clear_gradients, local
 
 LOSS = "loss/train/total"
+CLIPPING_EPS = 1e-6
+"""Added to the norm that a gradient is divided by, as torch.nn.utils.clip_grad_norm_ does."""
 
 
 class Measured(NamedTuple):
@@ -28,156 +31,212 @@ class Measured(NamedTuple):
     norm: float
     """L2 norm of the whole gradient, before clipping."""
     loss: float
-    """Mean of the data ranks' losses; with exact sums the sum of the microbatches', in float64."""
+    """Mean of the data ranks' losses; with exact sums the sum of the microbatches' losses, in float64."""
     num_bad_losses: int
-    """Microbatches whose loss is not finite."""
+    """Number of microbatches whose loss is not finite."""
     is_out_of_range: bool = False
     """An element of the gradient is larger than exact sums can hold."""
 
 
 @dataclass
 class LossScaler:
-    """Dynamic loss scaling for fp16: halves on overflow, doubles after 2,000 finite batches in a row.
+    """Dynamic loss scaling for fp16: the scale halves on overflow, and doubles after 2,000 finite batches in a row.
 
-    It multiplies the global batch's loss: what overflows does not depend on the number of ranks. Starting value,
+    It multiplies the global batch's loss, so what overflows does not depend on the number of ranks. Starting value,
     factors and interval are those of torch's GradScaler, which keeps its state on the device. This state is two numbers
     on the host, the same on all ranks.
     """
 
     scale: float = 2.0**16
     num_sound_batches: int = 0
+    """Finite batches since the scale has changed."""
     growth_interval = 2000
+    """Finite batches in a row after which the scale doubles."""
 
-    def update(self, finite: bool) -> bool:
-        """Adapt to one batch. Returns True if its gradient is not finite and a lower scale may cure that."""
-        if not finite:
-            curable = self.scale > 1.0
-            self.scale, self.num_sound_batches = max(self.scale / 2, 1.0), 0
-            return curable
+    def update(self, is_finite: bool) -> bool:
+        """Adapt the scale to a batch whose gradient `is_finite` or not.
+
+        Returns whether the batch has overflowed: its gradient is not finite, and a lower scale may prevent that next
+        time.
+        """
+        if not is_finite:
+            has_overflowed = self.scale > 1.0
+            self.scale = max(self.scale / 2, 1.0)
+            self.num_sound_batches = 0
+            return has_overflowed
+
         self.num_sound_batches += 1
         if self.num_sound_batches == self.growth_interval:
-            self.scale, self.num_sound_batches = self.scale * 2, 0
+            self.scale *= 2
+            self.num_sound_batches = 0
         return False
 
     def state_dict(self) -> dict[str, float | int]:
+        """Return the state for a checkpoint, as JSON."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self.scale, self.num_sound_batches = float(state["scale"]), int(state["num_sound_batches"])
+        """Restore what `state_dict` has returned."""
+        self.scale = float(state["scale"])
+        self.num_sound_batches = int(state["num_sound_batches"])
 
 
 @dataclass(kw_only=True)
 class GradientStep:
     """Everything between the backward pass and the optimizer: when gradients are summed over devices, unscaling,
-    clipping, and the guard. A batch that is not finite on any rank is skipped, or ends the run, on all ranks.
+    clipping, and the check that they are finite. A batch that is not finite on any rank is skipped, or ends the run, on
+    all ranks.
 
-    Order: `begin`; `before_forward` and `after_loss` for each microbatch; `finish`.
+    Call order in a batch: `begin`; `before_forward` and `after_loss` for each microbatch; `finish`.
     """
 
     model: LanguageModel
     clipping: GradientClippingConfig | None = None
     on_non_finite: str
+    """"skip" or "stop"."""
     max_skipped_batches: int
+    """Batches of this launch that may be skipped. One more ends the run."""
     scaler: LossScaler | None = None
+    """Loss scaling, for fp16 alone."""
     reduces_every_microbatch: bool = True
-    sums: ExactSums | None = None
-    """Set where the gradient does not depend on the number of ranks."""
+    """Gradients are reduce-scattered after each microbatch, so that no rank has to hold whole ones."""
+    exact_sums: ExactSums | None = None
+    """Adds up gradients so that they do not depend on the number of ranks; None if that is not asked for."""
     full_weight: int = 1
-    """With exact sums: tokens with a loss, or samples, of a batch without padding; the `loss_divisor`."""
+    """With exact sums: number of tokens with a loss, or of samples, in a batch without padding. It is the
+    `loss_divisor`."""
     weight: int = 1
-    """The same count for this batch; over all launches when its gradient is finished."""
+    """With exact sums: that number for this batch, and for all launches' rows by the time its gradient is finished."""
     num_skipped_batches: int = 0
+    """Batches of this launch that were skipped for another reason than an overflow of fp16."""
     agreed: Measured | None = None
-    """The batch's, measured by `partners` over all launches; None: `finish` measures."""
+    """This batch's norm and loss as several launches have measured them together; None if `finish` must measure."""
 
     def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
-        """Begin a batch. FSDP2 averages the unscaled loss over `num_ranks` and sums the scaled one, so the scale is
-        divided by `num_ranks`. trainer.py has a table."""
+        """Begin a batch of `num_microbatches`, whose losses are on `device`.
+
+        FSDP2 averages an unscaled gradient over its `num_ranks` ranks, but sums a scaled one, so the scale is divided
+        by `num_ranks`. `trainer.py` has a table.
+        """
         self.bad_losses = torch.zeros((), device=device)
-        self.model.loss_scale = self.scaler.scale / num_ranks if self.scaler else 1.0
+        self.model.loss_scale = 1.0
+        if self.scaler:
+            self.model.loss_scale = self.scaler.scale / num_ranks
         self.num_microbatches_left = num_microbatches
         self.agreed = None
         renew_copies(self.model.model)
 
     def before_forward(self) -> None:
-        """Keep gradients on their device until the batch's last microbatch; FSDP2 would reduce them after each.
+        """Tell FSDP2 whether to sum this microbatch's gradients over devices; by default it would after each one.
 
-        With `reduces_every_microbatch`, gradients are reduce-scattered after each, and all-reduced over replicas after
-        the last. Reduction in 16 bits does both each time, or FSDP2 would add up microbatches in 16 bits.
+        Gradients are all-reduced over replicas after the batch's last microbatch, and reduce-scattered over shards
+        after it or, with `reduces_every_microbatch`, after each. A reduction in 16 bits does both each time, because
+        FSDP2 would otherwise add up the microbatches in 16 bits.
         """
         self.num_microbatches_left -= 1
-        if isinstance(self.model.model, FSDPModule):
-            is_last = self.num_microbatches_left == 0
-            self.model.model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
-            is_low = self.sums is None and self.model.precision.reduction != torch.float32
-            self.model.model.set_requires_all_reduce(is_last or is_low)
+        model = self.model.model
+        if not isinstance(model, FSDPModule):
+            return
+        is_last = self.num_microbatches_left == 0
+        model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
+        reduces_in_16_bits = self.exact_sums is None and self.model.precision.reduction != torch.float32
+        model.set_requires_all_reduce(is_last or reduces_in_16_bits)
 
     def after_loss(self, loss: torch.Tensor) -> None:
+        """Count the losses of a microbatch that are not finite, without waiting for the device."""
         self.bad_losses += (~torch.isfinite(loss.detach())).float().sum()
 
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
-        """Unscale and clip the gradient, or drop it if it is not finite. Returns the global batch's loss. `loss` is
-        this rank's; messages name the batch's `digest`. Raises NonFiniteError."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm, mean_loss, num_bad_losses, is_out_of_range = self.agreed or self.measure(parameters, loss)
-        if self.sums:
+        """Unscale and clip the gradient, or drop it if it is not finite, and log loss, norm and learning rate.
+        Collective.
+
+        `loss` is this rank's weighted loss, a scalar on the device. `digest` identifies the batch's data in messages.
+        Returns the global batch's loss. Raises NonFiniteError on all ranks if the batch is not finite and must not be
+        skipped.
+        """
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        measured = self.agreed
+        if measured is None:
+            measured = self.measure(parameters, loss)
+        norm, mean_loss, num_bad_losses, is_out_of_range = measured
+        if self.exact_sums:
             mean_loss = round_to_fp32(mean_loss * self.scale_of_sums)
         metrics = {LOSS: mean_loss, "grad_norm": norm, "lr": state.optimizers[0].param_groups[0]["lr"]}
-        finite = math.isfinite(norm) and num_bad_losses == 0 and not is_out_of_range
-        if finite and self.clipping is not None:
-            clip([local(p.grad) for p in parameters], norm, self.clipping)
+        is_finite = math.isfinite(norm) and num_bad_losses == 0 and not is_out_of_range
+        if is_finite and self.clipping is not None:
+            clip([local(parameter.grad) for parameter in parameters], norm, self.clipping)
+
+        has_overflowed = False
         if self.scaler:
             metrics["loss_scale"] = self.scaler.scale
-        # Only the gradient is scaled: a lower scale does not cure a loss that is not finite.
-        overflowed = self.scaler is not None and num_bad_losses == 0 and self.scaler.update(finite)
-        if not finite:
-            clear_gradients(state.optimizers[0])  # without gradients the optimizer's step does nothing
-            self.num_skipped_batches += not overflowed
+            # Only the gradient is scaled, so a lower scale does not help against a loss that is not finite.
+            has_overflowed = num_bad_losses == 0 and self.scaler.update(is_finite)
+        if not is_finite:
+            clear_gradients(state.optimizers[0])  # the optimizer's step does nothing without gradients
+            if not has_overflowed:
+                self.num_skipped_batches += 1
             metrics["skipped_batches"] = self.num_skipped_batches
         logger.log_metrics(metrics)
-        if not finite:
-            where = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
-            what = "the loss is not finite" if num_bad_losses else f"the gradient's norm is {norm}"
-            if self.sums and is_out_of_range and math.isfinite(norm) and not num_bad_losses:
-                limit = self.sums.element_limit
-                what = f"a microbatch's gradient has an element above {limit:g}, which exact_sums cannot add"
-            self._skip_or_stop(where, what, overflowed)
+
+        if not is_finite:
+            batch = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
+            self._skip_or_stop(batch, self._describe_fault(measured), has_overflowed)
         return mean_loss
 
     @property
     def scale_of_sums(self) -> float:
-        """Factor of the sums: 1 for a batch without padding."""
+        """With exact sums: factor that turns a mean over a batch without padding into one over this batch."""
         return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
-        """Unscale the gradient, or round its sums, and measure it. Every rank must call it together."""
-        model = self.model
-        if self.sums:
-            self.sums.finish_batch(parameters, self.scale_of_sums)
-        if self.scaler:
-            torch._foreach_mul_([local(p.grad) for p in parameters], 1.0 / self.scaler.scale)
-        if self.sums:
-            shared = () if model.has_first_stage else [id(p) for p in model.shared_parameters]
-            counted = [p for p in parameters if id(p) not in shared]
-            return measure_exactly(counted, loss, self.bad_losses, self.sums.count_out_of_range())
-        return measure(parameters, loss, self.bad_losses, model.num_stages, model.shared_parameters)
+        """Unscale the gradient, or finish its exact sums, and measure it over all ranks. Collective.
 
-    def _skip_or_stop(self, where: str, what: str, overflowed: bool) -> None:
-        if overflowed:
+        `parameters` are those that have a gradient, `loss` is this rank's.
+        """
+        model = self.model
+        if self.exact_sums:
+            self.exact_sums.finish_batch(parameters, self.scale_of_sums)
+        if self.scaler:
+            torch._foreach_mul_([local(parameter.grad) for parameter in parameters], 1.0 / self.scaler.scale)
+        if not self.exact_sums:
+            return measure(parameters, loss, self.bad_losses, model.num_stages, model.shared_parameters)
+
+        # Two pipeline stages have tied embeddings. The first stage counts them.
+        counted_elsewhere: set[int] = set()
+        if not model.has_first_stage:
+            counted_elsewhere = {id(parameter) for parameter in model.shared_parameters}
+        counted = [parameter for parameter in parameters if id(parameter) not in counted_elsewhere]
+        return measure_exactly(counted, loss, self.bad_losses, self.exact_sums.count_out_of_range())
+
+    def _describe_fault(self, measured: Measured) -> str:
+        """Return what is wrong with a batch that is not finite, for a message."""
+        if measured.num_bad_losses:
+            return "the loss is not finite"
+        if self.exact_sums and measured.is_out_of_range and math.isfinite(measured.norm):
+            limit = self.exact_sums.element_limit
+            return f"a microbatch's gradient has an element above {limit:g}, which exact_sums cannot add"
+        return f"the gradient's norm is {measured.norm}"
+
+    def _skip_or_stop(self, batch: str, fault: str, has_overflowed: bool) -> None:
+        """Print that a batch was skipped, on rank 0, or raise NonFiniteError. An overflow of fp16 never ends the run.
+
+        `batch` names the batch and its data, and `fault` says what is wrong with it.
+        """
+        if has_overflowed:
             assert self.scaler is not None
-            what = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
+            fault = f"the fp16 gradient overflowed; the loss scale is now {self.scaler.scale:g}"
         elif self.on_non_finite == "stop":
             raise NonFiniteError(
-                f"{where}: {what}; the weights were not touched. "
+                f"{batch}: {fault}; the weights were not touched. "
                 "Lower the learning rate, look at that data, or set on_non_finite: skip"
             )
         elif self.num_skipped_batches > self.max_skipped_batches:
             raise NonFiniteError(
-                f"{where}: {what}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
+                f"{batch}: {fault}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
                 "max_skipped_batches allows no more"
             )
         if dist.get_rank() == 0:
-            print(f"{where}: {what}; skipped", flush=True)
+            print(f"{batch}: {fault}; skipped", flush=True)
 
 
 def measure(
@@ -187,60 +246,85 @@ def measure(
     num_stages: int = 1,
     shared: Sequence[torch.nn.Parameter] = (),
 ) -> Measured:
-    """All-reduce norm, loss and bad losses of the batch: the one time that the host waits for the device.
+    """Sum norm, loss and bad losses over all ranks. Collective. The host waits for the device here, once a batch.
 
-    Each rank adds up the squares of its shards; a shard that r ranks hold counts 1/r on each. Each parameter is on all
-    ranks of a stage, replicated or sharded. Of `num_stages` pipeline stages one has the losses, and two have the
-    `shared` parameters. The ranks of a tensor group each count a bad loss.
+    `loss` and `bad_losses` are this rank's, scalars on the device. Each rank adds up the squares of its shards, and
+    divides those of a shard that r ranks hold by r. A parameter is on all ranks of a pipeline stage, replicated or
+    sharded. Of `num_stages` stages the last has the losses, and two stages have the `shared` parameters. The ranks of a
+    tensor-parallel group each count the same bad loss.
     """
-    total, by_replicas = torch.zeros((), device=bad_losses.device), dict[int, list[torch.Tensor]]()
-    stage_size, shared_ids = dist.get_world_size() // num_stages, {id(parameter) for parameter in shared}
+    stage_size = dist.get_world_size() // num_stages
+    shared_ids = {id(parameter) for parameter in shared}
+    gradients_by_copies: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
-        replicas = stage_size * (2 if id(parameter) in shared_ids else 1)
+        num_copies = stage_size
+        if id(parameter) in shared_ids:
+            num_copies *= 2
         if isinstance(parameter.grad, DTensor):
             mesh = parameter.grad.device_mesh
-            shards = [mesh.size(i) for i, kind in enumerate(parameter.grad.placements) if not kind.is_replicate()]
-            replicas //= math.prod(shards)
+            for dim, placement in enumerate(parameter.grad.placements):
+                if not placement.is_replicate():
+                    num_copies //= mesh.size(dim)
         gradient = local(parameter.grad)
         if gradient.numel():
-            by_replicas.setdefault(replicas, []).append(gradient)
-    for replicas, gradients in by_replicas.items():
+            gradients_by_copies.setdefault(num_copies, []).append(gradient)
+
+    total = torch.zeros((), device=bad_losses.device)
+    for num_copies, gradients in gradients_by_copies.items():
         norms = torch.stack(torch._foreach_norm(gradients))
-        total += norms.float().square().sum().to(total.device) / replicas  # offloaded gradients are on the host
+        squares = norms.float().square().sum().to(total.device)  # offloaded gradients are on the host
+        total += squares / num_copies
+
     sums = torch.stack([total, loss.float(), bad_losses])
     dist.all_reduce(sums)
-    squares, loss_sum, num_bad_losses = sums.tolist()
-    norm = math.sqrt(squares) if squares >= 0 else squares
+    sum_of_squares, loss_sum, num_bad_losses = sums.tolist()
+    norm = math.sqrt(sum_of_squares) if sum_of_squares >= 0 else sum_of_squares
     return Measured(norm, loss_sum / stage_size, int(num_bad_losses))
 
 
 def measure_exactly(
     parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor, num_too_large: torch.Tensor
 ) -> Measured:
-    """Measure like `measure`, but independent of any order of summation. `parameters` are those that this rank counts.
-    The unit of the squares follows from the largest element on any rank, which takes a collective of its own."""
+    """Measure like `measure`, but with sums whose bits do not depend on any order of summation. Collective.
+
+    `parameters` are those that this rank counts; `loss`, `bad_losses` and `num_too_large`, the elements that exact sums
+    cannot hold, are this rank's scalars. The squares are added as integers. Their unit follows from the largest element
+    on any rank, which needs a collective of its own.
+    """
     device = bad_losses.device
-    gradients = [g for p in parameters if is_first_copy(p.grad) and (g := local(p.grad)).numel()]
-    norms = torch._foreach_norm(gradients, math.inf) if gradients else ()
-    largest = torch.stack([torch.zeros((), device=device), *(n.to(device) for n in norms)]).amax()
+    gradients: list[torch.Tensor] = []
+    for parameter in parameters:
+        gradient = local(parameter.grad)
+        if is_first_copy(parameter.grad) and gradient.numel():
+            gradients.append(gradient)
+
+    largest = torch.zeros((), device=device)
+    if gradients:
+        largest_of_each = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, math.inf)])
+        largest = torch.maximum(largest, largest_of_each.amax())
     is_finite = torch.isfinite(largest)
-    largest = torch.where(is_finite, largest, 1.0)
+    largest = torch.where(is_finite, largest, 1.0)  # any finite number: the norm is reported as NaN then
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest).exponent
-    squares = split_sum(sum_squares(gradients, exponent))
+
+    limbs = split_sum(sum_squares(gradients, exponent))
     counts = torch.stack([loss.double(), bad_losses.double(), num_too_large.to(device), (~is_finite).double()])
-    found = torch.cat([squares, counts])
-    dist.all_reduce(found)
-    *summands, loss_sum, num_bad_losses, num_too_large_found, num_infinite = found.tolist()
-    norm = math.nan if num_infinite else norm_of_sum(summands, int(exponent))
-    return Measured(norm, loss_sum, int(num_bad_losses), num_too_large_found > 0)
+    sums = torch.cat([limbs, counts])
+    dist.all_reduce(sums)
+    *limb_sums, loss_sum, num_bad_losses, num_elements_too_large, num_ranks_not_finite = sums.tolist()
+    norm = math.nan if num_ranks_not_finite else norm_of_sum(limb_sums, int(exponent))
+    return Measured(norm, loss_sum, int(num_bad_losses), num_elements_too_large > 0)
 
 
 def clip(gradients: list[torch.Tensor], norm: float, clipping: GradientClippingConfig) -> None:
-    """Scale the whole gradient down to the threshold (by norm), or clamp each element (by value)."""
+    """Limit this rank's `gradients` in place.
+
+    By norm, the whole gradient is scaled so that its norm is at most the threshold; `norm` is that of the gradient on
+    all ranks. By value, each element is limited to +-threshold.
+    """
     threshold = clipping.clipping_threshold
     if clipping.clipping_type == "value":
         torch._foreach_clamp_min_(gradients, -threshold)
         torch._foreach_clamp_max_(gradients, threshold)
     elif norm > threshold:
-        torch._foreach_mul_(gradients, threshold / (norm + 1e-6))
+        torch._foreach_mul_(gradients, threshold / (norm + CLIPPING_EPS))

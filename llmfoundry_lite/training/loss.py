@@ -1,13 +1,14 @@
-"""Cross-entropy of the next token without ever holding the logits of a whole batch.
+"""Cross-entropy of the next token, without holding the logits of a whole batch.
 
-The logits of a 2048-token sample are 200 MB in fp32, and a plain loss keeps several such tensors alive until
-the backward pass. Here the forward pass walks over chunks of tokens, computes each chunk's logits, loss and
-gradient, and keeps only the gradients of hidden states and embedding. Exact in value and gradient, and no
-product is computed twice. Compiled, a chunk's logits become its gradient in one pass over them.
+The logits of a sample of 2,048 tokens take 400 MB in fp32 with a vocabulary of 50,000, and a plain loss keeps several
+such tensors until the backward pass. Here the forward pass computes logits, loss and gradient for one chunk of tokens
+after the other, and keeps only the gradients of the hidden states and of the embedding. Value and gradient are exact,
+and no product is computed twice. If the step is compiled, a chunk's logits become their gradient in one pass over them.
 
-Where tensor parallelism divides the vocabulary, the logits stay divided: ranks exchange two numbers per token.
+Where tensor parallelism divides the vocabulary, the logits stay divided, and ranks exchange two numbers per token.
 
-Legend: b batch, t time, n tokens (b*t), c tokens of a chunk, d model width, v vocabulary or this rank's part of it.
+Suffixes of tensors are their dimensions: b samples, t tokens of a sample, n tokens (b * t), c tokens of a chunk, d
+model width, v vocabulary or this rank's part of it.
 """
 
 import math
@@ -24,23 +25,36 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 CHUNK_BYTES = LOSS_CHUNK_MIB * MIB
-"""Size of a chunk's fp32 logits, unless told otherwise."""
+"""Default size of a chunk's fp32 logits."""
 
 CPU_ROWS = 8192
-"""Rows of the embedding's gradient in one product on a CPU, where a single product takes a quarter longer."""
+"""On a CPU, rows of the embedding's gradient that one product computes. A single product for all rows takes a quarter
+longer."""
+
+CHUNK_MULTIPLE = 128
+"""Chunks are multiples of this many tokens. Other sizes take half as long again on a CPU."""
 
 
 def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
-    """Label each token [b, t] with the next one; IGNORED for the last one and before padding (ids below 0)."""
+    """Return the label of each token: the id of the next token in its sample. Shape [b, t], for b samples of t tokens.
+
+    The label is IGNORED for the last token of a sample and before padding, whose ids are below 0.
+    """
     labels_bt = torch.roll(tokens_bt, shifts=-1, dims=1)
     labels_bt[:, -1] = IGNORED
     return labels_bt.masked_fill(labels_bt < 0, IGNORED)
 
 
 def row_weights(labels_bt: torch.Tensor) -> torch.Tensor:
-    """Weights of tokens [b, t] that make each row with a loss count as much as a full one, whose weights are 1."""
-    counts_b1 = (labels_bt != IGNORED).sum(dim=1, keepdim=True)
-    return ((labels_bt.size(1) - 1) / counts_b1.clamp(min=1).float()).expand(labels_bt.shape)
+    """Return weights [b, t] of tokens with which each sample counts as much as a full one, whose weights are 1.
+
+    `labels_bt` are the labels of b samples of t tokens. A sample with half as many labels as a full one has weights of
+    2.
+    """
+    num_labels_b1 = (labels_bt != IGNORED).sum(dim=1, keepdim=True)
+    num_labels_of_full_row = labels_bt.size(1) - 1
+    weights_b1 = num_labels_of_full_row / num_labels_b1.clamp(min=1).float()
+    return weights_b1.expand(labels_bt.shape)
 
 
 def cross_entropy_sum(
@@ -54,85 +68,92 @@ def cross_entropy_sum(
     compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     divide_vocabulary: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] | None = None,
 ) -> torch.Tensor:
-    """Sum over tokens of -log p(label) in nats, weighted if there are weights; fp32, whatever its arguments are.
+    """Return the sum over tokens of -log p(label) in nats: a scalar in fp32, whatever the dtypes of the arguments are.
 
-    Where ranks divide the embedding's rows (a DTensor), `divide_vocabulary` is a companion's. All of them get the sum,
-    and each its part of the hidden states' gradient, which the model adds up.
-
-    `compiled`: `log_p_and_gradient` by a compiler. Where ranks divide the vocabulary they exchange numbers between its
-    steps, and it is not used.
-
-    A backward pass that runs once may scale the embedding's gradient in place. Zero-bubble schedules run it for the
-    hidden states, and again for the embedding.
+    Args:
+        hidden_btd: the model's last hidden states, for b samples of t tokens, of width d.
+        unembedding_vd: the matrix that makes logits of them, for v tokens of the vocabulary.
+        labels_bt: token ids, IGNORED where a token has no loss.
+        weights_bt: factors of the tokens' losses; None for 1.
+        backward_runs_once: the backward pass may scale the embedding's gradient in place. Zero-bubble schedules of a
+            pipeline run it twice, for the hidden states and again for the embedding.
+        chunk_bytes: size of the fp32 logits that are computed at once.
+        compiled: a compiler's `log_p_and_gradient`. It is not used if ranks divide the vocabulary, because they
+        exchange numbers between its steps. divide_vocabulary: a companion's function that takes this rank's rows out of
+        the embedding, which is a DTensor then. All ranks return the whole sum, and each its part of the hidden states'
+        gradient, which the model adds up.
     """
-    part = None
+    vocabulary = None
     if divide_vocabulary is not None:
-        unembedding_vd, part = divide_vocabulary(unembedding_vd)
+        unembedding_vd, vocabulary = divide_vocabulary(unembedding_vd)
+    if vocabulary is not None:
+        compiled = None
+    weights_n = None if weights_bt is None else weights_bt.flatten()
     return _ChunkedCrossEntropy.apply(  # type: ignore
-        *(hidden_btd.flatten(0, 1), unembedding_vd, labels_bt.flatten()),
-        *(None if weights_bt is None else weights_bt.flatten(), backward_runs_once, chunk_bytes, part),
-        None if part else compiled,
+        hidden_btd.flatten(0, 1),
+        unembedding_vd,
+        labels_bt.flatten(),
+        weights_n,
+        backward_runs_once,
+        chunk_bytes,
+        vocabulary,
+        compiled,
     )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The autograd function of `cross_entropy_sum`, for n tokens in one dimension. The forward pass computes the
+    gradients."""
+
     @staticmethod
     def forward(
         ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary, compiled
     ):
+        """Return the sum of the losses, and keep the gradients of `hidden_nd` and `unembedding_vd` for the backward
+        pass.
+
+        `vocabulary` is this rank's part of a divided vocabulary, or None. The other arguments are those of
+        `cross_entropy_sum`. A chunk's logits are released before the next chunk's are computed.
+        """
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
-        # All ranks that share a vocabulary need as many chunks as the others.
-        most = max(128, chunk_bytes // (4 * (vocabulary.num_rows if vocabulary else unembedding_vd.size(0))))
-        # Equal chunks in multiples of 128: other sizes take half as long again on a CPU.
-        chunk = math.ceil(num_tokens / math.ceil(num_tokens / most) / 128) * 128
-        rows = CPU_ROWS if hidden_nd.device.type == "cpu" else unembedding_vd.size(0)
+        # Ranks that divide a vocabulary exchange numbers for each chunk, so all of them choose by the largest part.
+        vocabulary_size = vocabulary.num_rows if vocabulary else unembedding_vd.size(0)
+        chunk_size = choose_chunk_size(num_tokens, vocabulary_size, chunk_bytes)
         total = torch.zeros((), dtype=torch.float32, device=hidden_nd.device)
         grad_hidden_nd = torch.empty_like(hidden_nd) if needs_gradient else None
         grad_unembedding_vd = None
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
-            hidden_cd, labels_c = hidden_nd[part], labels_n[part]
-            counted_c1 = (labels_c != IGNORED)[:, None]
+
+        for start in range(0, num_tokens, chunk_size):
+            chunk = slice(start, start + chunk_size)
+            hidden_cd, labels_c = hidden_nd[chunk], labels_n[chunk]
+            weights_c1 = (labels_c != IGNORED)[:, None]
             if weights_n is not None:
-                counted_c1 = counted_c1 * weights_n[part][:, None]
-            rows_c, columns_c = torch.arange(labels_c.numel(), device=labels_c.device), labels_c.clamp(min=0)
-            # In one piece of memory: logits' log-probabilities, then their gradient.
-            if compiled is not None and needs_gradient:
-                logits_cv = matmul_transposed(hidden_cd, unembedding_vd)
-                for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-                log_p_c, grad_cv = compiled(logits_cv, columns_c)
-                del logits_cv  # not while the next chunk's are computed
-            elif vocabulary is None:
-                grad_cv = torch.log_softmax(matmul_transposed(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
-                log_p_c, is_here_c = grad_cv[rows_c, columns_c], 1.0
-            else:
-                grad_cv = matmul_transposed(hidden_cd, unembedding_vd).float()
-                log_p_c, columns_c, is_here_c = vocabulary.normalise(grad_cv, columns_c)
-            total -= (log_p_c * counted_c1[:, 0]).sum()
-            if grad_hidden_nd is None:
-                del grad_cv  # not while the next chunk's are computed
+                weights_c1 = weights_c1 * weights_n[chunk][:, None]
+            log_p_c, grad_cv = _log_p_of_chunk(
+                hidden_cd, unembedding_vd, labels_c, vocabulary, compiled, needs_gradient
+            )
+            total -= (log_p_c * weights_c1[:, 0]).sum()
+            if grad_hidden_nd is None or grad_cv is None:  # an evaluation
                 continue
-            # d loss / d logits = softmax - one_hot; tokens without a loss are masked in what is made of it, which is
-            # much smaller.
-            if compiled is None:
-                grad_cv.exp_()
-                grad_cv[rows_c, columns_c] -= is_here_c
+
+            # The logits' gradient is not weighted yet, because the products that follow are much smaller than it is.
             grad_cv = grad_cv.to(hidden_nd.dtype)
-            grad_hidden_nd[part] = matmul_transposed(grad_cv, unembedding_vd.T) * counted_c1
-            hidden_cd = (hidden_cd * counted_c1).to(hidden_nd.dtype)
-            if grad_unembedding_vd is None:
+            grad_hidden_nd[chunk] = matmul_transposed(grad_cv, unembedding_vd.T) * weights_c1
+            if grad_unembedding_vd is None:  # not before the first chunk's logits have been released
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
-            for grad_cr, sum_rd in zip(grad_cv.split(rows, dim=1), grad_unembedding_vd.split(rows), strict=True):
-                sum_rd += matmul_transposed(grad_cr.T, hidden_cd.T)
-            del grad_cv, grad_cr, hidden_cd  # not while the next chunk's are computed
+            _add_unembedding_gradient(grad_unembedding_vd, grad_cv, (hidden_cd * weights_c1).to(hidden_nd.dtype))
+            del grad_cv
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         ctx.scale = torch.Tensor.mul_ if backward_runs_once else torch.Tensor.mul
         return total
 
     @staticmethod
     def backward(ctx, grad_total):  # type: ignore[override]
+        """Return the gradients that the forward pass has kept, times `grad_total`, the scalar gradient of the sum.
+
+        The other six arguments of `forward` have no gradient.
+        """
         grad_hidden_nd, grad_unembedding_vd = ctx.saved_tensors
         return (
             grad_hidden_nd * grad_total.to(grad_hidden_nd.dtype),
@@ -141,10 +162,74 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
+def choose_chunk_size(num_tokens: int, vocabulary_size: int, chunk_bytes: int) -> int:
+    """Return how many tokens to compute at once, so that their fp32 logits take about `chunk_bytes`.
+
+    Chunks are equal, but for the last one, and multiples of CHUNK_MULTIPLE.
+    """
+    bytes_per_token = 4 * vocabulary_size
+    largest = max(CHUNK_MULTIPLE, chunk_bytes // bytes_per_token)
+    num_chunks = math.ceil(num_tokens / largest)
+    return math.ceil(num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def _log_p_of_chunk(
+    hidden_cd: torch.Tensor,
+    unembedding_vd: torch.Tensor,
+    labels_c: torch.Tensor,
+    vocabulary: Any,
+    compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None,
+    needs_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the log-probabilities [c] of a chunk's c labels, and the gradient [c, v] of its logits, softmax - one_hot.
+
+    The gradient is None unless it `needs_gradient`. Tokens whose label is IGNORED have values without a meaning. Eager,
+    the gradient is computed in the memory of the logits. The arguments are those of `_ChunkedCrossEntropy.forward`.
+    """
+    columns_c = labels_c.clamp(min=0)
+    if compiled is not None and needs_gradient:
+        logits_cv = matmul_transposed(hidden_cd, unembedding_vd)
+        for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits_cv, columns_c)
+
+    rows_c = torch.arange(labels_c.numel(), device=labels_c.device)
+    is_on_this_rank_c: Any = 1.0
+    if vocabulary is None:
+        log_p_cv = torch.log_softmax(matmul_transposed(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
+        log_p_c = log_p_cv[rows_c, columns_c]
+    else:  # other ranks have the other columns, and normalise with this one
+        log_p_cv = matmul_transposed(hidden_cd, unembedding_vd).float()
+        log_p_c, columns_c, is_on_this_rank_c = vocabulary.normalise(log_p_cv, columns_c)
+    if not needs_gradient:
+        return log_p_c, None
+    grad_cv = log_p_cv.exp_()
+    grad_cv[rows_c, columns_c] -= is_on_this_rank_c
+    return log_p_c, grad_cv
+
+
+def _add_unembedding_gradient(
+    grad_unembedding_vd: torch.Tensor, grad_cv: torch.Tensor, hidden_cd: torch.Tensor
+) -> None:
+    """Add the part of the embedding's gradient [v, d] that comes from a chunk of c tokens, in place.
+
+    `grad_cv` is the gradient of their logits, and `hidden_cd` their weighted hidden states.
+    """
+    rows_at_once = CPU_ROWS if hidden_cd.device.type == "cpu" else grad_unembedding_vd.size(0)
+    parts = zip(grad_cv.split(rows_at_once, dim=1), grad_unembedding_vd.split(rows_at_once), strict=True)
+    for grad_cr, sum_rd in parts:
+        sum_rd += matmul_transposed(grad_cr.T, hidden_cd.T)
+
+
 def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the labels, fp32, and the logits' gradients. Eager, this takes more memory than
-    steps in place; a compiler makes one pass of it."""
+    """Return the log-probabilities [c] of c labels in fp32, and the gradients [c, v] of their logits, softmax -
+    one_hot.
+
+    `columns_c` are the labels as columns of the vocabulary. A compiler makes one pass of this. Eager, it would take
+    more memory than steps in place.
+    """
     log_p_cv = torch.log_softmax(logits_cv, dim=-1, dtype=torch.float32)
     is_label_cv = torch.arange(logits_cv.size(1), device=logits_cv.device) == columns_c[:, None]
     grad_cv = (log_p_cv.exp() - is_label_cv.float()).to(logits_cv.dtype)
-    return log_p_cv.gather(1, columns_c[:, None])[:, 0], grad_cv
+    log_p_c = log_p_cv.gather(1, columns_c[:, None])[:, 0]
+    return log_p_c, grad_cv

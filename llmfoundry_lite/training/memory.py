@@ -153,8 +153,8 @@ class Search:
 def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
     """Compute the gradient of one microbatch, or of all that a batch has where stages keep several."""
     model.train()
-    if model.sums:
-        model.sums.begin_batch(model.parameters(), num_microbatches)
+    if model.exact_sums:
+        model.exact_sums.begin_batch(model.parameters(), num_microbatches)
     is_pipeline = model.num_stages > 1
     num_rows = num_samples * num_microbatches if is_pipeline else num_samples
     batch = {"input_ids": torch.zeros((num_rows, seq_len), dtype=torch.int64, device=_device())}

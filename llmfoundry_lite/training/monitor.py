@@ -39,7 +39,7 @@ class DropoutSeed(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch = f"{self.seed}/{int(state.timestamp.batch)}"
-        self.model.drop_seed = _number_of(batch) % (1 << 31)
+        self.model.dropout_seed = _number_of(batch) % (1 << 31)
         place = self.place
         tensor = place.tensor if self.sequence_parallel else 0
         parts = {"": place.pipeline, "context ": place.context, "run ": tensor}  # the names are part of the seed

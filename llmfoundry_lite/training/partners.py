@@ -1,4 +1,4 @@
-"""The interface between the training loop and other launches of the same run, which a companion brings."""
+"""The interface between the training loop and other launches that train the same run. A companion implements it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,69 +12,85 @@ from llmfoundry_lite.training.run_handle import RunHandle
 from llmfoundry_lite.training.save_policy import Decision
 
 OUTER_MOMENTUM = "outer_momentum"
-"""Slot of the optimizer's state with the momentum of outer steps, which follow local steps of several launches."""
+"""Slot of the optimizer's state with the momentum of outer steps: those that launches take together after local
+steps."""
 
 
 def find_partners(config: TrainConfig) -> "Partners":
+    """Return the partners that a companion's block of the configuration names, such as `islands`; else no partners."""
     for block in given_blocks(config.blocks).values():
         return companions.import_address(block.partners)(config)
     return Partners()
 
 
 class Partners:
-    """The other launches of this run; this base class has none. Every rank must call every method together."""
+    """The other launches of this run, as one rank of this launch sees them. This base class has none.
 
-    saves_here = True
-    """This launch writes the run's checkpoints; no other one does."""
+    The training loop calls each method at the place that its docstring names. Every method is collective over the ranks
+    of this launch.
+    """
+
+    writes_checkpoints = True
+    """This launch writes the run's checkpoints. No other launch does."""
     takes_lease_at_start = True
+    """This launch takes the lease of the checkpoint folder before it restores the run. Otherwise its first save takes
+    it."""
     takes_outer_steps = False
+    """The launches take outer steps, so the optimizer's state keeps their momentum."""
     instead_of_saving = ""
-    """Text of the exit message if this launch leaves without saving."""
+    """Part of the exit message of a launch that leaves and writes no checkpoints."""
     tokens_elsewhere = 0
     """Tokens that other launches have trained since this launch began."""
     segment: dict[str, Any] = {}  # noqa: RUF012 - read only
-    """Additional fields of a checkpoint's segment."""
+    """Additional fields of this launch's segment in checkpoints."""
 
     def connect(self) -> None:
         """Connect to the other launches, before the model is built. Raises UserError on all ranks."""
 
-    def enter(self, run: RunHandle) -> None:
-        """Join the run, and take over its state if it is under way."""
-        having = [slots for slots in run.optimizer.state.values() if OUTER_MOMENTUM in slots]
-        if having and not self.takes_outer_steps:
-            for slots in having:
+    def join_run(self, run: RunHandle) -> None:
+        """Join the run once this launch has restored its checkpoint, and take over newer state if others train already.
+
+        Without outer steps, removes their momentum, which a checkpoint may have from an earlier launch.
+        """
+        slots_with_momentum = [slots for slots in run.optimizer.state.values() if OUTER_MOMENTUM in slots]
+        if slots_with_momentum and not self.takes_outer_steps:
+            for slots in slots_with_momentum:
                 del slots[OUTER_MOMENTUM]
             run.print("the momentum of outer steps is dropped: islands.sync is not set")
 
     def decide(self, decision: Decision) -> Decision:
-        """Return which saves and ends of the launch are possible after this batch."""
+        """Return `decision`, made after a batch, without a save or an end of this launch that is not possible now."""
         return decision
 
     def leave_early(self) -> None:
-        """Make the state one that can be saved, before leaving between two batches."""
+        """Bring the state to one that can be saved, because this launch leaves between two batches."""
 
     def may_save(self) -> bool:
         """Return whether this launch makes the save that is due."""
-        return self.saves_here
+        return self.writes_checkpoints
 
     def batches(self) -> Iterator[Any] | None:
-        """Read this rank's rows of the epoch's batches, from the next one on. None: the loader's."""
+        """Return this rank's rows of the rest of the epoch, as batches; None if the loader's are to be used."""
         return None
 
     def begin_batch(self) -> None:
-        """Note that the batch's computation begins."""
+        """Note that the computation of a batch begins."""
 
     def exchange_gradient(self, loss: torch.Tensor) -> bool:
-        """Sum the gradient over launches. Returns False if the batch must be computed again, with other rows."""
+        """Replace this launch's gradient by the sum over all launches. `loss` is this rank's weighted loss, a scalar.
+
+        Returns False if a launch has left meanwhile, so that the batch must be computed again with other rows.
+        """
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last batch."""
+        """Return metrics of the last batch, for its record in the log."""
         return {}
 
-    def move_on(self) -> Iterator[Any] | None:
-        """Return other batches to go on with if this rank's rows change after this batch; else None."""
+    def changed_batches(self) -> Iterator[Any] | None:
+        """Return, at the end of a batch, the batches to continue with if this rank reads other rows from now on; else
+        None."""
         return None
 
     def close(self, *, has_finished: bool = False) -> None:
-        """Disconnect. `has_finished`: the run is over, for all launches."""
+        """Disconnect. `has_finished` says that the run is done for all launches."""

@@ -37,14 +37,14 @@ from llmfoundry_lite.training.train import train
 class Replay(Partners):
     """Partners of a replay: no other launch, and no saves."""
 
-    saves_here = False
+    writes_checkpoints = False
     takes_lease_at_start = False
     instead_of_saving = "a replay saves nothing"
 
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def enter(self, run: RunHandle) -> None:
+    def join_run(self, run: RunHandle) -> None:
         """Write the digest of the restored state, and what may change the last digits here."""
         digest, here = run.digest(), run.segment()
         if dist.get_rank() == 0:

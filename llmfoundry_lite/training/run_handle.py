@@ -1,4 +1,5 @@
-"""A run under way, as other launches of it may touch it (`partners.py`): all that they know of the training loop."""
+"""What other launches of a run may read and change in this one (`partners.py`). They know nothing else of the training
+loop."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.data.loader import build_text_loader
 from llmfoundry_lite.ranks.codec import Item, decode_value, encode_value
 from llmfoundry_lite.ranks.exchange import broadcast_json
-from llmfoundry_lite.training.agreement import Agreement, Upcoming
+from llmfoundry_lite.training.agreement import Agreement, BatchCounts
 from llmfoundry_lite.training.gradient_step import LOSS, GradientStep, Measured
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
 from llmfoundry_lite.training.run_state import RunState
@@ -28,7 +29,7 @@ from llmfoundry_lite.training.save_policy import SavePolicy
 
 
 class Saving(Protocol):
-    """Parts of `Checkpointing`, which knows the partners."""
+    """The parts of `Checkpointing` that a handle uses. A protocol, because `Checkpointing` imports the partners."""
 
     config: TrainConfig
     agreement: Agreement
@@ -43,46 +44,55 @@ class Saving(Protocol):
     def begin(self, state: State) -> None: ...
     def segments_until(self, state: State) -> tuple[Segment, ...]: ...
     def save_now(self, state: State, logger: Logger) -> None: ...
-    def fit_end(self, state: State, logger: Logger) -> None: ...
+    def finish_saves(self, state: State, logger: Logger) -> None: ...
     def print_on_rank_0(self, *lines: str) -> None: ...
 
 
 class RunHandle:
-    """The parts of a run that partners read and change. All ranks call a method together, unless it says otherwise."""
+    """The parts of a run that other launches of it read and change, on one rank of this launch.
+
+    All ranks of this launch call a method together, unless it says otherwise.
+    """
 
     def __init__(self, trainer: Trainer, saving: Saving, leave: Callable[[str, str], None]):
-        self._state, self._logger, self._saving = trainer.state, trainer.logger, saving
-        self._agreement, self._gradient_step = saving.agreement, saving.gradient_step
+        """Wrap a run that has been restored. `leave` prints and records, with a status, why this process ends."""
+        self._state = trainer.state
+        self._logger = trainer.logger
+        self._saving = saving
+        self._agreement = saving.agreement
+        self._gradient_step = saving.gradient_step
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
-        self._first_lease: int | None = None
+        self._newest_lease: int | None = None
+        """On rank 0: number of the newest lease when `note_newest_lease` was called."""
         self.config = saving.config
-        """The configuration, with the values that this launch has chosen by itself."""
+        """The configuration, with the values that this launch has chosen itself."""
         self.model: Any = saving.gradient_step.model.model
         self.optimizer = trainer.state.optimizers[0]
         self.num_data_ranks = saving.agreement.ranks.size
         self.microbatch = int(trainer.state.device_train_microbatch_size or 1)
-        """Samples of a microbatch."""
-        self.is_exact = saving.gradient_step.sums is not None
+        """Number of samples in a microbatch."""
+        self.is_exact = saving.gradient_step.exact_sums is not None
         """Gradients are sums that do not depend on how rows are divided."""
         self.print = saving.print_on_rank_0
         self.log = trainer.logger.log_metrics
         self.leave = partial(leave, "preempted")
-        """Writes why this process ends at once, from any thread."""
+        """Prints and records why this process ends at once. It may be called from any thread."""
 
     # ------------------------------------------------------------------------------------- where the run is
 
     @property
     def batch(self) -> int:
-        """Batches that have been trained."""
+        """Number of batches that have been trained."""
         return int(self._state.timestamp.batch)
 
     @property
     def batch_in_epoch(self) -> int:
+        """Number of batches of this epoch that have been trained."""
         return int(self._state.timestamp.batch_in_epoch)
 
     @property
-    def counts(self) -> Upcoming:
-        """Samples and tokens of the batch under way: this launch's, and all launches' after `commit`."""
+    def counts(self) -> BatchCounts:
+        """Samples and tokens of the current batch: this launch's, and after `commit` those of all launches."""
         return self._agreement.current
 
     @property
@@ -97,40 +107,43 @@ class RunHandle:
 
     @property
     def is_launch_over(self) -> bool:
-        """`stop_after` or `stop_at` is reached."""
+        """`stop_after` or `stop_at` is reached, or a callback has asked for the end."""
         return self._saving.policy.is_launch_over(self._state)
 
     @property
     def is_asked_to_leave(self) -> bool:
-        """This rank knows of a reason to leave."""
+        """This rank knows of a reason to leave early. It may differ between ranks."""
         return bool(self._agreement.preemption.reason)
 
     def agree_on_leaving(self) -> str:
-        """Return why this launch is asked to leave, if any rank knows of a reason; else an empty text."""
+        """Return why this launch leaves early, for a message, if any rank knows of a reason; else an empty text."""
         preemption = self._agreement.preemption
-        return preemption.describe_reason(agreed) if (agreed := preemption.agree_on_reason()) else ""
+        agreed_reason = preemption.agree_on_reason()
+        if not agreed_reason:
+            return ""
+        return preemption.describe_reason(agreed_reason)
 
     def segment(self) -> Segment:
-        """Describe where this launch runs."""
+        """Return the description of where this launch runs that its checkpoints have."""
         return self._saving.segments_until(self._state)[-1]
 
     # ---------------------------------------------------------------------------------------------- batches
 
     @property
     def data_order(self) -> str:
-        """Fingerprint of the order of the data."""
+        """Fingerprint of the order of the training data."""
         return " ".join(order.fingerprint for order in self._dataset.stages.orders)
 
     def read(self, row_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
-        """Read this rank's share of these rows of every batch, from the next one on. Beside them, read rows `again` of
-        the batch that was `back` batches earlier."""
-        ranks, stamp, loader = self._agreement.ranks, self._state.timestamp, self.config.train_loader
-        mine, earlier = (
-            rows[ranks.rank * len(rows) // ranks.size : (ranks.rank + 1) * len(rows) // ranks.size]
-            for rows in (row_indices, again)
-        )
-        place = self.batch_in_epoch * self._dataset.global_batch_size
-        self._dataset.continue_with(mine, int(stamp.epoch), place, earlier, back)
+        """Return batches with this rank's part of `row_indices`, the rows of each batch that this launch trains.
+
+        The first one is the run's next batch. If `again` is given, each batch also has this rank's part of those rows
+        of the batch that is `back` batches earlier.
+        """
+        loader = self.config.train_loader
+        sample_in_epoch = self.batch_in_epoch * self._dataset.global_batch_size
+        epoch = int(self._state.timestamp.epoch)
+        self._dataset.continue_with(self._part_of(row_indices), epoch, sample_in_epoch, self._part_of(again), back)
         return iter(
             build_text_loader(
                 self._dataset,
@@ -141,82 +154,110 @@ class RunHandle:
             )
         )
 
+    def _part_of(self, row_indices: Sequence[int]) -> Sequence[int]:
+        """Return this data rank's part of rows that are divided over all data ranks, in order."""
+        ranks = self._agreement.ranks
+        begin = ranks.rank * len(row_indices) // ranks.size
+        end = (ranks.rank + 1) * len(row_indices) // ranks.size
+        return row_indices[begin:end]
+
     def on_gradients(self, parameters: Mapping[str, Parameter], take: Callable[[str, Parameter], None]) -> None:
-        """Call `take` in each batch with every parameter whose gradient is final, as soon as it is.
+        """Arrange that `take` is called in each batch with the name and the parameter whose gradient has become final.
 
-        Of a pipeline these are those that FSDP reduces, once, after the stage's last microbatch. Hooks on others run
-        after each. Tied embeddings of two stages are added up later still.
+        It is called during the backward pass of the last microbatch, for all of `parameters` but two kinds. Of a
+        pipeline, only parameters that FSDP shards are reported, because it reduces them once, after the stage's last
+        microbatch; hooks on others run after each. Embeddings that are tied over two stages are added up later still.
         """
-        step, model = self._gradient_step, self._gradient_step.model
+        step = self._gradient_step
+        model = step.model
 
-        def hook(name: str, parameter: Parameter) -> None:
+        def after_accumulation(name: str, parameter: Parameter) -> None:
             if step.num_microbatches_left == 0:
                 take(name, parameter)
 
         if model.num_stages > 1 and not all(isinstance(stage, FSDPModule) for stage in self.model.stages):
             return
-        later = {id(parameter) for parameter in model.shared_parameters}
+        added_up_later = {id(parameter) for parameter in model.shared_parameters}
         for name, parameter in parameters.items():
-            if id(parameter) not in later:
-                parameter.register_post_accumulate_grad_hook(partial(hook, name))
+            if id(parameter) not in added_up_later:
+                parameter.register_post_accumulate_grad_hook(partial(after_accumulation, name))
 
     def measure(self, loss: torch.Tensor, weight: int) -> Measured:
-        """Finish and measure the gradient. `loss` is this rank's, `weight` that of the rows in the gradient."""
-        step, parameters = self._gradient_step, whole_parameters(self.optimizer)
-        if step.sums:
-            step.weight = weight
-        return step.measure(parameters, loss)
+        """Finish the gradient, which contains all launches' rows, and return its norm and the loss.
 
-    def commit(self, measured: Measured, counts: Upcoming) -> None:
-        """Set the batch's numbers to those of all launches. Every rank must call it; ranks exchange nothing."""
-        self._gradient_step.agreed, self._agreement.current = measured, counts
+        `loss` is this rank's, and `weight` the number of tokens or samples with a loss in those rows, which exact sums
+        need.
+        """
+        step = self._gradient_step
+        if step.exact_sums:
+            step.weight = weight
+        return step.measure(whole_parameters(self.optimizer), loss)
+
+    def commit(self, measured: Measured, counts: BatchCounts) -> None:
+        """Set the current batch's norm, loss and counts to those of all launches. The ranks exchange nothing."""
+        self._gradient_step.agreed = measured
+        self._agreement.current = counts
 
     def drop_gradient(self) -> None:
+        """Drop the gradient of a batch that must be computed again. The ranks exchange nothing."""
         clear_gradients(self.optimizer)
 
-    def count_elsewhere(self, samples: int, tokens: int) -> None:
-        """Add what other launches have trained to the run's clock."""
-        stamp = self._state.timestamp
-        more = {"sample": samples, "sample_in_epoch": samples}
-        more |= {"token": tokens, "token_in_epoch": tokens, "token_in_iteration": tokens}
-        counts: Any = {key: int(getattr(stamp, key)) + count for key, count in more.items()}
-        self._state.timestamp = stamp.copy(**counts)
+    def add_counts(self, samples: int, tokens: int) -> None:
+        """Add samples and tokens that other launches have trained to the run's clock. The ranks exchange nothing."""
+        timestamp = self._state.timestamp
+        additions = dict.fromkeys(("sample", "sample_in_epoch"), samples)
+        additions |= dict.fromkeys(("token", "token_in_epoch", "token_in_iteration"), tokens)
+        counts: Any = {name: int(getattr(timestamp, name)) + count for name, count in additions.items()}
+        self._state.timestamp = timestamp.copy(**counts)
 
     # ------------------------------------------------------------------------------------- state, and saves
 
     def digest(self) -> str:
-        """Hash weights and optimizer."""
+        """Return a digest of weights and optimizer state that does not depend on how ranks divide them."""
         return self._saving.saver.digest(self.model, self.optimizer)
 
-    def collect(self) -> dict[str, Any]:
-        """Return the state besides tensors, as JSON."""
-        here = self._saving
-        segments = here.segments_until(self._state) if self.batch >= here.first_batch else ()
-        scalars = encode_value(here.run_state.collect(self._state))
+    def collect_state(self) -> dict[str, Any]:
+        """Return the state besides tensors, as JSON. The ranks exchange nothing."""
+        saving = self._saving
+        segments: Sequence[Segment] = ()
+        if self.batch >= saving.first_batch:  # this launch has trained
+            segments = saving.segments_until(self._state)
+        scalars = encode_value(saving.run_state.collect(self._state))
         return {"scalars": scalars, "segments": [encode_record(segment) for segment in segments]}
 
-    def take_over(self, collected: Mapping[str, Any]) -> None:
-        """Carry on from a state that another launch has collected."""
+    def restore_state(self, collected: Mapping[str, Any]) -> None:
+        """Restore what `collect_state` of another launch has returned. This launch begins after that launch's batch."""
         self._saving.run_state.restore(decode_value(collected["scalars"]), self._state)
         self._saving.segments = tuple(decode_segment(Item(one, "segment")) for one in collected["segments"])
         self._saving.begin(self._state)
 
     def save(self, *, begins: bool = True) -> int:
-        """Save the last batch if `begins`. Wait for all saves, and return the last one's batch. Raises UserError."""
-        (self._saving.save_now if begins else self._saving.fit_end)(self._state, self._logger)
+        """Wait for the save in progress, and with `begins` save the last batch before that.
+
+        Returns the batch of the newest save. Raises UserError on all ranks if it fails.
+        """
+        if begins:
+            self._saving.save_now(self._state, self._logger)
+        else:
+            self._saving.finish_saves(self._state, self._logger)
         return self._saving.begun_batch
 
-    def note_lease(self) -> None:
-        """Note whose saves are the newest."""
+    def note_newest_lease(self) -> None:
+        """Note which launch has taken the run's lease last, for `has_successor`. Rank 0 reads it."""
         if dist.get_rank() == 0:
             with suppress(OSError):
-                self._first_lease = self._saving.saver.store.leases.highest()
+                self._newest_lease = self._saving.saver.store.leases.highest()
 
     def has_successor(self) -> bool:
-        """Return whether another launch has begun to save since this one did, or since `note_lease`."""
-        has_successor, saver = False, self._saving.saver
+        """Return whether another launch has taken the run's lease since this one has, or else since
+        `note_newest_lease`.
+
+        Rank 0 reads the leases, and broadcasts the answer. If they cannot be read, the answer is False.
+        """
+        has_successor = False
         if dist.get_rank() == 0:
-            known = saver.lease.epoch if saver.lease is not None else self._first_lease
+            saver = self._saving.saver
+            known_epoch = self._newest_lease if saver.lease is None else saver.lease.epoch
             with suppress(OSError):
-                has_successor = known is not None and saver.store.leases.highest() > known
+                has_successor = known_epoch is not None and saver.store.leases.highest() > known_epoch
         return broadcast_json(has_successor)

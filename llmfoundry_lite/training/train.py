@@ -93,7 +93,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         is_run_done = progress_of(trainer.state, launch.config.max_duration) >= 1
         has_batches_to_train = not is_run_done and not checkpointing.was_stopped
         if has_batches_to_train:
-            launch.partners.enter(RunHandle(trainer, checkpointing, run_folder.leave))
+            launch.partners.join_run(RunHandle(trainer, checkpointing, run_folder.leave))
         with user_errors_on_all_ranks():  # only rank 0 opens the log and the loggers
             run_folder.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
 
@@ -346,7 +346,7 @@ def export(config: TrainConfig, run_folder: RunFolder, checkpointing: Checkpoint
         checkpointing.preemption.saved = checkpoint_url.rsplit("/", 1)[-1]
     if run_folder.is_main:
         reason = can_export(config.model)
-        if reason is None and not checkpointing.partners.saves_here:
+        if reason is None and not checkpointing.partners.writes_checkpoints:
             reason = "another launch of this run has its last save"
         export_on_rank_0(config, run_folder, checkpoint_url, reason)
 

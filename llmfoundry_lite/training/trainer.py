@@ -1,22 +1,23 @@
 """Composer's Trainer, with a training step that waits for the device once and for the other ranks twice.
 
-The loop, the events and evaluation are Composer's. Composer's own step synchronises host and device, or all ranks, a
-dozen times, and twice more in each microbatch. This one does so in `measure` and, between two batches, in `Agreement`.
-Exact sums take one exchange more.
+The loop, the events and the evaluation are Composer's. Composer's own step synchronises host and device, or all ranks,
+a dozen times, and twice more in each microbatch. This one does so in `gradient_step.measure` and, between two batches,
+in `Agreement.end_batch`. Exact sums need one exchange more.
 
-The loss of a global batch is a mean over its W tokens with a loss, or samples with a loss. D data ranks divide the
-samples. C ranks divide each sample: each has C times its part of the loss, and is averaged with the others.
+The loss of a global batch is a mean over its W tokens that have a loss, or over its W samples that have one. D data
+ranks divide the samples. C ranks divide the tokens of each sample; each multiplies its part of the loss by C, because
+FSDP averages over all D C ranks.
 
-    case         a rank's nats are divided by    over ranks     scale of fp16
-    tokens       W / D                           mean           none
-    samples      W / D and a full row's tokens   mean           none
-    fp16         the same                        sum            `loss` multiplies gradients by scale / (D C);
-                                                                `measure` divides them by scale
-    exact sums   all of a full batch, not W / D  sum, float64   refused, and so is C > 1
-    pipeline     the same, in `train_on`         the same       `train_on` multiplies the weights of losses
+    case         a rank divides its nats by     over ranks       loss scale (fp16)
+    tokens       W / D                          mean             none
+    samples      W / D and a full row's tokens  mean             none
+    fp16         the same                       sum              `loss` multiplies gradients by scale / (D C);
+                                                                 `measure` divides them by scale
+    exact sums   all of a full batch, not W / D sum, in float64  refused, as C > 1 is
+    pipeline     the same, in `train_on`        the same         `train_on` multiplies the weights of losses
 
-`loss_divisor` is W / D, or with exact sums what a batch without padding has; `ExactSums.finish` then makes it W. With
-samples, `row_weights` let a short row count as much as a full one.
+`loss_divisor` is W / D. With exact sums it is the W of a batch without padding, and `ExactSums.finish_batch` corrects
+that to this batch's W. For a mean over samples, `row_weights` let a short row count as much as a full one.
 """
 
 import atexit
@@ -42,7 +43,7 @@ from llmfoundry_lite.training.gradient_step import LOSS, GradientStep
 from llmfoundry_lite.training.optimizers import clear_gradients, whole_parameters
 from llmfoundry_lite.training.partners import Partners
 
-# The model is parallel already; without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
+# The model is parallel already. Without FSDP inside, as in a pipeline, Composer would wrap it in DDP.
 composer_trainer.prepare_ddp_module = lambda model, find_unused_parameters: model
 
 # Composer's Trainer asks for the processor's name on every rank and does not use it. py-cpuinfo starts processes and
@@ -52,7 +53,9 @@ collect_env.get_cpu_model = devices.device_name
 
 class ParallelTrainer(Trainer):
     """Composer's Trainer for parallel models. It counts each sample once, even if several ranks compute parts of it.
-    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples."""
+
+    Losses and gradients are means over ranks. Each sample is on equally many ranks, so these are means over samples.
+    """
 
     def __init__(
         self,
@@ -64,24 +67,36 @@ class ParallelTrainer(Trainer):
         device_batch_size: int,
         **options: Any,
     ):
+        """Build the trainer. Composer restores the run in here, by the event AFTER_LOAD.
+
+        `ranks` tells which part of each global batch this rank reads, `device_batch_size` how many samples that is.
+        `options` are those of Composer's Trainer.
+        """
         self.ranks = ranks
         self.agreement = agreement
         self.gradient_step = gradient_step
         self.partners = partners
         self.device_batch_size = device_batch_size
         self.last_stepped_batch = 0
-        """The last batch whose step has begun: until Composer counts it, the state is that of no batch."""
+        """The last batch whose optimizer step has begun. Until Composer counts that batch, the state is between two
+        batches."""
         super().__init__(**options)
-        # Composer's loop says so of a run that carries on at the end of an epoch. Data without batches are refused.
+        # Composer warns so when a run carries on from the end of an epoch. Data without batches are an error before.
         warnings.filterwarnings("ignore", message="No batches were trained", category=UserWarning)
-        devices.set_tf32(options["model"].precision.tf32)  # Composer has allowed it on every GPU by now
+        # Composer has allowed TF32 on every GPU by now, whatever the precision of the run is.
+        devices.set_tf32(options["model"].precision.tf32)
 
     def close(self) -> None:
-        """Close each callback. Composer would do so a second time when Python exits, without threads."""
+        """Close the callbacks and loggers now. Composer would do so again when Python exits, where no thread can
+        start."""
         super().close()
         atexit.unregister(self.engine._close)
 
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
+        """Yield this rank's part of each batch of an epoch, or of a validation set if `trainer_mode` is not TRAIN.
+
+        Composer's loop calls this. All ranks end after the same batch, and fail together. Collective.
+        """
         if trainer_mode.name != "TRAIN":
             yield from self._read_validation()
             return
@@ -89,7 +104,7 @@ class ParallelTrainer(Trainer):
         try:
             while True:
                 self.engine.run_event(Event.BEFORE_DATALOADER)
-                batch = self.agreement.take()
+                batch = self.agreement.next_batch()
                 if batch is None:
                     self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
                     return
@@ -98,11 +113,12 @@ class ParallelTrainer(Trainer):
             self.agreement.end_epoch()
 
     def _read_validation(self) -> Iterator[Any]:
-        """Yield the batches of a validation until one rank has no more. An error of one rank's loader is raised on all
-        ranks, so that they can save what they have trained; Composer would let the others wait. Collective."""
-        assert self.state.dataloader is not None
-        length = self.state.dataloader_len
-        batches = islice(self.state.dataloader, None if length is None else int(length))
+        """Yield this rank's part of each batch of a validation set, until one rank has no more. Collective.
+
+        An error of one rank's loader is raised on all ranks, so that they can save what they have trained. Composer
+        would let the others wait.
+        """
+        batches = self._loader_batches()
         while True:
             batch, error = None, None
             try:
@@ -118,21 +134,30 @@ class ParallelTrainer(Trainer):
             yield batch
 
     def _begin_epoch(self) -> None:
-        batches, length = self.partners.batches(), self.state.dataloader_len
+        """Begin to read the rest of an epoch: the rows that the partners choose, or the loader's. Collective."""
+        batches = self.partners.batches()
         if batches is None:
-            assert self.state.dataloader is not None
-            batches = islice(self.state.dataloader, None if length is None else int(length))
+            batches = self._loader_batches()
         self.agreement.begin_epoch(batches)
 
+    def _loader_batches(self) -> Iterator[Any]:
+        """Return the batches of Composer's current data loader, cut off after the length that Composer knows, if
+        any."""
+        assert self.state.dataloader is not None
+        length = self.state.dataloader_len
+        return islice(self.state.dataloader, None if length is None else int(length))
+
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """Train on this rank's rows in `state.batch`: microbatch by microbatch to a gradient, over ranks and launches,
-        clipped, to the optimizer's step. `Checkpointing.batch_end` comes next.
+        """Train on this rank's rows, `state.batch`: add the gradients of its microbatches, sum them over ranks and
+        launches, clip, and step the optimizer. Collective. `Checkpointing.batch_end` comes next.
 
         The loss is the mean over the global batch's tokens or samples, however ranks, microbatches and pipeline stages
-        divide them. Returns None, so that Composer's loop does not sum the loss over ranks: `GradientStep.finish` has.
+        divide them. `use_grad_scaling` is Composer's, and not used. Returns None, so that Composer's loop does not sum
+        the loss over ranks: `GradientStep.finish` has done that.
         """
-        state, step, run_event = self.state, self.gradient_step, self.engine.run_event
-        while True:
+        state, step = self.state, self.gradient_step
+        is_final = False
+        while not is_final:
             rows = state.batch
             loss_sum = torch.zeros((), device=state.device._device)
             microbatches, loss_divisor = self._begin_batch(rows)
@@ -141,46 +166,65 @@ class ParallelTrainer(Trainer):
                 step.before_forward()
                 loss_sum = loss_sum + self._add_gradient(microbatch, loss_divisor)
             state.batch = rows
-            if self.partners.exchange_gradient(loss_sum):
-                break
-            self._begin_epoch()  # again, with the rows that this launch has now
-            state.batch = self.agreement.take()
+
+            is_final = self.partners.exchange_gradient(loss_sum)
+            if not is_final:  # another launch has left, so this one computes the batch again with other rows
+                self._begin_epoch()
+                state.batch = self.agreement.next_batch()
+
         self.last_stepped_batch = int(state.timestamp.batch) + 1
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
         self.logger.log_metrics(metrics)
         state.total_loss_dict = {LOSS: step.finish(state, self.logger, loss_sum, digest)}
-        run_event(Event.AFTER_TRAIN_BATCH)
+        self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         state.optimizers[0].step()
         self.first_train_batch_complete = True
 
     def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
-        """Divide a batch into microbatches; a pipeline does so itself. Returns them, on the host, where counting waits
-        for no device; and the `loss_divisor` of the table above."""
+        """Divide this rank's `rows` into microbatches, clear the gradients, and prepare the gradient step.
+
+        Returns the microbatches, and the `loss_divisor` of the table above. A pipeline divides its rows itself, so it
+        gets one microbatch. They stay on the host, where counting their tokens does not wait for the device.
+        """
         state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
-        size, device = state.device_train_microbatch_size, state.device._device
-        assert self._train_data_spec is not None and isinstance(size, int) and device is not None
-        total = self.agreement.current.weight(by_tokens=self.accumulate_train_batch_on_tokens)
-        loss_divisor = max(total, 1) / self.ranks.size  # all rows of one launch among several may be padding
+        microbatch_size, device = state.device_train_microbatch_size, state.device._device
+        assert self._train_data_spec is not None and isinstance(microbatch_size, int) and device is not None
+        by_tokens = self.accumulate_train_batch_on_tokens
+        weight = self.agreement.current.weight(by_tokens=by_tokens)
+        loss_divisor = max(weight, 1) / self.ranks.size  # of several launches, one may have rows of padding alone
+
         self.partners.begin_batch()
-        is_pipeline = model.num_stages > 1
-        microbatches = [rows] if is_pipeline else [*self._train_data_spec.split_batch(rows, size)]
+        microbatches = [rows]
+        if model.num_stages == 1:
+            microbatches = list(self._train_data_spec.split_batch(rows, microbatch_size))
         step.begin(len(microbatches), device, num_ranks=self.ranks.size * model.context_size)
         self.engine.run_event(Event.BEFORE_TRAIN_BATCH)
         clear_gradients(state.optimizers[0])
-        if step.sums:  # no means over ranks, and a weight that does not depend on the rows of other launches
-            num_rows, num_tokens = self.device_batch_size * self.ranks.size, max(rows["input_ids"].size(1) - 1, 1)
-            full = num_rows * (num_tokens if self.accumulate_train_batch_on_tokens else 1)
-            step.full_weight, step.weight, loss_divisor = full, total, full
-            step.sums.begin_batch(whole_parameters(state.optimizers[0]), num_rows // size)
+
+        if step.exact_sums:
+            # The divisor must not depend on the padding, which is in the rows of other launches too.
+            num_rows = self.device_batch_size * self.ranks.size
+            full_weight = num_rows
+            if by_tokens:
+                full_weight = num_rows * max(rows["input_ids"].size(1) - 1, 1)
+            step.full_weight = full_weight
+            step.weight = weight
+            loss_divisor = full_weight
+            step.exact_sums.begin_batch(whole_parameters(state.optimizers[0]), num_rows // microbatch_size)
         return microbatches, loss_divisor
 
     def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:
-        """Add a microbatch's gradient, or in one pass through a pipeline all microbatches'. `microbatch` is on the
-        host, `state.batch` on the device. Returns this rank's loss, whose mean over ranks, or sum with exact sums, is
-        the global batch's: a scalar."""
-        state, step, run_event, sums = self.state, self.gradient_step, self.engine.run_event, self.gradient_step.sums
-        model, spec = cast(Any, self._original_model), cast(DataSpec, self._train_data_spec)
+        """Compute a microbatch, and add its gradient to the parameters'. A pipeline computes all microbatches in one
+        pass.
+
+        `microbatch` is on the host, `state.batch` is the same on the device, and `loss_divisor` is that of the table
+        above. Fires Composer's events where Composer's own step does. Returns a scalar, this rank's weighted loss. Its
+        mean over ranks, or its sum with exact sums, is the global batch's loss.
+        """
+        state, step, run_event = self.state, self.gradient_step, self.engine.run_event
+        model: Any = self._original_model
+        spec = cast(DataSpec, self._train_data_spec)
         is_pipeline = model.num_stages > 1
         run_event(Event.BEFORE_FORWARD)
         if not is_pipeline:
@@ -196,7 +240,7 @@ class ParallelTrainer(Trainer):
         run_event(Event.AFTER_LOSS)
         run_event(Event.BEFORE_BACKWARD)
         if not is_pipeline:
-            if sums:  # as a pipeline does, to the bit
+            if step.exact_sums:  # the product that a pipeline computes, so that both give the same bits
                 outputs: Any = state.outputs
                 losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
             elif self.accumulate_train_batch_on_tokens:
@@ -205,11 +249,17 @@ class ParallelTrainer(Trainer):
                 losses = losses * (count_rows(microbatch) / loss_divisor)
             losses.backward()
         run_event(Event.AFTER_BACKWARD)
-        return (round_loss(losses.detach()) if sums else losses.detach()).sum()
+        losses = losses.detach()
+        if step.exact_sums:
+            losses = round_loss(losses)
+        return losses.sum()
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
     ) -> tuple[int, int, datetime.timedelta]:
-        """Return the global batch's samples and tokens, agreed on before the batch, and this rank's time. Rank 0's
-        time is recorded and saved."""
-        return self.agreement.current.num_filled, self.agreement.current.num_tokens, batch_time
+        """Return the global batch's samples and tokens, and this rank's time, for Composer's clock.
+
+        Composer passes this rank's samples and tokens, and would sum them over ranks. The ranks have agreed on them
+        before the batch. Rank 0's time is the one that is recorded and saved.
+        """
+        return self.agreement.current.num_samples, self.agreement.current.num_tokens, batch_time

@@ -8,10 +8,10 @@ import torch
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.training import agreement
-from llmfoundry_lite.training.agreement import Agreement, Upcoming, count_filled, count_rows, count_tokens
+from llmfoundry_lite.training.agreement import Agreement, BatchCounts, count_filled, count_rows, count_tokens
 from llmfoundry_lite.training.preemption import REASONS
 
-FULL = Upcoming(True, 3, 7, 5, 2, 0)
+FULL = BatchCounts(True, 3, 7, 5, 2, 0)
 BATCH = {"input_ids": torch.tensor([[1, 2, 3, -100], [4, 5, 6, 7], [-100, -100, -100, -100]])}
 
 
@@ -56,13 +56,13 @@ def test_a_batch_is_there_when_every_rank_has_its_share(monkeypatch):
     end_batch(monkeypatch, *ranks)
     for one in ranks:
         assert one.upcoming[:5] == (True, 4, 14, 2 * 5, 4)
-        assert one.take() is BATCH
+        assert one.next_batch() is BATCH
 
 
 def test_one_rank_without_a_share_ends_the_epoch_for_all(monkeypatch):
     ranks = rank([BATCH]), rank([], number=1)
     end_batch(monkeypatch, *ranks)
-    assert [one.take() for one in ranks] == [None, None]
+    assert [one.next_batch() for one in ranks] == [None, None]
 
 
 def test_ranks_that_see_the_same_rows_count_them_once(monkeypatch):
@@ -106,9 +106,9 @@ def test_what_the_loader_raises_comes_after_this_batch_is_recorded(monkeypatch):
     monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
     one._batches = broken()
     one.end_batch(is_last=False, is_busy=False, wants_save=False)
-    assert one.upcoming.is_there  # or the epoch would seem to have ended, and the error with it
+    assert one.upcoming.is_complete  # or the epoch would seem to have ended, and the error with it
     with pytest.raises(OSError, match="the shard is gone"):
-        one.take()
+        one.next_batch()
 
 
 def test_a_batch_that_one_rank_cannot_read_is_an_error_of_all(monkeypatch):
@@ -118,7 +118,7 @@ def test_a_batch_that_one_rank_cannot_read_is_an_error_of_all(monkeypatch):
     met = []
     monkeypatch.setattr(agreement, "raise_on_all_ranks", met.append)
     for one in ranks:
-        one.take()
+        one.next_batch()
     assert list(map(str, met)) == ["None", "the shard is gone"]
 
 
@@ -132,11 +132,11 @@ def test_an_error_in_reading_ahead_ends_with_its_epoch(monkeypatch):
     one = rank([])
     monkeypatch.setattr(agreement, "all_reduce_sum", lambda values: values)
     one.begin_epoch(broken())
-    assert one.take() is BATCH
+    assert one.next_batch() is BATCH
     one.end_batch(is_last=False, is_busy=False, wants_save=False)
     one.end_epoch()
     one.begin_epoch(iter([BATCH]))
-    assert one.take() is BATCH
+    assert one.next_batch() is BATCH
 
 
 def test_a_token_has_a_loss_when_its_row_has_one_before_it():

@@ -15,7 +15,7 @@ from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.parallel.exact import ExactSums
 from llmfoundry_lite.parallel.precision import PRECISIONS
 from llmfoundry_lite.training.adapter import LanguageModel
-from llmfoundry_lite.training.agreement import Upcoming, count_tokens
+from llmfoundry_lite.training.agreement import BatchCounts, count_tokens
 from llmfoundry_lite.training.gradient_step import GradientStep, LossScaler, measure
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.trainer import ParallelTrainer
@@ -161,7 +161,7 @@ def trainer_of(rows_bt, rank, num_ranks, by_tokens, part=0, num_parts=1, **of_st
         state=SimpleNamespace(**state, device_train_microbatch_size=1, timestamp=Timestamp()),
         _train_data_spec=spec, engine=SimpleNamespace(run_event=lambda event: None), _original_model=model,
         gradient_step=GradientStep(model=model, on_non_finite="skip", max_skipped_batches=1, **of_step),
-        agreement=SimpleNamespace(current=Upcoming(True, 4, 11, 7, 3, 0)),
+        agreement=SimpleNamespace(current=BatchCounts(True, 4, 11, 7, 3, 0)),
         accumulate_train_batch_on_tokens=by_tokens, partners=Partners(), device_batch_size=len(mine_bt),
         ranks=DataRanks(rank=rank, size=num_ranks, is_counted=True),
     )  # fmt: skip
@@ -200,8 +200,8 @@ def test_what_overflows_in_fp16_and_the_loss_do_not_depend_on_the_number_of_rank
 def test_exact_sums_of_an_incomplete_batch_are_means_over_what_it_has(num_ranks, by_tokens, loss):
     trainers, found = [], []
     for rank in range(num_ranks):
-        trainer = trainer_of(ROWS_BT, rank, num_ranks, by_tokens, sums=ExactSums())
-        trainer.gradient_step.sums.attach(trainer.state.model.model)
+        trainer = trainer_of(ROWS_BT, rank, num_ranks, by_tokens, exact_sums=ExactSums())
+        trainer.gradient_step.exact_sums.attach(trainer.state.model.model)
         trainers.append(trainer)
         found.append(add_gradients(trainer))
 

@@ -32,7 +32,7 @@ def own_meter(monkeypatch):
 class Measured(nn.Linear):
     """A model that tells its meter how many samples it was given."""
 
-    sums, num_stages = None, 1
+    exact_sums, num_stages = None, 1
 
     def __init__(self, meter, fits=1000):
         super().__init__(25, 5, bias=False)  # 500 bytes, and as many of gradients

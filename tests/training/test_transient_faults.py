@@ -52,7 +52,7 @@ class Run:
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
-        parts.digest_of_save = {}
+        parts.unlogged_digest = {}
         parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
         parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
@@ -179,7 +179,7 @@ def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is
     run.parts.agreement, run.parts.run_state = SimpleNamespace(all_idle=False), SimpleNamespace()
     begun, logger = [], SimpleNamespace(log_metrics=lambda metrics: None)
     run.parts._advance_save = lambda step, state, logger: begun.append(step)
-    run.parts._about = lambda state: None
+    run.parts._save_metadata = lambda state: None
     run.parts.model, run.state.optimizers = SimpleNamespace(model=None), [None]
     run.parts.saver.save = begun.append
     del run.parts._save

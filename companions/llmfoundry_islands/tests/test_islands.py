@@ -12,7 +12,7 @@ from llmfoundry_islands.tensors.summing import SumPlan
 from llmfoundry_islands.training.islands import Islands
 from llmfoundry_lite.ranks.codec import encode_value
 from llmfoundry_lite.ranks.ending import Preempted
-from llmfoundry_lite.training.agreement import Upcoming
+from llmfoundry_lite.training.agreement import BatchCounts
 
 SECONDS = 0.2
 """Time that a device needs for a batch, after the host has launched all of it."""
@@ -33,7 +33,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
     islands: Any = object.__new__(Islands)
     islands.__dict__.update(
         run=SimpleNamespace(
-            counts=Upcoming(True, 2, 20, 18, 2, 7), batch=0, is_exact=False, drop_gradient=lambda: None
+            counts=BatchCounts(True, 2, 20, 18, 2, 7), batch=0, is_exact=False, drop_gradient=lambda: None
         ),
         by_tokens=True,
         exchange=SimpleNamespace(cuts={}, num_bytes=0),
@@ -72,7 +72,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
         member=SimpleNamespace(describe=describe, lost=Lost("the coordinator is gone", "gone")),
         _save_before_leaving=lambda reason: f"{reason}; saved",
     )
-    assert islands.move_on() is None and islands.view == view and islands.saves_here
+    assert islands.changed_batches() is None and islands.view == view and islands.writes_checkpoints
     with pytest.raises(Preempted, match="the coordinator is gone; saved"):
         islands._begin_view(islands.next_view)
 
@@ -92,7 +92,7 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody():
         view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"], {}),
         held=SimpleNamespace(pieces_with=lambda _: {}, write_state=lambda *_: phases.append(member.phase)),
         exchange=SimpleNamespace(take=take),
-        run=SimpleNamespace(take_over=lambda _: phases.append(member.phase)),
+        run=SimpleNamespace(restore_state=lambda _: phases.append(member.phase)),
         _receive_decision=lambda: {"kind": "state", "state": told},
     )
     islands._receive_state()

@@ -10,7 +10,7 @@ from llmfoundry_islands.training.local_steps import (
     share_lost,
     take_outer_step,
 )
-from llmfoundry_lite.training.run_handle import Upcoming
+from llmfoundry_lite.training.run_handle import BatchCounts
 
 
 def test_outer_steps_are_nesterov_s_bit_for_bit():
@@ -33,7 +33,7 @@ def test_outer_steps_are_nesterov_s_bit_for_bit():
 
 def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_nothing():
     here = Round()
-    batch = Upcoming(True, num_filled=1, num_tokens=3, num_losses=2, num_rows_with_loss=1, digest=(1 << 64) - 1)
+    batch = BatchCounts(True, num_samples=1, num_tokens=3, num_loss_tokens=2, num_loss_samples=1, digest=(1 << 64) - 1)
     here.count(batch, weight=2, loss=1.0)
     here.count(batch, weight=6, loss=3.0)
     here.count(batch, weight=0, loss=float("nan"))

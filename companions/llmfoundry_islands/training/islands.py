@@ -109,12 +109,12 @@ class Islands(Partners):
         if self.rank == 0:
             print(f"islands: still waiting: {reason}", flush=True)
 
-    def enter(self, run: RunHandle) -> None:
+    def join_run(self, run: RunHandle) -> None:
         """Describe this rank to the coordinator, wait for the first view, and take over the state of a run under way.
 
         Raises ConfigError if the island is refused, Preempted if this launch is asked to leave.
         """
-        super().enter(run)
+        super().join_run(run)
         self.run = run
         self.member.on_evicted = run.leave
         with raising_on_all_ranks(CheckpointError):
@@ -198,7 +198,7 @@ class Islands(Partners):
         if lost is not None:
             return Lost(*lost)
         if view.leader == self.name != self.view.leader:
-            self.run.note_lease()
+            self.run.note_newest_lease()
         self.view, self.next_view = view, None
         boxes = {name: [read_boxes(one["boxes"]) for one in ranks] for name, ranks in described.items()}
         pieces = {name: share_out(boxes_of_ranks) for name, boxes_of_ranks in boxes.items()}
@@ -228,7 +228,7 @@ class Islands(Partners):
     # ---------------------------------------------------------------------------------------------------- saving
 
     @property
-    def saves_here(self) -> bool:  # type: ignore[override]
+    def writes_checkpoints(self) -> bool:  # type: ignore[override]
         """Whether this island is the leader and, if it leaves, the last one."""
         following = None if self.next_view is None else self.next_view.members
         return self.view.leader == self.name and (not following or self.name in following)
@@ -239,11 +239,13 @@ class Islands(Partners):
 
     def may_save(self) -> bool:
         """Return whether this island saves and no successor holds the lease: stealing it would end the others."""
-        return self.saves_here and not (broadcast_json(self.member.lost is not None) and self.run.has_successor())
+        return self.writes_checkpoints and not (
+            broadcast_json(self.member.lost is not None) and self.run.has_successor()
+        )
 
     def _save_before_leaving(self, reason: str) -> str:
         """Save during a batch, before its commit. Returns the message of the exit."""
-        saved, saves = "another island saves", self.saves_here and not self.run.has_successor()
+        saved, saves = "another island saves", self.writes_checkpoints and not self.run.has_successor()
         try:
             last = self.run.save(begins=saves)
             saved = f"saved as ba{last}" if saves else saved
@@ -263,7 +265,7 @@ class Islands(Partners):
         self.row_indices = self.next_row_indices
         return self.run.read(self.row_indices, *self.again)
 
-    def move_on(self) -> Iterator[Any] | None:
+    def changed_batches(self) -> Iterator[Any] | None:
         if self._begin_next_view() is not None:
             return None  # the next batch finds out; this one is not recorded yet, so a save would lack it
         is_due = self.run.batch % self.config.check_weights_every == 0
@@ -307,8 +309,8 @@ class Islands(Partners):
         exchanged_at = time.monotonic()
         if self.rank == 0:
             place = {"kind": "prepared", "epoch": self.view.epoch, "batch": self.run.batch, "steps": 1}
-            counts = {"weight": self.weight, "samples": here.num_filled, "tokens": here.num_tokens}
-            counts |= {"losses": here.num_losses, "digest": here.digest}
+            counts = {"weight": self.weight, "samples": here.num_samples, "tokens": here.num_tokens}
+            counts |= {"losses": here.num_loss_tokens, "digest": here.digest}
             self.member.send({**place, **counts, "seconds": seconds, "weights": self.weights, **report})
         self.member.phase = "wait"
         decision = self._receive_decision()
@@ -324,7 +326,7 @@ class Islands(Partners):
             return False
         self.measured = {
             "islands/members": len(self.view.members),
-            "islands/rows": here.num_filled,
+            "islands/rows": here.num_samples,
             "islands/compute_seconds": seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - seconds,
             "islands/decision_seconds": time.monotonic() - exchanged_at,
@@ -341,7 +343,11 @@ class Islands(Partners):
         for name, rows in decision["rows"].items():
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.tokens_elsewhere += decision["tokens"] - here.num_tokens
-        counts = {"num_filled": decision["samples"], "num_tokens": decision["tokens"], "num_losses": decision["losses"]}
+        counts = {
+            "num_samples": decision["samples"],
+            "num_tokens": decision["tokens"],
+            "num_loss_tokens": decision["losses"],
+        }
         self.run.commit(
             Measured(decision["norm"], loss, decision["bad"], decision["out_of_range"]),
             here._replace(**counts, digest=decision["digest"] % (1 << 64)),
@@ -386,7 +392,7 @@ class Islands(Partners):
         """Send the run's state to joining islands: scalars through the coordinator, tensors from rank to rank."""
         kinds, optimizer, pieces = self.held.read_state(self.given_weights)
         if self.rank == 0:
-            content = {"optimizer": encode_value(optimizer), "kinds": kinds, **self.run.collect()}
+            content = {"optimizer": encode_value(optimizer), "kinds": kinds, **self.run.collect_state()}
             self.member.send({"kind": "state", "epoch": self.view.epoch, "state": content})
         with suppress(OSError):  # a joiner is gone: the next exchange fails, and the batch is repeated without it
             for label, kind in enumerate(kinds, self.run.batch * LABELS_PER_BATCH + 1):
@@ -412,7 +418,7 @@ class Islands(Partners):
             raise self._missing_state()
         self.member.phase = "compute"
         self.held.write_state(kinds, pieces, decode_value(content["optimizer"]))
-        self.run.take_over(content)
+        self.run.restore_state(content)
 
     def _missing_state(self) -> Preempted:
         return Preempted(f"left the run: {self.view.source} could not give its state; run the same command again")

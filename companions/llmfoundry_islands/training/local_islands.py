@@ -68,9 +68,9 @@ class LocalIslands(Islands):
         self.owes_save = False
         self.num_lost_samples = self.num_samples_again = 0
 
-    def enter(self, run: RunHandle) -> None:
+    def join_run(self, run: RunHandle) -> None:
         """Join the run as `Islands.enter` does. Also raises ConfigError for more fragments than parameters."""
-        super().enter(run)
+        super().join_run(run)
         self.outer.take_over()
         self._begin_round()
         self.is_whole = self.is_whole or self.view.is_whole
@@ -127,14 +127,14 @@ class LocalIslands(Islands):
         self.measured = {
             "islands/local_steps": self.every,
             "islands/members": len(self.round_row_indices),
-            "islands/rows": self.run.counts.num_filled,
+            "islands/rows": self.run.counts.num_samples,
             "islands/compute_seconds": seconds,
             "islands/lost_samples": self.num_lost_samples,
             "islands/samples_again": self.num_samples_again,
         }
         return True
 
-    def move_on(self) -> Iterator[Any] | None:
+    def changed_batches(self) -> Iterator[Any] | None:
         """Count the batch, and take an outer step if the round ends with it."""
         if self.has_left:
             return None
@@ -243,7 +243,7 @@ class LocalIslands(Islands):
             self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
         self.num_drifts += len(decision["drifted"])
         tokens_elsewhere = decision["tokens"] - self.round.tokens
-        self.run.count_elsewhere(decision["samples"] - self.round.samples, tokens_elsewhere)
+        self.run.add_counts(decision["samples"] - self.round.samples, tokens_elsewhere)
         self.tokens_elsewhere += tokens_elsewhere
         counted = {key: decision[key] for key in ("loss", "samples", "tokens")}
         self.measured |= {f"islands/{key}": value for key, value in counted.items()}
@@ -377,8 +377,8 @@ class LocalIslands(Islands):
         return decision._replace(saves=False, preempted_by="", stops=False)
 
     @property
-    def saves_here(self) -> bool:  # type: ignore[override]
-        return super().saves_here and self.is_settled
+    def writes_checkpoints(self) -> bool:  # type: ignore[override]
+        return super().writes_checkpoints and self.is_settled
 
 
 def find_islands(config: TrainConfig) -> Islands:

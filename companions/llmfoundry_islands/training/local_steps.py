@@ -17,7 +17,7 @@ from llmfoundry_islands.coordination.division import Pace, divide
 from llmfoundry_lite.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmfoundry_lite.training.run_handle import Upcoming
+    from llmfoundry_lite.training.run_handle import BatchCounts
 
 
 @dataclass(kw_only=True)
@@ -38,12 +38,12 @@ class Round:
     seconds: float = 0.0
     """Time of computing."""
 
-    def count(self, batch: "Upcoming", weight: int, loss: float, again: int = 0) -> None:
+    def count(self, batch: "BatchCounts", weight: int, loss: float, again: int = 0) -> None:
         self.steps += 1
         self.weight += weight
-        self.samples += batch.num_filled
+        self.samples += batch.num_samples
         self.tokens += batch.num_tokens
-        self.losses += batch.num_losses
+        self.losses += batch.num_loss_tokens
         self.again += again
         self.digest = (self.digest + batch.digest) % (1 << 64)
         self.loss_sum += loss * weight if weight else 0.0

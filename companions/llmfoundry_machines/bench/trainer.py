@@ -12,7 +12,7 @@ from llmfoundry_machines.bench.turns import READY, STEPS, TIMED, WARM_UP, Mark
 class Measured(Partners):
     """Partners of a measured run: no other launch. `mark` is called at each stage of the run."""
 
-    saves_here = False
+    writes_checkpoints = False
     takes_lease_at_start = False
     instead_of_saving = "a measurement saves nothing"
 
@@ -25,7 +25,7 @@ class Measured(Partners):
         """Wait for the device: up to here the run has nothing on it."""
         self.mark(READY)
 
-    def enter(self, run: RunHandle) -> None:
+    def join_run(self, run: RunHandle) -> None:
         self.run = run
         self.microbatch_size = run.microbatch
         self.mark(STEPS)
