@@ -169,9 +169,9 @@ class RenameCommits:
         for name in self.root.names():
             if 0 < lease_epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
                 self.root.child(name).remove_all()
-        self.clear_litter(has_lease=True)
+        self.clear_litter(has_lease=True, newest=(epoch, 0))
 
-    def clear_litter(self, *, has_lease: bool) -> None:
+    def clear_litter(self, *, has_lease: bool, newest: tuple[int, int]) -> None:
         """Finish interrupted removals; under a lease, remove replaced saves too."""
         for name in self.root.names():
             if name.startswith(DELETING):
@@ -270,8 +270,23 @@ class PutCommits:
         with contextlib.suppress(OSError):  # listing uploads needs a permission of its own
             self.root.abort_uploads(is_dead)
 
-    def clear_litter(self, *, has_lease: bool) -> None:
-        pass
+    def clear_litter(self, *, has_lease: bool, newest: tuple[int, int]) -> None:
+        """Finish removals that failed once the manifest was gone: remove the shards of saves without a manifest, if
+        they are older than `newest`, by lease epoch and batch. A newer save may be about to be published.
+
+        Under a lease this is left to the next launch (`clear_remains`), because it lists the folder of each save.
+        """
+        if has_lease:
+            return
+        for name in self.names():
+            folder = self.root.child(name)
+            children = folder.names()
+            if MANIFEST in children:
+                continue
+            for child in children:
+                save = SAVE_ID.fullmatch(child)
+                if save is not None and (int(save[1]), int(save[2])) < newest:
+                    folder.child(child).remove_all()
 
 
 def commits_in(root: Folder, on_phase: Callable[[str], None]) -> RenameCommits | PutCommits:

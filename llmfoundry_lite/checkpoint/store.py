@@ -392,8 +392,8 @@ class CheckpointStore:
             for name in doomed_set_aside:
                 with _os_errors(f"{self.root.url}/{name}: cannot be removed"):
                     self.root.child(name).remove_all()
-            if doomed:
-                self.commits.clear_litter(has_lease=lease is not None)
+            with _os_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
+                self.commits.clear_litter(has_lease=lease is not None, newest=listed[0].order)
             with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
                 self._remove_log([candidate for candidate in candidates if candidate not in doomed], listed[0])
         return [*(candidate.name for candidate in doomed), *doomed_set_aside]

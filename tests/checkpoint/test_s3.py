@@ -143,6 +143,31 @@ def test_a_prune_beside_a_running_save_removes_no_other_save(connect, monkeypatc
     assert names(store) == ["ba2"]
 
 
+@pytest.mark.fault
+def test_a_prune_finishes_a_removal_that_failed_once_the_manifest_was_gone(connect, monkeypatch):
+    """The answer to the removal of the manifest was lost. A save that is being written stays."""
+    store = CheckpointStore(connect())
+    lease = store.acquire()
+    for batch in (1, 2, 3):
+        save(store, lease, batch)
+    draft = write_draft(store, lease, 4)
+    removed = remote_folder.RemoteFolder.remove_version
+
+    def lose_the_answer(folder, name, version):
+        removed(folder, name, version)
+        raise OSError("Connection was closed before we received a valid response")
+
+    monkeypatch.setattr(remote_folder.RemoteFolder, "remove_version", lose_the_answer)
+    with pytest.raises(CheckpointError, match="ba1: cannot be removed"):
+        store.prune(None, keep_newest=2)
+    monkeypatch.setattr(remote_folder.RemoteFolder, "remove_version", removed)
+    assert names(store) == ["ba3", "ba2"] and "ba1" in store.root.names()
+    assert store.prune(None, keep_newest=2) == []
+    assert "ba1" not in store.root.names()
+    store.publish(draft, lease)
+    verify_checkpoint(open_checkpoint(f"{store.root.url}/ba4"))
+
+
 def uploads_of(bucket):
     found = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=bucket)
     return sorted(upload["Key"] for upload in found.get("Uploads", []))

@@ -420,6 +420,15 @@ def test_no_removal_follows_a_link_whatever_is_one(tmp_path):
     assert all((elsewhere / name).stat().st_size for name in ("shard-00000.safetensors", "manifest.json"))
 
 
+@pytest.mark.fault
+def test_a_prune_finishes_an_interrupted_removal_though_it_removes_no_other_save(tmp_path):
+    store, _ = saved(tmp_path / "checkpoints", 1, 2)
+    save_id = open_checkpoint(f"{store.root.url}/ba1").manifest.save_id
+    (tmp_path / "checkpoints/ba1").rename(tmp_path / f"checkpoints/.deleting-{save_id}")
+    assert store.prune(None, keep_newest=1) == []
+    assert sorted(name for name in os.listdir(tmp_path / "checkpoints") if name != ".leases") == ["ba2", "latest.json"]
+
+
 OTHERS = {
     "a link to nowhere": lambda path: path.symlink_to("nowhere"),
     "a link in a circle": lambda path: path.symlink_to(path.name),
