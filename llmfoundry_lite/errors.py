@@ -235,9 +235,9 @@ def _is_transient_here(error: BaseException) -> bool:
 
 
 class UserError(ValueError):
-    """Something outside our code is wrong. One line; exit code 2 for a mistake, 75 for a fault that may pass.
+    """An error with a cause outside this package, in one line. Exit code 2: a mistake; 75: a fault that may pass.
 
-    Errors of configuration, data and checkpoints are kinds of it.
+    ConfigError, DataError and CheckpointError are subclasses of it.
 
     >>> try:
     ...     lf.load("runs/nowhere")

@@ -26,10 +26,10 @@ Configuration = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Sequen
 
 
 def train(config: Configuration, **overrides: Any) -> Run:
-    """Train as a YAML file says, or a mapping with its keys, and return the run.
+    """Train with the configuration of a YAML file or a mapping, and return the run.
 
     `config` is a file, the name of one that comes with the package, a list of them, or a mapping, which needs a
-    `run_name`. Overrides are laid over it; a key with dots is given as `**{"model.d_model": 256}`.
+    `run_name`. Overrides replace its values; write a key with dots as `**{"model.d_model": 256}`.
 
     >>> run = lf.train("runs/tiny/config.yaml", run_folder="runs/again", max_duration="2ba")
     attention: ...
@@ -38,9 +38,9 @@ def train(config: Configuration, **overrides: Any) -> Run:
     <runs/again: batches 1 to 2>
 
     One process is one rank. Under `composer`, `torchrun` or `srun` every rank calls it, and each gets the run. Call it
-    in the main thread: it listens to signals. A run that is asked to leave saves, and the process exits with code 75.
+    in the main thread, because it handles signals. If the run is asked to stop, it saves and the process exits with 75.
 
-    Raises ConfigError, DataError or CheckpointError, in one line, before anything heavy starts where it can.
+    Raises ConfigError, DataError or CheckpointError with a text of one line, if possible before anything heavy starts.
     """
     from llmfoundry_lite.launch_train import launch
     from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS
@@ -55,11 +55,11 @@ def train(config: Configuration, **overrides: Any) -> Run:
 
 
 def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
-    """Evaluate models as a YAML file says, or a mapping with its keys: name of a model -> its results.
+    """Evaluate models with the configuration of a YAML file or a mapping; return name of a model -> its results.
 
-    `config` and overrides are given as to `train`. A mapping without `icl_tasks` asks all tasks whose data are here.
-    Each result has `tasks`, by name, with their metrics, the `average` of the tasks' accuracies, and the `path` of the
-    file that `compare` takes.
+    `config` and overrides are given as to `train`. A mapping without `icl_tasks` runs every task whose data file
+    exists. Each result has `tasks`, by name, with their metrics, the `average` of the tasks' accuracies, and the `path`
+    of the file that `compare` takes.
 
     >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
     words, accuracy ± standard error
@@ -80,9 +80,9 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     """List the runs in a folder by name, with the state of each. No torch is needed.
 
-    A run that is still written stands as it is now; `look()` reads what has come since. It stands for its folder
-    wherever a path is asked for, as in `lf.load(run)`. A folder of runs' checkpoints may be given too, and a URL such
-    as `s3://bucket`: runs there stand as their newest checkpoints tell.
+    Each run is read as it is now; `look()` reads what has been written since. A run may be given instead of the path of
+    its folder, as in `lf.load(run)`. `folder` may also be a folder of checkpoints of runs, or a URL such as
+    `s3://bucket`; runs there are described by their newest checkpoints.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]

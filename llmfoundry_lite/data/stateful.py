@@ -79,15 +79,15 @@ def open_dataset(
     tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
     **dataset: Any,
 ) -> StatefulLoader:
-    """Open MDS shards as this rank's batches, for any training loop.
+    """Open MDS shards and iterate over this rank's batches, in any training loop.
 
-    Batch 1000 holds the same samples on any number of ranks. Ranks are those of torch.distributed, all of which call
-    this together. `rank` and `world_size` are for meshes whose ranks share data.
+    Batch 1000 has the same samples on any number of ranks. By default the ranks are those of torch.distributed, and all
+    of them must call this function together. Set `rank` and `world_size` for meshes in which several ranks share data.
 
-    The words not listed here are those of [`train_loader.dataset`](data.md), such as `split`, `shuffle`,
-    `shuffle_seed`, `streams`, `stages` and `remote`. `drop_last=False` fills the last batch with rows of -100.
-    `tokenizer` is for shards of text, each cut after `max_seq_len` tokens: a folder, a Hub name, or a loaded model's
-    `tokenizer`.
+    All other arguments are keys of [`train_loader.dataset`](data.md), such as `split`, `shuffle`, `shuffle_seed`,
+    `streams`, `stages` and `remote`. `drop_last=False` fills the last batch with rows of -100.
+    `tokenizer` is for shards of text, which are cut after `max_seq_len` tokens. It is a folder, a Hub name, or the
+    `tokenizer` of a loaded model.
 
     >>> loader = lf.open_dataset("data/mine", split="train", shuffle=True, global_batch_size=8, max_seq_len=32)
     >>> for batch in loader:
@@ -95,7 +95,7 @@ def open_dataset(
     >>> batch["input_ids"].shape, batch["input_ids"].dtype
     (torch.Size([8, 32]), torch.int64)
 
-    The place is plain data, the same on every rank. Any other number of ranks carries on from it.
+    `state_dict()` is plain data and the same on every rank. Any other number of ranks can resume from it.
 
     >>> place = loader.state_dict()
     >>> place["epoch"], place["sample_in_epoch"]
@@ -106,7 +106,7 @@ def open_dataset(
     >>> bool((next(iter(other))["input_ids"] == next(iter(loader))["input_ids"][4:]).all())
     True
 
-    Raises ConfigError for unknown words and impossible ranks. Raises DataError for data that cannot be read, for a
+    Raises ConfigError for unknown arguments and impossible ranks. Raises DataError for data that cannot be read, for a
     batch that the ranks do not divide, and for samples of another length, unless `allow_truncation=True` lets it read
     the beginning of longer ones.
     """

@@ -84,8 +84,8 @@ def compare_files(
 ) -> Comparison:
     """Compare two evaluation results item by item, as `llmfoundry-lite compare` does.
 
-    The result prints as that table. Differences are `other` less `first`. "Better" is said only where a corrected test
-    supports it.
+    The result prints as the same table. Differences are `other` minus `first`. It says "better" only if a corrected
+    test supports it.
 
     >>> pair = lf.compare("results/base.json", "results/ours.json")
     >>> pair.sentence
@@ -95,8 +95,9 @@ def compare_files(
     ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
 
     Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share. A
-    folder stands for the one result in it. `skip` leaves a task or several out. Raises DataError for results that
-    cannot be compared; it names task and reason.
+    folder may be given if it has only one result. `skip` names tasks to leave out.
+
+    Raises DataError for results that cannot be compared, with the task and the reason.
     """
     left_out = [skip] if isinstance(skip, str) else skip or ()
     return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]

@@ -64,7 +64,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def __call__(self, tokens_bt: torch.Tensor) -> torch.Tensor:
-        """Return logits [b, t, vocabulary], fp32, of what follows each token of plain rows, without padding.
+        """Return the fp32 logits [b, t, vocabulary] of the next token after each token of rows without padding.
 
         >>> import torch
         >>> model = lf.load("runs/tiny")
@@ -73,7 +73,7 @@ class LoadedModel:
         >>> logits_btv.shape[:2] == tokens_bt.shape, logits_btv.dtype
         (True, torch.float32)
 
-        Without gradients. For those, call the module itself, after `model.model.requires_grad_()`.
+        Computes no gradients. To get gradients, call the module itself after `model.model.requires_grad_()`.
         """
         with _one_at_a_time:
             output = self.model(tokens_bt.to(self._subject.model.device))
@@ -86,17 +86,18 @@ class LoadedModel:
     def logprobs(self, texts: Iterable[str]) -> list[NDArray[np.float32]]: ...
 
     def logprobs(self, texts: str | Iterable[str]) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Return the log-probability of each token of a text, in nats, given all before it; of a list of texts, a list.
+        """Return the log-probability of each token of a text given all before it, in nats; a list for a list of texts.
 
-        Tokens are those of `tokenizer.encode(text)`. The first one follows the token that begins or ends a text. A text
-        that is longer than the context is read in windows, as in rolling perplexity. An empty text has no tokens.
+        The tokens are those of `tokenizer.encode(text)`. The first token is predicted after the token that begins or
+        ends a text. A text that is longer than the context is read in windows, as in rolling perplexity. An empty text
+        has no tokens.
 
         >>> model = lf.load("runs/tiny")
         >>> short, empty = model.logprobs(["def one():", ""])
         >>> len(short) == len(model.tokenizer.encode("def one():")), len(empty), bool((short < 0).all())
         (True, 0, True)
 
-        Raises ConfigError for what is no text, DataError for tokens that the model does not have.
+        Raises ConfigError if something is not a text, DataError for tokens that the model does not have.
         """
         asked = _check_texts("logprobs", texts)
         scorable = self._subject.model
@@ -141,8 +142,8 @@ class LoadedModel:
     ) -> str | list[str]:
         """Return the text that follows `prompt`: up to `max_new_tokens` tokens, or to the end of text.
 
-        Temperature 0 takes the likeliest token. The same seed gives the same text again. A list of prompts gives a
-        list, each text as if its prompt were given alone.
+        Temperature 0 always takes the most likely token. The same seed gives the same text again. A list of prompts
+        gives a list of texts, each the same as if its prompt were given alone.
 
         >>> model = lf.load("runs/tiny")
         >>> model.generate("def ", max_new_tokens=8, seed=1) == model.generate("def ", max_new_tokens=8, seed=1)
@@ -150,7 +151,7 @@ class LoadedModel:
         >>> len(model.generate(["def ", "import "], max_new_tokens=8))
         2
 
-        Raises DataError for a model that transformers alone can run, ConfigError for settings that cannot be.
+        Raises DataError for a model that only transformers can run, ConfigError for impossible settings.
         """
         try:
             num_tokens = index(max_new_tokens)
@@ -201,10 +202,11 @@ def load(
     dtype: str | torch.dtype = "float32",
     device: str | int | torch.device | None = None,
 ) -> LoadedModel:
-    """Load a model from a run, a checkpoint, a Hugging Face folder or `hf:NAME`. Every block is verified as it is read.
+    """Load a model from a run, a checkpoint, a Hugging Face folder or `hf:NAME`. Verifies every block that it reads.
 
-    A run gives its newest intact checkpoint, with a warning for each newer one that is not. MPT, GPT-2, Llama, Mistral
-    and Qwen become our MPT; transformers runs other causal models. Code that a folder brings is never run.
+    From a run, it loads the newest intact checkpoint, and warns about each newer one that is damaged. MPT, GPT-2,
+    Llama, Mistral and Qwen are loaded into this package's MPT; transformers runs other causal models. Code in a folder
+    is never run.
 
     >>> model = lf.load("runs/tiny")
     >>> model
@@ -215,8 +217,8 @@ def load(
     `tokenizer` is a folder or a Hub name, by default the model's own. `dtype` is float32, bfloat16 or float16, as text
     or as torch has it.
 
-    The result has `model`, the module itself; `tokenizer`, with `encode` and `decode`; `source`, the checkpoint or
-    folder; `manifest`, the checkpoint's step, configuration and history, or None.
+    The result has these attributes: `model`, the module itself; `tokenizer`, with `encode` and `decode`; `source`, the
+    checkpoint or folder; `manifest`, the checkpoint's step, configuration and history, or None.
 
     Raises DataError if there is no model or no tokenizer, and CheckpointError for weights that do not verify.
     """

@@ -160,9 +160,9 @@ class Samples(NamedTuple):
 def read_batches(run: str | os.PathLike[str], first: int, last: int | None = None, **dataset: Any) -> Iterator[Samples]:
     """Read the samples of a run's batches again, from `first` to `last`, both included.
 
-    Each has the rows of all ranks, as int64 [batch, tokens]. Its digest is compared with `data/digest` in the log,
-    where the log has that batch. Batches that the run has not reached yet are those it will train on. `dataset` has
-    keys of [`train_loader.dataset`](data.md) whose values differ here, such as `local`.
+    Each batch has the rows of all ranks, as int64 [batch, tokens]. If the log has the batch, its digest is compared
+    with `data/digest` in the log. You can also read batches that the run has not reached yet. `dataset` has keys of
+    [`train_loader.dataset`](data.md) whose values differ on this machine, such as `local`.
 
     >>> for batch in lf.batches("runs/tiny", 3, 4):
     ...     print(batch.batch, batch.tokens_bt.shape)

@@ -180,12 +180,12 @@ class NoBatchesError(DataError):
 
 
 def read_run(where: str | os.PathLike[str]) -> Run:
-    """Read a run's log, configuration and history, from a run directory, its URL or a folder of its checkpoints.
+    """Read a run's log, configuration and history from its folder, its URL or a folder of its checkpoints.
 
-    `log` is a dictionary of every number in metrics.jsonl: name -> column, with a number for each batch, NaN where
-    there is none; the last line of a batch counts. `pandas.DataFrame(run.log)` is the table. `log.digest` has the
-    digests of the data. Batches that a later launch trained again are in `log.dead`. `segments` say where each span
-    of batches ran. A run can be passed wherever a path is expected. No torch is needed.
+    `log` is a dictionary of the numbers in metrics.jsonl: name -> column, with one number for each batch, or NaN if
+    there is none. If a batch has several lines, the last one counts. `pandas.DataFrame(run.log)` makes a table of it.
+    `log.digest` has the digests of the data, and `log.dead` the batches that a later launch trained again. `segments`
+    say where each span of batches was trained. A run can be passed wherever a path is expected. Does not need torch.
 
     >>> run = lf.read_run("runs/tiny")
     >>> run

@@ -12,11 +12,12 @@ from tests.helpers.launch import ROOT
 PAGE = ROOT / "docs/library.md"
 TOP = """# The library
 
-`import llmfoundry_lite as lf` costs next to nothing: a name brings what it needs when it is first used. `runs`,
-`read_run` and `compare` need no torch. Types are checked (`py.typed`).
+Use the library to train, load, evaluate and compare models from Python. `import llmfoundry_lite as lf` takes almost no
+time, because each name imports what it needs when it is first used. `runs`, `read_run` and `compare` do not import
+torch. The package has type annotations (`py.typed`).
 
-This page is made from the docstrings, and its examples are tests. They have a folder `data/mine` of `data prepare`, a
-run `runs/tiny` of six batches, two results, and `words.yaml`, which asks for one task.
+This page is generated from the docstrings, and its examples are tests. They run with a folder `data/mine` that
+`data prepare` made, a run `runs/tiny` of six batches, two results, and `words.yaml`, which names one task.
 """
 ORDER: dict[str, Any] = {
     "train": programs.train,
