@@ -374,8 +374,8 @@ class Runner:
     def _lease(self) -> str:
         """Return text that changes whenever a launch takes or renews the lease; empty where it cannot be read."""
         with contextlib.suppress(OSError, CheckpointError):
-            holder = CheckpointStore(self.relay.store).leases.holder()
-            return holder.state if holder is not None and not holder.is_released else ""
+            holder = CheckpointStore(self.relay.store).leases.current_holder()
+            return holder.activity_id if holder is not None and not holder.is_released else ""
         return ""
 
     def _end(self, allocation: Allocation) -> Allocation:

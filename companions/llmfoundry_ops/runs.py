@@ -252,7 +252,7 @@ class SavedRun(LiveRun):
             position = {"ba": stamp.batch, "ep": stamp.epoch, "sp": stamp.sample, "tok": stamp.token}
             if position[self.max_duration.unit] >= self.max_duration.value:
                 return {"status": "done", "batch": stamp.batch, "reason": None}
-        holder = self._store.leases.holder()
+        holder = self._store.leases.current_holder()
         is_held = holder is not None and not holder.is_released
         if is_held and {"host", "pid"} <= holder.owner.keys() and lives(holder.owner) is False:
             reason = f"process {holder.owner['pid']} of this machine, the last that saved here, is gone"
@@ -267,7 +267,7 @@ class SavedRun(LiveRun):
     def _seconds_without_a_sign(self, holder: Holder | None) -> float:
         """Return for how long the looks have found the same lease and the same checkpoint."""
         assert self._newest is not None
-        lease = f"{holder.state} {holder.is_released}" if holder is not None else ""
+        lease = f"{holder.activity_id} {holder.is_released}" if holder is not None else ""
         sign = f"{lease} {self._newest.manifest.save_id}"
         now = time.monotonic()
         if sign != self._last_sign:

@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 
     name: str
     note: str
-    """Why values were not compared (only in one, other shape); else empty."""
+    """Why values were not compared, such as another shape, or that dtypes differ. Empty: neither."""
     num_different: int = 0
     max_absolute: float = 0.0
     """NaN if an element is NaN in one tensor only."""
@@ -37,8 +37,10 @@ class Difference(NamedTuple):
 
 
 def load_full_tensors(url: Url, *, prefix: str = "model/") -> Tensors:
-    """Return all tensors under `prefix`, which is taken off their names, on the CPU; tied ones under each of their
-    names. Raises CheckpointError."""
+    """Return all tensors of a checkpoint whose names begin with `prefix`, which is taken off, on the CPU.
+
+    Tied tensors are there under each of their names. Raises CheckpointError.
+    """
     checkpoint = open_checkpoint(url)
     tensors = read_full(checkpoint, [name for name in checkpoint.manifest.tensors if name.startswith(prefix)])
     for alias, name in checkpoint.manifest.aliases.items():
@@ -48,78 +50,106 @@ def load_full_tensors(url: Url, *, prefix: str = "model/") -> Tensors:
 
 
 def read_full(checkpoint: Checkpoint, names: list[str]) -> Tensors:
-    records = {name: checkpoint.manifest.tensors[name] for name in names}
-    like = {name: torch.empty(r.shape, dtype=DTYPES[r.dtype], device="meta") for name, r in records.items()}
+    """Return whole tensors of a checkpoint by name, on the CPU. Raises UnsoundCheckpointError."""
+    like = {}
+    for name in names:
+        record = checkpoint.manifest.tensors[name]
+        like[name] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
     return read_tensors(checkpoint, like)
 
 
 def diff(a: Url, b: Url) -> Iterator[Difference]:
-    """Compare each tensor of either checkpoint, in order of name; two tensors in memory at a time."""
-    first, second = open_checkpoint(a), open_checkpoint(b)
-    for name in sorted(first.manifest.tensors.keys() | second.manifest.tensors.keys()):
-        here, there = first.manifest.tensors.get(name), second.manifest.tensors.get(name)
-        if here is None or there is None:
-            yield Difference(name, f"only in {'a' if here else 'b'}")
-        elif here.shape != there.shape:
-            yield Difference(name, f"shape {list(here.shape)} and {list(there.shape)}")
+    """Compare each tensor that checkpoint `a` or `b` has, in order of name. Two tensors are in memory at a time.
+
+    Raises CheckpointError.
+    """
+    checkpoint_a = open_checkpoint(a)
+    checkpoint_b = open_checkpoint(b)
+    tensors_a = checkpoint_a.manifest.tensors
+    tensors_b = checkpoint_b.manifest.tensors
+    for name in sorted(tensors_a.keys() | tensors_b.keys()):
+        record_a = tensors_a.get(name)
+        record_b = tensors_b.get(name)
+        if record_a is None or record_b is None:
+            yield Difference(name, f"only in {'a' if record_a else 'b'}")
+        elif record_a.shape != record_b.shape:
+            yield Difference(name, f"shape {list(record_a.shape)} and {list(record_b.shape)}")
         else:
-            note = "" if here.dtype == there.dtype else f"dtype {here.dtype} and {there.dtype}"
-            yield compare(name, note, read_full(first, [name])[name], read_full(second, [name])[name])
+            note = "" if record_a.dtype == record_b.dtype else f"dtype {record_a.dtype} and {record_b.dtype}"
+            yield compare(name, note, read_full(checkpoint_a, [name])[name], read_full(checkpoint_b, [name])[name])
 
 
 def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Return the largest differences of two tensors of one shape; `note` is passed on."""
-    if a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+    """Return the largest differences of two CPU tensors of one shape, in float64. `name` and `note` go into the result.
+
+    Elements that are NaN in both tensors are equal.
+    """
+    has_one_dtype = a.dtype == b.dtype
+    if has_one_dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return Difference(name, note)
-    exactly = (a == b) if a.dtype == b.dtype else True  # different large integers may be equal as float64
+
+    is_exactly_same = (a == b) if has_one_dtype else True  # different large integers may be equal as float64
     a, b = a.double(), b.double()
-    same = ((a == b) & exactly) | (a.isnan() & b.isnan())
-    if bool(same.all()):
+    is_same = ((a == b) & is_exactly_same) | (a.isnan() & b.isnan())
+    if bool(is_same.all()):
         return Difference(name, note)
-    absolute = torch.where(same, 0.0, (a - b).abs())
+    absolute = torch.where(is_same, 0.0, (a - b).abs())
     scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(torch.float64).tiny)
-    relative = torch.where(same, 0.0, absolute / scale)
-    return Difference(name, note, int((~same).sum()), float(absolute.max()), float(relative.max()))
+    relative = torch.where(is_same, 0.0, absolute / scale)
+    return Difference(name, note, int((~is_same).sum()), float(absolute.max()), float(relative.max()))
 
 
 def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
-    """Return path, value in a and value in b of everything that differs and is not an array."""
-    here, there = (dict(_flatten({"scalars": m.scalars, "optimizer": m.optimizer}, "")) for m in (a, b))
-    both = ((path, *(side.get(path, "<missing>") for side in (here, there))) for path in sorted(here | there))
-    return [(path, x, y) for path, x, y in both if repr(x) != repr(y)]
+    """Return path, value in `a` and value in `b` of everything that differs between two checkpoints and is no tensor.
+
+    A value that one of them lacks is `<missing>`.
+    """
+    values_a = dict(_flatten({"scalars": a.scalars, "optimizer": a.optimizer}, ""))
+    values_b = dict(_flatten({"scalars": b.scalars, "optimizer": b.optimizer}, ""))
+    differences = []
+    for path in sorted(values_a | values_b):
+        value_a = values_a.get(path, "<missing>")
+        value_b = values_b.get(path, "<missing>")
+        if repr(value_a) != repr(value_b):  # NaN equals NaN then, and 1 does not equal 1.0
+            differences.append((path, value_a, value_b))
+    return differences
 
 
 def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
-    """Write one safetensors file: weights under their names in the model, or with `everything` all tensors under
-    their names in the checkpoint. Return its path.
+    """Write a checkpoint's tensors to one safetensors file, and return its path.
 
-    An earlier consolidation is replaced when the new one is complete. Raises CheckpointError for any other file at
-    `target`, for a target in a checkpoint, and when the disk fails.
+    These are the weights, under their names in the model, or with `everything` all tensors, under their names in the
+    checkpoint. An earlier consolidation is replaced when the new one is complete. One tensor is in memory at a time.
+
+    Raises CheckpointError if there is any other file at `target`, if `target` lies in a checkpoint, and if the disk
+    fails.
     """
-    checkpoint, path = open_checkpoint(url), Path(target)
+    checkpoint = open_checkpoint(url)
+    path = Path(target)
     check_outside_checkpoints(path)
     if os.path.lexists(path) and not _is_consolidated(path):
         raise CheckpointError(f"{path}: exists and is not an earlier consolidation; give another name, or remove it")
+
     manifest = checkpoint.manifest
-    names = {
-        name if everything else name.removeprefix("model/"): name
-        for name in manifest.tensors
-        if everything or name.startswith("model/")
-    }
-    if not names:
+    if everything:
+        stored_names = {name: name for name in manifest.tensors}
+    else:
+        stored_names = {name.removeprefix("model/"): name for name in manifest.tensors if name.startswith("model/")}
+    if not stored_names:
         raise CheckpointError(
             f"{checkpoint.url}: none of its tensors is named model/…; --everything writes all of them"
         )
-    records = file_order({short: manifest.tensors[name] for short, name in names.items()})
+    records = file_order({name: manifest.tensors[stored_name] for name, stored_name in stored_names.items()})
     metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(draft, "wb") as file:
             file.write(build_header(records, metadata))
-            for short, record in records.items():
+            for name, record in records.items():
                 if math.prod(record.shape):
-                    tensor = read_full(checkpoint, [names[short]])[names[short]]
+                    stored_name = stored_names[name]
+                    tensor = read_full(checkpoint, [stored_name])[stored_name]
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
@@ -133,7 +163,8 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
 
 
 def _is_consolidated(path: Path) -> bool:
-    if not path.is_file():  # a pipe would make its reader wait for ever
+    """Return whether `consolidate` has written this file."""
+    if not path.is_file():  # a read from a pipe would never end
         return False
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
         return {"save_id", "aliases"} <= (file.metadata() or {}).keys()
@@ -141,6 +172,8 @@ def _is_consolidated(path: Path) -> bool:
 
 
 def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yield the path and value of each leaf of nested dicts, lists and tuples, such as `scalars.clock[0]`. `path` is
+    that of `value`. Empty containers are leaves."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _flatten(item, f"{path}.{key}" if path else str(key))

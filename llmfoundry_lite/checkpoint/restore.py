@@ -105,7 +105,7 @@ def load_newest(
             if rank == 0:
                 search = store.newest_intact(check_present, quarantine=lease, skip=passed_over)
                 checkpoint = search.checkpoint
-                passed_over |= search.passed
+                passed_over |= search.passed_over
 
         name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
         if name is None:

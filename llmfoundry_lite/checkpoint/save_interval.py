@@ -7,13 +7,16 @@ MAX_SAVE_FRACTION = 0.02
 
 
 def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds of training between saves that lose least to saves and failures together.
+    """Return the seconds of training between two saves with which saves and failures together cost the least time.
 
-    With d the seconds that a save delays training and M the mean time between failures: sqrt(2 d M) (1 +
-    sqrt(d / 2M) / 3 + (d / 2M) / 9) - d where d < 2M, and M beyond. J. T. Daly, "A higher order estimate of the optimum
-    checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006), equation 37. The first term is
-    that of J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974). Both assume
-    that failures are independent, and that a restart costs the same whenever one saves.
+    With d the seconds that a save delays training and M the mean time between failures, that is
+
+        sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d   if d < 2M, else M
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22 (2006), equation 37. The first term is that of J. W. Young, "A first order
+    approximation to the optimum checkpoint interval", CACM 17 (1974). Both assume that failures are independent, and
+    that a restart costs the same however often a run saves.
     """
     d, m = save_seconds, seconds_between_failures
     if d >= 2 * m:

@@ -1,4 +1,8 @@
-"""The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch."""
+"""The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch.
+
+It lists, publishes and removes checkpoints. `lease.py` decides which launch may write, and `commit.py` makes a save
+appear or disappear whole.
+"""
 
 import contextlib
 import os
@@ -38,7 +42,10 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.ranks.codec import write_json
 
 READS_AT_ONCE = 16
-KINDS = {
+"""Manifests that a listing reads at the same time."""
+UNKNOWN_EPOCH = 1 << 62
+"""Stands for the lease epoch of a checkpoint that cannot be read. Above all others, so that it is listed first."""
+CONDITIONS = {
     DamagedCheckpointError: "damaged",
     IncompleteCheckpointError: "incomplete",
     UnreadableCheckpointError: "unreadable",
@@ -47,79 +54,94 @@ KINDS = {
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A folder that looks like a checkpoint. Its manifest is decoded when it is first asked for, and not to list it."""
+    """A folder that looks like a checkpoint. A listing reads only the head of its manifest. The whole manifest is read
+    when `open`, `error` or `checkpoint` is first used, and then kept."""
 
     name: str
     folder: Folder
     head: Head | None = None
-    """None: it cannot be read, so its order among the others is not known."""
-    found: Checkpoint | CheckpointError | None = None
-    """The checkpoint, or why it cannot be read; None until it is asked for."""
+    """None if the manifest cannot be read, so that its place among the others is not known."""
+    outcome: Checkpoint | CheckpointError | None = None
+    """The checkpoint, or why it cannot be read. None until the whole manifest is read."""
 
     def open(self) -> Checkpoint:
-        """Return the checkpoint. Raises CheckpointError if it cannot be read, the same each time."""
+        """Return the checkpoint. Raises CheckpointError if it cannot be read, the same error each time."""
         if self.error is not None:
             raise self.error
-        assert isinstance(self.found, Checkpoint)
-        return self.found
+        assert isinstance(self.outcome, Checkpoint)
+        return self.outcome
 
     @property
     def error(self) -> CheckpointError | None:
-        if self.found is None:
+        """Why the checkpoint cannot be read. None if it can."""
+        if self.outcome is None:
             try:
-                self.found = read_checkpoint(self.folder)
+                self.outcome = read_checkpoint(self.folder)
             except CheckpointError as error:
-                self.found = error
-        return self.found if isinstance(self.found, CheckpointError) else None
+                self.outcome = error
+        return self.outcome if isinstance(self.outcome, CheckpointError) else None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint. None if it cannot be read."""
         return None if self.error else self.open()
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Lease epoch and batch: the newest is highest. See `CheckpointStore`."""
-        return (self.head.lease_epoch, self.head.batch) if self.head is not None else (1 << 62, batch_of(self.name))
+    def recency(self) -> tuple[int, int]:
+        """Lease epoch and batch. The newest checkpoint has the highest pair; see `CheckpointStore`."""
+        if self.head is None:
+            return UNKNOWN_EPOCH, batch_of(self.name)
+        return self.head.lease_epoch, self.head.batch
 
     @property
     def batch(self) -> int:
-        return self.order[1]
+        """The batch after which it was saved."""
+        return self.recency[1]
 
 
 class Search(NamedTuple):
     """The checkpoint that `newest_intact` found, and those that it passed over."""
 
     checkpoint: Checkpoint | None
-    passed: dict[str, str]
-    """Name of each checkpoint that was passed over -> the line that says so."""
+    passed_over: dict[str, str]
+    """Name of each checkpoint that was passed over -> the line that says why."""
 
     @property
     def notes(self) -> list[str]:
-        return [*self.passed.values()]
+        """A line for each checkpoint that was passed over."""
+        return [*self.passed_over.values()]
 
 
 def refuse_newer(candidates: Sequence[Candidate]) -> None:
-    """Raise NewerFormatError if a newer release has written one of them: the user cannot mean to carry on beside it."""
+    """Raise NewerFormatError if a newer release has written one of the candidates.
+
+    The user cannot mean to carry on from an older checkpoint beside it.
+    """
     for candidate in candidates:
         if candidate.head is None and isinstance(candidate.error, NewerFormatError):
             raise candidate.error
 
 
 def is_checkpoint(url: str | os.PathLike[str]) -> bool:
-    """Return whether `url` is a checkpoint, not a folder of them. Raises CheckpointError if it cannot be seen."""
+    """Return whether `url` is a checkpoint, and not a folder of checkpoints. Raises CheckpointError if it cannot be
+    listed."""
     folder = open_folder(url)
-    with _os_errors(f"{folder.url}: cannot be listed"):
+    with _os_errors_as_checkpoint_errors(f"{folder.url}: cannot be listed"):
         return MANIFEST in folder.names()
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
-    """Read one checkpoint. Raises CheckpointError if there is none, UnsoundCheckpointError if it is unsound."""
+    """Read the manifest of one checkpoint. Raises CheckpointError if there is none, and UnsoundCheckpointError if it is
+    damaged or cannot be read."""
     return read_checkpoint(open_folder(url))
 
 
-def kind_of(error: CheckpointError | None) -> str:
-    """Return `damaged`, `incomplete`, `unreadable` or `unusable`."""
-    return next((word for kind, word in KINDS.items() if isinstance(error, kind)), "unusable")
+def condition_of(error: CheckpointError | None) -> str:
+    """Return what an error says of a checkpoint: that it is `damaged`, `incomplete`, `unreadable` or `unusable`."""
+    for error_type, condition in CONDITIONS.items():
+        if isinstance(error, error_type):
+            return condition
+    return "unusable"
 
 
 class CheckpointStore:
@@ -127,75 +149,88 @@ class CheckpointStore:
 
         store = CheckpointStore("runs/mpt-1b/checkpoints")      any number of readers
         store.newest_intact()                                   what to restore from
-        lease = store.acquire()                                 one writer; whoever acquires last
+        lease = store.acquire()                                 one writer: the one that acquired last
         folder, prefix = store.open_draft(save_id)              every rank writes its shard here
         store.publish(manifest, lease)                          one rank; atomic
         store.prune(lease, keep_newest=3)
 
-    A writer looks for a higher lease before it commits. Between that look and the commit a stalled writer may still be
-    overtaken, and neither a rename nor a put can be fenced. So readers order saves by (lease epoch, batch), and a
-    checkpoint never replaces one of a higher epoch: a late save from a launch believed dead ranks below its successor's
-    first save. No clock is consulted.
+    A writer checks for a higher lease before it commits. Between that check and the commit, another launch may still
+    take over a writer that stalls, and neither a rename nor a put can be made conditional on the lease. So readers
+    order saves by (lease epoch, batch), and a save never replaces a checkpoint of a higher epoch. A late checkpoint
+    from a launch believed dead ranks below its successor's first one. No clock is consulted.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
         self.root = open_folder(url)
         self.leases = Leases(self.root)
         self.commits = commits_in(self.root, lambda phase: self.on_phase(phase))
-        self._logs: dict[str, set[str]] = {}
-        """Save_id -> the parts of the log that this save has."""
+        self._log_names: dict[str, set[str]] = {}
+        """Save_id -> names of the parts of the log that this save has, for saves that have been looked up."""
         self.on_phase = on_phase
         """Called with the name of each step of a save that a crash could fall into; tests crash there."""
 
     def wait_until_free(self, request: LeaseRequest) -> str:
-        """See `Leases.wait_until_free`. Raises CheckpointError if another launch holds this run."""
-        with _os_errors(f"{self.root.url}: the lease cannot be read"):
+        """Wait until the run's lease may be taken, as `Leases.wait_until_free`. Raises CheckpointError if another
+        launch holds this run."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             return self.leases.wait_until_free(request)
 
     def acquire(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> Lease:
-        """Become the writer of this run and clear away what dead writers left half done. Raises CheckpointError if the
-        present writer still runs, unless `steal_from_live_writer`: it has been told to stop."""
-        with _os_errors(f"{self.root.url}: no lease can be taken"):
-            at_least = max((found.order[0] for found in self.candidates() if found.head is not None), default=0) + 1
+        """Take the run's lease, and clear away what dead writers have left behind.
+
+        Raises CheckpointError if the present writer still runs. With `steal_from_live_writer` it does not ask: that
+        writer has been told to stop.
+        """
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
+            saved_epochs = [one.head.lease_epoch for one in self.candidates() if one.head is not None]
             lease = self.leases.acquire(
-                at_least=at_least, steal_from_live_writer=steal_from_live_writer, request=request
+                at_least=max(saved_epochs, default=0) + 1,
+                steal_from_live_writer=steal_from_live_writer,
+                request=request,
             )
-            self.commits.clear_remains(lease.epoch)
+            self.commits.clear_leftovers(lease.epoch)
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Let another launch become the writer at once. Ignores errors: it watches this one for a while then."""
+        """Let another launch become the writer at once. If that fails, nothing is raised: the other launch watches this
+        one for a while before it takes over."""
         with contextlib.suppress(OSError):
             self.leases.release(lease)
 
     def check(self, lease: Lease) -> None:
-        """Raise CheckpointError when another writer has taken over, or when the folder has vanished."""
-        with _os_errors(f"{self.root.url}: the lease cannot be read"):
+        """Raise CheckpointError if another writer has taken over, or if the folder has vanished."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             self.leases.check(lease)
 
     def check_is_new(self) -> None:
-        """Raise CheckpointError when all that the folder held was set aside as damaged."""
-        with _os_errors(f"{self.root.url}: cannot be listed"):
-            left = [name for name in self.root.names() if name.startswith(DAMAGED)]
-        if left:
+        """Raise CheckpointError if this folder, which holds no checkpoint, holds some that were set aside as
+        damaged."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+            damaged = [name for name in self.root.names() if name.startswith(DAMAGED)]
+        if damaged:
             raise CheckpointError(
-                f"{self.root.url} holds no checkpoint but {', '.join(left)}, set aside as damaged; rename one to its "
-                "ba… to try it again, or move the folder away to start again from batch 1"
+                f"{self.root.url} holds no checkpoint but {', '.join(damaged)}, set aside as damaged; rename one to "
+                "its ba… to try it again, or move the folder away to start again from batch 1"
             )
 
     def set_aside_saves(self) -> list[str]:
         """Return the names of saves that were set aside as damaged, in order of batch."""
-        with _os_errors(f"{self.root.url}: cannot be listed"):
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.set_aside_names()
         return sorted(names, key=batch_of_set_aside)
 
     def renamed_saves(self) -> list[str]:
-        """Return the names of checkpoints that have no name of ours, such as `final`. No search finds these."""
-        with _os_errors(f"{self.root.url}: cannot be listed"):
-            names = [name for name in self.root.names() if not (name.startswith(".") or COMMITTED.fullmatch(name))]
-            return sorted(name for name in names if name != LOG and self._has_manifest(name))
+        """Return the names of checkpoints that a user has renamed, such as `final`. No search finds these."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+            renamed = []
+            for name in self.root.names():
+                is_ours = name.startswith(".") or name == LOG or COMMITTED.fullmatch(name)
+                if not is_ours and self._has_manifest(name):
+                    renamed.append(name)
+            return sorted(renamed)
 
     def _has_manifest(self, name: str) -> bool:
+        """Return whether there is a folder with this name that holds a manifest."""
         try:
             return MANIFEST in self.root.child(name).names()
         except OSError:  # a file
@@ -204,42 +239,50 @@ class CheckpointStore:
     # ---------------------------------------------------------------------------------------------------- publish
 
     def new_save_id(self, lease: Lease, batch: int) -> str:
+        """Return a unique name for a save, which has its lease epoch and batch in it."""
         return f"e{lease.epoch}-ba{batch}-{uuid.uuid4().hex[:12]}"
 
     def open_draft(self, save_id: str) -> tuple[Folder, str]:
-        """Return the draft's folder, ready to be written to, and what to put before its files' names in the manifest.
-        Raises CheckpointError where this process does not see the run's folder."""
+        """Create the folder that a save's shards are written to.
+
+        Returns the folder, and the prefix of its files' names in the manifest. Raises CheckpointError if this process
+        does not see the run's folder, for instance because its node has another disk.
+        """
         folder, prefix = self.commits.draft(save_id)
-        with _os_errors(f"{folder.url}: not written"):
+        with _os_errors_as_checkpoint_errors(f"{folder.url}: not written"):
             if not self.commits.drafts_in_place:
                 self.leases.check_is_seen(lease_epoch_of(save_id))
             folder.make()
         return folder, prefix
 
     def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
-        """Commit a draft whose shards are all durable. Raises CheckpointError, and then nothing has changed."""
+        """Commit a draft. The shards of all ranks must be durable.
+
+        Raises CheckpointError if the save cannot be committed, in which case readers see what they saw before.
+        """
         name = committed_name(manifest.save_id)
         folder = self.root.child(name)
         assert manifest.lease_epoch == lease.epoch
         raw = encode(manifest)
 
-        def check() -> None:
+        def check_at_last_moment() -> None:
             self.check(lease)
             self._check_not_newer(folder, manifest)
             self.on_phase("before rename")
 
-        with _os_errors(f"{folder.url}: not published"):
+        with _os_errors_as_checkpoint_errors(f"{folder.url}: not published"):
             self.check(lease)
-            self._check_files_are_here(manifest)
+            self._check_sees_all_files(manifest)
             self.on_phase("before manifest")
-            self.commits.commit(manifest.save_id, raw, check)
+            self.commits.commit(manifest.save_id, raw, check_at_last_moment)
             self.on_phase("after rename")
-        self._logs[manifest.save_id] = _log_files(manifest)
+        self._log_names[manifest.save_id] = _names_of_log(manifest)
         with contextlib.suppress(OSError):
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, folder, manifest)
 
-    def _check_files_are_here(self, manifest: Manifest) -> None:
+    def _check_sees_all_files(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if this rank does not see a file of the draft that another rank has written."""
         folder, prefix = self.commits.draft(manifest.save_id)
         try:
             check_files(folder, {file.name.removeprefix(prefix): file.num_bytes for file in manifest.files})
@@ -250,51 +293,66 @@ class CheckpointStore:
             ) from None
 
     def _check_not_newer(self, folder: Folder, manifest: Manifest) -> None:
+        """Raise CheckpointError if a later launch or a newer release has saved in the folder where this manifest
+        belongs. A checkpoint there that cannot be read may be replaced."""
         try:
-            epoch = head_of(folder).lease_epoch
+            present_epoch = head_of(folder).lease_epoch
         except NewerFormatError as error:
             raise CheckpointError(f"not published: {error}") from None
         except (CheckpointError, OSError):
             return
-        if epoch > manifest.lease_epoch:
+        if present_epoch > manifest.lease_epoch:
             raise CheckpointError(f"{folder.url}: saved there by a later launch; this one may not replace it")
 
     def abandon(self, save_id: str) -> None:
-        """Remove a draft that will not be published; not if its manifest has arrived after all (an answer got lost)."""
-        committed = self.root.child(committed_name(save_id))
+        """Remove a draft that will not be published; do nothing if that fails.
+
+        A put whose answer got lost may have committed it after all. Then it stays.
+        """
+        folder = self.root.child(committed_name(save_id))
         with contextlib.suppress(OSError, CheckpointError):
-            may_be_there = self.commits.drafts_in_place and MANIFEST in committed.names()
-            if not may_be_there or read_checkpoint(committed).manifest.save_id != save_id:
-                self.commits.draft(save_id)[0].remove_all()
+            may_be_committed = self.commits.drafts_in_place and MANIFEST in folder.names()
+            if may_be_committed and read_checkpoint(folder).manifest.save_id == save_id:
+                return
+            draft_folder, _ = self.commits.draft(save_id)
+            draft_folder.remove_all()
 
     # ------------------------------------------------------------------------------------------------------- read
 
     def candidates(self) -> list[Candidate]:
-        """Return all checkpoints, newest first; one that cannot be read is sorted by its name."""
-        with _os_errors(f"{self.root.url}: cannot be listed"):
+        """Return all checkpoints, newest first. Those that cannot be read come before the others."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.names()
             with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
-                found = list(pool.map(self._candidate, names))
-        return sorted((one for one in found if one is not None), key=lambda one: one.order, reverse=True)
+                candidates = [one for one in pool.map(self._candidate, names) if one is not None]
+        return sorted(candidates, key=lambda candidate: candidate.recency, reverse=True)
 
     def _candidate(self, name: str) -> Candidate | None:
-        folder, expected = self.root.child(name), name_of_batch(name)
-        with contextlib.suppress(OSError):  # reading the whole manifest names the error
+        """Return the candidate with this name. None if the folder is no save yet, or is being removed.
+
+        The first bytes of its manifest are read, and the whole one if these do not suffice. A manifest of another batch
+        counts as damage.
+        """
+        folder = self.root.child(name)
+        expected_name = name_of_batch(name)
+        with contextlib.suppress(OSError):  # reading the whole manifest below says what is wrong
             head = read_head(folder.read(MANIFEST, HEAD_BYTES))
-            if head is not None and committed_name(head.save_id) == expected:
+            if head is not None and committed_name(head.save_id) == expected_name:
                 return Candidate(name, folder, head)
+
         try:
             checkpoint = read_checkpoint(folder)
-            if committed_name(checkpoint.manifest.save_id) == expected:
+            if committed_name(checkpoint.manifest.save_id) == expected_name:
                 return Candidate(name, folder, checkpoint.manifest.head, checkpoint)
             error = DamagedCheckpointError(f"{folder.url}: holds the manifest of {checkpoint.manifest.save_id}")
         except CheckpointError as caught:
             error = caught
-            if MANIFEST not in (names := folder.names()):
-                if self.commits.drafts_in_place or not names:
-                    return None  # not committed yet, or being removed
+            files = folder.names()
+            if MANIFEST not in files:
+                if self.commits.drafts_in_place or not files:
+                    return None
                 error = IncompleteCheckpointError(f"{folder.url}/{MANIFEST}: missing")
-        return Candidate(name, folder, found=error)
+        return Candidate(name, folder, outcome=error)
 
     def newest_intact(
         self,
@@ -303,40 +361,45 @@ class CheckpointStore:
         quarantine: Lease | None = None,
         skip: Collection[str] = (),
     ) -> Search:
-        """Find the newest checkpoint that can be read, that `verify` does not object to, and whose name is not in
-        `skip`.
+        """Find the newest checkpoint that can be read and that passes `verify`. Names in `skip` are not considered.
 
-        Damaged and incomplete ones are passed over with a line each; the damaged are set aside under a lease. Anything
-        else that is wrong with one (a newer format, a disk that does not answer) is raised: going back behind it could
-        not be what the user requests.
+        Damaged and incomplete ones are passed over, with a line each. With the lease `quarantine`, damaged ones are
+        also renamed (`set_aside`). Any other error is raised, such as NewerFormatError or that of a disk that does not
+        answer: an older checkpoint would not be what the user asks for.
         """
-        passed: dict[str, str] = {}
+        passed_over: dict[str, str] = {}
         for candidate in self.candidates():
             if candidate.name in skip:
                 continue
             try:
-                verify(found := candidate.open())
-                return Search(found, passed)
+                checkpoint = candidate.open()
+                verify(checkpoint)
+                return Search(checkpoint, passed_over)
             except (DamagedCheckpointError, IncompleteCheckpointError) as error:
-                passed[candidate.name] = self.set_aside(candidate.name, error, quarantine)
-        return Search(None, passed)
+                passed_over[candidate.name] = self.set_aside(candidate.name, error, quarantine)
+        return Search(None, passed_over)
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
-        """Rename a checkpoint if it is damaged, under a lease and on a local disk; return the line to tell the user.
-        The last that can be listed stays where it is, whatever is wrong with it."""
-        line = f"passed over {kind_of(error)} checkpoint"
+        """Return the line that tells the user why a checkpoint is passed over, and rename it if `error` says that it is
+        damaged.
+
+        It is renamed only on a disk and under a lease, and only while another checkpoint can be read: the last one
+        stays where it is, whatever is wrong with it.
+        """
+        line = f"passed over {condition_of(error)} checkpoint"
         if lease is not None and isinstance(error, DamagedCheckpointError):
-            has_others = any(found.name != name and found.checkpoint is not None for found in self.candidates())
-            if has_others and (target := self.commits.set_aside(name)):
-                line += f", now {target}"
+            has_others = any(other.name != name and other.checkpoint is not None for other in self.candidates())
+            new_name = self.commits.set_aside(name) if has_others else ""
+            if new_name:
+                line += f", now {new_name}"
         return f"{line}: {error}"
 
     # ------------------------------------------------------------------------------------------------------ remove
 
     def remove(self, name: str, save_id: str) -> None:
         """Remove a save, its commit first and then its data; do nothing if another save has its name by now."""
-        where = self.root.child(name).url
-        with _os_errors(f"{where}: cannot be removed"), contextlib.suppress(FileNotFoundError):
+        url = self.root.child(name).url
+        with _os_errors_as_checkpoint_errors(f"{url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
             self.commits.remove(name, save_id)
 
     def prune(
@@ -352,14 +415,18 @@ class CheckpointStore:
     ) -> list[str]:
         """Remove old checkpoints, unfinished removals and unused parts of the log; return the checkpoints' names.
 
-        Drafts of dead writers wait for `acquire`.
+        These checkpoints stay:
+        - the newest `keep_newest`, at least one;
+        - those whose batch is a multiple of `keep_every_batches`, and those in `keep_names`;
+        - those whose manifest cannot be read, which are left for a person;
+        - the newest that passes `verify`, if none of the newest ones does.
 
-        Kept are the newest `keep_newest`, every one whose batch is a multiple of `keep_every_batches`, `keep_names`,
-        those that can't be listed (for a person to look at), and, if none of the newest passes `verify`, the newest
-        that does. Saves that were set aside as damaged count as none of these. Each of them goes once all of the newest
-        are of later batches.
-        Manifests are decoded for `verify` alone, from the newest on, if there is anything to remove. `on_unsound` is
-        called with the name of each that does not pass, and why. Nothing is removed if none passes.
+        A save that was set aside as damaged is removed when all that stay as the newest are of later batches. Drafts of
+        dead writers stay until `acquire`.
+
+        Nothing is removed if no checkpoint passes `verify`, which is called from the newest on, and only if there is
+        something to remove. `on_unsound` is called with the name and the error of each that does not pass. With
+        `dry_run`, nothing is removed. Raises CheckpointError if `lease` is no longer the highest.
         """
         if lease is not None:
             self.check(lease)
@@ -368,65 +435,72 @@ class CheckpointStore:
         if not listed:
             return []
         newest = listed[: max(keep_newest, 1)]
-        old = [
-            candidate
-            for candidate in listed[len(newest) :]
-            if candidate.name not in keep_names and (not keep_every_batches or candidate.batch % keep_every_batches)
-        ]
-        set_aside = self.set_aside_saves()
+        old = []
+        for candidate in listed[len(newest) :]:
+            is_kept_by_batch = keep_every_batches and candidate.batch % keep_every_batches == 0
+            if candidate.name not in keep_names and not is_kept_by_batch:
+                old.append(candidate)
 
-        doomed: list[Candidate] = []
-        doomed_set_aside: list[str] = []
+        set_aside = self.set_aside_saves()
+        to_remove: list[Candidate] = []
+        set_aside_to_remove: list[str] = []
         if old or set_aside:
             intact = _first_that_passes(verify, listed, on_unsound)
             if intact is None:
                 return []
-            doomed = [candidate for candidate in reversed(old) if candidate is not intact]
+            to_remove = [candidate for candidate in reversed(old) if candidate is not intact]
             first_batch = min(candidate.batch for candidate in (*newest, intact))
-            doomed_set_aside = [name for name in set_aside if batch_of_set_aside(name) < first_batch]
+            set_aside_to_remove = [name for name in set_aside if batch_of_set_aside(name) < first_batch]
 
         if not dry_run:
-            for candidate in doomed:
+            for candidate in to_remove:
                 assert candidate.head is not None
                 self.remove(candidate.name, candidate.head.save_id)
-            for name in doomed_set_aside:
-                with _os_errors(f"{self.root.url}/{name}: cannot be removed"):
+            for name in set_aside_to_remove:
+                with _os_errors_as_checkpoint_errors(f"{self.root.url}/{name}: cannot be removed"):
                     self.root.child(name).remove_all()
-            with _os_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
-                self.commits.clear_litter(has_lease=lease is not None, newest=listed[0].order)
-            with _os_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
-                self._remove_log([candidate for candidate in candidates if candidate not in doomed], listed[0])
-        return [*(candidate.name for candidate in doomed), *doomed_set_aside]
+            with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
+                self.commits.finish_removals(has_lease=lease is not None, newest=listed[0].recency)
+            with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
+                self._remove_unused_log([one for one in candidates if one not in to_remove], newest=listed[0])
+        return [*(candidate.name for candidate in to_remove), *set_aside_to_remove]
 
-    def _remove_log(self, kept: Sequence[Candidate], newest: Candidate) -> None:
-        """Remove parts of the log that no checkpoint has any more; none if a checkpoint cannot be read.
+    def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
+        """Remove parts of the log that none of the `kept` checkpoints has; none if one of these cannot be read.
 
-        Parts of saves after the `newest` stay: their manifests may be about to be published.
+        Parts of saves after the `newest` checkpoint stay, because their manifests may be about to be published. Raises
+        OSError.
         """
         folder = self.root.child(LOG)
         names = folder.names()
+        if not names:
+            return
         used: set[str] = set()
-        for candidate in kept if names else ():
+        for candidate in kept:
             if candidate.head is None:
                 return
             save_id = candidate.head.save_id
-            if save_id not in self._logs:
+            if save_id not in self._log_names:
                 if candidate.checkpoint is None:
                     return
-                self._logs[save_id] = _log_files(candidate.checkpoint.manifest)
-            used |= self._logs[save_id]
+                self._log_names[save_id] = _names_of_log(candidate.checkpoint.manifest)
+            used |= self._log_names[save_id]
+
         for name in names:
             save = SAVE_ID.search(name)
-            if save is not None and name not in used and (int(save[1]), int(save[2])) <= newest.order:
+            if save is None or name in used:
+                continue
+            if (int(save[1]), int(save[2])) <= newest.recency:
                 folder.remove(name)
 
 
 @contextlib.contextmanager
-def _os_errors(what: str) -> Iterator[None]:
+def _os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
+    """Raise CheckpointError, with the text `prefix: reason`, for an OSError in a `with` block."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror or error}") from error
+        raise CheckpointError(f"{prefix}: {error.strerror or error}") from error
 
 
 def _first_that_passes(
@@ -434,6 +508,8 @@ def _first_that_passes(
     candidates: Sequence[Candidate],
     on_unsound: Callable[[str, CheckpointError], None],
 ) -> Candidate | None:
+    """Return the first candidate that can be read and passes `verify`, or None. `on_unsound` is called with the name
+    and the error of each one before it."""
     for candidate in candidates:
         try:
             verify(candidate.open())
@@ -444,5 +520,6 @@ def _first_that_passes(
     return None
 
 
-def _log_files(manifest: Manifest) -> set[str]:
-    return {file.name.rpartition("/")[2] for file in manifest.log}
+def _names_of_log(manifest: Manifest) -> set[str]:
+    """Return the names of a checkpoint's parts of the log, in the folder of these parts."""
+    return {part.name.rpartition("/")[2] for part in manifest.log}

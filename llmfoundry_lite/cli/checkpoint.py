@@ -23,8 +23,8 @@ from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
     CheckpointStore,
+    condition_of,
     is_checkpoint,
-    kind_of,
     open_checkpoint,
 )
 from llmfoundry_lite.errors import CheckpointError, printable
@@ -103,7 +103,7 @@ def list_checkpoints(where: Where) -> None:
         print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for candidate, fault in zip(candidates, faults, strict=True):
         if fault is not None:
-            say(f"{candidate.name} is {kind_of(fault)}: {fault}")
+            say(f"{candidate.name} is {condition_of(fault)}: {fault}")
     for name in store.set_aside_saves():
         say(f"{name} was set aside as damaged; `checkpoint prune` removes it once all saves that it keeps are newer")
     for name in store.renamed_saves():
@@ -202,7 +202,7 @@ def verify(where: Where) -> None:
                 say(f"{candidate.name}: removed meanwhile")
                 continue
             faults[candidate.name] = error
-            say(f"{candidate.name} is {kind_of(error)}: {error}", file=sys.stderr)
+            say(f"{candidate.name} is {condition_of(error)}: {error}", file=sys.stderr)
     if faults:
         # The exit code is that of a fault that stays, if there is one, and not of a disk that does not answer now.
         first = min(faults.values(), key=lambda error: error.is_transient)
@@ -411,7 +411,7 @@ def prune(
         candidate.name: candidate.error for candidate in candidates if candidate.head is None and candidate.error
     }
     for name, error in unsound.items():
-        say(f"{name} is {kind_of(error)}: {error}", file=sys.stderr)
+        say(f"{name} is {condition_of(error)}: {error}", file=sys.stderr)
     if len(unsound) == len(candidates):
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is whole, so none is removed")
 
@@ -419,7 +419,7 @@ def prune(
     for candidate in reversed(candidates):
         if candidate.name not in doomed:
             fault = unsound.get(candidate.name)
-            kept.append(candidate.name if fault is None else f"{candidate.name} ({kind_of(fault)})")
+            kept.append(candidate.name if fault is None else f"{candidate.name} ({condition_of(fault)})")
     kept += [f"{name} (set aside)" for name in store.set_aside_saves() if name not in doomed]
     verb = "would remove" if dry_run else "removed"
     say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")

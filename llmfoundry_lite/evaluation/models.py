@@ -25,8 +25,8 @@ from llmfoundry_lite.checkpoint.store import (
     Candidate,
     Checkpoint,
     CheckpointStore,
+    condition_of,
     is_checkpoint,
-    kind_of,
     open_checkpoint,
     refuse_newer,
 )
@@ -125,7 +125,7 @@ def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
         if candidate.checkpoint is not None:
             checkpoints.append(candidate.checkpoint)
         if candidate.error:
-            notes.append(f"passed over {kind_of(candidate.error)} checkpoint: {candidate.error}")
+            notes.append(f"passed over {condition_of(candidate.error)} checkpoint: {candidate.error}")
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.timestamp.batch)
     return checkpoints, notes
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from llmfoundry_lite import devices
-from llmfoundry_lite.checkpoint.store import is_checkpoint, kind_of
+from llmfoundry_lite.checkpoint.store import condition_of, is_checkpoint
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layout import divide_devices
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
@@ -68,7 +68,7 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
             is_damaged = isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)
             if not (config.all_checkpoints and is_damaged):
                 raise
-            tell([f"models.{model.results.model}: passed over {kind_of(error)} checkpoint: {error}"])
+            tell([f"models.{model.results.model}: passed over {condition_of(error)} checkpoint: {error}"])
             continue
         tell_kept_tasks(model, outlines)
 

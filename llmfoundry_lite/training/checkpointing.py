@@ -718,11 +718,11 @@ def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
 
 
 def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
-    """Return how this launch asks for the run's lease. `watched` is a holder that was found dead before; empty if
+    """Return how this launch asks for the run's lease. `dead_holder` is a holder that was found dead before; empty if
     none."""
     return LeaseRequest(
         run_name=config.run_name,
         takes_over=config.takeover,
         note=lambda line: print(printable(line), flush=True),
-        watched=dead_holder,
+        dead_holder=dead_holder,
     )

@@ -246,7 +246,7 @@ class RunHandle:
         """Note which launch has taken the run's lease last, for `has_successor`. Rank 0 reads it."""
         if dist.get_rank() == 0:
             with suppress(OSError):
-                self._newest_lease = self._saving.saver.store.leases.highest()
+                self._newest_lease = self._saving.saver.store.leases.highest_epoch()
 
     def has_successor(self) -> bool:
         """Return whether another launch has taken the run's lease since this one has, or else since
@@ -259,5 +259,5 @@ class RunHandle:
             saver = self._saving.saver
             known_epoch = self._newest_lease if saver.lease is None else saver.lease.epoch
             with suppress(OSError):
-                has_successor = known_epoch is not None and saver.store.leases.highest() > known_epoch
+                has_successor = known_epoch is not None and saver.store.leases.highest_epoch() > known_epoch
         return broadcast_json(has_successor)

@@ -151,7 +151,7 @@ def test_a_lease_that_is_lost_while_a_save_is_committed_stops_it(url):
 
     def lose(seen):
         if seen == "before manifest":
-            store.leases.folder.put(leases._name(old.epoch + 1), b"{}", only_if_new=True)
+            store.leases.folder.put(leases._claim_name(old.epoch + 1), b"{}", only_if_new=True)
 
     store.on_phase = lose
     with pytest.raises(CheckpointError, match="another launch"):
@@ -221,7 +221,7 @@ def test_what_is_no_file_in_the_place_of_one_is_passed_over_and_not_waited_for(t
 def test_a_lease_that_no_listing_shows_is_passed_over(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     store.acquire()
-    monkeypatch.setattr(leases.Leases, "highest", lambda self: 0)
+    monkeypatch.setattr(leases.Leases, "highest_epoch", lambda self: 0)
     assert store.acquire().epoch == 2
 
 

@@ -22,12 +22,12 @@ def claim_elsewhere(store: CheckpointStore, **changes: object) -> Lease:
     """Take the lease as a launch on another machine would, whose host name and process id may be the same as here."""
     lease = store.acquire(request=LeaseRequest(run_name="mpt-1b"))
     owner = lease.owner | {"boot": "another", "host": "gpu-17", **changes}
-    store.leases.folder.put(leases._name(lease.epoch), write_json(owner))
+    store.leases.folder.put(leases._claim_name(lease.epoch), write_json(owner))
     return Lease(lease.epoch, owner)
 
 
 def holder_of(store: CheckpointStore) -> Holder:
-    holder = store.leases.holder()
+    holder = store.leases.current_holder()
     assert holder is not None
     return holder
 
@@ -103,12 +103,12 @@ def test_a_holder_that_was_watched_in_vain_is_not_watched_again_unless_it_comes_
     holder = claim_elsewhere(store)
     watched = store.wait_until_free(LeaseRequest())
     assert clock.now == 1030
-    assert store.wait_until_free(LeaseRequest(watched=watched)) == watched
+    assert store.wait_until_free(LeaseRequest(dead_holder=watched)) == watched
     assert clock.now == 1030
     store.leases.renew(holder, 1)
     clock.acts = lambda seconds: store.leases.renew(holder, 2)
     with pytest.raises(CheckpointError, match="another launch trains this run now"):
-        store.wait_until_free(LeaseRequest(watched=watched))
+        store.wait_until_free(LeaseRequest(dead_holder=watched))
 
 
 def test_a_third_launch_that_is_faster_is_watched_in_its_turn(url, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_third_launch_that_is_faster_is_watched_in_its_turn(url, monkeypatch):
         if not others:
             lease = Lease(2, {"boot": "a third", "host": "gpu-3", "pid": 1, "claim": "c"})
             others.append(lease)
-            store.leases.folder.put(leases._name(2), write_json(lease.owner))
+            store.leases.folder.put(leases._claim_name(2), write_json(lease.owner))
         elif seconds > 10:
             store.leases.renew(others[0], int(seconds))
 
@@ -132,7 +132,9 @@ def test_renewals_of_an_earlier_claim_are_not_taken_for_this_one_s(url, monkeypa
     """Such as when the folder of leases was lost, and its numbers are given anew."""
     store, clock = CheckpointStore(url), Clock(monkeypatch)
     store.release(claim_elsewhere(store))
-    store.leases.folder.put(leases._name(1), write_json({"boot": "another", "host": "gpu-3", "pid": 1, "claim": "new"}))
+    store.leases.folder.put(
+        leases._claim_name(1), write_json({"boot": "another", "host": "gpu-3", "pid": 1, "claim": "new"})
+    )
     assert store.acquire().epoch == 2
     assert clock.now == 1030
 

@@ -97,7 +97,7 @@ def test_a_zombie_that_slips_through_loses_to_the_new_writer(url, monkeypatch):
 
     new_store = CheckpointStore(url)
     new = leases.Lease(old.epoch + 1, {})
-    new_store.leases.folder.put(leases._name(new.epoch), b"{}", only_if_new=True)
+    new_store.leases.folder.put(leases._claim_name(new.epoch), b"{}", only_if_new=True)
     monkeypatch.setattr(store, "check", lambda lease: None)  # it looked just before
     store.publish(zombie, old)
     assert names(store) == ["ba400", "ba200"], "nothing newer yet: a sound state of the same run"

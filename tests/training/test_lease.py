@@ -30,9 +30,9 @@ def train_renewing(path: str) -> None:
 
 def train_while_another_machine_does(path: str) -> None:
     """Train here while the holder, on another machine, renews its lease."""
-    leases.RENEWAL_SECONDS, leases.LOOK_SECONDS = 0.005, 0.05
+    leases.RENEWAL_SECONDS, leases.POLL_SECONDS = 0.005, 0.05
     store = CheckpointStore(FOLDER)
-    holder = store.leases.holder()
+    holder = store.leases.current_holder()
     assert holder is not None
     Renewals(store.leases, Lease(holder.epoch, holder.owner))
     sys.argv = ["scripts/train.py", path]

@@ -26,6 +26,6 @@ def save_with_log(url: str, batch: int, lease: Lease | None = None) -> Lease:
 def end_last_writer(url: str) -> None:
     """Make the holder of the lease a process of this machine that is gone."""
     leases = CheckpointStore(url).leases
-    name = f"{leases.highest():08d}.json"
+    name = f"{leases.highest_epoch():08d}.json"
     owner = json.loads(leases.folder.read(name, 1 << 16))
     leases.folder.put(name, json.dumps(owner | {"pid": 2**22 + 1, "started": 1}).encode())
