@@ -28,11 +28,9 @@ def check_structure(checkpoint: Checkpoint) -> None:
         with open_shard(checkpoint.folder, file) as shard:
             for chunk in shard.chunk_begins:
                 record = tensors.get(chunk.tensor)
-                is_expected = record is not None and record.dtype == chunk.dtype
                 box = Box(chunk.offset, chunk.shape)
-                if not is_expected or not record.grid.has(record.shape, index, box):
-                    text = f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone"
-                    raise shard.damage_error(text)
+                if record is None or record.dtype != chunk.dtype or not record.grid.has(record.shape, index, box):
+                    raise shard.damage_error(f"{chunk.key} is {chunk.dtype} {list(chunk.shape)} in its header alone")
                 num_chunks[chunk.tensor] += 1
 
     for name, count in num_chunks.items():
