@@ -109,8 +109,10 @@ def _fill(cls: type, values: Any, path: str) -> Any:
             raise ConfigError(f"{place}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
             # null where the type has none. An empty block or list means the default.
+            is_readable = str(key.default).isprintable()
+            default = key.default if is_readable else repr(key.default)
             raise ConfigError(
-                f"{place}: nothing given, expected {expected}; remove the line for the default, {key.default}"
+                f"{place}: nothing given, expected {expected}; remove the line for the default, {default}"
             )
 
     # Keys of companions are no fields of the dataclass, which holds them in one field.

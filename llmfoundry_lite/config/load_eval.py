@@ -1,5 +1,6 @@
 """YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -152,13 +153,14 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
     for theirs, ours in EVAL_SYNONYMS.items():
         if theirs in values and values.get(ours) is None:
             values[ours] = values.pop(theirs)
-    if values.get("precision") in PRECISIONS:
-        values["precision"] = PRECISIONS[values["precision"]]
+    precision = values.get("precision")
+    if isinstance(precision, str):  # the schema refuses a list or a block
+        values["precision"] = PRECISIONS.get(precision, precision)
     for key in ("icl_tasks", "eval_gauntlet"):
         file = values.get(key)
         if isinstance(file, str) and file.endswith((".yaml", ".yml")) and find_yaml(file) is None:
             values[key] = path = _find(file, str(values.get("data_root") or "."))
-            if not Path(path).exists():
+            if not os.path.exists(path):
                 place = f"{source_of(key, layers)}: {key}"
                 raise ConfigError(f"{place}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
@@ -176,7 +178,7 @@ def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
 
 def _find(path: str, root: str) -> str:
     """Return the path of a file that a YAML names: here, or below `data_root`."""
-    return path if "://" in path or Path(path).exists() else str(Path(root) / path)
+    return path if "://" in path or os.path.exists(path) else str(Path(root) / path)
 
 
 def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[str, str]:
@@ -221,7 +223,7 @@ def _find_model(entry: Any) -> str | None:
     is_changed = model.get("peft_config") or model.get("load_in_8bit")
     if model.get("name") != "hf_causal_lm" or not pretrained or is_changed:
         return None
-    is_folder = re.match(r"[./~]|\w+:", str(pretrained)) or Path(str(pretrained)).is_dir()
+    is_folder = re.match(r"[./~]|\w+:", str(pretrained)) or os.path.isdir(str(pretrained))
     return str(pretrained) if is_folder else f"hf:{pretrained}"
 
 
@@ -316,7 +318,7 @@ def _name_some(labels: Sequence[str]) -> str:
 
 def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:
     """Return the tasks whose data are here or on the Hub, and a note on each other. Raises ConfigError for none."""
-    here = [task for task in tasks if "://" in task.dataset_uri or Path(task.dataset_uri).exists()]
+    here = [task for task in tasks if "://" in task.dataset_uri or os.path.exists(task.dataset_uri)]
     missing = [task for task in tasks if task not in here]
     if not here:
         raise ConfigError(f"skip_missing_tasks: the data of no task are here; {missing[0].dataset_uri} is the first")
