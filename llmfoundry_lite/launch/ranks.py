@@ -57,9 +57,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
     def pass_on(number: int, frame: object) -> None:
         nonlocal has_passed_on_signals
         has_passed_on_signals = True
-        with suppress(psutil.Error):  # a process that has ended meanwhile
-            for receiver in _find_ranks(process.pid, num_ranks):
-                receiver.send_signal(number)
+        _send(number, _find_ranks(process.pid, num_ranks))
 
     handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     listen(pass_on)
@@ -84,6 +82,10 @@ def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
 
     try:
         logs.mkdir(parents=True, exist_ok=True)
+        for rank in range(num_ranks):
+            log = logs / f"rank{rank}.txt"
+            if log.is_symlink():  # Composer would write through it, perhaps into any file of this user
+                log.unlink()
     except OSError as error:
         raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
     # Composer fills in {rank} by `str.format`, so braces of the folder's own name are doubled.
@@ -103,7 +105,17 @@ def _build_environment() -> dict[str, str]:
 
 def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
     """Return the processes to send a signal to: the launcher's ranks, or the one process if there is no launcher or it
-    has not started its ranks yet. Raises psutil.Error if the process has ended."""
-    process = psutil.Process(pid)
-    ranks = process.children() if num_ranks > 1 else []
+    has not started its ranks yet. Empty if the process has ended."""
+    try:
+        process = psutil.Process(pid)
+        ranks = process.children() if num_ranks > 1 else []
+    except psutil.Error:
+        return []
     return ranks or [process]
+
+
+def _send(number: int, processes: Sequence[psutil.Process]) -> None:
+    """Send a signal to processes, some of which may have ended meanwhile."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.send_signal(number)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from llmfoundry_lite.cli.main import run
@@ -87,6 +88,26 @@ def test_a_signal_goes_to_the_ranks(tmp_path, num_ranks):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75
+
+
+def test_logs_of_ranks_are_not_written_through_links(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank1.txt").symlink_to(kept)
+    ranks._build_launcher(2, logs)
+    assert not (logs / "rank1.txt").exists() and kept.read_text() == "mine"
+
+
+def test_a_rank_that_has_ended_keeps_no_signal_from_the_others():
+    ended, alive = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    processes = [psutil.Process(one.pid) for one in (ended, alive)]
+    ended.kill()
+    ended.wait()
+    ranks._send(signal.SIGTERM, processes)
+    assert alive.wait(10) == -signal.SIGTERM
+    assert ranks._find_ranks(ended.pid, 2) == [], "no error where the launcher has ended"
 
 
 def test_ranks_that_start_again_need_a_companion(monkeypatch, capsys, data, tmp_path):
