@@ -6,6 +6,11 @@
 in this repository.
 """
 
+if __name__ == "__main__":  # first, because an empty entry of PYTHONPATH stands for the working directory
+    from llmfoundry_lite.search_path import leave_out_working_directory
+
+    leave_out_working_directory()
+
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -13,6 +13,11 @@ the text is Python's, under its own licence, and the held-out part depends on th
 data came from. Random choices depend on the file and the line alone.
 """
 
+if __name__ == "__main__":  # first, because an empty entry of PYTHONPATH stands for the working directory
+    from llmfoundry_lite.search_path import leave_out_working_directory
+
+    leave_out_working_directory()
+
 import ast
 import io
 import json

@@ -106,6 +106,15 @@ class Noted(Callback):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "benchmarks").is_dir(), reason="not in the wheel")
+@pytest.mark.parametrize("words", ["-m benchmarks --help", f"{ROOT}/scripts/make_tasks.py --help"])
+def test_benchmarks_and_scripts_import_nothing_through_an_empty_entry_of_pythonpath(planted, words):
+    for name in ("sitecustomize", "usercustomize", "random", "typing"):  # Python itself imports these before any code
+        (planted[0] / f"{name}.py").unlink()
+    assert "sage" in call(planted, sys.executable, *words.split(), PYTHONPATH=f":{PATHS}")
+
+
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @needs("llmfoundry_ops")
 def test_launchers_import_only_what_the_configuration_names(planted, data):
@@ -147,7 +156,14 @@ def test_ranks_of_an_evaluation_import_nothing_from_the_working_directory(plante
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @needs("llmfoundry_machines")
-@pytest.mark.parametrize("words", ["doctor --quick", "bench mfu --shapes tiny --seq-len 64 --num-steps 1 --out out"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor --quick",
+        "bench mfu --shapes tiny --seq-len 64 --num-steps 1 --minutes 0.001 --out out",  # products; models are compiled
+        "bench accumulation --shape tiny --seq-len 64 --batch-size 2 --microbatches 1 --num-steps 1 --out out",
+    ],
+)
 def test_machines_are_measured_without_the_working_directory(planted, words):
     code = 2 if "doctor" in words else 0  # a machine without a GPU, or a busy one, is not fit
     folder, marks = planted
