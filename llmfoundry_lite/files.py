@@ -108,6 +108,19 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
     raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
 
 
+def open_no_link(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file, as `open_regular` does, to write into a run folder, which somebody else may have made.
+
+    Raises OSError for a link, which may lead to any file of this user. The folder itself may be a link.
+    """
+    try:
+        return _open_regular(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "a link, which would be written through; remove it", str(path)) from None
+
+
 def _open_regular(path: str | Path, flags: int, mode: int) -> int:
     kind = 0
     try:
@@ -126,7 +139,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Replace `path` by `content` (text as UTF-8), entirely or not at all. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
     try:
-        with unfinished.open("wb") as file:
+        with open(unfinished, "wb", opener=open_no_link) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

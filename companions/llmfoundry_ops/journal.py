@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from llmfoundry_lite.bounded import MAX_JSON_BYTES, read_lines_at_most
 from llmfoundry_lite.errors import ConfigError, mask_urls
+from llmfoundry_lite.files import open_no_link
 from llmfoundry_lite.ranks.codec import shorten
 
 JOURNAL = "relay.jsonl"
@@ -104,7 +105,7 @@ def _problem_of(event: Any) -> str | None:
 
 def append(folder: Path, **event: Any) -> None:
     """Write a line, which is on disk when this returns: an unknown launch would be launched twice. Raises OSError."""
-    with (folder / JOURNAL).open("ab+") as file:
+    with open(folder / JOURNAL, "ab+", opener=open_no_link) as file:
         file.seek(0, os.SEEK_END)
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")  # after a line that was cut off

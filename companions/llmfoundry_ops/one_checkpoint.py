@@ -14,6 +14,7 @@ from llmfoundry_lite.cli.checkpoint import export as export_checkpoint
 from llmfoundry_lite.data.tokenizer import is_local_or_cached
 from llmfoundry_lite.errors import one_line
 from llmfoundry_lite.evaluation.loaded import load
+from llmfoundry_lite.files import open_no_link
 from llmfoundry_ops.processes import JOB
 
 
@@ -61,5 +62,5 @@ def generate(
     texts = model.generate(prompts, max_new_tokens, **sampling)
     found = zip(prompts, texts, strict=True)
     lines = [json.dumps({"batch": batch, "prompt": prompt, "text": text}) + "\n" for prompt, text in found]
-    with open(out, "a", encoding="utf-8") as file:
+    with open(out, "a", encoding="utf-8", opener=open_no_link) as file:
         file.write("".join(lines))

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES
+from llmfoundry_lite.files import open_no_link
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
 from llmfoundry_lite.search_path import environment_of_user
 
@@ -65,8 +66,9 @@ def ask(command: str, seconds: float) -> Answer:
 
 def begin(command: str, code_file: Path, output: Path) -> subprocess.Popen[bytes]:
     """Launch in a session of its own, with its output in a file."""
-    code_file.unlink(missing_ok=True)
-    with output.open("ab") as file:
+    for path in (code_file, code_file.with_name(f"{code_file.name}.part")):  # the shell would write through a link
+        path.unlink(missing_ok=True)
+    with open(output, "ab", opener=open_no_link) as file:
         return subprocess.Popen(
             ["sh", "-c", SHELL, "relay", command, str(code_file)],
             stdin=subprocess.DEVNULL,

@@ -38,6 +38,7 @@ from llmfoundry_lite.errors import (
     is_transient,
     printable,
 )
+from llmfoundry_lite.files import open_no_link
 from llmfoundry_lite.ranks.status import STATUS, is_sound, read_status
 from llmfoundry_ops import journal, processes
 from llmfoundry_ops.journal import DONE, FAILED, LOST, PREEMPTED, REFUSED, STOPPED, Allocation, read_allocations
@@ -120,7 +121,7 @@ class Runner:
 
         def open_lock() -> Any:
             (self.folder / FOLDER).mkdir(parents=True, exist_ok=True)
-            return (self.folder / LOCK).open("a")
+            return open(self.folder / LOCK, "a", opener=open_no_link)
 
         try:
             file = self._retry(open_lock, is_transient)

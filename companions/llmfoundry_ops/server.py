@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmfoundry_lite.files import open_no_link
 from llmfoundry_lite.ranks import ending
 from llmfoundry_lite.ranks.lean_imports import import_lean, no_collection
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
@@ -159,7 +160,7 @@ def become(start: Start, channel: socket.socket) -> None:
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)
         ending.shown = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
-        file = os.open(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        file = open_no_link(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_at_most
 from llmfoundry_lite.errors import UserError, mask_credentials
-from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.files import open_no_link, write_atomically
 from llmfoundry_lite.ranks import ending, siblings
 from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
 from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
@@ -62,7 +62,7 @@ def write_status(
         is_update = is_update or (read_status(folder) or {}).get("process") == content["process"]
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
     if not is_update:
-        with (folder / LAUNCHES).open("a") as file:
+        with open(folder / LAUNCHES, "a", opener=open_no_link) as file:
             file.write(json.dumps(event) + "\n")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmfoundry_lite.checkpoint.run_log import missing_lines, read_lines
+from llmfoundry_lite.files import open_no_link
 
 
 class LogFile:
@@ -14,7 +15,7 @@ class LogFile:
     def __init__(self, path: Path):
         self.path = path
         self.has_lost_folder = False
-        self.file: BinaryIO = path.open("a+b")
+        self.file: BinaryIO = open(path, "a+b", opener=open_no_link)  # noqa: SIM115 (closed by close)
         self.num_bytes = os.fstat(self.file.fileno()).st_size
         """Size of the file after our last line."""
 
@@ -75,7 +76,7 @@ class LogFile:
 
         If that fails, the file is left as it was, and ours stays open: the next attempt can read all lines again.
         """
-        file = self.path.open("a+b")
+        file = open(self.path, "a+b", opener=open_no_link)  # noqa: SIM115 (becomes self.file)
         size = os.fstat(file.fileno()).st_size
         try:
             file.seek(0)

@@ -1,5 +1,6 @@
 """Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
 
+import errno
 import math
 import os
 import secrets
@@ -10,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES
 from llmfoundry_lite.checkpoint.run_log import Record, console_line, read_lines, validation_losses
 from llmfoundry_lite.config.callbacks_schema import TensorboardConfig, WandbConfig
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.wandb_init import RUN_ID, describe_unused_variables, init_arguments
 from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls, printable
+from llmfoundry_lite.files import open_no_link, write_atomically
 
 WANDB_ID = "wandb_id"
 
@@ -174,7 +177,7 @@ class WandbMirror(Mirror):
         known_id = wandb_run_id(run_folder)
         arguments = init_arguments(config, run_name, str(run_folder), known_id)
         arguments["id"] = arguments["id"] or known_id or secrets.token_hex(4)
-        (run_folder / WANDB_ID).write_text(arguments["id"] + "\n")
+        write_atomically(run_folder / WANDB_ID, arguments["id"] + "\n")
         unused = dict(describe_unused_variables(arguments))
         if RUN_ID in unused:  # preflight has told of the others
             print(printable(unused[RUN_ID]), flush=True)
@@ -213,8 +216,17 @@ class WandbMirror(Mirror):
 
 
 def wandb_run_id(run_folder: Path) -> str | None:
-    file = run_folder / WANDB_ID
-    return file.read_text().strip() if file.exists() else None
+    """Return the id in the run's folder; None if there is none.
+
+    A link counts as none, because what it leads to would be sent to wandb and kept in checkpoints.
+    """
+    try:
+        with open(run_folder / WANDB_ID, opener=open_no_link, encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_NOTE_BYTES).strip()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
+            return None
+        raise
 
 
 def numbers_of(record: Record) -> Record:

@@ -142,6 +142,7 @@ class Profiler(Callback):
         """Write a file named for its rank and the last batch in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank{dist.get_rank()}.ba{int(state.timestamp.batch)}.json"
+        path.unlink(missing_ok=True)  # a link would be written through
         profile.export_chrome_trace(str(path))
         if dist.get_rank() == 0:
             print(f"profiler: {path}; `llmfoundry-lite bench profile {path}` says where the time went", flush=True)

@@ -25,7 +25,7 @@ from llmfoundry_lite.checkpoint.run_log import METRICS, Record, missing_lines, r
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_urls, printable
-from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.files import open_no_link, write_atomically
 from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
@@ -78,7 +78,7 @@ class RunFolder(LoggerDestination):
         if self.is_main:
             with clear_disk_errors(self.folder):
                 if wandb_run_id is not None:
-                    (self.folder / WANDB_ID).write_text(wandb_run_id + "\n")
+                    write_atomically(self.folder / WANDB_ID, wandb_run_id + "\n")
                 self.written_once[CONFIG] = dump_record(as_dict(self.config)).encode()
                 write_atomically(self.folder / CONFIG, self.written_once[CONFIG])
                 missed = take_over(self.log, history) if history else []
@@ -253,7 +253,7 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 def last_launch(path: Path) -> int:
     """Return the number of the last launch in the log, 0 if there is none. Cuts off an incomplete last line."""
-    content = path.read_bytes() if path.exists() else b""
+    content = _read(path)
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
         os.truncate(path, len(content))
@@ -262,7 +262,7 @@ def last_launch(path: Path) -> int:
 
 def log_until(path: Path, batch: int) -> bytes:
     """Return the lines of batches up to `batch`, of all launches: the log that goes into a checkpoint."""
-    content = path.read_bytes() if path.exists() else b""
+    content = _read(path)
     return b"".join(line for line, record in read_lines(content) if record["batch"] <= batch)
 
 
@@ -270,8 +270,17 @@ def take_over(path: Path, history: bytes) -> list[Record]:
     """Append a checkpoint's log from the first line that is missing here, and return the records appended. Batches that
     were trained here after that line become a dead branch, as if a launch had lost them."""
     last_launch(path)  # cuts off a torn line
-    here = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    here = _read(path).splitlines(keepends=True)
     missing = missing_lines(here, [line for line, _ in read_lines(history)])
-    with path.open("ab") as file:
+    with open(path, "ab", opener=open_no_link) as file:
         file.writelines(missing)
     return [record for _, record in read_lines(missing)]
+
+
+def _read(path: Path) -> bytes:
+    """Return the log; nothing if there is none. Raises OSError for a link or a pipe, before anything is cut off."""
+    try:
+        with open(path, "rb", opener=open_no_link) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""

@@ -250,3 +250,19 @@ def test_a_rank_that_srun_ends_has_the_exit_code_of_the_rank_of_another_node_tha
     assert (folder / "launches.jsonl").read_text() == before
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert siblings.failure_of_another() is None
+
+
+def test_no_launch_is_recorded_through_a_link(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (status.STATUS, status.LAUNCHES):
+        (folder / name).symlink_to(kept)
+    with pytest.raises(OSError, match="a link, which would be written through; remove it"):
+        status.write_status(folder, "preempted", 0)
+    assert kept.read_text() == ""
+    (folder / status.LAUNCHES).unlink()
+    (tmp_path / "linked").symlink_to(folder)
+    status.write_status(tmp_path / "linked", "preempted", 0)
+    assert (folder / status.LAUNCHES).exists(), "a folder that is a link is the user's own"

@@ -11,7 +11,8 @@ from composer.core import Callback
 
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.training.log_file import LogFile
-from tests.helpers.runs import metrics, run, status
+from llmfoundry_lite.training.run_folder import last_launch, take_over
+from tests.helpers.runs import attempt, metrics, run, status
 from tests.helpers.tiny import tiny_config
 
 FOLDER = Path("runs/run")
@@ -213,3 +214,33 @@ def test_a_log_that_finds_no_room_to_be_written_again_keeps_its_records(log):
 
     log.mend()
     assert [json.loads(line)["batch"] for line in log.path.read_text().splitlines()] == [*range(1, 200)]
+
+
+def test_a_log_that_is_a_link_or_a_pipe_is_neither_read_nor_written(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine, without an end of line")
+    os.mkfifo(tmp_path / "pipe")
+    for place, message in (("kept.txt", "a link, which would be written through; remove it"), ("pipe", "a link")):
+        log = tmp_path / f"{place}.jsonl"
+        log.symlink_to(tmp_path / place)
+        for write in (last_launch, LogFile, lambda path: take_over(path, b'{"batch": 1}\n')):
+            with pytest.raises(OSError, match=message):
+                write(log)
+    with pytest.raises(OSError, match="not a regular file"):
+        last_launch(tmp_path / "pipe")
+    assert kept.read_text() == "mine, without an end of line"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_resumed_run_writes_nothing_through_links_of_its_folder(tmp_path, data):
+    config = tiny_config(data, max_duration="2ba", save_interval="2ba", autoresume=True)
+    run(tmp_path, config, "run")
+    kept, log = tmp_path / "kept.txt", tmp_path / LOG
+    log.rename(kept)
+    log.symlink_to(kept)
+    before = kept.read_bytes()
+    launch = attempt(tmp_path, config, "run", max_duration="4ba")
+    assert launch.exit_codes == [2]
+    assert "cannot be written: a link, which would be written through; remove it" in launch.output
+    assert kept.read_bytes() == before

@@ -96,6 +96,7 @@ def start_coordinator_if_absent(address: tuple[str, int], num_islands: int, outp
         if started_at is None:
             started_at = time.monotonic()
             output.parent.mkdir(parents=True, exist_ok=True)
+            output.unlink(missing_ok=True)  # a link would be written through
             with output.open("wb") as file:
                 silent = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
                 environment = {**os.environ, **search_path()}

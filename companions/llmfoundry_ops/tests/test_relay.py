@@ -499,6 +499,25 @@ def test_a_run_folder_that_cannot_be_used_any_more_is_said_and_mended(name, ende
     assert [one.ended for one in allocations()] == ended
 
 
+@pytest.mark.parametrize("name", ["relay.lock", JOURNAL, "relay/1-a.txt"])
+def test_nothing_is_written_through_a_link_in_the_run_folder(name):
+    kept = Path("kept.txt")
+    kept.write_text("")
+    Path("runs/x/relay").mkdir(parents=True)
+    Path("runs/x", name).symlink_to(kept.absolute())
+    with pytest.raises(UserError, match="a link, which would be written through; remove it"):
+        relay({"a": f"{TRAINER} 10"})
+    assert kept.read_text() == ""
+
+
+def test_an_exit_code_is_not_written_through_a_link():
+    kept = Path("kept.txt")
+    kept.write_text("")
+    Path("1.code.part").symlink_to(kept.absolute())
+    assert processes.begin("exit 3", Path("1.code").absolute(), Path("1.txt")).wait() == 3
+    assert processes.exit_code(Path("1.code")) == 3 and kept.read_text() == ""
+
+
 def test_the_run_is_not_touched_while_a_launch_that_no_relay_began_runs():
     process = subprocess.Popen(f"exec env {SLOW}", shell=True)
     wait_for(batches)
