@@ -9,7 +9,9 @@ import sys as _sys
 _program = (_sys.argv or [""])[0]
 """`-m` while `python -m` looks for the module to run. A program that imports this library is left alone."""
 _is_module_of_ours = _program == "-m" and any(word.split(".")[0] == __name__ for word in _sys.orig_argv)
-if _is_module_of_ours or _program.endswith("/llmfoundry-lite"):
+_PROGRAMS = ("/llmfoundry-lite", "/llmfoundry_formats/lm_eval.py")
+"""Programs of ours. The second is run by `python -m`, which had found it before this package was imported."""
+if _is_module_of_ours or _program.endswith(_PROGRAMS):
     # Before anything else is imported, because the working directory may come first on the search path.
     from llmfoundry_lite.search_path import leave_out_working_directory as _leave_out_working_directory
 

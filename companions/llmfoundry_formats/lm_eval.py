@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.ending import run_and_exit
-from llmfoundry_lite.search_path import leave_out_working_directory
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -38,5 +37,4 @@ def register() -> None:
 
 
 if __name__ == "__main__":
-    leave_out_working_directory()
     run_and_exit(main)
