@@ -36,6 +36,7 @@ from llmfoundry_lite.errors import (
     NewerFormatError,
     UserError,
     is_transient,
+    needs_credentials,
     printable,
 )
 from llmfoundry_lite.files import open_no_link
@@ -155,6 +156,8 @@ class Runner:
                 if not may_pass(error):
                     raise
                 text = str(error)
+                if needs_credentials(error):
+                    text += "; renew the credentials"
             if self.ending.num_asked:
                 raise GivenUp(f"{text}; asked to leave; start the relay again when that has passed", EXIT_PREEMPTED)
             if time.monotonic() - began > self.relay.retry_for.seconds:

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import Lock
+from threading import Lock, Timer
 from time import sleep, time_ns
 from typing import Any
 
@@ -27,7 +27,7 @@ from streaming.base.format.mds import MDSReader
 
 from llmfoundry_lite.data.shard_table import ShardTable
 from llmfoundry_lite.data.streams import INDEX, ShardFolder, find_damage
-from llmfoundry_lite.errors import DataError, one_line
+from llmfoundry_lite.errors import DataError, mask_credentials, one_line, printable
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ PRESENT = 2
 
 TICK_SECONDS = 0.01
 """Time between two looks at a shard that another process fetches."""
+NOTE_SECONDS = 10.0
+"""Time after which a read says which shard it waits for."""
 MAX_TRIES = 8
 """Times that one read fetches a shard, where other processes keep removing it."""
 MIN_LIMIT_IN_SHARDS = 4
@@ -93,7 +95,11 @@ class ShardCache:
     def read(self, shard: int, sample: int) -> dict[str, Any]:
         """Return the columns of a sample, fetching its shard if needed. Raises DataError."""
         for _ in range(MAX_TRIES):
-            self.ensure_present(shard)
+            if self._state[shard] == PRESENT:
+                self.ensure_present(shard)
+            else:
+                with self._noting_a_wait(shard):
+                    self.ensure_present(shard)
             try:
                 return self._reader(shard)[sample]
             except FileNotFoundError:
@@ -104,6 +110,20 @@ class ShardCache:
                 self._is_whole(shard)
                 raise DataError(f"{self.path(shard)}, sample {sample}: {one_line(error)}") from error
         raise self._evicted_too_often(shard)
+
+    @contextmanager
+    def _noting_a_wait(self, shard: int) -> Iterator[None]:
+        """Say which shard training waits for, if it is not here after NOTE_SECONDS. Downloads ahead of need say
+        nothing."""
+        source = mask_credentials(self._folder(shard).remote or self._folder(shard).path)
+        text = f"waiting for {source}: {self.table.name(shard)} is not here after {NOTE_SECONDS:.0f} s"
+        timer = Timer(NOTE_SECONDS, lambda: print(printable(text), flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def ensure_present(self, shard: int) -> None:
         """Wait until the file of a shard is here and whole; fetch it if need be. Raises DataError."""

@@ -68,7 +68,7 @@ def write_status(
 
 def read_status(folder: Path) -> dict[str, Any] | None:
     """Return the last launch's status; None if there is none. A launch whose process is gone has failed, or was
-    preempted if it had been asked to leave."""
+    preempted if it had been asked to leave and its saves did not fail."""
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
@@ -76,7 +76,10 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
     ended = {"status": status, "batch": content.get("batch", 0), "reason": reason}
-    return ended | {key: content[key] for key in SAVES if key in content}
+    ended |= {key: content[key] for key in SAVES if key in content}
+    if asked and ended.get("failed_saves"):  # as it would have said itself: its last batches are in no save
+        ended |= {"status": "failed", TRY_AGAIN: True}
+    return ended
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:

@@ -77,6 +77,17 @@ def test_what_a_killed_launch_has_said_of_its_saves_stands(tmp_path):
     assert found is not None and found["status"] == "failed" and SAVES.items() <= found.items()
 
 
+@pytest.mark.parametrize(("failed_saves", "expected"), [(0, "preempted"), (2, "failed")])
+def test_a_launch_that_is_killed_while_it_leaves_and_saves_fail_is_no_preemption(tmp_path, failed_saves, expected):
+    status.write_status(tmp_path, "running", 9, "SIGTERM", **(SAVES | {"failed_saves": failed_saves}))
+    content = told(tmp_path)
+    content["process"]["pid"] = 2**22 + 1
+    (tmp_path / "status.json").write_text(json.dumps(content))
+    found = status.read_status(tmp_path)
+    assert found is not None and (found["status"], found.get("try_again", False)) == (expected, failed_saves > 0)
+    assert found["reason"].startswith("SIGTERM: the process of rank 0 is gone without a word")
+
+
 @pytest.mark.parametrize(("first", "expected"), [(1, "failed"), (0, "preempted")])
 def test_the_first_rank_of_a_node_to_fail_records_why(tmp_path, monkeypatch, first, expected):
     """Rank 1 alone misses a mount, and its launcher then ends rank 0. The other way round, rank 0 records it."""

@@ -553,7 +553,8 @@ def test_a_bucket_that_cannot_be_read_for_a_while_is_waited_for(monkeypatch, cap
     """The relay waits at its start, too."""
     answers = Answers(monkeypatch, *errors)
     assert relay({"a": f"{TRAINER} 10"}, {"every": "10ba"}) == 0
-    assert "relay: s3://b: cannot be listed; looking again in 0.1 s\n" in capsys.readouterr().out
+    remedy = "; renew the credentials" if EXPIRED in errors else ""
+    assert f"relay: s3://b: cannot be listed{remedy}; looking again in 0.1 s\n" in capsys.readouterr().out
     assert not answers.errors
 
 
