@@ -1,5 +1,6 @@
-"""A folder of a local disk, or of a network disk that is mounted: files are written past the page cache, synced, and
-renamed when whole. No torch.
+"""A folder of a local disk, or of a network disk that is mounted. No torch.
+
+Files are written past the page cache, synced, and renamed when they are whole.
 """
 
 import contextlib
@@ -17,19 +18,21 @@ from llmfoundry_lite.files import open_regular, sync, write_atomically
 from llmfoundry_lite.retry import T, retry_transient_errors
 
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+"""Errors that say that there is no file, or no folder, of a name. ELOOP: a link that leads in a circle."""
 MAX_VECTORS = 512
-"""Pieces of one readv or writev; the kernel takes 1024."""
+"""Buffers that one readv or writev moves. The kernel takes at most 1024."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev
-"""(descriptor, buffers, offset) -> bytes taken; tests put failing disks here."""
+"""(descriptor, buffers, offset) -> number of bytes written. Tests replace it, to act as a failing disk."""
 
 DIRECT: int | None = getattr(os, "O_DIRECT", None)
-"""Flag for writes past the page cache, which Linux has; else None."""
+"""Flag for writes past the page cache. None: this system has none; Linux has it."""
 DIRECT_BYTES = 4096
 """Memory address, offset and length of such a write must be multiples of this."""
 
 
 class LocalFolder:
-    """A folder at a path of this machine; methods of `Folder`, and those by which `RenameCommits` commits."""
+    """A folder at a path of this machine. It has the methods of `Folder`, and those by which `RenameCommits`
+    commits."""
 
     max_open_files = 4
 
@@ -39,82 +42,101 @@ class LocalFolder:
         self.url = str(path)
 
     def child(self, name: str) -> "LocalFolder":
+        """Return the folder of this name in this folder. It need not exist."""
         return LocalFolder(self.path / name)
 
     def parent(self) -> "LocalFolder":
+        """Return the folder that this folder is in."""
         return LocalFolder(self.path.absolute().parent)
 
     def names(self) -> list[str]:
+        """Return the sorted names of files and folders directly in this folder. Empty if it does not exist."""
         try:
             return sorted(_retry(lambda: os.listdir(self.path)))
         except OSError as error:
-            if error.errno in NO_FILE:  # a link that leads in a circle, too
+            if error.errno in NO_FILE:
                 return []
             raise
 
     def sizes(self) -> dict[str, int]:
-        def listed() -> dict[str, int]:
+        """Return the bytes of each file directly in this folder, from one listing."""
+
+        def list_sizes() -> dict[str, int]:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
         try:
-            return _retry(listed)
+            return _retry(list_sizes)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
     def exists(self) -> bool:
-        """Return whether anything has this name. A link counts, wherever it leads."""
+        """Return whether anything has this path. A link counts, wherever it leads."""
         return os.path.lexists(self.path)
 
     def is_link(self) -> bool:
+        """Return whether this path is a symbolic link."""
         return self.path.is_symlink()
 
     def make(self, *, with_parents: bool = False) -> None:
+        """Create this folder if it does not exist, and those above it only `with_parents`."""
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        def content() -> bytes:
+        """Return at most `max_bytes` + 1 bytes of a file. Raises FileNotFoundError, and OSError for anything that is no
+        regular file."""
+
+        def read_start() -> bytes:
             with open(self.path / name, "rb", opener=open_regular) as file:
                 return file.read(max_bytes + 1)
 
         try:
-            return _retry(content)
+            return _retry(read_start)
         except NotADirectoryError as error:
             raise FileNotFoundError(*error.args) from None
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        if only_if_new:  # claims the name first
-            (self.path / name).touch(exist_ok=False)
+        """Write a file durably, whole or not at all. With `only_if_new`, raises FileExistsError if there is one."""
+        if only_if_new:
+            (self.path / name).touch(exist_ok=False)  # claims the name, in one step
         write_atomically(self.path / name, data)
         sync(self.path)
 
     def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        # Where a link leads, someone has moved a checkpoint, which is theirs. `rmtree` waits for ever at a pipe.
-        if self.is_link() or (self.path.exists() and not self.path.is_dir()):
+        """Remove this folder and everything in it.
+
+        Of a link, only the link is removed: somebody has moved the checkpoint that it leads to, which is theirs. A file
+        of this name is removed too, before `rmtree`, which never returns from a pipe.
+        """
+        is_file = self.path.exists() and not self.path.is_dir()
+        if self.is_link() or is_file:
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename atomically and durably. Raises FileExistsError when `new` is there."""
+        """Rename a file or folder in this folder atomically and durably. Raises FileExistsError if `new` is there."""
         if os.path.lexists(self.path / new):
             raise FileExistsError(f"{self.path / new} is there already")
         os.rename(self.path / old, self.path / new)
         sync(self.path)
 
     def sink(self, name: str, num_bytes: int) -> "LocalSink":
+        """Open a file for writing. The folder must exist."""
         return LocalSink(self.path / name)
 
     def source(self, name: str, *, bypass_cache: bool = False) -> "LocalSource":
+        """Open a file for reading. With `bypass_cache`, what the page cache has of it is dropped first."""
         return LocalSource(self.path / name, bypass_cache)
 
 
 class LocalSink:
-    """A file whose aligned buffers are written to the disk past the page cache.
+    """A file being written, in any order and from any thread. Aligned buffers go to the disk past the page cache.
 
-    Finding and filling pages of that cache takes more processor time than the rest of a save, and training needs that
+    To find and fill pages of that cache takes more processor time than the rest of a save, and training needs that
     time. Unaligned bytes go through the cache, and so does everything on a disk without direct writes.
     """
 
@@ -123,43 +145,49 @@ class LocalSink:
     def __init__(self, path: Path):
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
-        self._direct: int | None = None
+        self._direct_descriptor: int | None = None
         if DIRECT is not None:
             with contextlib.suppress(OSError):
-                self._direct = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
+                self._direct_descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | DIRECT)
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        if self._direct is not None and _is_aligned(offset, buffers):
+        """Write the bytes of all buffers, one after the other, from `offset` on. Raises OSError."""
+        if self._direct_descriptor is not None and _is_aligned(offset, buffers):
             # Some file systems cannot write directly, or not from pinned memory. A failing disk fails again below.
             with contextlib.suppress(OSError):
-                self._write(self._direct, offset, buffers)
+                self._write(self._direct_descriptor, offset, buffers)
                 return
         self._write(self._descriptor, offset, buffers)
 
     def _write(self, descriptor: int, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Write all buffers through one of the two descriptors. Raises OSError."""
         _transfer(WRITE, descriptor, offset, buffers, OSError("the disk took no more bytes"))
 
     def close(self) -> None:
+        """Make the file durable, and close it. Raises OSError."""
         try:
-            os.fsync(self._descriptor)  # syncs the file, whichever descriptor has written it
+            os.fsync(self._descriptor)  # syncs what was written through either descriptor
         finally:
             self.abandon()
 
     def abandon(self) -> None:
+        """Close the file as it is."""
         os.close(self._descriptor)
-        if self._direct is not None:
-            os.close(self._direct)
+        if self._direct_descriptor is not None:
+            os.close(self._direct_descriptor)
 
 
 def _is_aligned(offset: int, buffers: Sequence[Buffer]) -> bool:
-    import numpy as np  # takes 0.1 s, which commands that read no shard save
+    """Return whether these buffers can be written at `offset` past the page cache."""
+    import numpy as np  # the import takes 0.1 s, which commands that write no shard are spared
 
-    addresses = (np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers)
-    return not any(n % DIRECT_BYTES for n in (offset, *map(len, buffers), *addresses))
+    addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]
+    lengths = [len(buffer) for buffer in buffers]
+    return all(number % DIRECT_BYTES == 0 for number in (offset, *lengths, *addresses))
 
 
 class LocalSource:
-    """A file open for reading. A stale descriptor is opened again."""
+    """A file open for reading, from any thread. If its descriptor becomes stale, the file is opened again."""
 
     def __init__(self, path: Path, bypass_cache: bool = False):
         self.path = path
@@ -169,38 +197,50 @@ class LocalSource:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Fill all buffers, one after the other, from `offset` on. Raises EOFError if the file ends before, and
+        OSError."""
         attempts = itertools.count()
 
         def read() -> None:
-            # A stale descriptor stays stale, and other threads read with it: a further attempt opens its own.
-            descriptor = open_regular(self.path) if next(attempts) else self._descriptor
+            # A stale descriptor stays stale, and other threads read with it. So each further attempt opens its own.
+            is_first_attempt = next(attempts) == 0
+            descriptor = self._descriptor if is_first_attempt else open_regular(self.path)
             try:
                 _transfer(os.preadv, descriptor, offset, buffers, EOFError(f"{self.path}: ends before byte {offset}+"))
             finally:
-                if descriptor != self._descriptor:
+                if not is_first_attempt:
                     os.close(descriptor)
 
         _retry(read)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def _retry(call: Callable[[], T]) -> T:
+    """Repeat a call a few times after errors that pass in a moment, such as that of a stale network file."""
     return retry_transient_errors(call, BRIEF_ERRNOS)
 
 
 def _transfer(
-    call: Callable[[int, Any, int], int], descriptor: int, offset: int, buffers: Sequence[Buffer], if_none: Exception
+    call: Callable[[int, Any, int], int],
+    descriptor: int,
+    offset: int,
+    buffers: Sequence[Buffer],
+    error_at_end: Exception,
 ) -> None:
-    """Write or read all of `buffers`, however few bytes each call moves. Raises `if_none` when one moves none."""
+    """Write or read all buffers, however few bytes each `call` of `os.pwritev` or `os.preadv` moves.
+
+    Raises `error_at_end` when a call moves no bytes.
+    """
     rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while rest:
-        done = call(descriptor, rest[:MAX_VECTORS], offset)
-        if done == 0:
-            raise if_none
-        offset += done
-        while done and done >= len(rest[0]):
-            done -= len(rest.pop(0))
-        if done:
-            rest[0] = rest[0][done:]
+        num_moved = call(descriptor, rest[:MAX_VECTORS], offset)
+        if num_moved == 0:
+            raise error_at_end
+        offset += num_moved
+        while num_moved and num_moved >= len(rest[0]):
+            num_moved -= len(rest.pop(0))
+        if num_moved:
+            rest[0] = rest[0][num_moved:]

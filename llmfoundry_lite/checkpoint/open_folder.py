@@ -1,4 +1,5 @@
-"""A path or URL that a user gives -> its folder, and errors for its files. No torch, and fsspec for a URL alone."""
+"""Opens the folder of a path or URL that a user gives, and makes errors for its files. No torch, and fsspec for URLs
+alone."""
 
 import errno
 import os
@@ -24,14 +25,18 @@ from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.retry import first_line
 
 BOTOCORE_ATTEMPTS, S3_ATTEMPTS = 2, 3
-"""Attempts of botocore at a request, and of s3fs at a request of botocore."""
+"""How often botocore tries a request, and how often s3fs tries a request of botocore."""
+WRONG_IN_URLS = ("::", "?versionId=", "\n", "\r", "\0")
+"""fsspec splits a URL at `::`. s3fs cuts it at `?versionId=`, and takes a newline for its end."""
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or URL. Raises CheckpointError if the protocol's package is not installed, or a
-    client would read another folder."""
+    """Return the folder of a path or URL. Nothing is read, and the folder need not exist.
+
+    Raises CheckpointError if the URL has no usable credentials or is spelled so that a client would open another
+    folder, or if a package that its protocol needs is not installed.
+    """
     text = os.fspath(url)
-    protocol, separator, rest = text.partition("://")
     if "${oc." in text:
         raise CheckpointError(
             f"{text}: recorded as it was written, and only a launch resolves it; give the folder itself"
@@ -42,36 +47,46 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         )
     learn_credentials(text)
     check_url_spelling(text)
+
+    protocol, separator, rest = text.partition("://")
     if not separator:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):
         return LocalFolder(Path(rest))
-    # fsspec splits an URL at `::`; s3fs cuts it at `?versionId=`, takes a newline for its end, and lists nothing of a
-    # folder whose path has `//`, though it writes there.
-    is_wrong = {part: part in text for part in ("::", "?versionId=", *"\n\r\0")} | {"//": "//" in rest.strip("/")}
-    if wrong := next((part for part, is_here in is_wrong.items() if is_here), None):
-        raise CheckpointError(f"{text!r}: {wrong!r} is not possible in the URL of a folder; give another name")
+    wrong_parts = [part for part in WRONG_IN_URLS if part in text]
+    if "//" in rest.strip("/"):  # s3fs writes to such a folder, and lists nothing of it
+        wrong_parts.append("//")
+    if wrong_parts:
+        raise CheckpointError(f"{text!r}: {wrong_parts[0]!r} is not possible in the URL of a folder; give another name")
+    return _open_remote_folder(text, protocol)
+
+
+def _open_remote_folder(url: str, protocol: str) -> RemoteFolder:
+    """Return the folder of a URL, by fsspec. Raises CheckpointError if fsspec does not know the protocol, or lacks a
+    package for it."""
     import fsspec
 
     try:
-        filesystem, path = fsspec.core.url_to_fs(text, **_options_of(protocol))
+        filesystem, path = fsspec.core.url_to_fs(url, **_client_options(protocol))
     except ImportError as error:
         is_s3 = protocol in ("s3", "s3a")
         remedy = "pip install 'llmfoundry-lite[s3]'" if is_s3 else f"install the package it names: {error}"
-        raise CheckpointError(f"{text}: {protocol}:// needs a package that is not installed; {remedy}") from None
+        raise CheckpointError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from None
     except Exception as error:  # an unknown protocol, or a client that connects to its server at once
-        raise CheckpointError(f"{text}: {first_line(error)}") from error
+        raise CheckpointError(f"{url}: {first_line(error)}") from error
+
     loop = getattr(filesystem, "loop", None)
     if loop is not None:
         loop.set_exception_handler(_handle_unawaited)
     if hasattr(filesystem, "call_s3"):
-        type(filesystem).retries = S3_ATTEMPTS  # s3fs takes it from the class
-    url = text.rstrip("/")
+        type(filesystem).retries = S3_ATTEMPTS  # s3fs reads it from the class
+    url = url.rstrip("/")
     return RemoteFolder(RenewingFilesystem(filesystem, url), path, url)
 
 
 def _handle_unawaited(loop: Any, context: dict[str, Any]) -> None:
-    """Handle what asyncio reports of fsspec's loop, beside what its calls raise: drop lost links, print the rest.
+    """Handle an error that asyncio reports from fsspec's loop because nobody awaits it. Lost connections are dropped,
+    and all others are printed, as asyncio does by default.
 
     aiohttp sends a request in a task of its own (`ClientRequest.write_bytes`). If the server has closed the connection,
     that task fails too, and nobody awaits it. The request itself raises to its caller, who tries again or reports it.
@@ -83,25 +98,30 @@ def _handle_unawaited(loop: Any, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
 
 
-def _options_of(protocol: str) -> dict[str, Any]:
-    """Return options of the client. Unless the user has set a number of attempts, botocore makes few, because s3fs and
-    `retry_transient_errors` repeat them: by default all three together make 100, and take minutes to report a bucket
-    that is down."""
+def _client_options(protocol: str) -> dict[str, Any]:
+    """Return options for fsspec's client of a protocol: for S3, a small number of attempts, unless the user has set
+    one.
+
+    s3fs repeats the attempts of botocore, and `retry_transient_errors` those of s3fs. By default all three together
+    make 100, and take minutes to report that a bucket does not answer.
+    """
     if protocol not in ("s3", "s3a") or _user_sets_attempts():
         return {}
     from fsspec.config import conf
 
-    # What is given here replaces the option of the user's fsspec configuration, such as path-style addresses.
-    given: dict[str, Any] = {}
+    # What is passed here replaces the same option of the user's fsspec configuration, so that has to be merged in. It
+    # may ask for path-style addresses, for instance.
+    config_options: dict[str, Any] = {}
     for name in ("s3", "s3a"):
-        given |= conf.get(name, {}).get("config_kwargs") or {}
-    if "retries" in given:
+        config_options |= conf.get(name, {}).get("config_kwargs") or {}
+    if "retries" in config_options:
         return {}
-    return {"config_kwargs": {**given, "retries": {"total_max_attempts": BOTOCORE_ATTEMPTS, "mode": "standard"}}}
+    retries = {"total_max_attempts": BOTOCORE_ATTEMPTS, "mode": "standard"}
+    return {"config_kwargs": {**config_options, "retries": retries}}
 
 
 def _user_sets_attempts() -> bool:
-    """Return whether a variable or the user's AWS configuration file has a number of attempts."""
+    """Return whether an environment variable or the user's AWS configuration file sets the number of attempts."""
     try:
         from botocore.session import get_session
 
@@ -111,31 +131,36 @@ def _user_sets_attempts() -> bool:
 
 
 def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
-    """Return the error for a file that is not there, or that this machine cannot read. Neither is damage."""
+    """Return the error for a file that is absent (IncompleteCheckpointError), or that this machine cannot read
+    (UnreadableCheckpointError). Neither means that the file is damaged."""
     reason = error.strerror or str(error)
     if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
-        is_missing = error.errno == errno.ENOENT or error.errno is None
-        return IncompleteCheckpointError(f"{folder.url}/{name}: {'missing' if is_missing else reason}", name)
+        if error.errno in (errno.ENOENT, None):
+            reason = "missing"
+        return IncompleteCheckpointError(f"{folder.url}/{name}: {reason}", name)
     host = socket.gethostname()
     return UnreadableCheckpointError(f"{folder.url}/{name}: cannot be read on host {host}: {reason}", name)
 
 
 def check_files(folder: Folder, expected: Mapping[str, int]) -> None:
-    """Check files by name -> bytes, with one listing a folder. Raises IncompleteCheckpointError for one that is not
-    there, DamagedCheckpointError for one of another size, and OSError.
+    """Check that files are present and have the expected number of bytes. `expected` has the bytes by path in `folder`.
 
-    A network disk may list what was there a moment ago, so a file that differs is opened.
+    Each folder is listed once. A network disk may list what was there a moment ago, so a file that differs in the
+    listing is opened.
+
+    Raises IncompleteCheckpointError for an absent file, DamagedCheckpointError for one of another size, and OSError.
     """
-    parents = {name.rpartition("/")[0] for name in expected}
-    sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    parents = {path.rpartition("/")[0] for path in expected}
+    listed_sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
     for path, num_bytes in expected.items():
         parent, _, name = path.rpartition("/")
-        if sizes[parent].get(name) != num_bytes:
-            try:
-                source = folder.source(path, bypass_cache=True)
-            except (FileNotFoundError, IsADirectoryError):
-                raise IncompleteCheckpointError(f"{folder.url}/{path}: missing", path) from None
-            source.close()
-            if source.num_bytes != num_bytes:
-                sizes = f"has {source.num_bytes:,} bytes, expected {num_bytes:,}"
-                raise DamagedCheckpointError(f"{folder.url}/{path}: {sizes}", path)
+        if listed_sizes[parent].get(name) == num_bytes:
+            continue
+        try:
+            source = folder.source(path, bypass_cache=True)
+        except (FileNotFoundError, IsADirectoryError):
+            raise IncompleteCheckpointError(f"{folder.url}/{path}: missing", path) from None
+        source.close()
+        if source.num_bytes != num_bytes:
+            sizes = f"has {source.num_bytes:,} bytes, expected {num_bytes:,}"
+            raise DamagedCheckpointError(f"{folder.url}/{path}: {sizes}", path)

@@ -1,6 +1,6 @@
-"""A folder behind an fsspec URL, such as a bucket: no renames and no syncs, and a save commits with its last put.
+"""A folder behind an fsspec URL, such as a bucket. There are no renames and no syncs: a save commits with its last put.
 
-No torch, and fsspec when such a folder is opened.
+No torch, and fsspec only when such a folder is opened.
 """
 
 import contextlib
@@ -24,40 +24,48 @@ REMOVALS_AT_ONCE = 16
 WAIT_SECONDS = 2.0
 """Time after which the user is told which folder does not answer."""
 note_wait: Callable[[str], None] | None = None
-"""Function that tells the user, given the folder's URL; programs set it."""
+"""Function that tells the user that a folder does not answer, given its URL. Programs set it."""
 
 
 class RenewingFilesystem:
-    """A file system of fsspec's that is made again, and called again, when its credentials have expired. The new one
-    reads the credentials anew; fsspec itself would return the cached one with the old credentials."""
+    """An fsspec file system that is made anew when its credentials have expired; the call is then repeated.
+
+    All attributes and methods are those of the file system. The new one reads the credentials anew; fsspec itself would
+    return a cached one with the old credentials.
+    """
 
     def __init__(self, filesystem: Any, url: str = ""):
         self.url = url
-        """URL of the folder that is opened."""
+        """URL of the folder that was opened."""
         self._filesystem = filesystem
         self._lock = threading.Lock()
         self._has_noted = False
+        """Whether the user has been told that the folder does not answer."""
 
     def __getattr__(self, name: str) -> Any:
-        before = self._filesystem
-        call = getattr(before, name)
+        """Return an attribute of the file system. A method is wrapped: it is called again after a renewal if the
+        credentials have expired, and the user is told if the answer takes long."""
+        used_filesystem = self._filesystem
+        attribute = getattr(used_filesystem, name)
+        if not callable(attribute):
+            return attribute
 
-        def asked(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             try:
                 with self._noting_a_wait():
-                    return call(*arguments, **options)
+                    return attribute(*arguments, **options)
             except Exception as error:
                 if not has_expired(error):
                     raise
-            self.renew(before)
+            self.renew(used_filesystem)
             return getattr(self._filesystem, name)(*arguments, **options)
 
-        return asked if callable(call) else call
+        return call
 
     @contextlib.contextmanager
     def _noting_a_wait(self) -> Iterator[None]:
-        """Say once what the user waits for, if an answer takes longer than WAIT_SECONDS. In background threads nobody
-        waits."""
+        """Tell the user, once, if the `with` block takes longer than WAIT_SECONDS on the main thread. Nobody waits for
+        background threads."""
         is_waited_for = note_wait is not None and threading.current_thread() is threading.main_thread()
         if not is_waited_for or self._has_noted:
             yield
@@ -71,21 +79,24 @@ class RenewingFilesystem:
             timer.cancel()
 
     def _note_wait(self) -> None:
+        """Tell the user that the folder does not answer. Runs in the timer's thread."""
         self._has_noted = True
         if note_wait is not None:
             note_wait(self.url)
 
-    def renew(self, before: Any = None) -> None:
-        """Replace the file system, unless another thread has done so since it was `before`."""
+    def renew(self, used_filesystem: Any = None) -> None:
+        """Make the file system anew, unless another thread has replaced `used_filesystem` already."""
         with self._lock:
-            if before in (None, self._filesystem):
-                kind, old = type(self._filesystem), self._filesystem
-                kind.clear_instance_cache()
-                self._filesystem = kind(*old.storage_args, **old.storage_options)
+            if used_filesystem not in (None, self._filesystem):
+                return
+            expired = self._filesystem
+            filesystem_class = type(expired)
+            filesystem_class.clear_instance_cache()
+            self._filesystem = filesystem_class(*expired.storage_args, **expired.storage_options)
 
 
 class RemoteFolder:
-    """A folder behind a URL of fsspec's; methods of `Folder`, and those by which `PutCommits` commits."""
+    """A folder behind an fsspec URL. It has the methods of `Folder`, and those by which `PutCommits` commits."""
 
     path_here: Path | None = None
     max_open_files = 16
@@ -94,40 +105,52 @@ class RemoteFolder:
         self.filesystem = filesystem
         self.path = path.rstrip("/")
         self.url = url
-        """URL that the user gave: `path` alone may lack the host, and other ranks open this again."""
+        """URL that the user gave. `path` alone may lack the host, and other ranks open this again."""
 
     def child(self, name: str) -> "RemoteFolder":
+        """Return the folder of this name in this folder. It need not exist."""
         return RemoteFolder(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
 
     def parent(self) -> "RemoteFolder":
-        return RemoteFolder(self.filesystem, self.path.rpartition("/")[0], self.url.rstrip("/").rpartition("/")[0])
+        """Return the folder that this folder is in."""
+        path, _, _ = self.path.rpartition("/")
+        url, _, _ = self.url.rstrip("/").rpartition("/")
+        return RemoteFolder(self.filesystem, path, url)
 
     def make(self, *, with_parents: bool = False) -> None:
-        """Do nothing: a put makes the folders above it."""
+        """Do nothing: a put creates the folders above it."""
 
     def names(self) -> list[str]:
-        return sorted({_name(entry) for entry in self._list()} - {""})
+        """Return the sorted names of files and folders directly in this folder. Empty if it does not exist."""
+        return sorted({_name_of(entry) for entry in self._list()} - {""})
 
     def sizes(self) -> dict[str, int]:
-        return {_name(entry): int(entry["size"] or 0) for entry in self._list() if entry["type"] == "file"}
+        """Return the bytes of each file directly in this folder, from one listing."""
+        return {_name_of(entry): int(entry["size"] or 0) for entry in self._list() if entry["type"] == "file"}
 
     def _list(self) -> list[dict[str, Any]]:
-        def listed() -> list[dict[str, Any]]:
+        """Return fsspec's entries of this folder, past its cache; none if the folder does not exist. Raises OSError."""
+
+        def list_entries() -> list[dict[str, Any]]:
             self.filesystem.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 return self.filesystem.ls(self.path, detail=True)
             return []
 
-        return retry_transient_errors(listed)
+        return retry_transient_errors(list_entries)
 
     def exists(self) -> bool:
+        """Return whether there is anything in this folder."""
         return bool(self.names())
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        def fetched() -> bytes:
+        """Return at most `max_bytes` + 1 bytes of a file. Raises FileNotFoundError and OSError."""
+
+        def read_start() -> bytes:
             self.filesystem.invalidate_cache()
             path = f"{self.path}/{name}"
-            if "http" in self.filesystem.protocol:  # a server may answer with the whole file, whatever was asked for
+            if "http" in self.filesystem.protocol:
+                # A server may answer with the whole file, however few bytes are asked for.
                 with self.filesystem.open(path, "rb", block_size=0) as file:
                     return read_up_to(file, max_bytes + 1)
             try:
@@ -137,9 +160,14 @@ class RemoteFolder:
                     return b""
                 raise
 
-        return retry_transient_errors(fetched)
+        return retry_transient_errors(read_start)
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
+        """Write a file, whole or not at all. With `only_if_new`, raises FileExistsError if there is one.
+
+        A client or server without conditional puts may overwrite a file that appears at the same moment. The file is
+        then read again, and the writer that does not find its own bytes gets the error.
+        """
         path = f"{self.path}/{name}"
         if not only_if_new:
             retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))
@@ -160,15 +188,22 @@ class RemoteFolder:
             raise FileExistsError(path)
 
     def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
         retry_transient_errors(lambda: self._remove_key(f"{self.path}/{name}"))
 
     def version(self, name: str) -> str | None:
-        """Return the version for `remove_version`; None where the client has none. Raises OSError if it is absent."""
+        """Return the version of a file, for `remove_version`, or None if the client has no versions. Raises OSError if
+        the file is absent."""
         self.filesystem.invalidate_cache()
-        return retry_transient_errors(lambda: self.filesystem.info(f"{self.path}/{name}")).get("ETag")
+        info = retry_transient_errors(lambda: self.filesystem.info(f"{self.path}/{name}"))
+        return info.get("ETag")
 
     def remove_version(self, name: str, version: str | None) -> bool:
-        """Remove a file if it still has this version; else return False. Servers without versions remove it anyway."""
+        """Remove a file if it still has this version. Returns False if it has another one.
+
+        If the version is None, or if the server has no conditional removal, the file is removed in any case. Raises
+        OSError.
+        """
         if version is not None and hasattr(self.filesystem, "call_s3"):
             bucket, key, _ = self.filesystem.split_path(f"{self.path}/{name}")
             condition = {"Bucket": bucket, "Key": key, "IfMatch": version}
@@ -178,67 +213,80 @@ class RemoteFolder:
             except FileNotFoundError:
                 return True
             except OSError as error:
-                answer = getattr(error.__cause__, "response", None) or {}
-                if answer.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+                response = getattr(error.__cause__, "response", None) or {}
+                if response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
                     return False
-                if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # a server that knows no condition
+                has_no_conditions = error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM)
+                if not has_no_conditions:
                     raise
         self.remove(name)
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished uploads whose name in this folder `is_dead`. Only S3 needs this: it keeps, and bills, what
-        they have sent until they are aborted. Other stores drop it after a week."""
+        """Abort unfinished uploads below this folder for whose path in it `is_dead` returns True.
+
+        Only S3 needs this: it keeps, and bills, what they have sent until they are aborted. Other stores drop it after
+        a week. Raises OSError.
+        """
         if not hasattr(self.filesystem, "call_s3"):
             return
         bucket, key, _ = self.filesystem.split_path(self.path)
         prefix = f"{key}/" if key else ""
-        more: dict[str, str] = {}
+        page_start: dict[str, str] = {}
         while True:
-            found = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
-            for upload in found.get("Uploads", []):
-                if upload["Key"].startswith(prefix) and is_dead(upload["Key"].removeprefix(prefix)):
-                    which = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+            page = self.filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **page_start)
+            for upload in page.get("Uploads", []):
+                upload_key = upload["Key"]
+                if upload_key.startswith(prefix) and is_dead(upload_key.removeprefix(prefix)):
+                    upload_id = upload["UploadId"]
                     with contextlib.suppress(FileNotFoundError):
-                        self.filesystem.call_s3("abort_multipart_upload", Bucket=bucket, **which)
-            if not found.get("IsTruncated"):
+                        self.filesystem.call_s3(
+                            "abort_multipart_upload", Bucket=bucket, Key=upload_key, UploadId=upload_id
+                        )
+            if not page.get("IsTruncated"):
                 return
-            more = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+            page_start = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def remove_all(self) -> None:
-        """Remove key by key: `rm` of fsspec takes `[`, `*` and `?` in a path for a pattern."""
+        """Remove everything in this folder, key by key. fsspec's `rm` would take `[`, `*` and `?` in a path for a
+        pattern. Raises OSError."""
 
-        def removed() -> None:
+        def remove_keys() -> None:
             with ThreadPoolExecutor(REMOVALS_AT_ONCE, thread_name_prefix="checkpoint-remove") as pool:
-                list(pool.map(self._remove_key, self._find()))
-            for path in sorted(self._find(withdirs=True), key=len, reverse=True):  # empty on a store without folders
+                list(pool.map(self._remove_key, self._find_keys()))
+            # The folders, the innermost first. A store without folders has none.
+            for path in sorted(self._find_keys(with_folders=True), key=len, reverse=True):
                 self.filesystem.rmdir(path)
 
-        retry_transient_errors(removed)
+        retry_transient_errors(remove_keys)
 
-    def _find(self, *, withdirs: bool = False) -> list[str]:
-        """Return every key of this folder, or of the file that has its name."""
+    def _find_keys(self, *, with_folders: bool = False) -> list[str]:
+        """Return every key below this folder, or that of a file which has the folder's name."""
         self.filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            found = self.filesystem.find(self.path, withdirs=withdirs)
-            return [path for path in found if f"{path.strip('/')}/".startswith(f"{self.path.strip('/')}/")]
+            paths = self.filesystem.find(self.path, withdirs=with_folders)
+            own_path = self.path.strip("/")
+            return [path for path in paths if f"{path.strip('/')}/".startswith(f"{own_path}/")]
         return []
 
     def _remove_key(self, path: str) -> None:
+        """Remove a key, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.rm_file(path)
 
     def sink(self, name: str, num_bytes: int) -> "RemoteSink":
+        """Begin the upload of a file of `num_bytes`."""
         return RemoteSink(self.filesystem, f"{self.path}/{name}", part_bytes(num_bytes))
 
     def source(self, name: str, *, bypass_cache: bool = False) -> "RemoteSource":
+        """Open a file for reading. With `bypass_cache`, fsspec's listings are dropped first."""
         if bypass_cache:
             self.filesystem.invalidate_cache()
         return RemoteSource(self.filesystem, f"{self.path}/{name}")
 
 
 class RemoteSink:
-    """A multi-part upload; the object appears when it is closed."""
+    """An upload in parts. The object appears when it is closed."""
 
     any_order = False
 
@@ -250,6 +298,7 @@ class RemoteSink:
         self._offset = 0
 
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Send the bytes of all buffers. `offset` must be where the previous call ended. Raises OSError."""
         assert offset == self._offset, "an upload takes bytes in order"
         for buffer in buffers:
             data = memoryview(buffer).cast("B")
@@ -258,19 +307,21 @@ class RemoteSink:
             self._offset += len(data)
 
     def close(self) -> None:
+        """Complete the upload. Raises OSError."""
         with as_os_errors():
             self._file.close()
 
     def abandon(self) -> None:
+        """Abort the upload, as far as the store answers."""
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
-            self._file.closed = True  # else fsspec completes the upload when the object is collected
+            self._file.closed = True  # else fsspec completes the upload when the object is garbage-collected
         self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 
 class RemoteSource:
-    """An object that is read by ranges."""
+    """An object that is read by ranges of bytes."""
 
     def __init__(self, filesystem: RenewingFilesystem, path: str):
         self.filesystem = filesystem
@@ -278,6 +329,8 @@ class RemoteSource:
         self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
+        """Fill all buffers, one after the other, from `offset` on. Raises EOFError if the object ends before, and
+        OSError."""
         end = offset + sum(len(buffer) for buffer in buffers)
         data = memoryview(retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=end)))
         if len(data) != end - offset:
@@ -287,14 +340,16 @@ class RemoteSource:
             data = data[len(buffer) :]
 
     def close(self) -> None:
-        pass
+        """Do nothing: each range is a request of its own."""
 
 
 def part_bytes(num_bytes: int) -> int:
-    """Return the bytes of each part of an upload: as small as the number of parts permits."""
+    """Return the size of each part of an upload of `num_bytes`: whole MiB, and as small as MAX_PARTS permits, but at
+    least REMOTE_PART_BYTES."""
     mebibytes = -(-num_bytes // (MAX_PARTS << 20))
     return max(REMOTE_PART_BYTES, mebibytes << 20)
 
 
-def _name(entry: dict[str, Any]) -> str:
+def _name_of(entry: dict[str, Any]) -> str:
+    """Return the last part of the path of one of fsspec's entries."""
     return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

@@ -39,7 +39,7 @@ from tests.helpers.bombs import MIB, little_memory
 def is_direct(tmp_path: Path) -> Callable[[int], bool]:
     """Return a function that tells whether a descriptor bypasses the page cache."""
     sink = LocalFolder(tmp_path).sink("probe", 0)
-    has_direct = sink._direct is not None
+    has_direct = sink._direct_descriptor is not None
     sink.abandon()
     if not has_direct:
         pytest.skip("this file system has no other way than through the page cache")
