@@ -201,7 +201,7 @@ TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 }
 
 
-def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> significance.Studentised:
+def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> significance.BootstrapResult:
     return significance.difference_of_ratios(*text_of_rows(tails, n, difference, generator), generator)
 
 

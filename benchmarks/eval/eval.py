@@ -35,7 +35,7 @@ from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
+from llmfoundry_lite.evaluation.models import LocatedModel, TreeModel, locate_and_load_model
 from llmfoundry_lite.evaluation.packing import Row
 from llmfoundry_lite.evaluation.prompts import choose_examples, render_example
 from llmfoundry_lite.evaluation.result_files import ResultFiles
@@ -277,13 +277,13 @@ def _worker(command: list[str]) -> Iterator[Ask]:
 
 
 def answer_questions(model: str) -> None:
-    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    _forward_rate(subject.model)  # warms up
+    located = locate_and_load_model(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _forward_rate(located.model)  # warms up
     for line in sys.stdin:
-        print(json.dumps(measure(subject, **json.loads(line))), flush=True)
+        print(json.dumps(measure(located, **json.loads(line))), flush=True)
 
 
-def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
+def measure(located: LocatedModel, *, items: str, is_fixed: bool) -> dict[str, Any]:
     task = TaskConfig(
         label="bench",
         icl_task_type="multiple_choice",
@@ -291,15 +291,15 @@ def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
         continuation_delimiter=" ",
         tokenization="joint",
     )
-    rates = [_forward_rate(subject.model)]
+    rates = [_forward_rate(located.model)]
     with tempfile.TemporaryDirectory() as folder:
         files = ResultFiles(Path(folder), "bench", "ours")
         started, cpu_started = time.perf_counter(), time.process_time()
-        evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+        evaluate(located.model, located.tokenizer, [task], Results(model="", suite="", source=""), files)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
-    rates += [_forward_rate(subject.model)]
-    prepared = prepare_task(task, read_rows(task), 0, subject.tokenizer, max_seq_len=2048, tokenization="joint")
+    rates += [_forward_rate(located.model)]
+    prepared = prepare_task(task, read_rows(task), 0, located.tokenizer, max_seq_len=2048, tokenization="joint")
     tree = Row()
     for number, item in enumerate(prepared.items):
         context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)
@@ -307,9 +307,9 @@ def measure(subject: Subject, *, items: str, is_fixed: bool) -> dict[str, Any]:
             tree.add(request._replace(context=context), number)
     num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
     floor = num_tokens / statistics.mean(rates)
-    is_ours = isinstance(subject.model, TreeModel)
-    logits = _logits_seconds(subject.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
-    elapsed = _elapsed(subject.model, seconds, cpu_seconds)
+    is_ours = isinstance(located.model, TreeModel)
+    logits = _logits_seconds(located.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
+    elapsed = _elapsed(located.model, seconds, cpu_seconds)
     return {
         "n": len(answered),
         "seconds": seconds,

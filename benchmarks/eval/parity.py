@@ -26,7 +26,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.task_files import read_rows
@@ -95,9 +95,9 @@ def documents_of(rows: Sequence[Record]) -> list[Record]:
 
 
 def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
-    subject = load_subject(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    located = locate_and_load_model(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     files = ResultFiles(folder, "parity", task.label)
-    results = evaluate(subject.model, subject.tokenizer, [task], Results(model="", suite="", source=""), files)
+    results = evaluate(located.model, located.tokenizer, [task], Results(model="", suite="", source=""), files)
     items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
     names = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
     (record,) = results.tasks.values()

@@ -29,7 +29,7 @@ from benchmarks.ladder.plan import Shape
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.pairs import p_text
+from llmfoundry_lite.evaluation.pairs import format_p
 from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.report.reading import read_run
@@ -318,7 +318,7 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
         ("", "{pair}"),
         ("task", "{task}"),
         ("verdict", "{verdict}"),
-        ("p", lambda row: p_text(row["p"])),
+        ("p", lambda row: format_p(row["p"])),
     ]
     read = f"bits per byte of {NUM_PIECES} held-out files' beginnings; the n-gram has read as much as the largest model"
     return [

@@ -23,9 +23,9 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.fields import POSITIVE, setting
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.harness import Prompt, generate_answers, score_all
+from llmfoundry_lite.evaluation.harness import DataRank, Prompt, generate_answers, score_all
 from llmfoundry_lite.evaluation.items import Request
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.evaluation.scoring import check_tokens
 from llmfoundry_lite.evaluation.suite import BATCH_TOKENS
 from llmfoundry_lite.ranks.exchange import user_errors_on_all_ranks
@@ -80,7 +80,7 @@ class CheckpointLM(TemplateLM):
     """
 
     def __init__(self, *, device: str | None = None, batch_size: Any = None, max_batch_size: Any = None, **given: Any):
-        """Raises UserError for arguments that are unknown, and where `load_subject` does."""
+        """Raises UserError for arguments that are unknown, and where `locate_and_load_model` does."""
         super().__init__()
         names = ("run", "checkpoint", "hf", "tokenizer")  # lm_eval reads run=7 as a number
         given = {key: str(value) if key in names else value for key, value in given.items()}
@@ -93,19 +93,19 @@ class CheckpointLM(TemplateLM):
         if here.world_size > 1:
             start_process_group(devices.device_type(), TIMEOUT_SECONDS)
             os.environ["LOCAL_RANK"] = str(here.rank)  # lm_eval writes where this is 0; one rank of all nodes must
-        self.share = here.rank, here.world_size
+        self.data_rank = DataRank(here.rank, here.world_size)
         with user_errors_on_all_ranks():
-            subject = load_subject(
+            located = locate_and_load_model(
                 where, tokenizer=arguments.tokenizer, precision=arguments.precision, device=self._device
             )
-        for note in subject.notes:
-            _note(f"{note}; {subject.source} is evaluated")
-        self.subject, self.model = subject, subject.model
+        for note in located.notes:
+            _note(f"{note}; {located.source} is evaluated")
+        self.located, self.model = located, located.model
         self.max_length = min(arguments.max_seq_len or self.model.max_seq_len, self.model.max_seq_len)
         self.max_gen_toks = arguments.max_gen_toks
         self.batch_tokens = arguments.device_batch_tokens or BATCH_TOKENS[self._device.type]
-        self._encode = lru_cache(4096)(subject.tokenizer.encode)  # the choices of an item share their context
-        self._beginning = subject.tokenizer.beginning
+        self._encode = lru_cache(4096)(located.tokenizer.encode)  # the choices of an item share their context
+        self._beginning = located.tokenizer.beginning
         self._asked: Any = []
         """lm_eval's requests, in the order in which `_loglikelihood_tokens` gets their tokens."""
 
@@ -118,11 +118,11 @@ class CheckpointLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.subject.tokenizer.eos_token_id
+        return self.located.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        return self.subject.tokenizer.prefix_token_id
+        return self.located.tokenizer.prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return token ids, after those that the tokenizer begins with. Special tokens spelled in the text are text."""
@@ -149,7 +149,7 @@ class CheckpointLM(TemplateLM):
             groups.setdefault(request.context, []).append(number)
         packed = [[asked[number] for number in group] for group in groups.values()]
         with self._progress("loglikelihood", len(groups), disable_tqdm) as move:
-            scores = score_all(self.model, "lm_eval", packed, self.batch_tokens, self.share, move)
+            scores = score_all(self.model, "lm_eval", packed, self.batch_tokens, self.data_rank, move)
         order = [number for group in groups.values() for number in group]
         found = dict(zip(order, scores, strict=True))
         return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
@@ -189,7 +189,7 @@ class CheckpointLM(TemplateLM):
         """Return what the model writes greedily after each context. Raises DataError for settings that sample."""
         prompts = [self._prompt(name_of(request), *request.args) for request in requests]
         with self._progress("generate_until", len(prompts), disable_tqdm) as move:
-            return generate_answers(self.model, self.subject.tokenizer, "lm_eval", prompts, self.share, move)
+            return generate_answers(self.model, self.located.tokenizer, "lm_eval", prompts, self.data_rank, move)
 
     def _prompt(self, name: str, context: str, given: dict[str, Any]) -> Prompt:
         settings: dict[str, Any] = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -214,7 +214,7 @@ class CheckpointLM(TemplateLM):
         raise ConfigError("--apply_chat_template: checkpoints have no chat template; leave it out")
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        if self.share[1] > 1:
+        if self.data_rank.num_ranks > 1:
             raise ConfigError("--use_cache: ranks would differ in what is left to ask; leave it out, or use one rank")
         super().set_cache_hook(cache_hook)
 
@@ -223,13 +223,13 @@ class CheckpointLM(TemplateLM):
         return {
             "model_num_parameters": sum(parameter.numel() for parameter in self.model.model.parameters()),
             "model_dtype": str(next(self.model.model.parameters()).dtype),
-            "model_revision": self.subject.source,
-            "model_sha": self.subject.save_id or "",
+            "model_revision": self.located.source,
+            "model_sha": self.located.save_id or "",
         }
 
     @contextmanager
     def _progress(self, what: str, total: int, is_off: bool) -> Iterator[Callable[[int, int], Any]]:
-        with tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.share[0] > 0) as bar:
+        with tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.data_rank.rank > 0) as bar:
             yield lambda done, _: bar.update(done - bar.n)
 
 

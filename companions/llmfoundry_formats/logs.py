@@ -34,7 +34,7 @@ from llmfoundry_lite.bounded import (
 )
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation.items import fingerprint
-from llmfoundry_lite.evaluation.prompts import join_rows
+from llmfoundry_lite.evaluation.prompts import find_connected_rows
 from llmfoundry_lite.evaluation.records import BITS, Record, bits_per_byte, by_document, hash_of, mean_and_error
 from llmfoundry_lite.evaluation.results import Results, load_results, read_results
 from llmfoundry_lite.files import open_regular
@@ -426,7 +426,7 @@ def _build(
     if None in groups and any(groups):
         raise DataError(f"{where}: {rows[groups.index(None)].id} lacks the field of --cluster, which others have")
     keys = [[("row", row.row), *([("group", row.group)] if row.group is not None else [])] for row in rows]
-    first = join_rows(keys)
+    first = find_connected_rows(keys)
     of_row = {row.index: str(groups[found] or rows[found].index) for row, found in zip(rows, first, strict=True)}
     has_clusters = any(groups) or first != list(range(len(rows)))
     items: list[Record] = []

@@ -106,18 +106,18 @@ def generate(
 
     from llmfoundry_lite.devices import device_type
     from llmfoundry_lite.evaluation.loaded import generate_text, model_of
-    from llmfoundry_lite.evaluation.models import load_subject
+    from llmfoundry_lite.evaluation.models import locate_and_load_model
 
     device = torch.device(device_type())
-    subject = load_subject(where, tokenizer=tokenizer, device=device)
-    for note in subject.notes:
+    located = locate_and_load_model(where, tokenizer=tokenizer, device=device)
+    for note in located.notes:
         print(printable(note), file=sys.stderr)
-    model = model_of(subject)
+    model = model_of(located)
 
     def answer(text: str) -> None:
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         print(text, end="", flush=True)
-        for piece in generate_text(model, subject.tokenizer, text, max_new_tokens, device=device, **sampling):
+        for piece in generate_text(model, located.tokenizer, text, max_new_tokens, device=device, **sampling):
             print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
 

@@ -434,7 +434,13 @@ CHUNK_MULTIPLE = 128
 
 
 def count_logits(portion: Portion) -> int:
-    """Count bytes of one chunk of logits, of what the loss makes of it, and of the embedding's gradient so far."""
+    """Return the bytes at the peak of the chunked loss, which handles a part of the tokens at a time.
+
+    Two moments may be the peak. In the softmax, the device holds a chunk of logits, the softmax's own copies of it, and
+    the gradient of the output embedding that earlier chunks have begun. In the matrix product that adds to that
+    gradient, it holds one 16-bit or fp32 copy of the chunk, the gradient, and the chunk's part of it.
+    """
+    # As training/loss.py does: equal chunks below the limit, rounded up to a multiple of CHUNK_MULTIPLE tokens.
     max_chunk_tokens = max(CHUNK_MULTIPLE, portion.config.loss_chunk_mib * MIB // (FP32_BYTES * portion.num_vocab_rows))
     num_chunks = math.ceil(portion.num_tokens / max_chunk_tokens)
     chunk_tokens = math.ceil(portion.num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
@@ -448,7 +454,7 @@ def count_logits(portion: Portion) -> int:
         # log_softmax has its input, a copy in fp32 of one that is not, and its output.
         logit_bytes = portion.compute_bytes + FP32_BYTES + (FP32_BYTES if portion.compute_bytes < FP32_BYTES else 0)
 
-    # The embedding's gradient begins with the first chunk, after its softmax.
+    # The first chunk has no gradient beside its softmax. If it is the only one, no chunk has.
     gradient_bytes = portion.num_embedding_elements * FP32_BYTES if chunk_tokens < portion.num_tokens else 0
     num_logits = chunk_tokens * portion.num_vocab_rows
     in_softmax_bytes = num_logits * logit_bytes + gradient_bytes

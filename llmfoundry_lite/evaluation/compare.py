@@ -24,16 +24,16 @@ import numpy as np
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.pairs import ComparedNumber, Comparison
+from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
     ACCURACIES,
     BITS,
     Record,
     bits_per_byte,
     by_document,
-    cut_at,
     has_categories,
-    lost_share,
+    limit_of_trial,
+    lost_text_fraction,
     text_row,
     weights_of,
 )
@@ -119,7 +119,7 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 
     metrics = {task: _main_metric(task, first, other) for task in common}
     tasks = [_compare_task(task, metric, first, other) for task, metric in metrics.items()]
-    other_metrics: list[ComparedNumber] = []
+    other_metrics: list[MetricComparison] = []
     if all_metrics:
         for task in common:
             for metric in _other_metrics(task, first, other):
@@ -264,7 +264,7 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _compare_task(task: str, metric: str, first: Results, other: Results) -> ComparedNumber:
+def _compare_task(task: str, metric: str, first: Results, other: Results) -> MetricComparison:
     """Compare one task by one metric, with the test that suits it."""
     if metric == BITS:
         return _compare_texts(task, first, other)
@@ -272,7 +272,7 @@ def _compare_task(task: str, metric: str, first: Results, other: Results) -> Com
 
 
 @dataclass(frozen=True, slots=True)
-class TaskAnswers:
+class CommonItems:
     """The items of a task that both models were asked, as arrays over these items."""
 
     items: list[Unit]
@@ -286,14 +286,14 @@ class TaskAnswers:
     """Item -> its cluster, for items that have one."""
 
 
-def _answers_of(task: str, metric: str, first: Results, other: Results) -> TaskAnswers:
+def _collect_common_items(task: str, metric: str, first: Results, other: Results) -> CommonItems:
     """Collect the items of a task that both models were asked. Raises DataError if there are none."""
     their_items = {item["index"]: item for item in other.items[task]}
     our_items = [item for item in first.items[task] if item["index"] in their_items]
     if not our_items:
         raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
     data = first.tasks[task]["data_fingerprint"]
-    return TaskAnswers(
+    return CommonItems(
         items=[(data, item["index"]) for item in our_items],
         weights_i=weights_of(our_items, has_categories(first.tasks[task])),
         first_i=np.array([item[metric] for item in our_items], np.float64),
@@ -302,12 +302,12 @@ def _answers_of(task: str, metric: str, first: Results, other: Results) -> TaskA
     )
 
 
-def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> ComparedNumber:
+def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> MetricComparison:
     """Compare the mean of the accuracies of each (task, metric), with equal weights.
 
     An item that several tasks ask, or a cluster of items, is one independent unit: its differences are added up first.
     """
-    tasks = [_answers_of(task, metric, first, other) for task, metric in metrics]
+    tasks = [_collect_common_items(task, metric, first, other) for task, metric in metrics]
     # A cluster that one task knows holds for every task on the same data.
     cluster_of: dict[Unit, Unit] = {}
     for answers in tasks:
@@ -331,7 +331,7 @@ def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, othe
     our_mean = sum(float(answers.weights_i @ answers.first_i) for answers in tasks) / len(tasks)
     their_mean = sum(float(answers.weights_i @ answers.other_i) for answers in tasks) / len(tasks)
     name, metric = metrics[0] if len(metrics) == 1 else (f"mean of {len(metrics)} tasks", "mean")
-    return ComparedNumber(
+    return MetricComparison(
         task=name,
         metric=metric,
         first=our_mean,
@@ -354,7 +354,7 @@ def _count_won(gains: Floats) -> dict[str, Any]:
     return {"n": len(gains), "wins": num_wins, "losses": num_losses, "ties": num_ties}
 
 
-def _compare_texts(task: str, first: Results, other: Results) -> ComparedNumber:
+def _compare_texts(task: str, first: Results, other: Results) -> MetricComparison:
     """Compare bits per byte, resampling documents, or the windows of a single document."""
     units = text_units(task, first, other)
     bits = np.array([1 / math.log(2), 1.0])  # [nats, bytes] -> [bits, bytes]
@@ -364,10 +364,10 @@ def _compare_texts(task: str, first: Results, other: Results) -> ComparedNumber:
 
     lost_text = 0.0
     if has_other_tokenizer(first, other):  # equal tokenizers lose the same text
-        lost_text = MISSING_BYTE_BITS * (lost_share(first.tasks[task]) + lost_share(other.tasks[task]))
+        lost_text = MISSING_BYTE_BITS * (lost_text_fraction(first.tasks[task]) + lost_text_fraction(other.tasks[task]))
     our_ratios = units.first[:, 0] / units.first[:, 1]
     their_ratios = units.other[:, 0] / units.other[:, 1]
-    return ComparedNumber(
+    return MetricComparison(
         task=task,
         metric=BITS,
         first=float(bits_per_byte(units.first.sum(axis=0))),
@@ -429,7 +429,7 @@ TASK_FACTS = {
 """The same for facts of a task, each with the value that a record without it has."""
 
 
-def notes_on(first: Results, other: Results, tasks: Sequence[ComparedNumber], skip: Sequence[str]) -> list[str]:
+def notes_on(first: Results, other: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]) -> list[str]:
     """Return notes that a reader of the numbers needs."""
     names = f"{first.name} and {other.name}"
     notes: list[str] = []
@@ -458,7 +458,7 @@ def notes_on(first: Results, other: Results, tasks: Sequence[ComparedNumber], sk
     return notes
 
 
-def _code_of(results: Results, tasks: Sequence[ComparedNumber]) -> str:
+def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:
     """Return the versions of the code by which the compared tasks were evaluated."""
     versions = {results.tasks[number.task]["code"] for number in tasks}
     return ", ".join(sorted(versions))
@@ -470,10 +470,10 @@ def _note_on_missing_tasks(results: Results, other: Results) -> list[str]:
     return [f"only in {results.name}, left out: {', '.join(missing)}"] if missing else []
 
 
-def _notes_on_task(number: ComparedNumber, first: Results, other: Results) -> Iterator[str]:
+def _notes_on_task(number: MetricComparison, first: Results, other: Results) -> Iterator[str]:
     """Yield notes on one task's comparison."""
     task = number.task
-    limit = cut_at(first.tasks[task])
+    limit = limit_of_trial(first.tasks[task])
     if limit:
         yield f"only its first {limit:,} items (limit): a try, not a result"
     for key, (default, text) in TASK_FACTS.items():
@@ -483,7 +483,7 @@ def _notes_on_task(number: ComparedNumber, first: Results, other: Results) -> It
         if our_fact != their_fact and not follows_from_tokenizer:
             yield text.format(first.name, our_fact, other.name, their_fact)
     for results in (first, other):
-        share = lost_share(results.tasks[task])
+        share = lost_text_fraction(results.tasks[task])
         if share:
             yield f"warning: the tokenizer of {results.name} loses {percent(share)} of the text"
 
@@ -505,7 +505,7 @@ def _notes_on_documents(units: TextUnits) -> Iterator[str]:
         yield "one document: its windows are resampled, as if they were independent"
 
 
-def _notes_on_items(number: ComparedNumber, counts: Counts, first: Results, other: Results) -> Iterator[str]:
+def _notes_on_items(number: MetricComparison, counts: Counts, first: Results, other: Results) -> Iterator[str]:
     """Yield notes on items that only one model was asked, and on how many of them are independent."""
     our_items = {item["index"] for item in first.items[number.task]}
     their_items = {item["index"] for item in other.items[number.task]}

@@ -13,7 +13,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.spelling import LostText, Speller, lost_text_from_json
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.items import Item, NothingToAsk, Prepared, Request
+from llmfoundry_lite.evaluation.items import EmptyTaskError, Item, PreparedTask, Request
 from llmfoundry_lite.evaluation.task_files import read_texts
 
 TEXT_SETTINGS = {"icl_task_type": "perplexity", "windows": "the last with full context"}
@@ -34,18 +34,18 @@ class Document(NamedTuple):
     """What the file holds: a text, or a sample's tokens. Equal documents have equal sources."""
 
 
-def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> Prepared:
+def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> PreparedTask:
     """Cut the task's text into windows, and return them as the items of a prepared task.
 
     A text file is one document. In a file of JSON lines, the `text` of each row is one. In an MDS split each sample is
     a document, whose first token is not predicted. In the two other cases the first token is predicted from the token
     that `document_of` puts before it. `limit` is the largest number of windows.
 
-    Raises DataError for a file that cannot be read, NothingToAsk for one without text.
+    Raises DataError for a file that cannot be read, EmptyTaskError for one without text.
     """
     windows = _cut_windows(config, tokenizer, max_seq_len, limit)
     if not windows.items:
-        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+        raise EmptyTaskError(f"{config.label}: {config.dataset_uri} has no text")
     settings = {**TEXT_SETTINGS, "max_seq_len": max_seq_len, "limit": limit if windows.is_cut else None}
 
     # The task's fingerprint continues the hash of the documents with all that its windows depend on.
@@ -53,7 +53,7 @@ def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, 
     task_hash.update(json.dumps(settings).encode())
     if not windows.lost_text.is_empty:  # fewer bytes count than with a tokenizer that has tokens for every character
         task_hash.update(windows.lost_text.as_text().encode())
-    return Prepared(
+    return PreparedTask(
         label=config.label,
         kind="perplexity",
         num_fewshot=0,
@@ -120,7 +120,7 @@ def check_text(config: TaskConfig, tokenizer: Tokenizer) -> None:
     for text in read_texts(config):
         has_tokens = has_tokens or bool(tokenizer.encode(text[:CHECKED_CHARACTERS]))
     if not has_tokens:
-        raise NothingToAsk(f"{config.label}: {config.dataset_uri} has no text")
+        raise EmptyTaskError(f"{config.label}: {config.dataset_uri} has no text")
 
 
 def windows_of(document: Document, tokenizer: Tokenizer, max_seq_len: int) -> Iterator[Request]:

@@ -20,7 +20,7 @@ CACHED_TEXTS = 4096
 """Encoded texts that are kept, because the options of an item and the items of a task share contexts and examples."""
 
 
-class UnaskableError(Exception):
+class UnusableItemError(Exception):
     """An item cannot be asked. The message is the reason, by which skipped items are counted."""
 
 
@@ -45,7 +45,7 @@ class Encoding:
     def request(self, preamble: str, context: str, answer: str) -> Request:
         """Return the request for an answer's probability after a preamble (the examples) and a context.
 
-        Raises UnaskableError for an answer without tokens, or one that is longer than the model.
+        Raises UnusableItemError for an answer without tokens, or one that is longer than the model.
         """
         if self.is_joint:
             context_ids, answer_ids = self._encode_together(preamble, context, answer)
@@ -56,15 +56,17 @@ class Encoding:
             answer_ids = self._encode(space + answer)
 
         if not answer_ids and answer.strip():
-            raise UnaskableError("an answer that one token joins to its context (tokenization: separate has it apart)")
+            raise UnusableItemError(
+                "an answer that one token joins to its context (tokenization: separate has it apart)"
+            )
         if not answer_ids:
-            raise UnaskableError("an answer without tokens")
+            raise UnusableItemError("an answer without tokens")
         return self._fit(context_ids, answer_ids, num_answer_tokens=len(answer_ids), num_characters=len(answer))
 
     def prompt(self, preamble: str, context: str, max_new_tokens: int) -> Request:
         """Return the request for an answer of up to `max_new_tokens` tokens that the model writes itself.
 
-        Raises UnaskableError if the model has no room for it.
+        Raises UnusableItemError if the model has no room for it.
         """
         if self.is_joint:
             context_ids = self._encode_apart("", preamble + context)
@@ -95,14 +97,14 @@ class Encoding:
         """Cut the context's first tokens off, so that the answer has room."""
         room = self.max_tokens - num_answer_tokens
         if room < 1:
-            raise UnaskableError("an answer longer than the model")
+            raise UnusableItemError("an answer longer than the model")
         if not context_ids:
             context_ids = [self.tokenizer.prefix_token_id]  # the answer's first token needs one before it
         num_trimmed = max(0, len(context_ids) - room)
         return Request(tuple(context_ids[-room:]), tuple(answer_ids), num_characters, num_trimmed)
 
 
-def longest_answer(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> int:
+def count_answer_tokens(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> int:
     """Return how many tokens a model may use for its answer, counted as in LLM Foundry.
 
     It is the longest solution in the file, with its reasoning and with the tokens that the tokenizer begins with.
@@ -116,7 +118,7 @@ def longest_answer(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) ->
     return len(tokenizer.beginning) + longest + allowance
 
 
-def stop_tokens_of(tokenizer: Tokenizer) -> list[str]:
+def list_stop_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the texts of the tokens, besides the end of text, that end an answer."""
     others = sorted(tokenizer.stop_token_ids - {tokenizer.eos_token_id})
     return [tokenizer.decode([token]) for token in others if token < tokenizer.vocab_size]

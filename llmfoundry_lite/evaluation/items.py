@@ -20,7 +20,7 @@ GENERATION = ("generation_task_with_answers",)
 """Types of tasks whose answers the model writes."""
 
 
-class NothingToAsk(DataError):
+class EmptyTaskError(DataError):
     """A task has no item that this model can be asked. A gauntlet leaves such a task out."""
 
 
@@ -57,7 +57,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedTask:
     """A task that is ready to be asked: for one tokenizer and one number of examples."""
 
     label: str

@@ -18,7 +18,7 @@ from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError, either
 from llmfoundry_lite.evaluation.documents import document_of, windows_of
 from llmfoundry_lite.evaluation.items import Request
-from llmfoundry_lite.evaluation.models import Subject, TreeModel, load_subject
+from llmfoundry_lite.evaluation.models import LocatedModel, TreeModel, locate_and_load_model
 from llmfoundry_lite.evaluation.packing import pack
 from llmfoundry_lite.evaluation.scoring import check_tokens, score_tokens, text_separator
 from llmfoundry_lite.models.generate import generate
@@ -49,14 +49,14 @@ class Sampling(TypedDict, total=False):
 class LoadedModel:
     """A model with its tokenizer. Threads may share it; they take turns."""
 
-    def __init__(self, subject: Subject):
-        self._subject = subject
-        self.source: str = subject.source
+    def __init__(self, located: LocatedModel):
+        self._located = located
+        self.source: str = located.source
         """The checkpoint or folder it was read from."""
-        self.model: nn.Module = subject.model.model
+        self.model: nn.Module = located.model.model
         """The module itself: our MPT, or that of transformers."""
-        self.tokenizer: Tokenizer = subject.tokenizer
-        self.manifest: Manifest | None = subject.manifest
+        self.tokenizer: Tokenizer = located.tokenizer
+        self.manifest: Manifest | None = located.manifest
         """The checkpoint's: timestamp, configuration, history. None for a Hugging Face folder."""
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class LoadedModel:
         Computes no gradients. To get gradients, call the module itself after `model.model.requires_grad_()`.
         """
         with _one_at_a_time:
-            output = self.model(tokens_bt.to(self._subject.model.device))
+            output = self.model(tokens_bt.to(self._located.model.device))
         logits = getattr(output, "logits", output)  # transformers' modules wrap logits
         return logits.float()
 
@@ -100,7 +100,7 @@ class LoadedModel:
         Raises ConfigError if something is not a text, DataError for tokens that the model does not have.
         """
         asked = _check_texts("logprobs", texts)
-        scorable = self._subject.model
+        scorable = self._located.model
         requests: list[Request] = []
         text_of_request: list[int] = []
         for number, text in enumerate(asked):
@@ -173,10 +173,10 @@ class LoadedModel:
                 "on or None, above 0 and up to 1 or None, and a whole number"
             )
 
-        model = model_of(self._subject)
+        model = model_of(self._located)
         prompts = _check_texts("generate", prompt)
         for text in prompts:
-            check_tokens(self._subject.model, self.tokenizer.encode(text), self.source)
+            check_tokens(self._located.model, self.tokenizer.encode(text), self.source)
         texts: list[str] = []
         with _one_at_a_time:
             for text in prompts:
@@ -189,7 +189,7 @@ class LoadedModel:
                     top_k=num_likeliest,
                     top_p=top_p,
                     seed=whole_seed,
-                    device=self._subject.model.device,
+                    device=self._located.model.device,
                 )
                 texts.append("".join(pieces))
         return texts[0] if isinstance(prompt, str) else texts
@@ -231,10 +231,12 @@ def load(
     except (RuntimeError, AssertionError) as error:  # torch raises these for a bad name and an absent device
         raise ConfigError(f"load: device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     tokenizer_path = None if tokenizer is None else os.fspath(tokenizer)
-    subject = load_subject(os.fspath(where), tokenizer=tokenizer_path, precision=precision, device=chosen_device)
-    for note in subject.notes:
+    located = locate_and_load_model(
+        os.fspath(where), tokenizer=tokenizer_path, precision=precision, device=chosen_device
+    )
+    for note in located.notes:
         warnings.warn(note, stacklevel=2)
-    return LoadedModel(subject)
+    return LoadedModel(located)
 
 
 def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
@@ -256,14 +258,14 @@ def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
     return texts
 
 
-def model_of(subject: Subject) -> MPT:
-    """Return the model of a loaded subject. Raises DataError for one that only transformers can run."""
-    if not isinstance(subject.model, TreeModel):
+def model_of(located: LocatedModel) -> MPT:
+    """Return the MPT of a loaded model. Raises DataError for a model that only transformers can run."""
+    if not isinstance(located.model, TreeModel):
         raise DataError(
-            f"{subject.source}: text is written by models in MPT's, GPT-2's and Llama's layouts; this one can only be "
+            f"{located.source}: text is written by models in MPT's, GPT-2's and Llama's layouts; this one can only be "
             "evaluated. Use transformers' own generate()"
         )
-    return subject.model.model
+    return located.model.model
 
 
 def generate_text(

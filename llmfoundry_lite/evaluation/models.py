@@ -66,8 +66,8 @@ class Placement(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Subject:
-    """A model to be evaluated. It is found first, and its weights are loaded later."""
+class LocatedModel:
+    """A model that has been found, with its tokenizer. Its weights are loaded later, when its turn comes."""
 
     source: str
     """The checkpoint, folder or name on the Hub that it is read from."""
@@ -82,16 +82,17 @@ class Subject:
     notes: list[str] = field(default_factory=list)
     """Lines for the user on how it was found."""
     model: Any = None
-    """The loaded model, once `load_subject` has read it."""
+    """The loaded model, set by `locate_and_load_model`; None before."""
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint at `source`, or the newest intact one of a run or folder, with a line for each newer one.
+    """Find the checkpoint to read: `source` itself, or the newest intact checkpoint of a run or of a folder.
 
-    The checkpoint is None where there is none. Raises DamagedCheckpointError when none of several is intact.
+    Returns the checkpoint, or None if there is none, and a line for the user about each newer checkpoint that was
+    passed over because it is damaged. Raises DamagedCheckpointError if there are checkpoints and none is intact.
     """
     notes: list[str] = []
     for url in _urls_to_try(source):
@@ -131,32 +132,40 @@ def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
 
 
 def _urls_to_try(source: str) -> tuple[str, str]:
-    """Return where checkpoints may be: in the folder itself, or in the folder of a run."""
+    """Return the two places where checkpoints may be: `source` itself, and its folder `checkpoints` if it is a run."""
     return source, f"{source.rstrip('/')}/checkpoints"
 
 
 # ------------------------------------------------------------------------------------------------------ find and load
 
 
-def load_subject(source: str, **options: Any) -> Subject:
-    """Find a model as `find_subject` does, and load it. Raises CheckpointError for weights that do not verify."""
-    subject = find_subject(source, **options)
-    subject.model = subject.load()
-    return subject
+def locate_and_load_model(source: str, **options: Any) -> LocatedModel:
+    """Find a model as `locate_model` does, with the same options, and load its weights.
+
+    Raises CheckpointError if the weights do not match their checksums, and the errors of `locate_model`.
+    """
+    located = locate_model(source, **options)
+    located.model = located.load()
+    return located
 
 
-def find_subject(
+def locate_model(
     source: str,
     *,
     tokenizer: str | None = None,
     precision: str = "fp32",
     device: torch.device,
     shard: Shard | None = None,
-) -> Subject:
-    """Find a model without reading its weights: `source` is a run, a checkpoint, a folder or hf:NAME.
+) -> LocatedModel:
+    """Find a model and its tokenizer without reading its weights.
 
-    Raises CheckpointError where no checkpoint is whole, DataError when there is none, or no tokenizer, ConfigError
-    where a companion is missing.
+    source: a run, a checkpoint, an exported folder in Hugging Face's format, or hf:NAME for a model on the Hub.
+    tokenizer: a path or name to use in place of the model's own tokenizer.
+    precision: fp32, tf32, bf16 or fp16; the dtype that the weights will have.
+    shard: function that shards the model over all ranks; None keeps the whole model on each rank.
+
+    Raises CheckpointError if no checkpoint is intact, DataError if there is no model or no tokenizer, and ConfigError
+    if a companion package is needed and missing.
     """
     placement = Placement(DTYPES[precision], device, shard)
     if source.startswith("hf:"):
@@ -175,8 +184,8 @@ def find_subject(
     return _find_in_run(source, tokenizer, placement)
 
 
-def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> Subject:
-    """Find the model of a checkpoint, or of a run's newest one."""
+def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
+    """Return the model in a checkpoint, or in the newest intact checkpoint of a run. Raises DataError."""
     checkpoint, notes = find_checkpoint(source)
     if checkpoint is None:
         raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")
@@ -188,7 +197,7 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
         raise DataError(
             f"models: {source}: its tokenizer {name} is not on this machine; name another place: tokenizer=…"
         )
-    return Subject(
+    return LocatedModel(
         source=checkpoint.url,
         save_id=manifest.save_id,
         num_tokens_trained=manifest.timestamp.token or None,
@@ -200,9 +209,10 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
 
 
 def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the configuration of a checkpoint's model, whose parameters are the checkpoint's tensors.
+    """Return the model configuration that a checkpoint records, once its tensors are known to fit it.
 
-    Raises DataError if another program has saved it, CheckpointError if it describes another model than it holds.
+    Raises DataError if the checkpoint was not saved by this library's trainer, and CheckpointError if the names or
+    shapes of its tensors are not those of the recorded model.
     """
     config = read_model(checkpoint)
     problem = find_mismatch(config, shapes_in(checkpoint))
@@ -212,9 +222,10 @@ def model_config_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, placement: Placement) -> "TreeModel":
-    """Load a checkpoint's weights. Collective where the model is sharded; each rank then reads only its part.
+    """Build a checkpoint's model and load its weights.
 
-    Raises CheckpointError if they do not verify.
+    Collective if the model is sharded: each rank then reads only its own part. Raises CheckpointError if the weights do
+    not match their checksums.
     """
     model = _build_empty(config, placement)
     if placement.shard is None:
@@ -225,7 +236,10 @@ def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, placement: Plac
 
 
 def separator_of(config: dict[str, Any]) -> Separator | None:
-    """Return the token by which training divided documents, if the loader named one. Raises DataError for no id."""
+    """Return the token that divided documents in training, or None if the run's loader did not set one.
+
+    `config` is the configuration that a checkpoint records. Raises DataError if the recorded value is no token id.
+    """
     dataset = block_in(block_in(config, "train_loader"), "dataset")
     for key in ("bos_token_id", "eos_token_id"):
         token_id = dataset.get(key)
@@ -242,8 +256,12 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
 # ------------------------------------------------------------------------------------------------------------ folders
 
 
-def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placement: Placement) -> Subject:
-    """Find a folder's model, and check its config.json before weights are read. Raises ExportError or DataError."""
+def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
+    """Return the model of a folder in Hugging Face's format, after checking its config.json and tokenizer.
+
+    `tokenizer_name` names the tokenizer to use; None takes the folder's own. Raises ExportError or DataError for a
+    model that cannot be read, and DataError if the folder has a tokenizer of its own that differs from the named one.
+    """
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
     load = _choose_loader(source, folder, hf_config, placement)
@@ -257,7 +275,7 @@ def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placemen
                 f"models: {source} has another tokenizer of its own ({own_tokenizer.fingerprint}) than "
                 f"{tokenizer_name} ({tokenizer.fingerprint}); leave tokenizer=… out"
             )
-    return Subject(
+    return LocatedModel(
         source=source,
         save_id=_identify(folder),
         num_tokens_trained=None,
@@ -270,9 +288,10 @@ def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placemen
 def _choose_loader(
     source: str, folder: Path, hf_config: dict[str, Any], placement: Placement
 ) -> Callable[[Placement], Any]:
-    """Return what loads a folder's weights: our MPT for the layouts that we convert, a companion for other types.
+    """Return the function that loads a folder's weights, given their placement.
 
-    Raises DataError for a type that nobody loads, or that cannot be sharded.
+    Model types that we can convert become our MPT. A companion loads other causal models with transformers. Raises
+    DataError for a type that neither can load, and for one that would have to be sharded and cannot be.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
@@ -295,7 +314,10 @@ def _choose_loader(
 
 
 def _load_own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
-    """Return a folder's tokenizer, or None if it has none that can be read, which is why the user names one."""
+    """Return the tokenizer in a model's folder, or None if it has none or none that we can read.
+
+    If only a missing companion could read it, a line that says so is appended to `notes`.
+    """
     try:
         return load_tokenizer(folder)
     except DataError as error:
@@ -305,7 +327,10 @@ def _load_own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
 
 
 def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
-    """Load a folder's weights into our MPT. Files that contain pickles are read by a companion, which runs nothing."""
+    """Convert a folder's weights to our MPT.
+
+    Weights in pickled files (pytorch_model.bin) are read by a companion that never executes what a pickle contains.
+    """
 
     def read_pickled(path: Path) -> Any:
         """Return the tensors of a pickled file by name."""
@@ -320,7 +345,10 @@ def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
 
 
 def _identify(folder: Path) -> str:
-    """Hash the names, sizes and times of the files, so that results of other weights differ."""
+    """Return a hash of the names, sizes and modification times of a folder's files.
+
+    It stands for the weights where there is no checkpoint's id, so that results of changed weights are not mixed up.
+    """
     facts: list[tuple[str, int, int]] = []
     for path in sorted(folder.iterdir()):
         if path.is_file():
@@ -333,7 +361,10 @@ def _identify(folder: Path) -> str:
 
 
 def _build_empty(config: ModelConfig, placement: Placement) -> MPT:
-    """Build a model without weights: on the meta device, or, if it is sharded, with memory for this rank's part."""
+    """Build a model whose weights are still to be set.
+
+    A sharded model gets memory for this rank's part. Any other stays on the meta device, without memory.
+    """
     with torch.device("meta"):
         model = MPT(config)
     model = model.to(placement.dtype).eval().requires_grad_(False)
@@ -344,7 +375,10 @@ def _build_empty(config: ModelConfig, placement: Placement) -> MPT:
 
 
 def _fill(model: MPT, weights: dict[str, torch.Tensor], placement: Placement) -> None:
-    """Put full weights into a model, by name. Raises CheckpointError if they are another model's."""
+    """Set a model's weights in place. `weights` maps the name of every parameter to its whole tensor.
+
+    Raises CheckpointError if the names are not those of the model.
+    """
     different_names = sorted(model.state_dict().keys() ^ weights.keys())
     if different_names:
         raise CheckpointError(
@@ -360,7 +394,7 @@ def _fill(model: MPT, weights: dict[str, torch.Tensor], placement: Placement) ->
 
 
 class TreeModel:
-    """Our MPT as a `Scorable`, which takes rows with branches."""
+    """Our MPT as a `Scorable`. Rows may be trees of prefixes, so that a shared prefix is computed once."""
 
     shares_prefixes = True
 
@@ -373,7 +407,7 @@ class TreeModel:
         self.separates_documents = model.config.attn_config.attn_uses_sequence_id
 
     def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
-        """Return the log-probabilities of the answer tokens. Logits are computed only where they are predicted."""
+        """Return the log-probability of each answer token. Logits are computed only at the positions before them."""
         scores = self.model(
             inputs.tokens_bt,
             positions_bt=inputs.positions_bt,

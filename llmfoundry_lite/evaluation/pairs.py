@@ -1,6 +1,6 @@
 """Comparisons as data, and their output: to the console, as Markdown and JSON, and as points of a figure.
 
-`compare.py` computes them. A `Comparison` is one model against the first; a `ComparedNumber` is one of its numbers.
+`compare.py` computes them. A `Comparison` is one model against the first; a `MetricComparison` is one of its numbers.
 """
 
 import io
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class ComparedNumber:
+class MetricComparison:
     """One number of two models over the items that both were asked. Differences are `other` less `first`."""
 
     task: str
@@ -133,7 +133,7 @@ class ComparedNumber:
             self._format(self.first),
             self._format(self.other),
             difference,
-            p_text(self.p_corrected),
+            format_p(self.p_corrected),
             self.verdict,
             f"{self.wins:,}/{self.losses:,}/{self.ties:,}",
             f"{100 * self.confidence:.4g} %",
@@ -152,16 +152,16 @@ class Comparison:
 
     first: str
     other: str
-    tasks: list[ComparedNumber]
+    tasks: list[MetricComparison]
     """Each task by its main metric."""
-    mean: ComparedNumber | None
+    mean: MetricComparison | None
     """The mean of the accuracies, in which each task counts the same; None for fewer than two."""
-    other_metrics: list[ComparedNumber]
+    other_metrics: list[MetricComparison]
     """The tasks by their other metrics, if those were asked for."""
     notes: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> list[ComparedNumber]:
+    def rows(self) -> list[MetricComparison]:
         """The tasks, and the mean if there is one."""
         return self.tasks if self.mean is None else [*self.tasks, self.mean]
 
@@ -171,7 +171,7 @@ class Comparison:
         mean = self.mean
         if mean is None:
             return ""
-        subject = f"on the {mean.task} (p {p_text(mean.p_corrected)})"
+        subject = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
         if mean.is_detected:
             direction = "better" if mean.is_better else "worse"
             return f"{self.other} is {direction} than {self.first} by {mean.margin} {subject}"
@@ -206,7 +206,7 @@ class Comparison:
         return capture.get().rstrip()
 
 
-def p_text(p: float) -> str:
+def format_p(p: float) -> str:
     """Return a p with as many digits as matter."""
     if p < 0.001:
         return "<.001"

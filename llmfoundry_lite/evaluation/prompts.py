@@ -33,7 +33,7 @@ class Options:
     """Index of the right option."""
 
 
-def options_of(config: TaskConfig, row: Row) -> Options:
+def read_options(config: TaskConfig, row: Row) -> Options:
     """Return the options of a row: pairs of a context and an answer, of which the model should find the right one
     likeliest.
 
@@ -56,7 +56,7 @@ def options_of(config: TaskConfig, row: Row) -> Options:
 
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
     """Render a solved question, which stands as an example before the one that is asked."""
-    options = options_of(config, row)
+    options = read_options(config, row)
     if config.icl_task_type in GENERATION:
         answer = render_solution(config, row, row["answer"])
     else:
@@ -90,7 +90,7 @@ def accepted_answers(row: Row) -> list[str]:
 
 def question_fingerprint(config: TaskConfig, row: Row) -> str:
     """Return a hash of a question and its options, which is equal for rows that ask the same."""
-    options = options_of(config, row)
+    options = read_options(config, row)
     return fingerprint([options.contexts, options.answers])
 
 
@@ -109,7 +109,7 @@ def clean(config: TaskConfig, text: str) -> str:
     return " ".join(without_articles.split())
 
 
-def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
+def is_correct(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
     """Return whether a text that the model wrote begins with one of the answers.
 
     Both are cleaned as LLM Foundry cleans them, which took the rule from TriviaQA. Of a text with chains of thought,
@@ -125,7 +125,7 @@ def is_right(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
 # -------------------------------------------------------------------------------------------------------- among rows
 
 
-def groups_of(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
+def group_rows(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
     """Return groups of row indices. An item's examples come from its own group.
 
     A group is a category, as in LLM Foundry. Without categories, all rows are one group.
@@ -137,11 +137,11 @@ def groups_of(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def find_askable(config: TaskConfig, rows: list[Row], num_fewshot: int) -> list[int]:
+def find_question_rows(config: TaskConfig, rows: list[Row], num_fewshot: int) -> list[int]:
     """Return the indices of rows that are asked: all except those that serve as fixed examples."""
     if not config.fewshot_fixed:
         return list(range(len(rows)))
-    examples = {index for group in groups_of(config, rows) for index in group[:num_fewshot]}
+    examples = {index for group in group_rows(config, rows) for index in group[:num_fewshot]}
     return [index for index in range(len(rows)) if index not in examples]
 
 
@@ -175,7 +175,7 @@ def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
         if column is not None:
             row_keys.append(("cluster", str(row[column])))
         keys.append(row_keys)
-    first_rows = join_rows(keys)
+    first_rows = find_connected_rows(keys)
 
     if column is not None:
         return {index: str(rows[first][column]) for index, first in enumerate(first_rows)}
@@ -183,12 +183,12 @@ def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
     return {index: str(first) for index, first in enumerate(first_rows)} if has_repeated else {}
 
 
-def join_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
+def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
     """Return, for each row, the first row of its group, where rows that share any of their keys are in one group.
 
     This is a union-find: `parents` leads from each row to an earlier one of its group, and the first leads to itself.
 
-    >>> join_rows([[("a", "1")], [("b", "2")], [("a", "1"), ("b", "2")], [("a", "3")]])
+    >>> find_connected_rows([[("a", "1")], [("b", "2")], [("a", "1"), ("b", "2")], [("a", "3")]])
     [0, 0, 0, 3]
     """
     parents = list(range(len(keys)))
@@ -241,7 +241,7 @@ def _delimiter_of_lone_schema(config: TaskConfig, tokenization: str) -> str:
     return ""
 
 
-def limit_that_cuts(limit: int | None, num_items: int) -> int | None:
+def effective_limit(limit: int | None, num_items: int) -> int | None:
     """Return the limit, or None if all items fit into it, so that the evaluation is the same without it."""
     if limit is None or num_items <= limit:
         return None
@@ -268,7 +268,7 @@ SETTINGS_IF_SET = ("has_categories", "cluster")
 """The same, for settings that are recorded only where they are set: otherwise older results would differ."""
 
 
-def settings_of(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
+def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
     """Return the settings of a resolved task that its fingerprint covers."""
     settings = {name: getattr(config, name) for name in DECISIVE_SETTINGS}
     for name in SETTINGS_IF_SET:

@@ -17,7 +17,7 @@ import numpy as np
 from llmfoundry_lite.config.eval_schema import ACCURACIES
 from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.items import CHOICES, Item, Prepared
+from llmfoundry_lite.evaluation.items import CHOICES, Item, PreparedTask
 from llmfoundry_lite.evaluation.significance import Floats
 
 if TYPE_CHECKING:  # reading results needs no torch
@@ -120,7 +120,7 @@ generation `text` and `answers`."""
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def scored_item(task: Prepared, item: Item, scores: "Sequence[Score]") -> Record:
+def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Record:
     """Build an item's record from the scores of its options."""
     log_probabilities = [score.log_probability for score in scores]
     num_tokens = [len(request.continuation) for request in item.requests]
@@ -150,24 +150,24 @@ def scored_item(task: Prepared, item: Item, scores: "Sequence[Score]") -> Record
 def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str, Sequence[int]]) -> Record:
     """Return which option each accuracy chooses, whether it is right, and whether another one is as good."""
     chosen: dict[str, int] = {}
-    is_right: dict[str, int] = {}
+    is_correct: dict[str, int] = {}
     is_tied: dict[str, bool] = {}
     for name, lengths_of_options in lengths.items():
         values = [total / length for total, length in zip(log_probabilities, lengths_of_options, strict=True)]
         best = max(values)
         chosen[name] = values.index(best)  # the first one of a tie, as in both other harnesses
-        is_right[name] = int(chosen[name] == item.gold)
+        is_correct[name] = int(chosen[name] == item.gold)
         is_tied[name] = values.count(best) > 1
     return {
         "gold": item.gold,
         "chosen": chosen,
-        **is_right,
+        **is_correct,
         "tie": is_tied,
         "has_duplicates": item.has_duplicates,
     }
 
 
-def generated_item(task: Prepared, item: Item, text: str, *, is_right: bool) -> Record:
+def generated_item(task: PreparedTask, item: Item, text: str, *, is_correct: bool) -> Record:
     """Build the record of an item whose answer the model wrote."""
     return {
         "task": task.name,
@@ -176,7 +176,7 @@ def generated_item(task: Prepared, item: Item, text: str, *, is_right: bool) -> 
         "answers": list(item.answers),
         "num_trimmed": item.requests[0].num_trimmed,
         **_groups(item),
-        "acc": int(is_right),
+        "acc": int(is_correct),
     }
 
 
@@ -190,7 +190,7 @@ def _groups(item: Item) -> Record:
     return groups
 
 
-def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record:
+def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Record:
     """Build a task's record from its items: means with their standard errors, and counts of irregular items."""
     record: Record = {
         "type": task.kind,
@@ -224,7 +224,7 @@ def summarise(task: Prepared, items: Sequence[Record], seconds: float) -> Record
     return record
 
 
-def _summarise_answers(task: Prepared, items: Sequence[Record], by_category: bool) -> Record:
+def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category: bool) -> Record:
     """Return the means of a task's accuracies, and what belongs to its type."""
     summary: Record = {}
     for name in ACCURACIES if task.kind in CHOICES else ("acc",):
@@ -379,7 +379,7 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
 # ------------------------------------------------------------------------------------------------------------ tasks
 
 
-def cut_at(record: Record) -> int | None:
+def limit_of_trial(record: Record) -> int | None:
     """Return the task's `limit` if it left items out, so that the task is a trial and not a result; else None."""
     limit = record["settings"].get("limit")
     if limit is None:
@@ -390,7 +390,7 @@ def cut_at(record: Record) -> int | None:
     return limit if num_seen >= limit else None
 
 
-def lost_share(record: Record) -> float:
+def lost_text_fraction(record: Record) -> float:
     """Return the share of a text that its tokens do not spell: by bytes or by characters, whichever is more."""
     lost = record.get("lost_text")
     if lost is None:

@@ -16,9 +16,14 @@ from typing import NamedTuple
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import TEXT_SETTINGS
-from llmfoundry_lite.evaluation.items import NothingToAsk, Prepared
-from llmfoundry_lite.evaluation.prompts import find_askable, limit_that_cuts, resolve_settings, settings_of
-from llmfoundry_lite.evaluation.records import Record, cut_at
+from llmfoundry_lite.evaluation.items import EmptyTaskError, PreparedTask
+from llmfoundry_lite.evaluation.prompts import (
+    effective_limit,
+    find_question_rows,
+    fingerprinted_settings,
+    resolve_settings,
+)
+from llmfoundry_lite.evaluation.records import Record, limit_of_trial
 from llmfoundry_lite.evaluation.results import Results, items_path_of, read_lines_by_task, read_results
 from llmfoundry_lite.evaluation.task_files import data_fingerprint, read_rows
 from llmfoundry_lite.files import write_atomically
@@ -53,33 +58,33 @@ def outline_tasks(
             continue
         try:
             rows = read_rows(config)
-        except NothingToAsk:
+        except EmptyTaskError:
             if not skips_empty:
                 raise
             continue
         for num_fewshot in config.num_fewshot:
-            limit_here = limit_that_cuts(limit, len(find_askable(config, rows, num_fewshot)))
+            limit_here = effective_limit(limit, len(find_question_rows(config, rows, num_fewshot)))
             task = resolve_settings(config, num_fewshot, tokenization)
-            settings = settings_of(task, num_fewshot, limit_here)
+            settings = fingerprinted_settings(task, num_fewshot, limit_here)
             outlines.append(Outline(f"{config.label}/{num_fewshot}-shot", settings, data_fingerprint(rows)))
     return outlines
 
 
-def differences(record: Record, task: Outline | Prepared) -> list[str]:
+def differences(record: Record, task: Outline | PreparedTask) -> list[str]:
     """Describe how a finished task differs from `task`, as it is asked for now; empty if it does not."""
-    if isinstance(task, Prepared) and record["fingerprint"] == task.fingerprint:
+    if isinstance(task, PreparedTask) and record["fingerprint"] == task.fingerprint:
         beginning = record.get("beginning", [])
         if beginning == task.beginning:
             return []
         return [f"texts that begin with {beginning}, not {task.beginning} as asked for now"]
 
-    is_exact = isinstance(task, Prepared)
+    is_exact = isinstance(task, PreparedTask)
     stored = record["settings"]
     asked = dict(task.settings)
     is_text = asked.get("icl_task_type") == "perplexity"
     if is_text and not is_exact and stored.get("limit") is None:
         # The outline does not know how many windows a text has; the record does.
-        asked["limit"] = limit_that_cuts(asked.get("limit"), record["n"])
+        asked["limit"] = effective_limit(asked.get("limit"), record["n"])
 
     changed: list[str] = []
     for key in {**stored, **asked}:
@@ -147,12 +152,14 @@ class ResultFiles:
             if not self.redo:
                 raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
-    def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | Prepared]) -> None:
+    def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | PreparedTask]) -> None:
         """Raise DataError where writing `tasks` of this model would lose a finished task. It says what differs."""
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        finished = [name for name, record in self.known.tasks.items() if cut_at(record) is None]  # others are trials
+        finished = [
+            name for name, record in self.known.tasks.items() if limit_of_trial(record) is None
+        ]  # others are trials
         other_model = self._other_model(results)
         if finished and other_model:
             noun, pronoun = ("task", "it") if len(finished) == 1 else ("tasks", "them")
@@ -185,7 +192,7 @@ class ResultFiles:
         """Return whether the file has all items of a known task."""
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
-    def finished_record(self, task: Prepared, results: Results) -> Record | None:
+    def finished_record(self, task: PreparedTask, results: Results) -> Record | None:
         """Return the finished result of this very task on this very model, or None if it is to be run."""
         if self.redo:
             return None
@@ -199,7 +206,7 @@ class ResultFiles:
         """Return all finished tasks of the same model, asked for now or not."""
         return {} if self._other_model(results) else self.known.tasks
 
-    def add(self, results: Results, task: Outline | Prepared, items: Sequence[Record]) -> None:
+    def add(self, results: Results, task: Outline | PreparedTask, items: Sequence[Record]) -> None:
         """Add the items of a finished task, and write the files. Other ranks than 0 do nothing.
 
         `results` has the records of all tasks so far, that of `task` included; `items` are the items of `task` alone.

@@ -133,7 +133,7 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
     return high
 
 
-class Studentised(NamedTuple):
+class BootstrapResult(NamedTuple):
     """A difference with its standard error, and how far the bootstrap's draws deviate from it."""
 
     difference: float
@@ -191,7 +191,7 @@ class Studentised(NamedTuple):
         return low, high
 
 
-def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> Studentised:
+def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> BootstrapResult:
     """Return the difference of two ratios, `other` less `first`, with its bootstrap.
 
     Each argument is [u independent units, 2 columns]; a ratio is that of the sums of the columns over all units, such
@@ -209,19 +209,19 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
     difference_1, error_1 = _estimate_differences(all_sums_14, all_products_116, num_units)
     difference, error = float(difference_1[0]), float(error_1[0])
     if num_units < MIN_DOCUMENTS:
-        return Studentised(difference, error, np.zeros(0))
+        return BootstrapResult(difference, error, np.zeros(0))
 
     caution = 1 + CAUTION / num_units
     if num_units > MAX_RESAMPLED:
         quantiles = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
         normal_d = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
-        return Studentised(difference, error, normal_d, caution)
+        return BootstrapResult(difference, error, normal_d, caution)
 
     sums_d20 = bootstrap_sums(np.concatenate([columns_u4, products_u16], axis=1), generator)
     differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_d = np.nan_to_num((differences_d - difference) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return Studentised(difference, error, np.sort(deviations_d), caution)
+    return BootstrapResult(difference, error, np.sort(deviations_d), caution)
 
 
 def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int) -> tuple[Floats, Floats]:

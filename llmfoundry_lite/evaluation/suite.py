@@ -26,7 +26,7 @@ from llmfoundry_lite.errors import (
     printable,
 )
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import DTYPES, Shard, Subject, find_all_checkpoints, find_subject
+from llmfoundry_lite.evaluation.models import DTYPES, LocatedModel, Shard, find_all_checkpoints, locate_model
 from llmfoundry_lite.evaluation.result_files import Outline, ResultFiles, lock_folder, outline_tasks
 from llmfoundry_lite.evaluation.results import Results, read_others
 from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, write_tables
@@ -42,18 +42,21 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
 class ModelToEvaluate:
     """A model that has been found, its results so far, and the files that will hold them."""
 
-    subject: Subject
+    located: LocatedModel
     results: Results
     files: ResultFiles
 
 
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
-    """Evaluate all models, print the tables and write the files. Collective; rank 0 prints and writes.
+    """Evaluate all models of a configuration, print the tables and write the result files.
 
-    With `all_checkpoints`, checkpoints that are damaged, or that a live run has removed meanwhile, are passed over.
+    Collective; rank 0 prints and writes. `notes` are lines to print first. With `all_checkpoints`, checkpoints that are
+    damaged are passed over with a line, and so are those that a running training has removed in the meantime.
+
+    Raises DataError if no checkpoint is left, and the errors of finding, loading and evaluating a model.
     """
-    tell(notes)
-    device = start(config)
+    print_on_rank_0(notes)
+    device = start_device(config)
     outlines = outline_all(config, tasks)
     models = find_models(config, outlines, device)
 
@@ -63,32 +66,32 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
         try:
             all_results.append(evaluate_one(config, tasks, model))
         except CheckpointError as error:
-            if was_removed(config, model.results.model, model.subject.source):
+            if was_removed(config, model.results.model, model.located.source):
                 continue
             is_damaged = isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)
             if not (config.all_checkpoints and is_damaged):
                 raise
-            tell([f"models.{model.results.model}: passed over {condition_of(error)} checkpoint: {error}"])
+            print_on_rank_0([f"models.{model.results.model}: passed over {condition_of(error)} checkpoint: {error}"])
             continue
-        tell_kept_tasks(model, outlines)
+        print_kept_tasks(model, outlines)
 
     if not all_results:
         raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
     if this_rank().rank == 0:
-        show(config, all_results)
+        print_and_write_tables(config, all_results)
     return all_results
 
 
-def tell_kept_tasks(model: ModelToEvaluate, outlines: Sequence[Outline]) -> None:
-    """Name the tasks in a model's results that earlier launches have run and that nobody asked for now."""
-    asked = {outline.name for outline in outlines}
-    kept = [name for name in model.results.tasks if name not in asked]
+def print_kept_tasks(model: ModelToEvaluate, outlines: Sequence[Outline]) -> None:
+    """Print which tasks in a model's results come from earlier launches and are not part of this configuration."""
+    current_tasks = {outline.name for outline in outlines}
+    kept = [name for name in model.results.tasks if name not in current_tasks]
     if kept:
-        tell([f"{model.files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
+        print_on_rank_0([f"{model.files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
 
 
-def show(config: EvalConfig, all_results: Sequence[Results]) -> None:
-    """Print the tables, write them, and name the files. On rank 0."""
+def print_and_write_tables(config: EvalConfig, all_results: Sequence[Results]) -> None:
+    """Print the tables of results and of the gauntlet, write them, and print the names of the files. Rank 0 only."""
     console = Console()
     gauntlet = config.eval_gauntlet
     print_results(all_results, console)
@@ -100,7 +103,10 @@ def show(config: EvalConfig, all_results: Sequence[Results]) -> None:
 
 
 def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
-    """Outline the tasks. Collective. Raises DataError on all ranks unless all have the same tasks."""
+    """Return an outline of each task: its name and settings, before any model is loaded.
+
+    Collective. Raises DataError on all ranks if a task's file cannot be read, or if the ranks have different tasks.
+    """
     with user_errors_on_all_ranks():
         skips_empty = config.eval_gauntlet is not None
         outlines = outline_tasks(tasks, config.tokenization, config.limit, skips_empty=skips_empty)
@@ -108,7 +114,7 @@ def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline
     names = [outline.name for outline in outlines]
     with user_errors_on_all_ranks():
         names_on_rank_0 = broadcast_json(names)
-        if names_on_rank_0 != names:  # no YAML names the tasks, and machines have different data
+        if names_on_rank_0 != names:  # possible if tasks are all files of a folder, which differs between machines
             raise DataError(
                 f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(names_on_rank_0)}"
             )
@@ -116,65 +122,67 @@ def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline
 
 
 def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.device) -> list[ModelToEvaluate]:
-    """Find all models and their result files, without reading weights.
+    """Find all models of a configuration and their result files, without reading weights.
 
-    Collective: raises on all ranks any error that shows by then, such as a missing model or finished results that would
-    be replaced.
+    Collective: every rank raises what any rank meets, such as a missing model, or finished results that this evaluation
+    would replace. So mistakes show before the first model is loaded.
     """
     shard = build_shard(config, device) if config.fsdp else None
-    found: list[ModelToEvaluate] = []
+    models: list[ModelToEvaluate] = []
     tokenizers = {}
-    """One tokenizer for each kind, so that a learning curve of many checkpoints holds it once."""
+    """Equal tokenizers are kept once, because a learning curve has a model for each checkpoint."""
 
     with user_errors_on_all_ranks():
         sources = expand_models(config)
-    sources = broadcast_json(sources)  # ranks may see a live run's checkpoints at different times
+    # While a run is training, ranks may see different checkpoints of it. All take those that rank 0 has seen.
+    sources = broadcast_json(sources)
     for name, source in sources.items():
         try:
             with user_errors_on_all_ranks():
-                subject = find_subject(
+                located = locate_model(
                     source, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
                 )
-                tokenizer = subject.tokenizer
+                tokenizer = located.tokenizer
                 kind = (tokenizer.fingerprint, tokenizer.eos_token_id, *tokenizer.beginning)
-                subject.tokenizer = tokenizers.setdefault(kind, tokenizer)
+                located.tokenizer = tokenizers.setdefault(kind, tokenizer)
 
                 files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
-                results = new_results(config, name, subject, files)
+                results = start_results(config, name, located, files)
                 files.refuse_to_replace(results, outlines)
         except UserError:
             if not was_removed(config, name, source):
                 raise
             continue
-        tell([f"models.{name}: {note}; {subject.source} is evaluated" for note in subject.notes])
-        found.append(ModelToEvaluate(subject=subject, results=results, files=files))
-    return found
+        print_on_rank_0([f"models.{name}: {note}; {located.source} is evaluated" for note in located.notes])
+        models.append(ModelToEvaluate(located=located, results=results, files=files))
+    return models
 
 
-def new_results(config: EvalConfig, name: str, subject: Subject, files: ResultFiles) -> Results:
-    """Return the results of a model before any task is run."""
+def start_results(config: EvalConfig, name: str, located: LocatedModel, files: ResultFiles) -> Results:
+    """Return a model's results with its facts filled in and no task yet."""
     return Results(
         model=name,
         suite=config.suite,
-        source=mask_urls(subject.source),
-        save_id=subject.save_id,
-        num_tokens_trained=subject.num_tokens_trained,
-        tokenizer=subject.tokenizer.fingerprint,
+        source=mask_urls(located.source),
+        save_id=located.save_id,
+        num_tokens_trained=located.num_tokens_trained,
+        tokenizer=located.tokenizer.fingerprint,
         precision=devices.computed_precision(config.precision),
         path=files.path,
     )
 
 
 def was_removed(config: EvalConfig, name: str, source: str) -> bool:
-    """Return whether a listed checkpoint is gone by now, and print that.
+    """Return whether a checkpoint that was listed has been removed since, and print a line if so.
 
-    A live run removes old checkpoints while they are evaluated. Collective: rank 0 looks.
+    A run that is training removes old checkpoints while they are evaluated. Collective: rank 0 looks, and all ranks
+    return its answer. Without `all_checkpoints` nothing was listed, and the answer is always False.
     """
     if not config.all_checkpoints:
         return False
     if not broadcast_json(_is_gone(source)):
         return False
-    tell([f"models.{name}: passed over {source}, which was removed meanwhile"])
+    print_on_rank_0([f"models.{name}: passed over {source}, which was removed meanwhile"])
     return True
 
 
@@ -185,25 +193,25 @@ def _is_gone(checkpoint_url: str) -> bool:
         return True
     try:
         return not is_checkpoint(checkpoint_url)
-    except CheckpointError:  # what cannot be read is not known to be removed
+    except CheckpointError:  # it cannot be read, which does not mean that it was removed
         return False
 
 
 def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], entry: ModelToEvaluate) -> Results:
-    """Load one model and run the tasks on it. Collective."""
+    """Load one model, run the tasks on it, and return its results. Collective."""
     results = entry.results
     with user_errors_on_all_ranks():
-        model = entry.subject.load()  # no other reference, so that only one model at a time takes memory
+        model = entry.located.load()  # only this function refers to it, so that it is freed when the function returns
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
 
-    def leave_out(reason: str) -> None:
-        """Tell the user that a task is left out."""
-        tell([f"{results.model}: left out of the gauntlet: {reason}"])
+    def print_left_out(reason: str) -> None:
+        """Print that a task is left out of the gauntlet, and why."""
+        print_on_rank_0([f"{results.model}: left out of the gauntlet: {reason}"])
 
     progress = ProgressLine(results.model)
     evaluated = evaluate(
         model,
-        entry.subject.tokenizer,
+        entry.located.tokenizer,
         tasks,
         results,
         entry.files,
@@ -212,23 +220,24 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], entry: ModelTo
         max_seq_len=config.max_seq_len,
         limit=config.limit,
         on_progress=progress,
-        on_nothing=leave_out if config.eval_gauntlet else None,
+        on_empty_task=print_left_out if config.eval_gauntlet else None,
     )
     if not progress.task:
-        tell([f"{results.model}: nothing was run, {entry.files.path} has every task; redo=true asks again"])
+        print_on_rank_0([f"{results.model}: nothing was run, {entry.files.path} has every task; redo=true asks again"])
     return evaluated
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
-    """Write the tables of these models and of those that earlier launches evaluated on this suite.
+    """Write the tables of these models, and of the models that earlier launches evaluated on the same suite.
 
-    Returns the files. Raises DataError if they cannot be written; the results themselves are there by then.
+    Returns the paths of the files. Raises DataError if they cannot be written. Each model's own results have been
+    written before.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock_folder(folder):
             others, notes = read_others(folder, [results.model for results in all_results])
-            tell(notes)
+            print_on_rank_0(notes)
             return write_tables([*all_results, *others], folder, gauntlet)
     except OSError as error:
         raise DataError(
@@ -240,36 +249,42 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
 def expand_models(config: EvalConfig) -> dict[str, str]:
     """Return the models to evaluate, as a dict from a model's name to its path or URL.
 
-    These are the configured ones. With `all_checkpoints`, a run stands for all its checkpoints in order of batch, named
-    after the run and the checkpoint. Raises DataError for a run that does not exist or has no readable checkpoint.
+    These are the configured models. With `all_checkpoints`, each of them is a run, and is replaced by its checkpoints
+    in order of batch, such as `base-ba100` for checkpoint ba100 of the model `base`.
+
+    Raises DataError for a run that does not exist or has no readable checkpoint.
     """
     if not config.all_checkpoints:
         return config.models
 
     checkpoints: dict[str, str] = {}
     for name, source in config.models.items():
-        found, notes = find_all_checkpoints(source)
+        checkpoints_of_run, notes = find_all_checkpoints(source)
         is_missing = "://" not in source and not Path(source).exists()
-        if not found and is_missing:
+        if not checkpoints_of_run and is_missing:
             raise DataError(f"models: {source} does not exist; expected a run or a folder of checkpoints")
-        if not found:
+        if not checkpoints_of_run:
             reasons = "".join(f"; {note}" for note in notes)
             raise DataError(f"models: {source} holds no checkpoint that can be read{reasons}")
-        tell([f"models.{name}: {note}" for note in notes])
-        for checkpoint in found:
+        print_on_rank_0([f"models.{name}: {note}" for note in notes])
+        for checkpoint in checkpoints_of_run:
             checkpoints[f"{name}-{checkpoint.name}"] = checkpoint.url
     return checkpoints
 
 
-def tell(lines: Sequence[str]) -> None:
-    """Print lines to standard error on rank 0, where they do not mix with tables."""
+def print_on_rank_0(lines: Sequence[str]) -> None:
+    """Print lines on rank 0, to standard error, so that standard output has only the tables."""
     if this_rank().rank == 0:
         for line in lines:
             print(printable(line), file=sys.stderr)
 
 
-def start(config: EvalConfig) -> torch.device:
-    """Choose this rank's device, and start the process group if there are several ranks or the model is sharded."""
+def start_device(config: EvalConfig) -> torch.device:
+    """Choose this rank's device and return it.
+
+    Also starts the process group if there are several ranks or models are to be sharded, and allows TF32 if that is the
+    precision.
+    """
     devices.set_tf32(config.precision == "tf32")
     device = choose_device(devices.device_type())
     if this_rank().world_size > 1 or config.fsdp:
@@ -296,7 +311,10 @@ def build_shard(config: EvalConfig, device: torch.device) -> Shard:
 
 
 class ProgressLine:
-    """Shows how far a task is: one line that is rewritten on a terminal, elsewhere a line for each finished task."""
+    """Shows the progress of tasks on standard error.
+
+    On a terminal, one line per task is rewritten as it advances. Elsewhere a line is printed when a task has finished.
+    """
 
     BAR_WIDTH = 20
 
@@ -314,7 +332,7 @@ class ProgressLine:
             self.task = task
             self.started_at = time.monotonic()
             self.is_done = False
-        if self.is_done or this_rank().rank != 0:  # several ranks report the last items twice
+        if self.is_done or this_rank().rank != 0:  # with several ranks, the end of a task is reported more than once
             return
 
         self.is_done = done == total

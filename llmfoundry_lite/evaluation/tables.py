@@ -13,7 +13,14 @@ from rich.text import Text
 from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.evaluation.records import Record, cut_at, error_of_sum, is_accuracy, lost_share, score_of
+from llmfoundry_lite.evaluation.records import (
+    Record,
+    error_of_sum,
+    is_accuracy,
+    limit_of_trial,
+    lost_text_fraction,
+    score_of,
+)
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from llmfoundry_lite.files import write_atomically
@@ -100,14 +107,14 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
-def cell_of(number: float | None, error: float | None = None) -> Cell:
+def format_cell(number: float | None, error: float | None = None) -> Cell:
     """Return a number and its standard error with three decimals."""
     number_text = "" if number is None else f"{number:.3f}"
     error_text = "" if error is None else f"{error:.3f}"
     return Cell(number_text, error_text)
 
 
-def only_of(models: Sequence[str], num_all: int) -> str:
+def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
     """Name the models that a note is about; empty if it is about all."""
     return "" if len(models) == num_all else f" ({', '.join(models)})"
 
@@ -154,7 +161,7 @@ def print_results(all_results: Sequence[Results], console: Console) -> None:
     records = records_by_task(all_results)
     chances = {name: record["chance"] for name, record in records.items() if "chance" in record}
     if chances:
-        chance_row = Row("chance", [cell_of(chances.get(name)) for name in table.columns])
+        chance_row = Row("chance", [format_cell(chances.get(name)) for name in table.columns])
         table = replace(table, rows=[*table.rows, chance_row])
     table.print(console)
 
@@ -172,14 +179,14 @@ def cell(record: Record) -> Cell:
     num_independent = record.get("num_clusters") or record["n"]
     if is_accuracy(record) and num_independent == 1:
         error = None  # the error of one item is 0, which means nothing
-    return cell_of(number, error)
+    return format_cell(number, error)
 
 
 def _average_cell(results: Results) -> Cell:
     """Return the average of a model's accuracies and its standard error; empty if it has none."""
     if results.average is None:
         return Cell()
-    return cell_of(results.average, average_error(results.tasks, results.averaged))
+    return format_cell(results.average, average_error(results.tasks, results.averaged))
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
@@ -227,7 +234,7 @@ def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
     for model, record in records.items():
         for text in _describe_irregular(record):
             models_of.setdefault(text, []).append(model)
-    return [f"{text}{only_of(models, len(records))}" for text, models in models_of.items()]
+    return [f"{text}{name_models_unless_all(models, len(records))}" for text, models in models_of.items()]
 
 
 def _asked_differently(records: Mapping[str, Record]) -> list[str]:
@@ -244,7 +251,7 @@ def _describe_irregular(record: Record) -> Iterator[str]:
         count = record.get(key)
         if count:
             yield f"{text.format(f'{count:,}')}, of {num_items} items"
-    if lost_share(record):
+    if lost_text_fraction(record):
         yield f"bits per byte leave out text that its tokenizer loses: {describe_lost_text(record['lost_text'])}"
     for reason, count in (record.get("skipped") or {}).items():
         yield f"{count:,} skipped ({reason}); {num_items} asked"
@@ -255,7 +262,7 @@ def _describe_irregular(record: Record) -> Iterator[str]:
     num_documents = record.get("num_documents", 0)
     if 1 < num_documents < MIN_DOCUMENTS:
         yield f"a standard error from {num_documents} documents alone is rough"
-    limit = cut_at(record)
+    limit = limit_of_trial(record)
     if limit:
         yield f"only the first {limit:,} items (limit): a try, not a result"
 
@@ -371,7 +378,7 @@ def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Sc
     models_of: dict[str, list[str]] = {}
     for model, gauntlet in gauntlets.items():
         scores = [gauntlet.scores.get(name) for name in names]
-        rows.append(Row(model, [Cell() if score is None else cell_of(*score) for score in scores]))
+        rows.append(Row(model, [Cell() if score is None else format_cell(*score) for score in scores]))
         for category, missing in gauntlet.missing.items():
             text = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(missing)}"
             models_of.setdefault(text, []).append(model)
@@ -379,7 +386,7 @@ def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Sc
         title="eval gauntlet: share of what is left above chance ± standard error",
         columns={name: name.replace("_", "\n") for name in names},
         rows=rows,
-        notes=[f"{text}{only_of(models, len(gauntlets))}" for text, models in models_of.items()],
+        notes=[f"{text}{name_models_unless_all(models, len(gauntlets))}" for text, models in models_of.items()],
     )
 
 

@@ -11,7 +11,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, NothingToAsk, fingerprint
+from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, EmptyTaskError, fingerprint
 
 COLUMNS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def read_rows(config: TaskConfig) -> list[Row]:
     """Return the checked rows of the task's file or data set.
 
-    Raises DataError if the file cannot be read or a row cannot be used, NothingToAsk if there are no rows.
+    Raises DataError if the file cannot be read or a row cannot be used, EmptyTaskError if there are no rows.
     """
     source = config.dataset_uri
     if source.startswith("hf://"):
@@ -40,7 +40,7 @@ def read_rows(config: TaskConfig) -> list[Row]:
     else:
         rows = [row for row, _ in read_json_lines(config)]
     if not rows:
-        raise NothingToAsk(f"{config.label}: {source} has no rows")
+        raise EmptyTaskError(f"{config.label}: {source} has no rows")
 
     for number, row in enumerate(rows, start=1):
         _check_row(row, config, f"{config.label}: {source}, line {number}")

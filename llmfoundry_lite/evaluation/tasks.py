@@ -11,22 +11,22 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import check_text
-from llmfoundry_lite.evaluation.encoding import Encoding, UnaskableError, longest_answer, stop_tokens_of
-from llmfoundry_lite.evaluation.items import GENERATION, Item, NothingToAsk, Prepared, fingerprint
+from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, count_answer_tokens, list_stop_tokens
+from llmfoundry_lite.evaluation.items import GENERATION, EmptyTaskError, Item, PreparedTask, fingerprint
 from llmfoundry_lite.evaluation.prompts import (
     accepted_answers,
     choose_examples,
     clean,
-    find_askable,
+    effective_limit,
     find_clusters,
-    groups_of,
-    limit_that_cuts,
-    options_of,
+    find_question_rows,
+    fingerprinted_settings,
+    group_rows,
     question_fingerprint,
+    read_options,
     render_context,
     render_example,
     resolve_settings,
-    settings_of,
 )
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows
 
@@ -40,7 +40,7 @@ def prepare_task(
     max_seq_len: int,
     tokenization: str,
     limit: int | None = None,
-) -> Prepared:
+) -> PreparedTask:
     """Return a task that is ready to be asked: every row rendered as a prompt with `num_fewshot` examples, and
     tokenised.
 
@@ -48,13 +48,13 @@ def prepare_task(
     their first tokens. `limit` is the largest number of rows that are asked. What shapes the prompts is in the task's
     settings, and these and the rows are in its fingerprint, so that only equal tasks are compared.
 
-    Raises DataError if there are too few rows for the examples, NothingToAsk if no item can be asked.
+    Raises DataError if there are too few rows for the examples, EmptyTaskError if no item can be asked.
     """
     config = resolve_settings(config, num_fewshot, tokenization)
-    num_questions = len(find_askable(config, rows, num_fewshot))
-    settings = settings_of(config, num_fewshot, limit_that_cuts(limit, num_questions))
+    num_questions = len(find_question_rows(config, rows, num_fewshot))
+    settings = fingerprinted_settings(config, num_fewshot, effective_limit(limit, num_questions))
     if config.icl_task_type in GENERATION:
-        stop_tokens = stop_tokens_of(tokenizer)
+        stop_tokens = list_stop_tokens(tokenizer)
         if stop_tokens:  # recorded only where there are any, because older results would differ otherwise
             settings["stop_tokens"] = stop_tokens
     config = _with_answer_length(config, rows, tokenizer)
@@ -69,7 +69,7 @@ def prepare_task(
     if skipped_rows or is_any_trimmed:
         settings["max_seq_len"] = max_seq_len  # it has cut a prompt; otherwise it changes nothing
     distinct_questions = {question_fingerprint(config, rows[item.index]) for item in items}
-    return Prepared(
+    return PreparedTask(
         label=config.label,
         kind=config.icl_task_type,
         num_fewshot=num_fewshot,
@@ -105,7 +105,7 @@ def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenize
     """Return a generation task with the number of tokens that an answer may have, if it does not say."""
     if config.icl_task_type not in GENERATION or config.max_new_tokens is not None:
         return config
-    return replace(config, max_new_tokens=longest_answer(config, rows, tokenizer))
+    return replace(config, max_new_tokens=count_answer_tokens(config, rows, tokenizer))
 
 
 def _build_items(
@@ -119,9 +119,9 @@ def _build_items(
 ) -> Iterator[Item]:
     """Yield the items that can be asked. `skipped_rows` gets the rows of the others, by reason.
 
-    Raises DataError if there are too few rows, and NothingToAsk at the end if no item could be asked.
+    Raises DataError if there are too few rows, and EmptyTaskError at the end if no item could be asked.
     """
-    groups = groups_of(config, rows)
+    groups = group_rows(config, rows)
     largest = max(len(group) for group in groups)
     if num_fewshot >= largest:
         which = " in its largest category" if config.has_categories else ""
@@ -133,11 +133,11 @@ def _build_items(
     group_of = {index: group for group in groups for index in group}
     encoding = Encoding(tokenizer, config, max_seq_len)
     num_built = 0
-    for index in find_askable(config, rows, num_fewshot)[:limit]:
+    for index in find_question_rows(config, rows, num_fewshot)[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
         try:
             item = _build_item(config, rows, index, examples, encoding)
-        except UnaskableError as reason:
+        except UnusableItemError as reason:
             skipped_rows.setdefault(str(reason), []).append(index)
             continue
         num_built += 1
@@ -145,20 +145,20 @@ def _build_items(
 
     if num_built == 0:
         reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped_rows.items())
-        raise NothingToAsk(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
+        raise EmptyTaskError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
 
 
 def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[int], encoding: Encoding) -> Item:
     """Return the item of row `index`: its few-shot prompt, rendered and tokenised.
 
-    `examples` are the rows of the solved questions before it. Raises UnaskableError, with the reason, for a question
+    `examples` are the rows of the solved questions before it. Raises UnusableItemError, with the reason, for a question
     that this model cannot be asked.
     """
     row = rows[index]
     preamble = config.prompt_string  # everything before the question; the first text in it has no delimiter before it
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
-    options = options_of(config, row)
+    options = read_options(config, row)
     contexts = [render_context(config, context, is_first=not preamble) for context in options.contexts]
 
     accepted: list[str] = []
@@ -166,7 +166,7 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
         accepted = accepted_answers(row)
         if not any(clean(config, answer) for answer in accepted):
-            raise UnaskableError("answers of which nothing is left to compare")  # punctuation and articles alone
+            raise UnusableItemError("answers of which nothing is left to compare")  # punctuation and articles alone
     else:
         requests = [
             encoding.request(preamble, context, answer)

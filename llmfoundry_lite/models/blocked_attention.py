@@ -24,8 +24,13 @@ def blocked_attention(
 ) -> Tensor:
     """Compute softmax(q k^T * scale + bias) v, [b, t, h, k], in the dtype of the inputs.
 
-    `bias_bhts` has -inf where masked; b and h may be 1. Without it attention is causal. A query attends to no key that
-    is more than `window` before its own, unless `window` is below 0.
+    Dimensions: b samples, t queries, s keys (as many as queries), h heads of queries, g heads of keys and values, k
+    head dimension.
+
+    bias_bhts: added to the scores, with -inf where a key is masked. b and h may be 1. None means causal attention
+        without a bias.
+    window: how many keys before its own position a query attends to; below 0, all of them. A bias must mask the others
+        itself, because this only leaves out blocks of keys.
     """
     num_heads = q_bthk.size(2)
     out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)

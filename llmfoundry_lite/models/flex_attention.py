@@ -148,23 +148,31 @@ def document_block_mask(documents_bs: Tensor, window: int, num_queries: int) -> 
 
 
 def _find_causal_blocks(window: int, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Find the blocks in which some query sees some key, and those in which all see all: two of bool, [1, t, s].
+    """Find the blocks of scores that a causal mask with an optional sliding window leaves visible.
 
-    A block that the end of the row cuts short is never full, as in torch's create_block_mask.
+    t counts blocks of queries, s blocks of keys. Returns two bool tensors [1, t, s]: whether some query of block t sees
+    some key of block s, so that the block is computed, and whether every query sees every key, so that it is full.
+
+    A query sees a key at a distance of 0 to `window` positions before it. Within a block, the distance is smallest
+    between the first query and the last key, and largest between the last query and the first key. A block that the end
+    of the row cuts short never counts as full, as in torch's create_block_mask.
     """
     q_first_t, q_last_t = _ends_of_blocks(num_queries, device)
     k_first_s, k_last_s = _ends_of_blocks(num_keys, device)
     num_past = num_keys - num_queries
-    least_distance_ts = q_first_t[:, None] + num_past - k_last_s
-    most_distance_ts = q_last_t[:, None] + num_past - k_first_s
+    smallest_distance_ts = q_first_t[:, None] + num_past - k_last_s
+    largest_distance_ts = q_last_t[:, None] + num_past - k_first_s
 
-    is_computed_ts = most_distance_ts >= 0
-    is_full_ts = least_distance_ts >= 0
+    is_computed_ts = largest_distance_ts >= 0
+    is_full_ts = smallest_distance_ts >= 0
     if window >= 0:
-        is_computed_ts = is_computed_ts & (least_distance_ts <= window)
-        is_full_ts = is_full_ts & (most_distance_ts <= window)
-    is_whole_ts = (q_last_t - q_first_t)[:, None] + (k_last_s - k_first_s) == 2 * (FLEX_BLOCK - 1)
-    return is_computed_ts[None], (is_full_ts & is_whole_ts)[None]
+        is_computed_ts = is_computed_ts & (smallest_distance_ts <= window)
+        is_full_ts = is_full_ts & (largest_distance_ts <= window)
+
+    has_all_queries_t = q_last_t - q_first_t == FLEX_BLOCK - 1
+    has_all_keys_s = k_last_s - k_first_s == FLEX_BLOCK - 1
+    is_full_ts = is_full_ts & has_all_queries_t[:, None] & has_all_keys_s
+    return is_computed_ts[None], is_full_ts[None]
 
 
 def _ends_of_blocks(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

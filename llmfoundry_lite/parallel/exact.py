@@ -49,7 +49,7 @@ class ExactSums:
 
         Call this after `fully_shard`, which replaces parameters.
         """
-        module.register_forward_pre_hook(self._watch_parameters)
+        module.register_forward_pre_hook(self._round_gradients_of)
 
     def begin_batch(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
         """Begin a batch: let parameters without a gradient take one in float64, and set `element_limit`.
@@ -84,22 +84,27 @@ class ExactSums:
                 parameter.grad = total.float()
 
     @torch.no_grad()
-    def _watch_parameters(self, module: nn.Module, _: Any) -> None:
-        """Round the gradients of the module's parameters from now on. A forward pre-hook, which runs in every pass.
+    def _round_gradients_of(self, module: nn.Module, _: Any) -> None:
+        """Make autograd round the gradients of the module's parameters to the grid, in float64.
 
-        FSDP's own pre-hook runs before this one, so that the module has its gathered parameters. `is_watched` marks
-        those that have the hook already.
+        This is a forward pre-hook. FSDP2's own pre-hook runs before it, so the module has its gathered parameters here,
+        which are new tensors whenever FSDP2 has freed and gathered them. `has_rounding_hook` marks those that have been
+        prepared already.
         """
         if isinstance(module, FSDPModule):
-            # FSDP would cast each sum over ranks to the dtype of the parameters. Without that dtype it does not.
+            # After the reduction, FSDP2 casts a gradient to the parameter's original dtype, fp32, which would round the
+            # float64 sum. It skips the cast where it knows no original dtype. This is private to torch 2.13.
             param_group: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_group
             if param_group is not None:
                 param_group._orig_dtype = None
+
         for parameter in module.parameters():
-            if not isinstance(parameter, DTensor) and not hasattr(parameter, "is_watched"):
-                parameter.is_watched = True  # type: ignore[attr-defined]
-                parameter.grad_dtype = torch.float64  # type: ignore[attr-defined]
-                parameter.register_hook(self._round_to_grid)
+            is_sharded = isinstance(parameter, DTensor)  # the gathered parameters are plain tensors
+            if is_sharded or hasattr(parameter, "has_rounding_hook"):
+                continue
+            parameter.has_rounding_hook = True  # type: ignore[attr-defined]
+            parameter.grad_dtype = torch.float64  # type: ignore[attr-defined] - autograd casts to it before the hook
+            parameter.register_hook(self._round_to_grid)
 
     def _round_to_grid(self, gradient: Tensor) -> None:
         """Round a gradient in place, and note its largest element. A hook of each parameter.

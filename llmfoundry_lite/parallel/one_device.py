@@ -43,9 +43,9 @@ def prepare_for_one_device(
     dtype = precision.parameters
     all_copies: list[ParameterCopies] = []
 
-    # The order matters. torch cannot compile the replacement of parameters, so it wraps the compiled block.
-    # Recomputation runs in the backward pass, when the masters are back in place, so it wraps the replacement and
-    # replaces them again.
+    # The order matters. torch cannot compile the code that swaps parameters for their copies, so that code wraps the
+    # compiled block. Checkpointing runs the block again in the backward pass, when the fp32 parameters are back in
+    # place. It therefore wraps the swap, so that the second run swaps them, too.
     in_blocks: set[nn.Module] = set()
     for block in model.transformer.blocks:
         in_blocks.update(block.modules())

@@ -530,14 +530,14 @@ def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k:
     import torch
 
     from llmfoundry_lite.evaluation.loaded import generate_text, model_of
-    from llmfoundry_lite.evaluation.models import load_subject
+    from llmfoundry_lite.evaluation.models import locate_and_load_model
 
     cpu = torch.device("cpu")
     try:
-        loaded = load_subject(str(export), device=cpu)
+        loaded = locate_and_load_model(str(export), device=cpu)
     except ConfigError as missing_companion:
         try:
-            loaded = load_subject(run.folder.url, tokenizer=str(export), device=cpu)
+            loaded = locate_and_load_model(run.folder.url, tokenizer=str(export), device=cpu)
         except DataError:
             run.notes.append(f"no texts: {missing_companion}")
             return []
@@ -614,7 +614,7 @@ def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
     import torch
 
     from llmfoundry_lite.evaluation.loaded import model_of
-    from llmfoundry_lite.evaluation.models import find_all_checkpoints, load_subject, model_config_of
+    from llmfoundry_lite.evaluation.models import find_all_checkpoints, locate_and_load_model, model_config_of
     from llmfoundry_lite.models.flops import count_parameters
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT
@@ -632,5 +632,5 @@ def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
     earlier = [checkpoint for checkpoint in checkpoints if 0 < checkpoint.manifest.timestamp.batch < last_batch]
     if earlier:
         nearest = min(earlier, key=lambda checkpoint: abs(checkpoint.manifest.timestamp.batch - last_batch / 3))
-        loaded = load_subject(nearest.url, device=torch.device("cpu"))
+        loaded = locate_and_load_model(nearest.url, device=torch.device("cpu"))
         yield nearest.manifest.timestamp.batch, model_of(loaded)

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DataRanks
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.harness import DataRank, evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.results import Results as TaskResults
@@ -45,7 +45,7 @@ class InContext:
             max_batch_tokens=self.max_batch_tokens,
             limit=self.limit,
             on_progress=lambda task, done, total: leave_if_asked(state, logger),
-            share=(self.ranks.rank, self.ranks.size),
+            data_rank=DataRank(self.ranks.rank, self.ranks.size),
         )
         self.model.train(was_training)
         metrics: dict[str, Any] = {}

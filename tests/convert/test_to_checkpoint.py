@@ -16,7 +16,7 @@ from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DataError
-from llmfoundry_lite.evaluation.models import find_subject
+from llmfoundry_lite.evaluation.models import locate_model
 from tests.helpers.importing import folder_of, refusal, run
 from tests.helpers.launch import train
 from tests.helpers.models import ALIBI, LLAMA, SMALL, random_model
@@ -145,7 +145,7 @@ def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys, monkey
     train([write_config(tmp_path / "tiny.yaml", {**config, **saves})], tmp_path).check()
     shutil.rmtree(tmp_path / "mine")
     (tmp_path / "bucket").rename(tmp_path / "moved")
-    subject = find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
+    subject = locate_model(str(tmp_path / "moved"), device=torch.device("cpu"))
     assert subject.tokenizer.fingerprint == tokenizer.fingerprint
     assert run(capsys, "export", tmp_path / "moved", tmp_path / "hf")[0] == 0
     assert load_tokenizer(tmp_path / "hf").fingerprint == tokenizer.fingerprint
@@ -155,7 +155,7 @@ def test_a_run_s_tokenizer_travels_with_its_checkpoints(tmp_path, capsys, monkey
     assert load_tokenizer(tmp_path / "from-inside").fingerprint == tokenizer.fingerprint
     train_tokenizer(["something else"] * 3, 280).save(tmp_path / "moved/tokenizer")
     with pytest.raises(DataError, match=r"trained with another tokenizer \(sha256:.*\) than the copy beside it"):
-        find_subject(str(tmp_path / "moved"), device=torch.device("cpu"))
+        locate_model(str(tmp_path / "moved"), device=torch.device("cpu"))
 
 
 @pytest.mark.fault

@@ -9,7 +9,7 @@ from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
 from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT, THEIR_METRICS
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.evaluation.items import Prepared
+from llmfoundry_lite.evaluation.items import PreparedTask
 from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES
 from scripts.defaults_llm_foundry import INTENDED
 from tests.helpers.launch import ROOT
@@ -69,7 +69,7 @@ def test_metrics_have_the_names_of_the_code():
     theirs.remove("LanguagePerplexity")
     renamed = {key: name.format(optimizer="DecoupledAdamW") for key, (name, _) in FOUNDRY_NAMES.items()}
     named = dict(zip(ours, theirs, strict=True))
-    assert (metric_of := Prepared.metric.fget) is not None
+    assert (metric_of := PreparedTask.metric.fget) is not None
     of_tasks = {key: named.pop(key) for key in ours if key.startswith("eval/icl/")}
     assert named == renamed
     assert {name.rpartition("/")[2] for name in of_tasks.values()} == THEIR_METRICS

@@ -21,7 +21,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import TreeModel
-from llmfoundry_lite.evaluation.pairs import ComparedNumber, legend, panels, write_comparison
+from llmfoundry_lite.evaluation.pairs import MetricComparison, legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others
@@ -394,7 +394,7 @@ def test_a_model_is_not_called_better_for_text_that_its_tokenizer_loses(tmp_path
     ],
 )
 def test_lost_text_counts_from_where_it_could_undo_a_verdict(difference, p, lost, verdict):
-    number = ComparedNumber(
+    number = MetricComparison(
         task="x/0-shot",
         metric="bits_per_byte",
         n=20,

@@ -23,7 +23,7 @@ from llmfoundry_lite.evaluation import harness, models, suite
 from llmfoundry_lite.evaluation import result_files as result_files_module
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.result_files import Outline, ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_results
@@ -72,7 +72,7 @@ def tasks():
 
 
 def run(names=("choice", "next"), *, redo=False, source="model", **options):
-    subject = load_subject("model", device=CPU)
+    subject = locate_and_load_model("model", device=CPU)
     files = ResultFiles(Path("results"), "suite", "ours", redo=redo)
     results = Results(model="ours", suite="suite", source=source, tokenizer=subject.tokenizer.fingerprint)
     return evaluate(subject.model, subject.tokenizer, load_tasks(names, "evals"), results, files, **options)
@@ -101,11 +101,11 @@ def test_results_and_items_are_written(here):
 def test_a_killed_evaluation_does_not_do_finished_tasks_again(here, monkeypatch):
     real, asked = harness.run_task, []
 
-    def dies_at_the_third(asker, task, *rest):
+    def dies_at_the_third(runner, task, *rest):
         asked.append(task.name)
         if len(asked) == 3:
             raise KeyboardInterrupt
-        return real(asker, task, *rest)
+        return real(runner, task, *rest)
 
     monkeypatch.setattr(harness, "run_task", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def test_what_is_finished_and_not_asked_for_now_stays(here):
 
 
 def test_launches_side_by_side_keep_each_others_tasks(here):
-    subject = load_subject("model", device=CPU)
+    subject = locate_and_load_model("model", device=CPU)
     both_begin = [ResultFiles(Path("results"), "suite", "ours") for _ in range(2)]
     for name, files in zip(("choice", "next"), both_begin, strict=True):
         results = Results(model="ours", suite="suite", source="model", tokenizer=subject.tokenizer.fingerprint)
@@ -185,7 +185,7 @@ def test_results_that_somebody_removes_in_mid_run_are_whole_at_the_end(here, mon
 
 def test_a_try_side_by_side_does_not_replace_what_was_finished_meanwhile(here):
     path = here / "results/suite/ours.json"
-    subject, asked = load_subject("model", device=CPU), load_tasks(["next"], "evals")
+    subject, asked = locate_and_load_model("model", device=CPU), load_tasks(["next"], "evals")
     results = [
         Results(model="ours", suite="suite", source="model", tokenizer=subject.tokenizer.fingerprint) for _ in range(2)
     ]
@@ -299,7 +299,7 @@ def prepare_where_one_rank_lacks_a_file(folder):
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         os.chdir("evals")
-    subject = load_subject(str(folder / "model"), device=CPU)
+    subject = locate_and_load_model(str(folder / "model"), device=CPU)
     with pytest.raises(UserError, match=r"next.jsonl does not exist"):
         evaluate(
             subject.model,
@@ -403,13 +403,13 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     train([path], here, 2).check()
     records = read_metrics(here / "runs/tiny")
     assert [record["batch"] for record in records if "eval/icl/average" in record] == [2, 4]
-    subject = load_subject("runs/tiny", device=CPU)
+    subject = locate_and_load_model("runs/tiny", device=CPU)
     assert subject.save_id is not None
     results = evaluate(
         subject.model, subject.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
     )
     assert results.average == records[-1]["eval/icl/average"]
-    exported = load_subject("runs/tiny/huggingface", device=CPU)
+    exported = locate_and_load_model("runs/tiny/huggingface", device=CPU)
     same = evaluate(
         exported.model, exported.tokenizer, load_tasks(["choice"], "evals"), Results(model="", suite="", source="")
     )
@@ -428,8 +428,8 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     assert (sharded["average"], sharded["save_id"]) == (learnt[-1], subject.save_id)
 
     # Another suite's model stays in the table, and what a live run prunes meanwhile is named and passed over.
-    real = {"find_subject": suite.find_subject, "evaluate_one": suite.evaluate_one}
-    for step, name in ((real["find_subject"], "find_subject"), (real["evaluate_one"], "evaluate_one")):
+    real = {"locate_model": suite.locate_model, "evaluate_one": suite.evaluate_one}
+    for step, name in ((real["locate_model"], "locate_model"), (real["evaluate_one"], "evaluate_one")):
         shutil.copytree(here / "runs/tiny", here / "runs/live")
 
         def prune_first(*arguments, step=step, **options):
@@ -451,24 +451,24 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     with pytest.raises(
         DataError, match=r"models: runs/tiny was trained with another tokenizer \(sha256:.*\) than other"
     ):
-        load_subject("runs/tiny", tokenizer="other", device=CPU)
+        locate_and_load_model("runs/tiny", tokenizer="other", device=CPU)
     shard = here / "runs/tiny/checkpoints/ba4/shard-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[-17] ^= 1  # of a tensor; the last bytes are hashes
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"ba4/shard-00000.safetensors") as error:
-        load_subject("runs/tiny", device=CPU)
+        locate_and_load_model("runs/tiny", device=CPU)
     assert "\n" not in str(error.value)
     llmfoundry_lite.launch_eval.main(["--all-checkpoints", "runs/tiny", "icl_tasks=[choice]", "suite=damaged"])
     assert "models.tiny-ba4: passed over damaged checkpoint: " in capsys.readouterr().err
     assert [path.stem for path in (here / "results/damaged").glob("*.json")] == ["tiny-ba2"]
     shard.unlink()
-    subject = load_subject("runs/tiny", device=CPU)
+    subject = locate_and_load_model("runs/tiny", device=CPU)
     assert subject.source.endswith("ba2")
     assert len(subject.notes) == 1 and "shard-00000.safetensors" in subject.notes[0]
     (here / "runs/tiny/checkpoints/ba2/shard-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="models: runs/tiny has no intact checkpoint: passed over incomplete"):
-        load_subject("runs/tiny", device=CPU)
+        locate_and_load_model("runs/tiny", device=CPU)
 
 
 def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
@@ -477,25 +477,25 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
         ("evals", "models: evals holds neither a checkpoint nor the config.json of a Hugging Face model"),
     ):
         with pytest.raises(DataError) as error:
-            load_subject(where, device=CPU)
+            locate_and_load_model(where, device=CPU)
         assert str(error.value) == message
     with pytest.raises(DataError, match="models: nowhere does not exist; expected a run or a folder of checkpoints"):
         llmfoundry_lite.launch_eval.main(["--all-checkpoints", "nowhere"])
     for misspelt in (
-        lambda: load_subject("S3://b/x", device=CPU),
+        lambda: locate_and_load_model("S3://b/x", device=CPU),
         lambda: llmfoundry_lite.launch_eval.main(["--all-checkpoints", "s3:/b/x"]),
     ):
         with pytest.raises(ConfigError, match=r"did you mean s3://b/x\?"):
             misspelt()
     train_tokenizer(["something else"] * 3, 280).save("other")
     with pytest.raises(DataError, match=r"models: model has another tokenizer of its own \(sha256:\w+\) than other \("):
-        load_subject("model", tokenizer="other", device=CPU)
+        locate_and_load_model("model", tokenizer="other", device=CPU)
     for path in (here / "model").glob("tokenizer*"):
         path.unlink()
-    assert not load_subject("model", tokenizer="tokenizer", device=CPU).notes
+    assert not locate_and_load_model("model", tokenizer="tokenizer", device=CPU).notes
     (here / "model/vocab.json").write_text("{}")
     leave_out_companions(monkeypatch)
-    assert load_subject("model", tokenizer="tokenizer", device=CPU).notes == [
+    assert locate_and_load_model("model", tokenizer="tokenizer", device=CPU).notes == [
         "passed over the model's own tokenizer model: tokenizers without tokenizer.json: needs the companion "
         "llmfoundry_formats"
     ]
@@ -605,13 +605,13 @@ def test_a_model_that_gives_no_numbers_has_no_result_where_it_writes_either(here
     riddles = [{"context": row["context"], "answer": row["continuation"]} for row in SENTENCES]
     (here / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in riddles))
     (here / "evals/write.yaml").write_text(json.dumps(WRITE))
-    model = load_subject("model" if is_ours else str(save_neox(here / "neox")), device=CPU).model
+    model = locate_and_load_model("model" if is_ours else str(save_neox(here / "neox")), device=CPU).model
     for name, parameter in model.model.named_parameters():
         if "norm_f" in name or "final_layer_norm" in name:
             parameter.data.fill_(math.nan)
     files = ResultFiles(Path("results"), "suite", "ours")
     results = Results(model="ours", suite="suite", source="model")
-    tokenizer = load_subject("model", device=CPU).tokenizer
+    tokenizer = locate_and_load_model("model", device=CPU).tokenizer
     with pytest.raises(DataError) as error:
         evaluate(model, tokenizer, load_tasks(["write"], "evals"), results, files)
     assert str(error.value) == (
@@ -658,11 +658,11 @@ def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_
         return str(folder)
 
     folder = save_neox(here / "neox")
-    model = load_subject("neox", device=CPU).model.model
+    model = locate_and_load_model("neox", device=CPU).model.model
     if not has_safetensors:
         (folder / "model.safetensors").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    subject = load_subject("hf:someone/neox", device=CPU)
+    subject = locate_and_load_model("hf:someone/neox", device=CPU)
     pickles = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin"]
     weights = ["model.safetensors"] if has_safetensors else pickles
     assert fetched == {*REPOSITORY[:6], "pytorch_model.bin.index.json", *weights}
@@ -671,12 +671,12 @@ def test_of_a_hub_model_what_is_read_is_fetched_and_pickles_only_where_there_is_
 
 
 def test_a_model_that_gives_nan_or_lacks_the_tokenizers_tokens_is_refused(here):
-    subject = load_subject("model", device=CPU)
+    subject = locate_and_load_model("model", device=CPU)
     results = Results(model="m", suite="s", source="")
     subject.model.vocab_size = 100
     with pytest.raises(DataError, match=r"choice: the tokenizer gives token \d+, and the model has 100; give"):
         evaluate(subject.model, subject.tokenizer, tasks(), results)
-    subject = load_subject("model", device=CPU)
+    subject = locate_and_load_model("model", device=CPU)
     for parameter in subject.model.model.parameters():
         parameter.fill_(math.nan)
     with pytest.raises(DataError, match="choice/0-shot: the model gives NaN or infinity for 40 of 40 answers"):
@@ -684,7 +684,7 @@ def test_a_model_that_gives_nan_or_lacks_the_tokenizers_tokens_is_refused(here):
 
 
 def test_a_perplexity_beyond_all_floats_is_left_out(here):
-    subject = load_subject("model", device=CPU)
+    subject = locate_and_load_model("model", device=CPU)
     for parameter in subject.model.model.parameters():
         torch.nn.init.normal_(parameter, std=30)
     found = evaluate(subject.model, subject.tokenizer, tasks(), Results(model="m", suite="s", source="")).tasks
@@ -797,10 +797,12 @@ def ask_by_hand(kind, rows, nats, greedy=()):
     found = {i: Score(value, i in greedy) for i, value in enumerate(nats)}
     config = TaskConfig(label="t", icl_task_type=kind, dataset_uri="")
     task = prepare_task(config, rows, 0, words, max_seq_len=64, tokenization="separate")
-    asker = harness.Asker(model=model, tokenizer=words, max_batch_tokens=64, share=(0, 1), on_progress=lambda *_: None)
+    runner = harness.TaskRunner(
+        model=model, tokenizer=words, max_batch_tokens=64, data_rank=harness.DataRank(0, 1), on_progress=lambda *_: None
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "score", lambda *_, **__: [found])
-        return harness.run_task(asker, task)
+        return harness.run_task(runner, task)
 
 
 def test_three_scores_by_hand():

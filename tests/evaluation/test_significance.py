@@ -12,8 +12,8 @@ from benchmarks.__main__ import run_benchmark
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.significance import (
     MAX_RESAMPLED,
+    BootstrapResult,
     Counts,
-    Studentised,
     bootstrap_sums,
     count,
     difference_of_ratios,
@@ -150,7 +150,7 @@ def test_equal_models_on_a_few_skewed_texts_are_called_different_one_time_in_twe
 @given(st.floats(-5, 5), st.floats(1e-2, 0.9), st.sampled_from([1.0, 1.4, 3.0]))
 def test_the_bootstraps_interval_and_p_are_one_statistic(difference, level, caution):
     skewed = np.sort(np.random.default_rng(2).lognormal(size=999) - 1.6)
-    found = Studentised(difference, 1.0, skewed, caution)
+    found = BootstrapResult(difference, 1.0, skewed, caution)
     interval = found.interval(level)
     excludes = interval is not None and (interval[0] > 0 or interval[1] < 0)
     if not math.isclose(found.p, level, rel_tol=1e-6):
@@ -168,23 +168,23 @@ def test_the_bootstraps_interval_and_p_are_one_statistic(difference, level, caut
     ],
 )
 def test_a_bootstraps_p_by_hand(difference, p):
-    assert Studentised(difference, 1.0, np.arange(-3.0, 4)).p == p
+    assert BootstrapResult(difference, 1.0, np.arange(-3.0, 4)).p == p
 
 
 def test_a_p_of_the_longer_tail_counts_both_ways():
     skewed = np.array([-5.0, -4, -3, -2, -1, 0, 1])
-    assert Studentised(1.5, 1.0, skewed).p == 5 / 8  # four are as far on either side
-    assert Studentised(2.0, 1.0, np.array([-2.0, -2, -2, 0, 1, 1.5])).p == 4 / 7  # as far on the other side alone
-    assert Studentised(1.5, 1.0, skewed, caution=1.4).p == 1.4 * 5 / 8
+    assert BootstrapResult(1.5, 1.0, skewed).p == 5 / 8  # four are as far on either side
+    assert BootstrapResult(2.0, 1.0, np.array([-2.0, -2, -2, 0, 1, 1.5])).p == 4 / 7  # as far on the other side alone
+    assert BootstrapResult(1.5, 1.0, skewed, caution=1.4).p == 1.4 * 5 / 8
 
 
 def test_a_bootstraps_interval_by_hand():
     """With 199 draws at 0.1, the 19th farthest is at 90, the 9th of a tail at 91. The wider of the two counts."""
     draws = np.arange(-99.0, 100)
-    assert Studentised(10.0, 0.5, draws).interval(0.1) == (10 - 45.5, 10 + 45.5)
+    assert BootstrapResult(10.0, 0.5, draws).interval(0.1) == (10 - 45.5, 10 + 45.5)
     skewed = np.where(draws > 0, 2 * draws, draws)
-    assert Studentised(10.0, 0.5, skewed).interval(0.1) == (10 - 91, 10 + 81)
-    assert Studentised(10.0, 0.5, draws).interval(0.005) is None
+    assert BootstrapResult(10.0, 0.5, skewed).interval(0.1) == (10 - 91, 10 + 81)
+    assert BootstrapResult(10.0, 0.5, draws).interval(0.005) is None
 
 
 def test_a_p_that_equals_its_level_is_no_difference_and_ends_the_looking():

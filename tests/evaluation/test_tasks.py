@@ -16,7 +16,7 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.documents import prepare_text
 from llmfoundry_lite.evaluation.harness import Prompt, generate_answer
-from llmfoundry_lite.evaluation.prompts import choose_examples, is_right
+from llmfoundry_lite.evaluation.prompts import choose_examples, is_correct
 from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.pieces import Pieces
@@ -549,17 +549,17 @@ def test_a_question_none_of_whose_answers_can_be_right_is_skipped_and_counted():
     ],
 )
 def test_an_answer_counts_after_clean_up(text, answers, right):
-    assert is_right(task("generation_task_with_answers"), text, answers) == right
+    assert is_correct(task("generation_task_with_answers"), text, answers) == right
 
 
 def test_without_clean_up_case_counts_and_reasoning_does_not():
     config = task("generation_task_with_answers", do_normalization=False, cot_delimiter="The answer is ")
-    assert is_right(config, " 1 + 1. The answer is 2", ["2"])
-    assert not is_right(config, " 2. The answer is 3", ["2"])
-    assert not is_right(config, "beatles", ["Beatles"])
+    assert is_correct(config, " 1 + 1. The answer is 2", ["2"])
+    assert not is_correct(config, " 2. The answer is 3", ["2"])
+    assert not is_correct(config, "beatles", ["Beatles"])
     # A model that corrects itself is taken at its last word.
-    assert is_right(config, " The answer is 3. No. The answer is 2", ["2"])
-    assert not is_right(config, " The answer is 2. No. The answer is 3", ["2"])
+    assert is_correct(config, " The answer is 3. No. The answer is 2", ["2"])
+    assert not is_correct(config, " The answer is 2. No. The answer is 3", ["2"])
 
 
 # ----------------------------------------------------------------------------------------------------------- files

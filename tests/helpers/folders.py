@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmfoundry_lite.errors import UserError
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.models.mpt import MPT
 
 VOCAB = 320
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes) -> None:
 
 
 def load(folder: Path):
-    return load_subject(str(folder), device=torch.device("cpu")).model
+    return locate_and_load_model(str(folder), device=torch.device("cpu")).model
 
 
 def refusal(folder: Path) -> str:

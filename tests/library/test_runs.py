@@ -16,7 +16,7 @@ import yaml
 import llmfoundry_lite as lf
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.evaluation.loaded import model_of
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
@@ -49,7 +49,7 @@ def test_a_report_without_the_reader_of_its_export_shows_texts_of_the_newest_che
 
 def test_the_first_texts_are_of_the_run_s_own_initial_weights(here):
     """Which an exported model's configuration cannot tell."""
-    own = model_of(load_subject("runs/tiny", device=torch.device("cpu"))).config
+    own = model_of(locate_and_load_model("runs/tiny", device=torch.device("cpu"))).config
     other = replace(own, init_config=replace(own.init_config, name="baseline_", init_std=9.0))
     (batch, initial), *_ = load_earlier_models(read_run("runs/tiny"), MPT(other))
     assert batch == 0 and max(parameter.std() for parameter in initial.parameters() if parameter.ndim > 1) < 3.0

@@ -74,7 +74,7 @@ def test_training_computes_in_tf32_only_when_told(one_rank, flags, precision, al
 def test_evaluation_computes_in_tf32_only_when_told(monkeypatch, flags, precision, allowed):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     devices.set_tf32(not allowed)
-    suite.start(EvalConfig(models={}, icl_tasks=[], suite="s", precision=precision))
+    suite.start_device(EvalConfig(models={}, icl_tasks=[], suite="s", precision=precision))
     assert flags() == {allowed}
 
 

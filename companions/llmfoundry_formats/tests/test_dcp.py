@@ -33,7 +33,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli.main import run as command
 from llmfoundry_lite.errors import CheckpointError, DataError
-from llmfoundry_lite.evaluation.models import find_subject
+from llmfoundry_lite.evaluation.models import locate_model
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.ranks.identity import start_ticks
 from tests.checkpoint.ranks import build, save_now, step
@@ -283,7 +283,7 @@ def test_the_weights_of_a_run_load_as_any_others_and_a_run_begins_with_others(tm
 def test_what_needs_a_model_says_so(tmp_path):
     save({"w": torch.ones(3)}, tmp_path / "ba1")
     with pytest.raises(DataError, match="ba1 does not say what model it is; expected a checkpoint of a run"):
-        find_subject(str(tmp_path / "ba1"), device=torch.device("cpu"))
+        locate_model(str(tmp_path / "ba1"), device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"none of its tensors is named model/…; --everything writes all"):
         consolidate(tmp_path / "ba1", tmp_path / "out.safetensors")
 

@@ -19,7 +19,7 @@ from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert import huggingface
 from llmfoundry_lite.convert.huggingface import build_hf_config, export_model, from_hugging_face
 from llmfoundry_lite.errors import ExportError, UserError
-from llmfoundry_lite.evaluation.models import find_subject
+from llmfoundry_lite.evaluation.models import locate_model
 from tests.helpers.folders import VOCAB, edit_config, load, refusal
 from tests.helpers.models import (
     LLAMA,
@@ -238,7 +238,7 @@ def test_a_softcap_that_these_types_do_not_have_is_refused_before_weights_are_re
     assert torch.equal(load(out).model(TOKENS_BT), model(TOKENS_BT))
     edit_config(out, final_logit_softcapping=30.0)
     with pytest.raises(UserError, match=r"final_logit_softcapping is 30\.0 in config\.json, which is not known here"):
-        find_subject(str(out), device=CPU)
+        locate_model(str(out), device=CPU)
 
 
 def test_ropes_that_contradict_each_other_are_refused(folder):

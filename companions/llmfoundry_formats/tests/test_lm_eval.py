@@ -22,7 +22,7 @@ from llmfoundry_lite.data.tokenizer import train_tokenizer
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.loaded import load
-from llmfoundry_lite.evaluation.models import load_subject
+from llmfoundry_lite.evaluation.models import locate_and_load_model
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_any
 from tests.helpers.launch import ROOT, free_port
@@ -154,7 +154,7 @@ def test_compare_finds_no_difference_and_our_harness_has_the_same_numbers(folder
     (pair,) = compare(load_any([logs["ours"], logs["hf"]]))
     assert [task.task for task in pair.tasks] == sorted(TASKS)
     assert {task.verdict for task in pair.tasks if task.metric != "bits_per_byte"} == {"the same on every item"}
-    subject = load_subject(str(folder / "run one"), device=torch.device("cpu"))
+    subject = locate_and_load_model(str(folder / "run one"), device=torch.device("cpu"))
     task = TaskConfig(
         label="choices",
         icl_task_type="multiple_choice",

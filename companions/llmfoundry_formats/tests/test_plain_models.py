@@ -26,7 +26,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.evaluation.harness import evaluate
-from llmfoundry_lite.evaluation.models import TreeModel, load_subject
+from llmfoundry_lite.evaluation.models import TreeModel, locate_and_load_model
 from llmfoundry_lite.evaluation.results import Results
 from tests.helpers.folders import OWN_CODE, VOCAB, edit_config, load, refusal
 from tests.helpers.models import normal_model
@@ -61,7 +61,7 @@ def test_a_model_as_transformers_has_it_gives_the_scores_of_ours(tokenizer_folde
         (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         uri = str(tmp_path / f"{kind}.jsonl")
         tasks.append(TaskConfig(label=kind, icl_task_type=kind, dataset_uri=uri, num_fewshot=[0, 2]))
-    ours = load_subject(str(folder), device=torch.device("cpu"))
+    ours = locate_and_load_model(str(folder), device=torch.device("cpu"))
     assert isinstance(ours.model, TreeModel)
     plain = PlainModel(AutoModelForCausalLM.from_pretrained(folder).eval(), torch.device("cpu"))
     found, theirs = (
@@ -246,7 +246,7 @@ def test_a_model_whose_weights_are_torn_or_missing_is_refused(neox):
 
 
 def test_a_model_in_bf16_gives_fp32_logits(neox):
-    plain = load_subject(str(neox), device=torch.device("cpu"), precision="bf16").model
+    plain = locate_and_load_model(str(neox), device=torch.device("cpu"), precision="bf16").model
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         hidden = plain.model.gpt_neox(ids).last_hidden_state
