@@ -41,10 +41,10 @@ from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 
 MISSING_BYTE_BITS = 8
-"""What a byte of lost text could cost at most, in bits: a byte that is not predicted at all."""
+"""The most that a byte of lost text could add, in bits: as much as a byte that is not predicted at all."""
 
 Unit = tuple[str, int | str]
-"""(data, index of an item or name of a cluster): what is independent of others."""
+"""(fingerprint of the data, index of an item or name of a cluster). Units are independent of each other."""
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Comparison]:
@@ -104,9 +104,9 @@ def compare_files(
 
 
 def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
-    """Compare two results by the tasks that both have. Corrections for several tests come later, in `compare`.
+    """Compare two models' results by the tasks that both have. `compare` corrects the p-values afterwards.
 
-    Raises DataError if they have no task in common, or were not asked the same.
+    Raises DataError if they have no task in common, or if a common task differs in its questions or settings.
     """
     common = [task for task in first.items if task in other.items and task not in skip]
     if not common:
@@ -115,7 +115,7 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
             f"{', '.join(other.items)}"
         )
     for task in common:
-        refuse_if_different(task, first, other)
+        check_same_questions(task, first, other)
 
     metrics = {task: _main_metric(task, first, other) for task in common}
     tasks = [_compare_task(task, metric, first, other) for task, metric in metrics.items()]
@@ -138,7 +138,11 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 
 
 def _main_metric(task: str, first: Results, other: Results) -> str:
-    """Return the metric by which a task is compared: its own, unless that depends on a tokenizer and those differ."""
+    """Return the metric by which a task is compared.
+
+    That is the task's own, except that `acc_per_token` of models with different tokenizers is replaced by `acc_norm`,
+    because it divides by a number of tokens.
+    """
     metric = str(first.tasks[task]["metric"])
     if metric == "acc_per_token" and has_other_tokenizer(first, other):
         return "acc_norm"
@@ -146,7 +150,7 @@ def _main_metric(task: str, first: Results, other: Results) -> str:
 
 
 def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
-    """Return the metrics that both records of a task have besides its main one."""
+    """Return the metrics of a task that both results have, without its main metric and without incomparable ones."""
     main = _main_metric(task, first, other)
     metrics: list[str] = []
     for metric in first.tasks[task].get("metrics", ACCURACIES):
@@ -157,72 +161,91 @@ def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
     return metrics
 
 
-# --------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------- equal questions
 
 
-def refuse_if_different(task: str, first: Results, other: Results) -> None:
-    """Raise DataError unless both models were asked the same questions in the same way."""
-    ours, theirs = first.tasks[task], other.tasks[task]
-    is_text = ours["type"] == "perplexity"
-    other_tokenizer = has_other_tokenizer(first, other)
-    other_row = _first_different("row", task, first, other)
+def check_same_questions(task: str, first: Results, other: Results) -> None:
+    """Raise DataError unless both models answered the same questions of a task, asked in the same way.
 
-    found = _different_settings(task, first, other, has_other_rows=bool(other_row))
-    limit = ours["settings"].get("limit")
-    is_cut_elsewhere = limit != theirs["settings"].get("limit")
-    if is_text and other_tokenizer and limit is not None and not is_cut_elsewhere:
-        found.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
-        is_cut_elsewhere = True
-    # The fingerprint covers a text only up to its limit, so other limits give other fingerprints.
-    if ours["data_fingerprint"] != theirs["data_fingerprint"] and not (is_text and is_cut_elsewhere):
-        found.append(f"the data ({ours['n']:,} items against {theirs['n']:,}{other_row})")
-    has_same_fingerprint = ours["fingerprint"] == theirs["fingerprint"]
-    if not found and not has_same_fingerprint and not (is_text and other_tokenizer):
-        fingerprints = f"{ours['fingerprint']} against {theirs['fingerprint']}"
-        found.append(f"what no setting tells (fingerprint {fingerprints})")
+    Records have a fingerprint of the data, and one of the data with all settings. The error lists every setting that
+    differs, and the first question that does.
+    """
+    first_record = first.tasks[task]
+    other_record = other.tasks[task]
+    is_text = first_record["type"] == "perplexity"
+    tokenizers_differ = has_other_tokenizer(first, other)
+    first_other_row = _first_different("row", task, first, other)
 
-    if found:
-        remedy = "evaluate both without limit" if is_cut_elsewhere else "evaluate both with one task file"
+    differences = _different_settings(task, first, other, has_other_rows=bool(first_other_row))
+    limit = first_record["settings"].get("limit")
+    limit_differs = limit != other_record["settings"].get("limit")
+    if is_text and tokenizers_differ and limit is not None and not limit_differs:
+        differences.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
+        limit_differs = True
+
+    # The fingerprint covers a text only up to its limit, so different limits alone give different fingerprints.
+    has_same_data = first_record["data_fingerprint"] == other_record["data_fingerprint"]
+    if not has_same_data and not (is_text and limit_differs):
+        differences.append(f"the data ({first_record['n']:,} items against {other_record['n']:,}{first_other_row})")
+
+    # Windows of a text depend on the tokenizer, so its fingerprint says nothing about models with different ones.
+    has_same_fingerprint = first_record["fingerprint"] == other_record["fingerprint"]
+    if not differences and not has_same_fingerprint and not (is_text and tokenizers_differ):
+        fingerprints = f"{first_record['fingerprint']} against {other_record['fingerprint']}"
+        differences.append(f"what no setting tells (fingerprint {fingerprints})")
+
+    if differences:
+        remedy = "evaluate both without limit" if limit_differs else "evaluate both with one task file"
         raise DataError(
-            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(found)}; {remedy}, "
+            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(differences)}; {remedy}, "
             f"or leave the task out: --skip {task}"
         )
-    if is_text and other_tokenizer and has_same_fingerprint:
-        _refuse_other_bytes(task, first, other)
+    if is_text and tokenizers_differ and has_same_fingerprint:
+        _check_same_bytes(task, first, other)
 
 
 def _different_settings(task: str, first: Results, other: Results, *, has_other_rows: bool) -> list[str]:
-    """Describe the settings of a task in which two results differ."""
-    ours, theirs = first.tasks[task], other.tasks[task]
-    found: list[str] = []
-    facts = [key for key in ("type", "num_fewshot", "tokenization", "metric") if ours.get(key) != theirs.get(key)]
-    for key in facts:
-        found.append(f"{key} {ours.get(key)!r} against {theirs.get(key)!r}")
+    """Describe each setting of a task that differs between two results, such as "num_fewshot 0 against 5".
 
-    settings, their_settings = ours["settings"], theirs["settings"]
-    for key in {**settings, **their_settings}:
-        value, their_value = settings.get(key), their_settings.get(key)
-        if value == their_value or key in facts:
-            continue
-        are_hashes = str(value).startswith("sha256:") and str(their_value).startswith("sha256:")
-        if key == "prompts" and are_hashes:
-            if not has_other_rows:  # other rows have other prompts
-                found.append(f"their prompts{_first_different('prompt', task, first, other)}")
-        elif key != "stop_tokens":  # which are a property of the model
-            # max_seq_len is recorded only where it cut a prompt.
-            counts = f" ({ours['n']:,} items against {theirs['n']:,})" if key == "limit" else ""
-            found.append(f"{key} {value!r} against {their_value!r}{counts}")
-    return found
-
-
-def _refuse_other_bytes(task: str, first: Results, other: Results) -> None:
-    """Raise DataError for a text of token ids, which two tokenizers read as different texts.
-
-    Windows depend on the tokenizer, but their bytes add up to those of the same documents.
+    has_other_rows: the questions differ, and so their prompts do, which need not be listed as well.
     """
-    our_bytes = by_document(first.items[task])[:, 1]
-    their_bytes = by_document(other.items[task])[:, 1]
-    if not np.array_equal(our_bytes, their_bytes):
+    first_record = first.tasks[task]
+    other_record = other.tasks[task]
+    differences: list[str] = []
+    different_facts: list[str] = []
+    for key in ("type", "num_fewshot", "tokenization", "metric"):
+        if first_record.get(key) != other_record.get(key):
+            different_facts.append(key)
+            differences.append(f"{key} {first_record.get(key)!r} against {other_record.get(key)!r}")
+
+    first_settings = first_record["settings"]
+    other_settings = other_record["settings"]
+    for key in {**first_settings, **other_settings}:
+        first_value = first_settings.get(key)
+        other_value = other_settings.get(key)
+        if first_value == other_value or key in different_facts:
+            continue
+        if key == "stop_tokens":  # a property of each model's tokenizer, not of the task
+            continue
+        are_hashes = str(first_value).startswith("sha256:") and str(other_value).startswith("sha256:")
+        if key == "prompts" and are_hashes:
+            if not has_other_rows:
+                differences.append(f"their prompts{_first_different('prompt', task, first, other)}")
+            continue
+        counts = f" ({first_record['n']:,} items against {other_record['n']:,})" if key == "limit" else ""
+        differences.append(f"{key} {first_value!r} against {other_value!r}{counts}")
+    return differences
+
+
+def _check_same_bytes(task: str, first: Results, other: Results) -> None:
+    """Raise DataError unless each document of a held-out text has the same number of bytes for both models.
+
+    A data set of token ids is read as different texts by two tokenizers. Windows depend on the tokenizer, too, but the
+    bytes of a document's windows add up to those of the document.
+    """
+    first_bytes = by_document(first.items[task])[:, 1]
+    other_bytes = by_document(other.items[task])[:, 1]
+    if not np.array_equal(first_bytes, other_bytes):
         raise DataError(
             f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
             f"evaluate both on a text file, or leave the task out: --skip {task}"
@@ -230,25 +253,26 @@ def _refuse_other_bytes(task: str, first: Results, other: Results) -> None:
 
 
 def _first_different(what: str, task: str, first: Results, other: Results) -> str:
-    """Name the first item whose `what` ("row" or "prompt") differs, as the end of a sentence; empty if none is found.
+    """Name the first item of a task in which two results differ, as the end of a sentence, or return an empty text.
 
-    Logs of other tools have hashes of both. Our items are compared by the lengths, positions or texts of their answers.
+    `what` is "row", to compare the questions, or "prompt". Logs of other evaluation tools record hashes of both. Our
+    own items have no hash, and are compared by the right answer, and by the lengths or texts of the answers.
     """
 
     def facts_of(item: Record) -> object:
-        """Return the facts of an item by which it is compared."""
+        """Return what is compared of an item: the hash, or facts of its answers."""
         if what == "prompt" or "row" in item:
             return item.get(what)
         return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
 
-    is_text = first.tasks[task]["type"] == "perplexity"  # whose windows depend on the tokenizer
-    their_items = {item["index"]: item for item in other.items.get(task, [])}
+    is_text = first.tasks[task]["type"] == "perplexity"
+    other_items = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
-        their_item = their_items.get(item["index"])
-        is_comparable = "row" in item or not is_text
-        if their_item is None or not is_comparable:
+        other_item = other_items.get(item["index"])
+        is_comparable = "row" in item or not is_text  # windows of a text depend on the tokenizer
+        if other_item is None or not is_comparable:
             continue
-        if facts_of(item) != facts_of(their_item):
+        if facts_of(item) != facts_of(other_item):
             noun = "question" if what == "row" else "prompt"
             item_name = item.get("id") or f"row {item['index'] + 1}"
             return f"; {item_name} is the first with another {noun}"
@@ -273,10 +297,10 @@ def _compare_task(task: str, metric: str, first: Results, other: Results) -> Met
 
 @dataclass(frozen=True, slots=True)
 class CommonItems:
-    """The items of a task that both models were asked, as arrays over these items."""
+    """The items of a task that both models answered, as arrays with one element for each item (i)."""
 
     items: list[Unit]
-    """(data, index) of each item, which is the same in every task that asks it."""
+    """(fingerprint of the data, index) of each item, which is the same in every task that has this item."""
     weights_i: Floats
     """They add up to 1."""
     first_i: Floats
@@ -287,57 +311,64 @@ class CommonItems:
 
 
 def _collect_common_items(task: str, metric: str, first: Results, other: Results) -> CommonItems:
-    """Collect the items of a task that both models were asked. Raises DataError if there are none."""
-    their_items = {item["index"]: item for item in other.items[task]}
-    our_items = [item for item in first.items[task] if item["index"] in their_items]
-    if not our_items:
+    """Collect the items of a task that both models answered, with their values of `metric`.
+
+    Raises DataError if there are none.
+    """
+    other_items = {item["index"]: item for item in other.items[task]}
+    first_items = [item for item in first.items[task] if item["index"] in other_items]
+    if not first_items:
         raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
+
     data = first.tasks[task]["data_fingerprint"]
+    cluster_of: dict[Unit, Unit] = {}
+    for item in first_items:
+        if "cluster" in item:
+            cluster_of[data, item["index"]] = (data, item["cluster"])
     return CommonItems(
-        items=[(data, item["index"]) for item in our_items],
-        weights_i=weights_of(our_items, has_categories(first.tasks[task])),
-        first_i=np.array([item[metric] for item in our_items], np.float64),
-        other_i=np.array([their_items[item["index"]][metric] for item in our_items], np.float64),
-        cluster_of={(data, item["index"]): (data, item["cluster"]) for item in our_items if "cluster" in item},
+        items=[(data, item["index"]) for item in first_items],
+        weights_i=weights_of(first_items, has_categories(first.tasks[task])),
+        first_i=np.array([item[metric] for item in first_items], np.float64),
+        other_i=np.array([other_items[item["index"]][metric] for item in first_items], np.float64),
+        cluster_of=cluster_of,
     )
 
 
 def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> MetricComparison:
-    """Compare the mean of the accuracies of each (task, metric), with equal weights.
+    """Compare the accuracy of a task, or the mean accuracy of several.
 
-    An item that several tasks ask, or a cluster of items, is one independent unit: its differences are added up first.
+    `metrics` has (task, metric) for each task; tasks count equally. An item that several tasks have, or a cluster of
+    items, is one independent unit: its differences are added up before the test.
     """
     tasks = [_collect_common_items(task, metric, first, other) for task, metric in metrics]
-    # A cluster that one task knows holds for every task on the same data.
     cluster_of: dict[Unit, Unit] = {}
-    for answers in tasks:
-        cluster_of |= answers.cluster_of
+    for common_items in tasks:
+        cluster_of |= common_items.cluster_of  # a cluster that one task names holds for all tasks on the same data
 
     difference_of: dict[Unit, float] = {}
-    """Unit -> its part of the difference."""
-    share_of: dict[Unit, float] = {}
-    """Unit -> the most that its part could be."""
-    for answers in tasks:
-        shares_i = answers.weights_i / len(tasks)
-        differences_i = shares_i * (answers.other_i - answers.first_i)
-        for item, difference, share in zip(answers.items, differences_i, shares_i, strict=True):
+    """Unit -> its part of the difference of the two means."""
+    weight_of: dict[Unit, float] = {}
+    """Unit -> the largest part that it could have."""
+    for common_items in tasks:
+        weights_i = common_items.weights_i / len(tasks)
+        differences_i = weights_i * (common_items.other_i - common_items.first_i)
+        for item, difference, weight in zip(common_items.items, differences_i, weights_i, strict=True):
             unit = cluster_of.get(item, item)
             difference_of[unit] = difference_of.get(unit, 0.0) + difference
-            share_of[unit] = share_of.get(unit, 0.0) + share
+            weight_of[unit] = weight_of.get(unit, 0.0) + weight
 
-    # Rounded, so that differences that cancel out are exactly 0.
-    differences_u = np.round(list(difference_of.values()), 15)
-    counts = significance.count(differences_u, np.array(list(share_of.values())))
-    our_mean = sum(float(answers.weights_i @ answers.first_i) for answers in tasks) / len(tasks)
-    their_mean = sum(float(answers.weights_i @ answers.other_i) for answers in tasks) / len(tasks)
+    differences_u = np.round(list(difference_of.values()), 15)  # differences that cancel out become exactly 0
+    counts = significance.count(differences_u, np.array(list(weight_of.values())))
+    first_mean = sum(float(items.weights_i @ items.first_i) for items in tasks) / len(tasks)
+    other_mean = sum(float(items.weights_i @ items.other_i) for items in tasks) / len(tasks)
     name, metric = metrics[0] if len(metrics) == 1 else (f"mean of {len(metrics)} tasks", "mean")
     return MetricComparison(
         task=name,
         metric=metric,
-        first=our_mean,
-        other=their_mean,
-        difference=their_mean - our_mean,
-        **_count_won(np.concatenate([answers.other_i - answers.first_i for answers in tasks])),
+        first=first_mean,
+        other=other_mean,
+        difference=other_mean - first_mean,
+        **_count_won(np.concatenate([items.other_i - items.first_i for items in tasks])),
         p=significance.score_p(counts),
         test="score",
         error=math.sqrt(max(0.0, float(counts.variance))),
@@ -347,7 +378,10 @@ def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, othe
 
 
 def _count_won(gains: Floats) -> dict[str, Any]:
-    """Count the items, and those on which the other model did better (gain above 0), worse and equally well."""
+    """Return the number of items, and of those on which the other model did better (gain above 0), worse, or equally.
+
+    The result has the keys `n`, `wins`, `losses` and `ties` of a MetricComparison.
+    """
     num_wins = int((gains > 0).sum())
     num_losses = int((gains < 0).sum())
     num_ties = len(gains) - num_wins - num_losses
@@ -355,9 +389,12 @@ def _count_won(gains: Floats) -> dict[str, Any]:
 
 
 def _compare_texts(task: str, first: Results, other: Results) -> MetricComparison:
-    """Compare bits per byte, resampling documents, or the windows of a single document."""
+    """Compare bits per byte of a held-out text by a bootstrap over its documents.
+
+    A text of one document is divided into its windows instead.
+    """
     units = text_units(task, first, other)
-    bits = np.array([1 / math.log(2), 1.0])  # [nats, bytes] -> [bits, bytes]
+    bits = np.array([1 / math.log(2), 1.0])  # factors from [nats, bytes] to [bits, bytes]
     # The seed depends on the task alone, so that another task or result changes no other number.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
     result = significance.difference_of_ratios(units.first * bits, units.other * bits, generator)
@@ -365,15 +402,15 @@ def _compare_texts(task: str, first: Results, other: Results) -> MetricCompariso
     lost_text = 0.0
     if has_other_tokenizer(first, other):  # equal tokenizers lose the same text
         lost_text = MISSING_BYTE_BITS * (lost_text_fraction(first.tasks[task]) + lost_text_fraction(other.tasks[task]))
-    our_ratios = units.first[:, 0] / units.first[:, 1]
-    their_ratios = units.other[:, 0] / units.other[:, 1]
+    first_ratios_u = units.first[:, 0] / units.first[:, 1]
+    other_ratios_u = units.other[:, 0] / units.other[:, 1]
     return MetricComparison(
         task=task,
         metric=BITS,
         first=float(bits_per_byte(units.first.sum(axis=0))),
         other=float(bits_per_byte(units.other.sum(axis=0))),
         difference=result.difference,
-        **_count_won(our_ratios - their_ratios),
+        **_count_won(first_ratios_u - other_ratios_u),
         p=result.p,
         test="studentised bootstrap",
         error=result.error,
@@ -393,21 +430,22 @@ class TextUnits(NamedTuple):
 
 
 def text_units(task: str, first: Results, other: Results) -> TextUnits:
-    """Return the units of a text: its documents, or the windows of a single document if both models have the same.
+    """Return the independent units of a held-out text, with nats and bytes for each model.
 
+    Units are documents. If there is only one, and both models read it in the same windows, its windows are the units.
     Raises DataError if the two models did not read the same documents.
     """
-    our_documents = {item["index"] for item in first.items[task]}
-    their_documents = {item["index"] for item in other.items[task]}
-    if our_documents != their_documents:
+    first_documents = {item["index"] for item in first.items[task]}
+    other_documents = {item["index"] for item in other.items[task]}
+    if first_documents != other_documents:
         raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
 
-    our_rows = [text_row(item) for item in first.items[task]]
-    their_rows = [text_row(item) for item in other.items[task]]
-    have_same_windows = [row[1] for row in our_rows] == [row[1] for row in their_rows]
-    if len(our_documents) == 1 and have_same_windows and not has_other_tokenizer(first, other):
-        at_least_one_byte = [-math.inf, 1]
-        return TextUnits(np.maximum(our_rows, at_least_one_byte), np.maximum(their_rows, at_least_one_byte), True)
+    first_rows = [text_row(item) for item in first.items[task]]
+    other_rows = [text_row(item) for item in other.items[task]]
+    have_same_windows = [num_bytes for _, num_bytes in first_rows] == [num_bytes for _, num_bytes in other_rows]
+    if len(first_documents) == 1 and have_same_windows and not has_other_tokenizer(first, other):
+        lower_bounds = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts one
+        return TextUnits(np.maximum(first_rows, lower_bounds), np.maximum(other_rows, lower_bounds), True)
     return TextUnits(by_document(first.items[task]), by_document(other.items[task]), False)
 
 
@@ -430,14 +468,17 @@ TASK_FACTS = {
 
 
 def notes_on(first: Results, other: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]) -> list[str]:
-    """Return notes that a reader of the numbers needs."""
+    """Return lines below the table on what may explain a difference, or limits what it means.
+
+    These are differences between the models and their evaluations, tasks that are left out, and facts of each task.
+    """
     names = f"{first.name} and {other.name}"
     notes: list[str] = []
     for key, text in FACTS.items():
-        our_fact, their_fact = getattr(first, key), getattr(other, key)
-        are_known = our_fact is not None and their_fact is not None
-        if are_known and our_fact != their_fact:
-            notes.append(text.format(first.name, our_fact, other.name, their_fact))
+        first_fact, other_fact = getattr(first, key), getattr(other, key)
+        are_known = first_fact is not None and other_fact is not None
+        if are_known and first_fact != other_fact:
+            notes.append(text.format(first.name, first_fact, other.name, other_fact))
     if has_other_tokenizer(first, other):
         notes.append(
             f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
@@ -445,9 +486,9 @@ def notes_on(first: Results, other: Results, tasks: Sequence[MetricComparison], 
         )
     if first.save_id is not None and first.save_id == other.save_id:
         notes.append(f"{names} are the same checkpoint")
-    our_code, their_code = _code_of(first, tasks), _code_of(other, tasks)
-    if our_code != their_code:
-        notes.append(f"evaluated by different code: {first.name} by {our_code}, {other.name} by {their_code}")
+    first_code, other_code = _code_of(first, tasks), _code_of(other, tasks)
+    if first_code != other_code:
+        notes.append(f"evaluated by different code: {first.name} by {first_code}, {other.name} by {other_code}")
 
     notes += _note_on_missing_tasks(first, other)
     notes += _note_on_missing_tasks(other, first)
@@ -477,11 +518,11 @@ def _notes_on_task(number: MetricComparison, first: Results, other: Results) -> 
     if limit:
         yield f"only its first {limit:,} items (limit): a try, not a result"
     for key, (default, text) in TASK_FACTS.items():
-        our_fact = first.tasks[task].get(key, default)
-        their_fact = other.tasks[task].get(key, default)
+        first_fact = first.tasks[task].get(key, default)
+        other_fact = other.tasks[task].get(key, default)
         follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first, other)
-        if our_fact != their_fact and not follows_from_tokenizer:
-            yield text.format(first.name, our_fact, other.name, their_fact)
+        if first_fact != other_fact and not follows_from_tokenizer:
+            yield text.format(first.name, first_fact, other.name, other_fact)
     for results in (first, other):
         share = lost_text_fraction(results.tasks[task])
         if share:
@@ -507,9 +548,9 @@ def _notes_on_documents(units: TextUnits) -> Iterator[str]:
 
 def _notes_on_items(number: MetricComparison, counts: Counts, first: Results, other: Results) -> Iterator[str]:
     """Yield notes on items that only one model was asked, and on how many of them are independent."""
-    our_items = {item["index"] for item in first.items[number.task]}
-    their_items = {item["index"] for item in other.items[number.task]}
-    num_left_out = len(our_items ^ their_items)
+    first_items = {item["index"] for item in first.items[number.task]}
+    other_items = {item["index"] for item in other.items[number.task]}
+    num_left_out = len(first_items ^ other_items)
     if num_left_out:
         yield f"{num_left_out:,} items that only one could be asked are left out"
 

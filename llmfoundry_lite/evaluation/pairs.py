@@ -23,8 +23,8 @@ from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 
 
-class Point(NamedTuple):
-    """A point of a figure: a difference and its interval."""
+class FigurePoint(NamedTuple):
+    """A point of the comparison's figure: a difference and its interval."""
 
     difference: float
     low: float
@@ -34,7 +34,7 @@ class Point(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class MetricComparison:
-    """One number of two models over the items that both were asked. Differences are `other` less `first`."""
+    """A metric of two models on a task, over the items that both answered. Differences are `other` less `first`."""
 
     task: str
     metric: str
@@ -44,7 +44,7 @@ class MetricComparison:
     other: float
     difference: float
     low: float | None = None
-    """Low end of the interval at `confidence`; None where too few items are independent."""
+    """Lower end of the interval of the difference at `confidence`; None if there are too few independent items."""
     high: float | None = None
     confidence: float = 0.95
     wins: int
@@ -59,15 +59,15 @@ class MetricComparison:
     error: float
     """Standard error of the difference."""
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
-    """Level, such as 0.05 for 95 % -> interval of the difference."""
+    """Function from a level, such as 0.05 for 95 %, to the interval of the difference."""
     counts: Counts | None = field(default=None, repr=False)
-    """Units won and lost, for an accuracy."""
+    """Independent units won and lost, for an accuracy; None for bits per byte."""
     is_detected: bool = False
-    """The difference is significant, and lost text cannot undo it."""
+    """The difference is significant, and text that a tokenizer loses cannot explain it."""
     lost_text: float = 0.0
-    """The most, in bits per byte, that text could add which one tokenizer does not spell."""
+    """The most that text which one of the tokenizers loses could add, in bits per byte."""
     is_comparable: bool = True
-    """Lost text cannot change what is said of the difference."""
+    """Lost text is too little to change the verdict."""
 
     @property
     def detectable(self) -> float | None:
@@ -76,7 +76,10 @@ class MetricComparison:
         return (z_of(level) + Z_POWER) * self.error or None
 
     def decide(self, p_corrected: float, level: float) -> None:
-        """Set what depends on the number of tests: the corrected p, the interval at its level, and the verdict."""
+        """Set the fields that depend on the number of tests: corrected p-value, interval, and whether it is detected.
+
+        `level` is the level that the uncorrected `p` is compared with, as `significance.holm` returns it.
+        """
         self.p_corrected = p_corrected
         self.confidence = 1 - level
         interval = self.interval(level)
@@ -85,10 +88,10 @@ class MetricComparison:
 
         is_significant = self.p < level
         low, high = interval or (self.difference, self.difference)
-        if is_significant:  # lost text must not move the nearer end across 0
-            margin = min(abs(low), abs(high))
-        else:  # nor hide a difference larger than the one that was seen
-            margin = max(abs(self.difference), (high - low) / 2)
+        if is_significant:
+            margin = min(abs(low), abs(high))  # more lost text than this could move the nearer end across 0
+        else:
+            margin = max(abs(self.difference), (high - low) / 2)  # more than this could hide a larger difference
         self.is_comparable = not self.lost_text or self.lost_text < margin
         self.is_detected = is_significant and self.is_comparable
 
@@ -117,12 +120,12 @@ class MetricComparison:
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
     def _format(self, number: float, sign: str = "") -> str:
-        """Return a number with the digits that its metric deserves; with `sign` "+", always with a sign."""
+        """Format a value of this metric: 4 decimals for bits per byte, 3 for an accuracy. `sign` "+" shows a plus."""
         digits = 4 if self.metric == BITS else 3
         return f"{number:{sign}.{digits}f}"
 
     def cells(self) -> list[str]:
-        """Return this number's row in the table of a pair."""
+        """Return the cells of this metric's row in the comparison's table."""
         difference = self._format(self.difference, "+")
         if self.low is not None and self.high is not None:
             difference += f" [{self._format(self.low, '+')}, {self._format(self.high, '+')}]"
@@ -140,7 +143,7 @@ class MetricComparison:
         ]
 
     def as_json(self) -> Record:
-        """Return all that a file can hold, with what follows from it."""
+        """Return the fields that JSON can hold, with `detectable` and `verdict`."""
         facts = asdict(self)
         del facts["interval"], facts["counts"]
         return {**facts, "detectable": self.detectable, "verdict": self.verdict}
@@ -171,14 +174,14 @@ class Comparison:
         mean = self.mean
         if mean is None:
             return ""
-        subject = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
+        context = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
         if mean.is_detected:
             direction = "better" if mean.is_better else "worse"
-            return f"{self.other} is {direction} than {self.first} by {mean.margin} {subject}"
+            return f"{self.other} is {direction} than {self.first} by {mean.margin} {context}"
         if mean.detectable is None:
-            return f"{self.other} and {self.first}: the same answers {subject}"
+            return f"{self.other} and {self.first}: the same answers {context}"
         power = f"one of {mean.detectable:.3f} would be found four times in five"
-        return f"{self.other} and {self.first}: no detectable difference {subject}; {power}"
+        return f"{self.other} and {self.first}: no detectable difference {context}; {power}"
 
     def table(self) -> Table:
         """Return the table that `llmfoundry-lite compare` prints."""
@@ -207,7 +210,7 @@ class Comparison:
 
 
 def format_p(p: float) -> str:
-    """Return a p with as many digits as matter."""
+    """Format a p-value: "<.001", three decimals below 0.1, two above."""
     if p < 0.001:
         return "<.001"
     return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
@@ -286,9 +289,12 @@ def _as_json(results: Sequence[Results], pairs: Sequence[Comparison]) -> dict[st
     }
 
 
-def panels(pairs: Sequence[Comparison]) -> dict[str, dict[str, dict[str, Point]]]:
-    """Return the data of a figure: title of a panel (accuracies, bits per byte) -> task -> model -> point."""
-    found: dict[str, dict[str, dict[str, Point]]] = {}
+def panels(pairs: Sequence[Comparison]) -> dict[str, dict[str, dict[str, FigurePoint]]]:
+    """Return the data of the comparison's figure: title of a panel -> task -> model -> point.
+
+    Accuracies and bits per byte have a panel each.
+    """
+    found: dict[str, dict[str, dict[str, FigurePoint]]] = {}
     for pair in pairs:
         for number in pair.rows:
             if number.metric == BITS:
@@ -297,6 +303,6 @@ def panels(pairs: Sequence[Comparison]) -> dict[str, dict[str, dict[str, Point]]
                 title = "difference in accuracy (right is better)"
             low = number.difference if number.low is None else number.low
             high = number.difference if number.high is None else number.high
-            point = Point(number.difference, low, high, number.is_detected)
+            point = FigurePoint(number.difference, low, high, number.is_detected)
             found.setdefault(title, {}).setdefault(number.task, {})[pair.other] = point
     return {title: found[title] for title in sorted(found)}

@@ -121,7 +121,10 @@ generation `text` and `answers`."""
 
 
 def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Record:
-    """Build an item's record from the scores of its options."""
+    """Build the record of an item from the scores of its options, one for each request of the item.
+
+    The record has the log-probability and length of each option and, depending on the type of the task, its accuracies.
+    """
     log_probabilities = [score.log_probability for score in scores]
     num_tokens = [len(request.continuation) for request in item.requests]
     num_characters = [request.num_characters for request in item.requests]
@@ -132,12 +135,12 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
         "num_tokens": num_tokens,
         "num_characters": num_characters,
         "num_trimmed": max(request.num_trimmed for request in item.requests),
-        **_groups(item),
+        **_category_and_cluster(item),
     }
     if task.kind == "language_modeling":
         record["acc"] = int(scores[0].is_greedy)
     if task.kind in CHOICES:
-        # Each accuracy divides the log-probability of an option by another measure of its length.
+        # Each accuracy divides an option's log-probability by its own measure of the option's length.
         lengths = {
             "acc_per_token": num_tokens,
             "acc": [1] * len(scores),
@@ -148,14 +151,19 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
 
 
 def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str, Sequence[int]]) -> Record:
-    """Return which option each accuracy chooses, whether it is right, and whether another one is as good."""
+    """Choose an option of a multiple-choice or schema item by each accuracy, such as `acc_norm`.
+
+    `lengths` maps the name of an accuracy to the length of each option, by which its log-probability is divided. The
+    option with the largest quotient is chosen. Returns the part of the item's record that says which options were
+    chosen, whether each choice is right (1 or 0, under the accuracy's name), and whether it was a tie.
+    """
     chosen: dict[str, int] = {}
     is_correct: dict[str, int] = {}
     is_tied: dict[str, bool] = {}
     for name, lengths_of_options in lengths.items():
         values = [total / length for total, length in zip(log_probabilities, lengths_of_options, strict=True)]
         best = max(values)
-        chosen[name] = values.index(best)  # the first one of a tie, as in both other harnesses
+        chosen[name] = values.index(best)  # a tie goes to the first option, as in lm_eval and LLM Foundry
         is_correct[name] = int(chosen[name] == item.gold)
         is_tied[name] = values.count(best) > 1
     return {
@@ -168,30 +176,34 @@ def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str
 
 
 def generated_item(task: PreparedTask, item: Item, text: str, *, is_correct: bool) -> Record:
-    """Build the record of an item whose answer the model wrote."""
+    """Build the record of an item for which the model generated `text` as its answer."""
     return {
         "task": task.name,
         "index": item.index,
         "text": text,
         "answers": list(item.answers),
         "num_trimmed": item.requests[0].num_trimmed,
-        **_groups(item),
+        **_category_and_cluster(item),
         "acc": int(is_correct),
     }
 
 
-def _groups(item: Item) -> Record:
-    """Return the item's category and cluster, if it has them."""
-    groups: Record = {}
+def _category_and_cluster(item: Item) -> Record:
+    """Return the keys `category` and `cluster` of an item's record. An item without one has no such key."""
+    record: Record = {}
     if item.category is not None:
-        groups["category"] = item.category
+        record["category"] = item.category
     if item.cluster is not None:
-        groups["cluster"] = item.cluster
-    return groups
+        record["cluster"] = item.cluster
+    return record
 
 
 def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Record:
-    """Build a task's record from its items: means with their standard errors, and counts of irregular items."""
+    """Build the record of a task from the records of its items.
+
+    It has the task's settings, the mean of each metric with its standard error, and counts of irregular items, such as
+    those whose context was cut. `seconds` is how long the task took.
+    """
     record: Record = {
         "type": task.kind,
         "n": len(task.items),
@@ -212,20 +224,24 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if has_categories(record):
         record["categories"] = _mean_by_category(items, record["metric"])
 
-    irregular = {
+    irregular_counts = {
         "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
         "num_repeated": task.num_repeated,
         "skipped": task.skipped,
         "beginning": task.beginning,
     }
-    record |= {key: value for key, value in irregular.items() if value}
+    record |= {key: value for key, value in irregular_counts.items() if value}
     record["seconds"] = round(seconds, 3)
     return record
 
 
 def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category: bool) -> Record:
-    """Return the means of a task's accuracies, and what belongs to its type."""
+    """Return the part of a task's record that comes from its questions.
+
+    That is the mean of each accuracy with its standard error; for choices also the accuracy of guessing; for language
+    modelling also the perplexity of an answer.
+    """
     summary: Record = {}
     for name in ACCURACIES if task.kind in CHOICES else ("acc",):
         summary[name], summary[f"{name}_stderr"] = mean_and_error(items, name, by_category)
@@ -244,7 +260,7 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
 
 
 def _summarise_text(items: Sequence[Record]) -> Record:
-    """Return perplexity per token and bits per byte of held-out text, over all its windows."""
+    """Return the part of a task's record that comes from held-out text: perplexity per token and bits per byte."""
     nats_and_tokens = [(-item["log_probability"][0], item["num_tokens"][0]) for item in items]
     total_nats = sum(nats for nats, _ in nats_and_tokens)
     total_tokens = sum(tokens for _, tokens in nats_and_tokens)
@@ -269,7 +285,10 @@ def _mean_by_category(items: Sequence[Record], metric: str) -> dict[str, float]:
 
 
 def _perplexity(nats: float, error: float | None) -> Record:
-    """Return exp(nats) and its standard error exp(nats) * error; empty if it overflows a float, as for long answers."""
+    """Return the keys `perplexity`, which is exp(nats), and `perplexity_stderr`, which is exp(nats) * error.
+
+    Returns no keys if exp(nats) overflows a float, which long answers can cause.
+    """
     try:
         perplexity = math.exp(nats)
     except OverflowError:
@@ -280,12 +299,12 @@ def _perplexity(nats: float, error: float | None) -> Record:
 
 
 def hash_of(items: Sequence[Record]) -> str:
-    """Return the hash of a task's items, as they are written."""
+    """Return the hash of a task's item records, as the lines of JSON that they are written as."""
     return hash_of_lines([json.dumps(item) for item in items])
 
 
 def hash_of_lines(lines: Sequence[str]) -> str:
-    """Return the hash of the lines of a task's items."""
+    """Return the hash of lines, each with the newline that ends it in the file."""
     content = "".join(f"{line}\n" for line in lines)
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
@@ -294,7 +313,10 @@ def hash_of_lines(lines: Sequence[str]) -> str:
 
 
 def check_result(facts: Any, path: object) -> None:
-    """Raise DataError for content that no evaluation has written. `path` names the file in errors."""
+    """Raise DataError unless `facts`, the JSON content of a file, is what an evaluation writes.
+
+    `path` names the file in errors.
+    """
     is_result = isinstance(facts, dict) and "model" in facts and isinstance(facts.get("tasks"), dict)
     if not is_result:
         raise DataError(
@@ -332,30 +354,31 @@ def _check_types(record: Record, expected_types: Mapping[Any, Any], place: str) 
             raise DataError(f"{place} has {key} {value!r}, which no result has; evaluate it again with redo=true")
 
 
-def check_items(record: Record, lines: Sequence[str], subject: str) -> list[Record]:
-    """Return the items in a task's lines. Raises DataError unless the task's result was made from them.
+def check_items(record: Record, lines: Sequence[str], description: str) -> list[Record]:
+    """Parse the lines of a task's items, and check that the task's record was computed from them.
 
-    `subject` names the items in errors.
+    `record` is the task's. `description` names the items in errors, such as "base.items.jsonl: the items of arc_easy".
+    Returns the records of the items. Raises DataError if their hash or their score is not that of the record.
     """
     items = [json.loads(line) for line in lines]
     metric = record["metric"]
     score = None
     if record["items_hash"] == hash_of_lines(lines):
-        # Whatever else may be wrong with the items of a stranger, they are not those of this result.
+        # The file may come from a stranger. Any error in its items means that they do not belong to this record.
         with contextlib.suppress(KeyError, TypeError, IndexError, ValueError, ZeroDivisionError):
             score = _recompute_score(record, items)
     if score is None:
-        raise DataError(f"{subject} are not those that the result was made from; evaluate again with redo=true")
+        raise DataError(f"{description} are not those that the result was made from; evaluate again with redo=true")
     if not math.isclose(score, record[metric], rel_tol=1e-4, abs_tol=1e-9):
         raise DataError(
-            f"{subject} give {metric} {score:.4f}, the result says {record[metric]:.4f}; the two files are of "
+            f"{description} give {metric} {score:.4f}, the result says {record[metric]:.4f}; the two files are of "
             "different evaluations: evaluate again with redo=true"
         )
     return items
 
 
 def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
-    """Return the task's score by its items, or None for items that no evaluation has written."""
+    """Compute a task's score again from its items. Returns None if an item has a value that no evaluation writes."""
     for item in items:
         for key, is_sound in ITEM.items():
             if key in item and not is_sound(item[key]):
@@ -380,32 +403,40 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
 
 
 def limit_of_trial(record: Record) -> int | None:
-    """Return the task's `limit` if it left items out, so that the task is a trial and not a result; else None."""
+    """Return the task's `limit` if it left items out, or None if the task was run on all of its items.
+
+    A task with a limit that took effect is a trial and not a result.
+    """
     limit = record["settings"].get("limit")
     if limit is None:
         return None
-    if record.get("type") == "perplexity":  # its limit counts windows, and is recorded only if it cuts
+    if record.get("type") == "perplexity":  # the limit counts windows, and is only recorded if it left some out
         return limit
     num_seen = record["n"] + sum((record.get("skipped") or {}).values())
     return limit if num_seen >= limit else None
 
 
 def lost_text_fraction(record: Record) -> float:
-    """Return the share of a text that its tokens do not spell: by bytes or by characters, whichever is more."""
-    lost = record.get("lost_text")
-    if lost is None:
+    """Return the fraction of a held-out text that the tokenizer loses, because no token stands for it.
+
+    Characters may be lost or replaced by others, so that is the larger one of the fraction of bytes that are lost and
+    the fraction of characters that are lost or replaced.
+    """
+    lost_text = record.get("lost_text")
+    if lost_text is None:
         return 0.0
-    changed = sum(lost[kind] for kind in KINDS) / max(lost["characters"], 1)
-    return max(lost["lost_bytes"] / max(lost["text_bytes"], 1), changed)
+    fraction_of_bytes = lost_text["lost_bytes"] / max(lost_text["text_bytes"], 1)
+    fraction_of_characters = sum(lost_text[kind] for kind in KINDS) / max(lost_text["characters"], 1)
+    return max(fraction_of_bytes, fraction_of_characters)
 
 
 def score_of(record: Record) -> tuple[float, float | None]:
-    """Return the task's number, and its standard error if it has one."""
+    """Return the value of the task's main metric, and its standard error, or None if it has none."""
     return record[record["metric"]], record.get(f"{record['metric']}_stderr")
 
 
 def is_accuracy(record: Record) -> bool:
-    """Return whether the number that tables and averages show is an accuracy."""
+    """Return whether the task's main metric is an accuracy, and not bits per byte."""
     return record["metric"] in ACCURACIES
 
 
@@ -415,18 +446,25 @@ def has_categories(record: Record) -> bool:
 
 
 def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
-    """Return the standard error of a sum of (data, error). Errors on the same data are assumed fully correlated."""
-    found: dict[str, float] = {}
+    """Return the standard error of a sum of scores. `errors` has (fingerprint of the data, standard error) for each.
+
+    Scores on the same data are assumed to be fully correlated, so their errors add up. Those on different data are
+    independent, so the squares of their errors add up.
+    """
+    error_by_data: dict[str, float] = {}
     for data, error in errors:
-        found[data] = found.get(data, 0.0) + error
-    return math.sqrt(sum(error**2 for error in found.values()))
+        error_by_data[data] = error_by_data.get(data, 0.0) + error
+    return math.sqrt(sum(error**2 for error in error_by_data.values()))
 
 
 # ------------------------------------------------------------------------------------------------------- accuracies
 
 
 def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
-    """Return each item's weight; weights add up to 1. With `by_category`, every category has the same weight."""
+    """Return the weight of each item in the mean. Weights add up to 1.
+
+    Items have equal weights or, with `by_category`, every category has the same total weight.
+    """
     if not by_category:
         return np.full(len(items), 1 / len(items))
     sizes = Counter(item["category"] for item in items)
@@ -434,11 +472,12 @@ def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
 
 
 def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = False) -> tuple[float, float]:
-    """Return a task's score and its standard error, which is 0 for a single item or cluster.
+    """Return the mean of a metric over items, and its standard error, which is 0 for a single item or cluster.
 
-    For independent items the error is sd / sqrt(n), with n - 1 in the variance; by category, where those count the
-    same. For clusters, residuals are first added up within each (Miller, Adding Error Bars to Evals, 2024, arXiv
-    2411.00640, section 2.2), with G / (G - 1) for G clusters.
+    With `by_category`, every category counts equally. For independent items the error is sd / sqrt(n), with n - 1 in
+    the variance. Items in clusters are not independent: residuals are added up within each cluster first (Miller,
+    Adding Error Bars to Evals, 2024, arXiv 2411.00640, section 2.2), and the variance has the factor G / (G - 1) for G
+    clusters.
     """
     weights = weights_of(items, by_category)
     values = np.array([item[metric] for item in items], np.float64)
@@ -451,17 +490,23 @@ def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = Fal
 
 
 def _error_of_clusters(clusters: Sequence[str], weighted_residuals: Floats) -> float:
-    """Return the standard error of a mean whose residuals are related within each cluster."""
-    number_of = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
-    sums = np.bincount([number_of[cluster] for cluster in clusters], weighted_residuals)
-    correction = len(sums) / max(len(sums) - 1, 1)
+    """Return the standard error of a weighted mean whose items are related within each cluster.
+
+    `clusters` names the cluster of each item, and `weighted_residuals` are its weight times its distance from the mean.
+    """
+    distinct_clusters = dict.fromkeys(clusters)  # in order of appearance
+    index_of = {cluster: index for index, cluster in enumerate(distinct_clusters)}
+    sums = np.bincount([index_of[cluster] for cluster in clusters], weighted_residuals)
+    num_clusters = len(sums)
+    correction = num_clusters / max(num_clusters - 1, 1)
     return math.sqrt(correction * float((sums**2).sum()))
 
 
 def _error_of_groups(labels: Sequence[str | None], values: Floats, weights: Floats, mean: float) -> float:
-    """Return the standard error of a weighted mean of independent items, with a variance for each group of them.
+    """Return the standard error of a weighted mean of independent items, with a variance of its own for each group.
 
-    `labels` names the group of each item; the items of a group have the same weight.
+    `labels` names the group of each item, such as its category. All items of a group have the same weight. `mean` is
+    the weighted mean of all items, which serves as the centre of a group with a single item.
     """
     variance = 0.0
     for label in dict.fromkeys(labels):
@@ -469,7 +514,7 @@ def _error_of_groups(labels: Sequence[str | None], values: Floats, weights: Floa
         n = len(members)
         if n > 1:
             squares = float(((members - members.mean()) ** 2).sum()) * n / (n - 1)
-        else:  # one item shows no spread by itself, so its distance from the mean of all is used
+        else:
             squares = float((members[0] - mean) ** 2)
         variance += float(weights[labels.index(label)]) ** 2 * squares
     return math.sqrt(variance)
@@ -479,24 +524,28 @@ def _error_of_groups(labels: Sequence[str | None], values: Floats, weights: Floa
 
 
 def text_row(item: Record) -> tuple[float, float]:
-    """Return (nats, bytes) of a window."""
+    """Return (nats, bytes) of a window: minus its log-probability, and the bytes of its text."""
     return -item["log_probability"][0], item["num_characters"][0]
 
 
 def document_of(item: Record) -> int | str:
-    """Return the independent unit of a window: its document, or the cluster of equal ones."""
+    """Return a key that is the same for all windows of a document, and of documents with the same text."""
     return item.get("cluster", item["index"])
 
 
 def by_document(items: Sequence[Record]) -> Floats:
-    """Return (n, [nats, bytes]) of documents. Equal documents are one; a document without bytes counts 1 byte."""
+    """Return nats and bytes of each document, [documents, 2], from the records of its windows.
+
+    Documents with the same text count as one. A document without bytes counts one byte, so that its bits per byte are
+    defined.
+    """
     sums = _sum_by_document(items, map(text_row, items))
-    found = [sums[document] for document in sorted(sums)]  # pyright: ignore[reportArgumentType]
-    return np.maximum(found, [-math.inf, 1])
+    rows = [sums[document] for document in sorted(sums)]  # pyright: ignore[reportArgumentType]
+    return np.maximum(rows, [-math.inf, 1])
 
 
 def _sum_by_document(items: Sequence[Record], rows: Iterable[tuple[float, float]]) -> dict[int | str, Floats]:
-    """Return the sum of the rows of each document's windows. `rows` has (y, x) for each item."""
+    """Return, for each document, the sum of the rows of its windows. `rows` has a row (y, x) for each of `items`."""
     sums: dict[int | str, Floats] = {}
     for item, row in zip(items, rows, strict=True):
         sums[document_of(item)] = sums.get(document_of(item), np.zeros(2)) + row

@@ -43,52 +43,78 @@ CAUTION = 40
 """Strength of the correction for unseen tails, in documents. Fitted to log-normal differences with sigma 1, 20 to 200
 documents."""
 CORRECTION = 0.5
+"""Continuity correction, in units won or lost: half of McNemar's usual one."""
+NUM_BISECTIONS = 50
+"""Halvings of an interval of at most 2 that reach the precision of float64."""
 Z_POWER = NormalDist().inv_cdf(0.8)
+"""Standard normal quantile for a power of 80 %."""
 
 
 def z_of(level: float) -> float:
-    """Return the standard normal quantile of a two-sided test at `level`."""
+    """Return the standard normal quantile of a two-sided test: 1.96 for level 0.05."""
     return NormalDist().inv_cdf(1 - level / 2)
 
 
 class Counts(NamedTuple):
-    """Units won, lost and asked, and the part of a difference that one of them adds. Numbers or arrays."""
+    """Independent units on which one of two models did better or worse, and what each of them adds to the difference.
+
+    Fields are numbers, or arrays for many comparisons at once.
+    """
 
     wins: float | Floats
     losses: float | Floats
     num_units: int
+    """All units, ties included."""
     jump: float | Floats
-    num_effective: float = math.inf  # units of one size that would be worth as much
+    """One win adds jump / num_units to the difference of the two means. 1 for units of equal weight."""
+    num_effective: float = math.inf
+    """Number of units of equal weight that would tell as much about the difference."""
 
     @property
     def variance(self) -> float | Floats:
-        """Variance of the difference."""
-        wins, losses, n, jump, _ = self
-        return (jump / n) ** 2 * (wins + losses - (wins - losses) ** 2 / n)
+        """Variance of the difference of the two means."""
+        net_wins = self.wins - self.losses
+        variance_of_wins = self.wins + self.losses - net_wins**2 / self.num_units
+        return (self.jump / self.num_units) ** 2 * variance_of_wins
 
 
-def count(added_u: Floats, share_u: Floats) -> Counts:
-    """Count units of any weight and size as if each won or lost one jump, with the same sum and sum of squares.
+def count(differences_u: Floats, weights_u: Floats) -> Counts:
+    """Describe units of any weight as wins and losses of one size, for the tests of paired proportions.
 
-    `added_u` is each unit's part of the difference, and `share_u` the most that it could be; shares add up to 1. Units
-    of several items (clusters, or an item that several tasks ask) add several jumps, or parts of one. With j = n Σa² /
-    Σ|a|, wins and losses are (Σ|a| ± Σa) Σ|a| / 2Σa². At 0 the statistic is Σa / √Σa², that of flipped signs.
+    differences_u: each unit's part of the difference of two means. For a single item of n, that is -1/n, 0 or 1/n. A
+        unit of several items (a cluster, or an item that several tasks ask) has the sum of theirs.
+    weights_u: the largest part that each unit could have; they add up to 1.
+
+    The counts are chosen so that the sum and the sum of squares of the differences stay the same. With a for the
+    differences and n units, one win adds j / n where j = n Σa² / Σ|a|, and wins and losses are (Σ|a| ± Σa) Σ|a| / 2Σa².
+    McNemar's statistic is then Σa / √Σa², that of randomly flipped signs.
     """
-    n = len(added_u)
-    total, absolute, squares = float(added_u.sum()), float(np.abs(added_u).sum()), float((added_u**2).sum())
-    # Kish's effective number of units (Survey Sampling, 1965, section 11.7): where one unit holds most of the items,
-    # the others tell little about the error of the difference.
-    effective = round(float(share_u.sum() ** 2 / (share_u**2).sum()), 6)
-    if squares == 0:
-        return Counts(0.0, 0.0, n, n * float((share_u**2).sum()), effective)
-    ratio = absolute / squares / 2
-    return Counts((absolute + total) * ratio, (absolute - total) * ratio, n, n * squares / absolute, effective)
+    num_units = len(differences_u)
+    total = float(differences_u.sum())
+    total_absolute = float(np.abs(differences_u).sum())
+    total_squares = float((differences_u**2).sum())
+    squared_weights = float((weights_u**2).sum())
+
+    # Kish's effective number of units (Survey Sampling, 1965, section 11.7). If one unit holds most of the items, the
+    # others tell little about the error of the difference.
+    num_effective = round(float(weights_u.sum() ** 2 / squared_weights), 6)
+    if total_squares == 0:
+        return Counts(0.0, 0.0, num_units, num_units * squared_weights, num_effective)
+
+    ratio = total_absolute / total_squares / 2
+    return Counts(
+        wins=(total_absolute + total) * ratio,
+        losses=(total_absolute - total) * ratio,
+        num_units=num_units,
+        jump=num_units * total_squares / total_absolute,
+        num_effective=num_effective,
+    )
 
 
 def score_p(counts: Counts) -> float:
-    """Return the two-sided p of McNemar's test with half a continuity correction.
+    """Return the two-sided p-value of McNemar's test, with half a continuity correction.
 
-    It is 1 below MIN_UNITS independent units, because so few cannot show a difference.
+    The p-value is 1 below MIN_UNITS independent units, because so few cannot show a difference.
     """
     if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return 1.0
@@ -99,42 +125,52 @@ def score_p(counts: Counts) -> float:
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
-    """Return the interval (low, high) of differences that `score_p` does not reject at `level`, which is 0.05 for 95 %.
+    """Return the interval (low, high) of differences that `score_p` does not reject.
 
-    None below MIN_UNITS independent units.
+    `level` is the level of the test: 0.05 gives the 95 % interval. Returns None below MIN_UNITS independent units.
     """
     if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return None
     z = z_of(level)
-    high_jumps = upper_limit(counts.wins, counts.losses, counts.num_units, z)
-    low_jumps = -upper_limit(counts.losses, counts.wins, counts.num_units, z)
-    # With units of different sizes, a jump may exceed the largest difference of two accuracies.
-    return max(-1.0, float(counts.jump * low_jumps)), min(1.0, float(counts.jump * high_jumps))
+    high_in_jumps = upper_limit(counts.wins, counts.losses, counts.num_units, z)
+    low_in_jumps = -upper_limit(counts.losses, counts.wins, counts.num_units, z)
+    # The difference of two accuracies is within -1 and 1. With units of different weights, jumps may exceed that.
+    low = max(-1.0, float(counts.jump * low_in_jumps))
+    high = min(1.0, float(counts.jump * high_in_jumps))
+    return low, high
 
 
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
-    """Return the difference, in jumps, that lies z standard deviations and the correction above the observed one.
+    """Return the upper end of Tango's score interval for (wins - losses) / num_units, in jumps.
 
-    The standard deviation is that of the likeliest proportions with that difference (Tango's equation, in which q is
-    the proportion lost). Numbers or arrays; found by bisection, to 1e-15.
+    It is the difference d at which the observed number of net wins lies z standard deviations, and the continuity
+    correction, below its expectation num_units * d. The standard deviation is that of the likeliest proportions with
+    the difference d (Tango 1998, where q is the proportion of losses). Takes numbers or arrays. The equation is solved
+    by bisection, to 1e-15.
     """
-    wins, losses = np.asarray(wins, np.float64), np.asarray(losses, np.float64)
-    low, high = (wins - losses) / num_units, np.ones_like(wins)
-    for _ in range(50):
+    wins = np.asarray(wins, np.float64)
+    losses = np.asarray(losses, np.float64)
+    net_wins = wins - losses
+    low = net_wins / num_units
+    high = np.ones_like(wins)
+    for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
-        half_b = ((2 * num_units - wins + losses) * middle - wins - losses) / 2
+        # The likeliest q solves 2 n q^2 + 2 half_b q + c = 0.
+        half_b = ((2 * num_units - net_wins) * middle - wins - losses) / 2
         c = -losses * middle * (1 - middle)
         root = np.sqrt(np.maximum(half_b**2 - 2 * num_units * c, 0))
-        # The form of the quadratic's root that has no cancellation.
+        # Of the two equivalent formulas for the root, each branch takes the one without cancellation.
         q = np.where(half_b > 0, -c / np.maximum(root + half_b, 1e-300), (root - half_b) / (2 * num_units))
+
         deviation = np.sqrt(np.maximum(num_units * (2 * q + middle * (1 - middle)), 0))
-        is_beyond = num_units * middle - (wins - losses) - CORRECTION > z * deviation
-        low, high = np.where(is_beyond, low, middle), np.where(is_beyond, middle, high)
+        is_beyond_limit = num_units * middle - net_wins - CORRECTION > z * deviation
+        low = np.where(is_beyond_limit, low, middle)
+        high = np.where(is_beyond_limit, middle, high)
     return high
 
 
 class BootstrapResult(NamedTuple):
-    """A difference with its standard error, and how far the bootstrap's draws deviate from it."""
+    """A difference of two ratios with its standard error, and the draws of its studentised bootstrap."""
 
     difference: float
     error: float
@@ -142,13 +178,15 @@ class BootstrapResult(NamedTuple):
     deviations_d: Floats
     """Deviation of each draw from the difference, in units of the draw's own standard error, sorted. Empty where there
     are too few units for any claim."""
-    caution: float = 1.0
-    """p is multiplied by this, because a few documents do not show a long tail."""
+    tail_correction: float = 1.0
+    """The p-value is multiplied by this, because a few documents do not show a long tail."""
 
     @property
     def p(self) -> float:
-        """Two-sided p: the larger one of symmetric and of equal tails. The data themselves count as one of the
-        draws."""
+        """Two-sided p-value: the larger one of that of symmetric tails and that of equal tails.
+
+        The data themselves count as one of the draws, so the p-value is never 0.
+        """
         draws = self.deviations_d
         if not len(draws) or not self.difference:
             return 1.0
@@ -161,7 +199,7 @@ class BootstrapResult(NamedTuple):
         num_below = int((draws <= observed).sum())
         num_in_equal_tails = 2 * min(num_above, num_below) + 1
         num_as_extreme = 1 + max(num_farther, num_in_equal_tails)
-        return min(1.0, self.caution * num_as_extreme / (1 + len(draws)))
+        return min(1.0, self.tail_correction * num_as_extreme / (1 + len(draws)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """Return the interval (low, high) of differences that `p` does not reject at `level`, which is 0.05 for 95 %.
@@ -174,7 +212,7 @@ class BootstrapResult(NamedTuple):
         """
         draws = self.deviations_d
         # As a fraction, less a little, so that rounding does not allow one draw too many.
-        num_allowed = level / self.caution * (1 + len(draws)) * (1 - 1e-12)
+        num_allowed = level / self.tail_correction * (1 + len(draws)) * (1 - 1e-12)
         num_beyond_both = math.ceil(num_allowed - 1) - 1
         num_beyond_each = math.ceil(num_allowed / 2 - 1) - 1
         if num_beyond_each < 0:
@@ -211,17 +249,17 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
     if num_units < MIN_DOCUMENTS:
         return BootstrapResult(difference, error, np.zeros(0))
 
-    caution = 1 + CAUTION / num_units
+    tail_correction = 1 + CAUTION / num_units
     if num_units > MAX_RESAMPLED:
         quantiles = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
         normal_d = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
-        return BootstrapResult(difference, error, normal_d, caution)
+        return BootstrapResult(difference, error, normal_d, tail_correction)
 
     sums_d20 = bootstrap_sums(np.concatenate([columns_u4, products_u16], axis=1), generator)
     differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_d = np.nan_to_num((differences_d - difference) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return BootstrapResult(difference, error, np.sort(deviations_d), caution)
+    return BootstrapResult(difference, error, np.sort(deviations_d), tail_correction)
 
 
 def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int) -> tuple[Floats, Floats]:
@@ -267,20 +305,28 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws:
     return np.concatenate(sums)
 
 
-def holm(values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
-    """Return (p corrected for the number of tests, the level that p itself was compared with), each as a list, after
-    Holm (Scandinavian Journal of Statistics 6, 1979): the chance that luck puts any below `level` is `level`.
+def holm(p_values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
+    """Correct p-values for the number of tests by Holm's method (Scandinavian Journal of Statistics 6, 1979).
 
-    The smallest p is compared with level / n, the next with level / (n - 1), and so on. From the first that is not
-    below its level, all are compared with that one. So corrected < level exactly where p < its own level.
+    If no difference is real, the probability that any corrected p-value is below `level` is at most `level`. The
+    smallest of n p-values is compared with level / n, the next one with level / (n - 1), and so on, until one is not
+    below its level. That one and all larger ones are compared with its level.
+
+    Returns two lists in the order of `p_values`: the corrected p-values, and the levels that the p-values themselves
+    are compared with. corrected < level is true exactly where p < its own level.
     """
-    corrected, levels = [0.0] * len(values), [level] * len(values)
-    largest, own_level, is_open = 0.0, level, True
-    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        num_left = len(values) - rank
-        if is_open:
+    corrected = [0.0] * len(p_values)
+    levels = [level] * len(p_values)
+    largest_corrected = 0.0
+    own_level = level
+    all_rejected_so_far = True
+    ascending = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for num_before, index in enumerate(ascending):
+        num_left = len(p_values) - num_before
+        if all_rejected_so_far:
             own_level = level / num_left
-            is_open = values[i] < own_level
-        largest = max(largest, min(1.0, num_left * values[i]))
-        corrected[i], levels[i] = largest, own_level
+            all_rejected_so_far = p_values[index] < own_level
+        largest_corrected = max(largest_corrected, min(1.0, num_left * p_values[index]))
+        corrected[index] = largest_corrected
+        levels[index] = own_level
     return corrected, levels

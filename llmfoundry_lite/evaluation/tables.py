@@ -40,7 +40,7 @@ MAX_NAMED_TASKS = 3
 
 
 class Cell(NamedTuple):
-    """A number and its standard error, as text; empty where there is none."""
+    """A score and its standard error as text. A missing one is an empty text."""
 
     number: str = ""
     error: str = ""
@@ -108,14 +108,14 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
 
 
 def format_cell(number: float | None, error: float | None = None) -> Cell:
-    """Return a number and its standard error with three decimals."""
+    """Format a score and its standard error with three decimals. None becomes an empty text."""
     number_text = "" if number is None else f"{number:.3f}"
     error_text = "" if error is None else f"{error:.3f}"
     return Cell(number_text, error_text)
 
 
 def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
-    """Name the models that a note is about; empty if it is about all."""
+    """Return " (base, ours)" for the models that a note is about, or an empty text if it is about all `num_all`."""
     return "" if len(models) == num_all else f" ({', '.join(models)})"
 
 
@@ -123,7 +123,10 @@ def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
 
 
 def results_table(all_results: Sequence[Results]) -> Scores:
-    """Return every task that any model has, in order, and the average of each model's accuracies."""
+    """Return the table of results: a row for each model, and a column for each task that any model has.
+
+    The last column has the average of each model's accuracies, if any model has one.
+    """
     records = records_by_task(all_results)
     has_average = any(results.average is not None for results in all_results)
     columns = {name: _heading(name, record) for name, record in records.items()}
@@ -132,7 +135,7 @@ def results_table(all_results: Sequence[Results]) -> Scores:
 
     rows: list[Row] = []
     for results in all_results:
-        cells = [cell(results.tasks[name]) if name in results.tasks else Cell() for name in records]
+        cells = [score_cell(results.tasks[name]) if name in results.tasks else Cell() for name in records]
         if has_average:
             cells.append(_average_cell(results))
         rows.append(Row(results.model, cells))
@@ -173,8 +176,8 @@ def _heading(name: str, record: Record) -> str:
     return "\n".join(line for line in (label, shots, metric) if line)
 
 
-def cell(record: Record) -> Cell:
-    """Return a task's number and its standard error."""
+def score_cell(record: Record) -> Cell:
+    """Return the table cell of a task's record: its main metric and the standard error."""
     number, error = score_of(record)
     num_independent = record.get("num_clusters") or record["n"]
     if is_accuracy(record) and num_independent == 1:
@@ -190,15 +193,16 @@ def _average_cell(results: Results) -> Cell:
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Return the standard error of the mean of tasks. Tasks on the same data ask the same items."""
+    """Return the standard error of the mean of some tasks' scores. Tasks on the same data are fully correlated."""
     errors = [(tasks[name]["data_fingerprint"], score_of(tasks[name])[1] or 0.0) for name in names]
     return error_of_sum(errors) / len(names)
 
 
 def notes(all_results: Sequence[Results]) -> list[str]:
-    """Return notes on irregularities, because of which numbers may mislead.
+    """Return notes for the reader of a table on irregularities that may make its numbers misleading.
 
-    A note that is the same for several tasks stands once, with their names.
+    These are irregular items, tasks that not all models answered in the same way, and averages over different tasks. A
+    note that several tasks have in common appears once, with their names.
     """
     tasks_of: dict[tuple[str, str], list[str]] = {}
     """(beginning of the line, text) -> the tasks that it is about."""
@@ -214,10 +218,10 @@ def notes(all_results: Sequence[Results]) -> list[str]:
 
     lines: list[str] = []
     for (beginning, text), names in tasks_of.items():
-        subject = ", ".join(names)
+        task_names = ", ".join(names)
         if len(names) > MAX_NAMED_TASKS:
-            subject = f"{len(names)} tasks, {names[0]} the first"
-        lines.append(f"{beginning}{subject}: {text}")
+            task_names = f"{len(names)} tasks, {names[0]} the first"
+        lines.append(f"{beginning}{task_names}: {text}")
 
     kinds_of_numbers = {is_accuracy(record) for results in all_results for record in results.tasks.values()}
     if len(kinds_of_numbers) == 2:
@@ -229,7 +233,7 @@ def notes(all_results: Sequence[Results]) -> list[str]:
 
 
 def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
-    """Return notes on the irregular items of a task, whose records by model are given."""
+    """Return notes on the irregular items of one task. `records` maps each model to its record of the task."""
     models_of: dict[str, list[str]] = {}
     for model, record in records.items():
         for text in _describe_irregular(record):
@@ -238,14 +242,17 @@ def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
 
 
 def _asked_differently(records: Mapping[str, Record]) -> list[str]:
-    """Return the models that were asked otherwise than the first one."""
+    """Return the models whose questions or settings differ from those of the first model.
+
+    `records` maps each model to its record of one task. Fingerprints of questions and settings are compared.
+    """
     fingerprints = {model: record.get("fingerprint") for model, record in records.items()}
     first = next(iter(fingerprints.values()))
     return [model for model, fingerprint in fingerprints.items() if fingerprint != first]
 
 
 def _describe_irregular(record: Record) -> Iterator[str]:
-    """Yield a text for each kind of irregular item in a task."""
+    """Yield a note for each kind of irregularity in a task's record, such as skipped items or a limit."""
     num_items = f"{record['n']:,}"
     for key, text in IRREGULAR_ITEMS.items():
         count = record.get(key)
@@ -271,7 +278,7 @@ def _describe_irregular(record: Record) -> Iterator[str]:
 
 
 class Composite(NamedTuple):
-    """A score made of several tasks', with its standard error."""
+    """The score of a category or an average in a gauntlet, with its standard error."""
 
     score: float
     error: float
@@ -294,15 +301,15 @@ class _Part(NamedTuple):
     score: float
     error: float
     data: str
-    """Fingerprint of the task's data, by which errors on the same data are told."""
+    """Fingerprint of the task's data. Errors of tasks on the same data are correlated."""
 
 
 def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
-    """Score a model by its results; `tasks` is name -> record, such as `arc_easy/3-shot`.
+    """Compute a model's scores in a gauntlet. `tasks` maps names such as `arc_easy/3-shot` to the model's records.
 
-    A task's score is its accuracy above chance, relative to the highest one possible: (a - b) / (1 - b). A category is
-    the weighted mean of its tasks; an average is the mean of its categories. As in LLM Foundry, a category that lacks a
-    task is left out, and so is an average without categories.
+    A task's score is its accuracy a above the baseline b of guessing, relative to the best possible: (a - b) / (1 - b).
+    A category is the weighted mean of its tasks, and an average is the mean of its categories. As in LLM Foundry, a
+    category is left out if the model lacks one of its tasks, and an average if none of its categories is left.
     """
     parts: dict[str, list[_Part]] = {}
     missing: dict[str, list[str]] = {}
@@ -323,7 +330,7 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
 
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
-    """Return the averages of a gauntlet: name -> categories."""
+    """Return the averages of a gauntlet, each with the names of its categories. The default is one over all."""
     return config.averages or {"default_average": [category.name for category in config.categories]}
 
 
@@ -338,14 +345,14 @@ def _missing_tasks(category: Category, tasks: Mapping[str, Record]) -> list[str]
 
 
 def _parts_of(config: GauntletConfig, category: Category, tasks: Mapping[str, Record]) -> list[_Part]:
-    """Return the parts of a category, with weights that add up to 1."""
-    parts = [_part(config, benchmark, tasks[benchmark.task]) for benchmark in category.benchmarks]
+    """Return the part of each task in a category's score, with weights that add up to 1."""
+    parts = [_score_part(config, benchmark, tasks[benchmark.task]) for benchmark in category.benchmarks]
     total_weight = sum(part.weight for part in parts)
     return [part._replace(weight=part.weight / total_weight) for part in parts]
 
 
-def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
-    """Return a task's part, with a weight that is not normalised yet."""
+def _score_part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
+    """Return a task's part in its category's score. The weights of a category do not add up to 1 yet."""
     chance = benchmark.random_baseline if config.subtract_random_baseline else 0.0
     scale = 1.0 / (1.0 - benchmark.random_baseline) if config.rescale_accuracy else 1.0
     weights = {"EQUAL": 1.0, "SAMPLE_SZ": record["n"], "LOG_SAMPLE_SZ": max(math.log2(record["n"]), 1.0)}
@@ -359,7 +366,7 @@ def _part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part
 
 
 def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
-    """Return the mean of categories, each with the same weight."""
+    """Return the mean of several categories' scores with its standard error. Categories count equally."""
     parts = [part for category in categories for part in category]
     score = sum(part.weight * part.score for part in parts)
     error = error_of_sum((part.data, part.weight * part.error) for part in parts)
@@ -367,7 +374,10 @@ def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
 
 
 def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
-    """Return the categories and averages that any model has. A note names each category that is left out."""
+    """Return the table of a gauntlet: a row for each model, a column for each category and average that any model has.
+
+    A note names each category that is left out, with the tasks that are missing.
+    """
     gauntlets = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
     names: list[str] = []
     for name in [*(category.name for category in config.categories), *averages_of(config)]:

@@ -175,7 +175,7 @@ def test_a_p_of_the_longer_tail_counts_both_ways():
     skewed = np.array([-5.0, -4, -3, -2, -1, 0, 1])
     assert BootstrapResult(1.5, 1.0, skewed).p == 5 / 8  # four are as far on either side
     assert BootstrapResult(2.0, 1.0, np.array([-2.0, -2, -2, 0, 1, 1.5])).p == 4 / 7  # as far on the other side alone
-    assert BootstrapResult(1.5, 1.0, skewed, caution=1.4).p == 1.4 * 5 / 8
+    assert BootstrapResult(1.5, 1.0, skewed, tail_correction=1.4).p == 1.4 * 5 / 8
 
 
 def test_a_bootstraps_interval_by_hand():

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import average_error, cell, notes, print_results, write_tables
+from llmfoundry_lite.evaluation.tables import average_error, notes, print_results, score_cell, write_tables
 from tests.helpers.results import choice, text
 
 
@@ -71,8 +71,8 @@ def test_what_an_error_rests_on_is_told():
 
 def test_of_a_single_item_or_cluster_no_error_is_claimed():
     record = {"metric": "acc", "acc": 1.0, "acc_stderr": 0.0}
-    assert cell({**record, "n": 2}) == ("1.000", "0.000")
-    assert cell({**record, "n": 1}) == cell({**record, "n": 9, "num_clusters": 1}) == ("1.000", "")
+    assert score_cell({**record, "n": 2}) == ("1.000", "0.000")
+    assert score_cell({**record, "n": 1}) == score_cell({**record, "n": 9, "num_clusters": 1}) == ("1.000", "")
 
 
 def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
