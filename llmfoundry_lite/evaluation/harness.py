@@ -105,7 +105,7 @@ def evaluate(
                 files.add(results, task, items)
 
     if files is not None:
-        earlier_records = broadcast_json(files.kept(results))
+        earlier_records = broadcast_json(files.records_of_same_model(results))
         for name, record in earlier_records.items():
             results.tasks.setdefault(name, record)
     return results

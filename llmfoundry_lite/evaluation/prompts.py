@@ -34,12 +34,11 @@ class Options:
 
 
 def read_options(config: TaskConfig, row: Row) -> Options:
-    """Return the options of a row: pairs of a context and an answer, of which the model should find the right one
-    likeliest.
+    """Return the options of a question: pairs of a context and an answer, whose probabilities are compared.
 
     A multiple-choice question has one context and several answers. A schema question has several contexts and one
-    answer, which is likely only after the right context. Tasks of the other types have one context and one answer,
-    which is empty where the model writes it.
+    answer, which is likely only after the right context. Tasks of other types have a single option; its answer is empty
+    if the model generates the answer.
     """
     match config.icl_task_type:
         case "multiple_choice":
@@ -55,7 +54,10 @@ def read_options(config: TaskConfig, row: Row) -> Options:
 
 
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
-    """Render a solved question, which stands as an example before the one that is asked."""
+    """Return the text of a question with its right answer, for use as a few-shot example.
+
+    `is_first` says that no text comes before it in the prompt.
+    """
     options = read_options(config, row)
     if config.icl_task_type in GENERATION:
         answer = render_solution(config, row, row["answer"])
@@ -65,16 +67,19 @@ def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
 
 
 def render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
-    """Render a question up to where its answer begins. The first text of a prompt has no delimiter before it."""
+    """Return the text of a question, up to where its answer begins.
+
+    It begins with the delimiter between examples, unless it `is_first` in the prompt.
+    """
     delimiter = "" if is_first else config.example_delimiter
     return delimiter + config.prelimiter + context + config.continuation_delimiter
 
 
 def render_solution(config: TaskConfig, row: Row, answer: str) -> str:
-    """Render an answer as an example shows it.
+    """Return an answer as a few-shot example shows it: alone, or after the reasoning that leads to it.
 
-    If the file has chains of thought, the delimiter precedes each answer, as in LLM Foundry: the model should write it
-    too, and its own answer is read from what follows it.
+    If the rows have chains of thought, a delimiter stands before each answer, as in LLM Foundry. The model is expected
+    to generate the delimiter as well, and the text after it is taken as its answer.
     """
     if "chain_of_thought" not in row:
         return answer
@@ -89,7 +94,7 @@ def accepted_answers(row: Row) -> list[str]:
 
 
 def question_fingerprint(config: TaskConfig, row: Row) -> str:
-    """Return a hash of a question and its options, which is equal for rows that ask the same."""
+    """Return a hash of a question and its options. Rows with the same question have the same hash."""
     options = read_options(config, row)
     return fingerprint([options.contexts, options.answers])
 
@@ -98,9 +103,9 @@ def question_fingerprint(config: TaskConfig, row: Row) -> str:
 
 
 def clean(config: TaskConfig, text: str) -> str:
-    """Return the part of an answer that is compared: in lower case, without punctuation, articles and double spaces.
+    """Normalise an answer for comparison: lower case, without punctuation, articles and repeated spaces.
 
-    Without `do_normalization`, only white space around it is removed.
+    If the task sets `do_normalization` to false, only white space around the answer is removed.
     """
     if not config.do_normalization:
         return text.strip()
@@ -110,10 +115,10 @@ def clean(config: TaskConfig, text: str) -> str:
 
 
 def is_correct(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
-    """Return whether a text that the model wrote begins with one of the answers.
+    """Return whether a generated text begins with one of the accepted answers.
 
-    Both are cleaned as LLM Foundry cleans them, which took the rule from TriviaQA. Of a text with chains of thought,
-    only what follows the last delimiter counts.
+    Both are normalised by `clean`, the rule of TriviaQA that LLM Foundry uses. If the task has a delimiter between
+    reasoning and answer, only the text after the last delimiter counts.
     """
     if config.cot_delimiter:
         text = text.split(config.cot_delimiter)[-1]
@@ -126,9 +131,9 @@ def is_correct(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
 
 
 def group_rows(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
-    """Return groups of row indices. An item's examples come from its own group.
+    """Divide row indices into groups. A question's few-shot examples are drawn from its own group.
 
-    A group is a category, as in LLM Foundry. Without categories, all rows are one group.
+    A group is a category, as in LLM Foundry. A task without categories has one group of all rows.
     """
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
@@ -138,18 +143,22 @@ def group_rows(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
 
 
 def find_question_rows(config: TaskConfig, rows: list[Row], num_fewshot: int) -> list[int]:
-    """Return the indices of rows that are asked: all except those that serve as fixed examples."""
+    """Return the indices of the rows that are used as questions: all except those that serve as fixed examples."""
     if not config.fewshot_fixed:
         return list(range(len(rows)))
-    examples = {index for group in group_rows(config, rows) for index in group[:num_fewshot]}
+    examples: set[int] = set()
+    for group in group_rows(config, rows):
+        examples.update(group[:num_fewshot])
     return [index for index in range(len(rows)) if index not in examples]
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
-    """Return the rows of a sorted `group` to show before row `index`, which is never among them.
+    """Choose the rows that are shown as few-shot examples before row `index`.
 
-    If the group has fewer rows, all others are shown. The choice depends on the seed and the index alone, and not on
-    ranks or on the order in which items are prepared.
+    group: sorted row indices, `index` among them, to choose from. The row itself is never chosen.
+    num_fewshot: the number of examples. If the group has fewer other rows, all of them are chosen.
+
+    The choice depends only on the task's seed and on `index`, not on ranks or on the order in which items are prepared.
     """
     if config.fewshot_fixed:
         return list(group[:num_fewshot])
@@ -157,16 +166,17 @@ def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fe
     generator = random.Random(f"{config.fewshot_random_seed}/{index}")
     num_others = len(group) - 1
     drawn = generator.sample(range(num_others), min(num_fewshot, num_others))
-    # Numbers are drawn for the group without the row itself, so those from its place on are one further.
-    own_place = bisect.bisect_left(group, index)
-    return [group[number if number < own_place else number + 1] for number in drawn]
+
+    # `drawn` are positions in the group without row `index`. From that row on, positions in the group are one higher.
+    own_position = bisect.bisect_left(group, index)
+    return [group[position if position < own_position else position + 1] for position in drawn]
 
 
 def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
-    """Return the cluster of each row index.
+    """Return the cluster of each row, by row index. Rows of one cluster are not independent of each other.
 
-    Rows are in one cluster if they share a value of the column `cluster`, or ask the same question. Without such a
-    column and without repeated questions, the result is empty.
+    Rows are in the same cluster if they have the same question, or the same value in the column that the task's setting
+    `cluster` names. Without that setting and without repeated questions, the result is empty.
     """
     column = config.cluster
     keys: list[list[tuple[str, str]]] = []
@@ -184,9 +194,11 @@ def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
 
 
 def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
-    """Return, for each row, the first row of its group, where rows that share any of their keys are in one group.
+    """Return, for each row, the index of the first row that it is connected with.
 
-    This is a union-find: `parents` leads from each row to an earlier one of its group, and the first leads to itself.
+    `keys` has the keys of each row. Rows that have a key in common are connected, directly or through other rows. This
+    is a union-find: `parents` leads from each row to an earlier one that it is connected with, and from the first row
+    to itself.
 
     >>> find_connected_rows([[("a", "1")], [("b", "2")], [("a", "1"), ("b", "2")], [("a", "3")]])
     [0, 0, 0, 3]
@@ -195,7 +207,7 @@ def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
     first_with_key: dict[tuple[str, str], int] = {}
 
     def find_first(index: int) -> int:
-        """Return the first row of a row's group, as far as groups are joined by now."""
+        """Return the first row that a row is connected with, as far as keys have been read."""
         while parents[index] != index:
             parents[index] = parents[parents[index]]  # halves the path for later calls
             index = parents[index]
@@ -203,9 +215,9 @@ def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 
     for index, row_keys in enumerate(keys):
         for key in row_keys:
-            one = find_first(first_with_key.setdefault(key, index))
-            other = find_first(index)
-            parents[max(one, other)] = min(one, other)
+            first_of_key = find_first(first_with_key.setdefault(key, index))
+            first_of_row = find_first(index)
+            parents[max(first_of_key, first_of_row)] = min(first_of_key, first_of_row)
     return [find_first(index) for index in range(len(keys))]
 
 
@@ -213,9 +225,10 @@ def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 
 
 def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
-    """Return the task with the settings that follow from the number of examples and the evaluation's tokenization.
+    """Return a copy of the task's configuration with two settings filled in.
 
-    These are the tokenization, if the task does not say, and the delimiter between a context and its answer.
+    These are the tokenization ("separate" or "joint"), where the task does not set its own, and the delimiter between a
+    context and its answer, which depends on whether the prompt has examples.
     """
     tokenization = config.tokenization or tokenization
     delimiter = config.continuation_delimiter
@@ -226,11 +239,11 @@ def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) ->
 
 
 def _delimiter_of_lone_schema(config: TaskConfig, tokenization: str) -> str:
-    """Return the delimiter before the answer of a schema question that has no text before it.
+    """Return the delimiter between context and answer of a schema question in a prompt without examples.
 
-    LLM Foundry leaves the delimiter out there, so results are comparable only if we do so, too. It strips the context,
-    and its tokenizer adds the space before the answer, so a delimiter of white space makes no difference unless
-    `strip_dataset` is false. In "joint" tokenization nothing adds that space, so a space stays.
+    LLM Foundry leaves the delimiter out there, and results can only be compared with its results if this library does
+    so, too. A delimiter of white space may stay: "separate" tokenization strips the context and puts a space before the
+    answer itself, unless `strip_dataset` is false. "joint" tokenization adds no space, so the delimiter must be one.
     """
     delimiter = config.continuation_delimiter
     is_white_space = not delimiter.strip()
@@ -242,7 +255,10 @@ def _delimiter_of_lone_schema(config: TaskConfig, tokenization: str) -> str:
 
 
 def effective_limit(limit: int | None, num_items: int) -> int | None:
-    """Return the limit, or None if all items fit into it, so that the evaluation is the same without it."""
+    """Return the limit on the number of items, or None if there are not more items than that.
+
+    A limit that has no effect is not recorded, so that the result can be compared with one without a limit.
+    """
     if limit is None or num_items <= limit:
         return None
     return limit
@@ -265,11 +281,14 @@ DECISIVE_SETTINGS = (
 )
 """Settings of a task that shape prompts and scores. The names of task and file do not."""
 SETTINGS_IF_SET = ("has_categories", "cluster")
-"""The same, for settings that are recorded only where they are set: otherwise older results would differ."""
+"""Such settings that are recorded only if they are set. Recording them always would change older fingerprints."""
 
 
 def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
-    """Return the settings of a resolved task that its fingerprint covers."""
+    """Return the settings that the task's fingerprint covers: all that prompts and scores depend on.
+
+    `config` is the result of `resolve_settings`, and `limit` that of `effective_limit`.
+    """
     settings = {name: getattr(config, name) for name in DECISIVE_SETTINGS}
     for name in SETTINGS_IF_SET:
         if getattr(config, name):

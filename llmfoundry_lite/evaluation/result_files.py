@@ -32,7 +32,7 @@ from llmfoundry_lite.files import write_atomically
 
 
 class Outline(NamedTuple):
-    """Facts about a task's questions that are known before a model is loaded."""
+    """What is known of a task before a model is loaded: its name, its settings and a hash of its data."""
 
     name: str
     settings: Record
@@ -70,35 +70,40 @@ def outline_tasks(
     return outlines
 
 
-def differences(record: Record, task: Outline | PreparedTask) -> list[str]:
-    """Describe how a finished task differs from `task`, as it is asked for now; empty if it does not."""
+def describe_differences(record: Record, task: Outline | PreparedTask) -> list[str]:
+    """Describe how the task of a finished record differs from the task that is to be run now.
+
+    Returns phrases such as "num_fewshot 0, not 5 as asked for now", or an empty list if nothing is known to differ. An
+    outline has no fingerprint and no settings that follow from tokenised prompts, so less can be compared with it.
+    """
     if isinstance(task, PreparedTask) and record["fingerprint"] == task.fingerprint:
         beginning = record.get("beginning", [])
         if beginning == task.beginning:
             return []
         return [f"texts that begin with {beginning}, not {task.beginning} as asked for now"]
 
-    is_exact = isinstance(task, PreparedTask)
-    stored = record["settings"]
-    asked = dict(task.settings)
-    is_text = asked.get("icl_task_type") == "perplexity"
-    if is_text and not is_exact and stored.get("limit") is None:
-        # The outline does not know how many windows a text has; the record does.
-        asked["limit"] = effective_limit(asked.get("limit"), record["n"])
+    is_prepared = isinstance(task, PreparedTask)
+    old_settings = record["settings"]
+    new_settings = dict(task.settings)
+    is_text = new_settings.get("icl_task_type") == "perplexity"
+    if is_text and not is_prepared and old_settings.get("limit") is None:
+        # The outline does not know how many windows the text has, but the record does.
+        new_settings["limit"] = effective_limit(new_settings.get("limit"), record["n"])
 
-    changed: list[str] = []
-    for key in {**stored, **asked}:
-        is_known = is_exact or key not in UNKNOWN_IN_OUTLINES
-        if is_known and stored.get(key) != asked.get(key):
-            changed.append(f"{key} {stored.get(key)!r}, not {asked.get(key)!r}")
-    found: list[str] = []
-    if changed:
-        found.append(f"{'; '.join(changed)} as asked for now")
+    changes: list[str] = []
+    for key in {**old_settings, **new_settings}:
+        is_known = is_prepared or key not in UNKNOWN_IN_OUTLINES
+        if is_known and old_settings.get(key) != new_settings.get(key):
+            changes.append(f"{key} {old_settings.get(key)!r}, not {new_settings.get(key)!r}")
+
+    descriptions: list[str] = []
+    if changes:
+        descriptions.append(f"{'; '.join(changes)} as asked for now")
     if task.data_fingerprint not in (None, record["data_fingerprint"]):
-        found.append("other data than asked for now")
-    if is_exact and not found:
-        found.append("another fingerprint than asked for now")
-    return found
+        descriptions.append("other data than asked for now")
+    if is_prepared and not descriptions:
+        descriptions.append("another fingerprint than asked for now")
+    return descriptions
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -138,7 +143,10 @@ class ResultFiles:
             raise DataError(f"results_folder: {existing} is no folder that can be written to")
 
     def _read(self) -> None:
-        """Read what the files hold by now. With `redo`, files that are no result are as good as none."""
+        """Read the files again, because other launches may write them, too.
+
+        Sets `known` and `lines`. Raises DataError for a file that is no result, unless `redo` allows it to be replaced.
+        """
         self.known = Results(model="", suite="", source="")
         self.lines = {}
         if not self.is_main:
@@ -153,13 +161,15 @@ class ResultFiles:
                 raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
 
     def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | PreparedTask]) -> None:
-        """Raise DataError where writing `tasks` of this model would lose a finished task. It says what differs."""
+        """Raise DataError if writing the results of `tasks` would replace a finished task that differs from them.
+
+        The error names the difference, and the ways out. With `redo`, finished tasks may be replaced.
+        """
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        finished = [
-            name for name, record in self.known.tasks.items() if limit_of_trial(record) is None
-        ]  # others are trials
+        # A task that was cut by a limit was only a trial, and may be replaced.
+        finished = [name for name, record in self.known.tasks.items() if limit_of_trial(record) is None]
         other_model = self._other_model(results)
         if finished and other_model:
             noun, pronoun = ("task", "it") if len(finished) == 1 else ("tasks", "them")
@@ -169,12 +179,15 @@ class ResultFiles:
         for task in tasks:
             if task.name not in finished or not self._is_whole(task.name):
                 continue
-            found = differences(self.known.tasks[task.name], task)
-            if found:
-                raise DataError(f"{self.path} holds {task.name} with {', and '.join(found)}; {remedy.format('it')}")
+            changes = describe_differences(self.known.tasks[task.name], task)
+            if changes:
+                raise DataError(f"{self.path} holds {task.name} with {', and '.join(changes)}; {remedy.format('it')}")
 
     def _other_model(self, results: Results) -> str:
-        """Describe the file's model and the one evaluated now, if they differ; else empty."""
+        """Describe how the model in the files differs from the model that is evaluated now.
+
+        Returns an empty text if they are the same model: the same checkpoint, tokenizer and precision.
+        """
         identity = "save_id" if results.save_id else "source"
         for key in (identity, "tokenizer", "precision"):
             stored = getattr(self.known, key)
@@ -189,27 +202,29 @@ class ResultFiles:
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        """Return whether the file has all items of a known task."""
+        """Return whether the file of items has every item of a task that the result file lists."""
         return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
 
     def finished_record(self, task: PreparedTask, results: Results) -> Record | None:
-        """Return the finished result of this very task on this very model, or None if it is to be run."""
+        """Return the record of this task if an earlier launch has finished it for the same model; otherwise None."""
         if self.redo:
             return None
-        record = self.kept(results).get(task.name)
-        if record is None or not self._is_whole(task.name) or differences(record, task):
+        record = self.records_of_same_model(results).get(task.name)
+        if record is None or not self._is_whole(task.name) or describe_differences(record, task):
             return None
         self.own_lines[task.name] = self.lines[task.name]
         return record
 
-    def kept(self, results: Results) -> dict[str, Record]:
-        """Return all finished tasks of the same model, asked for now or not."""
+    def records_of_same_model(self, results: Results) -> dict[str, Record]:
+        """Return the records in the files, by task, or none if they are of another model than `results`."""
         return {} if self._other_model(results) else self.known.tasks
 
     def add(self, results: Results, task: Outline | PreparedTask, items: Sequence[Record]) -> None:
-        """Add the items of a finished task, and write the files. Other ranks than 0 do nothing.
+        """Add a task that has finished, and write both files. Ranks other than 0 do nothing.
 
-        `results` has the records of all tasks so far, that of `task` included; `items` are the items of `task` alone.
+        results: the records of all tasks so far, including `task`.
+        items: the records of the items of `task`.
+
         Raises DataError if the files cannot be written, or if a finished task in them would be lost.
         """
         if not self.is_main:
@@ -225,9 +240,9 @@ class ResultFiles:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
 
     def _write(self, results: Results) -> None:
-        """Write this launch's tasks, then those that the files have besides."""
+        """Write the tasks of this launch, followed by other tasks of the same model that the files already hold."""
         tasks = dict(results.tasks)
-        for name, record in self.kept(results).items():
+        for name, record in self.records_of_same_model(results).items():
             tasks.setdefault(name, record)
         lines = {**self.lines, **self.own_lines}
         text = "".join(f"{line}\n" for name in tasks for line in lines.get(name, []))
@@ -238,8 +253,10 @@ class ResultFiles:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder, so that one launch at a time writes. Some file systems cannot lock, which is
-    ignored."""
+    """Hold a lock on a folder while the block runs, so that only one launch at a time writes there.
+
+    On file systems that cannot lock, the block runs without a lock.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -41,21 +41,24 @@ def prepare_task(
     tokenization: str,
     limit: int | None = None,
 ) -> PreparedTask:
-    """Return a task that is ready to be asked: every row rendered as a prompt with `num_fewshot` examples, and
-    tokenised.
+    """Render every row of a task as a prompt with `num_fewshot` examples, and tokenise it.
 
-    `tokenization` is "separate" or "joint", for a task that does not say itself. Prompts longer than `max_seq_len` lose
-    their first tokens. `limit` is the largest number of rows that are asked. What shapes the prompts is in the task's
-    settings, and these and the rows are in its fingerprint, so that only equal tasks are compared.
+    rows: the checked rows of the task's file, as `read_rows` returns them.
+    max_seq_len: the model's context length in tokens. Longer prompts lose their first tokens.
+    tokenization: "separate" or "joint", if the task does not set its own.
+    limit: the largest number of questions; None for all.
 
-    Raises DataError if there are too few rows for the examples, EmptyTaskError if no item can be asked.
+    Returns the prepared task. Its fingerprint is a hash of the rows and of all settings that prompts depend on, by
+    which a comparison knows that two models were asked the same.
+
+    Raises DataError if there are too few rows for the examples, and EmptyTaskError if no question fits the model.
     """
     config = resolve_settings(config, num_fewshot, tokenization)
     num_questions = len(find_question_rows(config, rows, num_fewshot))
     settings = fingerprinted_settings(config, num_fewshot, effective_limit(limit, num_questions))
     if config.icl_task_type in GENERATION:
         stop_tokens = list_stop_tokens(tokenizer)
-        if stop_tokens:  # recorded only where there are any, because older results would differ otherwise
+        if stop_tokens:  # an empty list is not recorded, because it would change the fingerprints of older results
             settings["stop_tokens"] = stop_tokens
     config = _with_answer_length(config, rows, tokenizer)
 
@@ -67,7 +70,7 @@ def prepare_task(
 
     is_any_trimmed = any(request.num_trimmed for item in items for request in item.requests)
     if skipped_rows or is_any_trimmed:
-        settings["max_seq_len"] = max_seq_len  # it has cut a prompt; otherwise it changes nothing
+        settings["max_seq_len"] = max_seq_len  # recorded only if it had an effect
     distinct_questions = {question_fingerprint(config, rows[item.index]) for item in items}
     return PreparedTask(
         label=config.label,
@@ -79,7 +82,7 @@ def prepare_task(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len(distinct_questions),
-        skipped={f"{reason}, first in row {found[0] + 1}": len(found) for reason, found in skipped_rows.items()},
+        skipped={f"{reason}, first in row {indices[0] + 1}": len(indices) for reason, indices in skipped_rows.items()},
         config=config,
     )
 
@@ -87,9 +90,10 @@ def prepare_task(
 def check_task(
     config: TaskConfig, tokenizer: Tokenizer, *, tokenization: str, max_seq_len: int, limit: int | None
 ) -> None:
-    """Raise DataError where `prepare_task` or `prepare_text` would, at little cost.
+    """Raise the DataError that preparing this task would raise, in a fraction of the time.
 
-    All rows are read and checked, but tokenised only up to the first item that can be asked. Not for MDS splits.
+    All rows are read and checked, but only the first usable question is tokenised. A training run calls this before it
+    begins. MDS splits cannot be checked this way.
     """
     if config.icl_task_type == "perplexity":
         check_text(config, tokenizer)
@@ -102,7 +106,7 @@ def check_task(
 
 
 def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> TaskConfig:
-    """Return a generation task with the number of tokens that an answer may have, if it does not say."""
+    """Return the task's configuration with `max_new_tokens` filled in, if its answers are generated and it has none."""
     if config.icl_task_type not in GENERATION or config.max_new_tokens is not None:
         return config
     return replace(config, max_new_tokens=count_answer_tokens(config, rows, tokenizer))
@@ -117,9 +121,11 @@ def _build_items(
     limit: int | None,
     skipped_rows: dict[str, list[int]],
 ) -> Iterator[Item]:
-    """Yield the items that can be asked. `skipped_rows` gets the rows of the others, by reason.
+    """Yield the item of each question that the model can be asked.
 
-    Raises DataError if there are too few rows, and EmptyTaskError at the end if no item could be asked.
+    skipped_rows: this function adds to it the indices of all other rows, by the reason why they are unusable.
+
+    Raises DataError if there are too few rows for the examples, and EmptyTaskError at the end if no row was usable.
     """
     groups = group_rows(config, rows)
     largest = max(len(group) for group in groups)
@@ -149,10 +155,12 @@ def _build_items(
 
 
 def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[int], encoding: Encoding) -> Item:
-    """Return the item of row `index`: its few-shot prompt, rendered and tokenised.
+    """Render and tokenise the prompt of one question.
 
-    `examples` are the rows of the solved questions before it. Raises UnusableItemError, with the reason, for a question
-    that this model cannot be asked.
+    index: the row of the question.
+    examples: the rows of its few-shot examples, in order.
+
+    Raises UnusableItemError, with the reason, for a question that this model cannot be asked.
     """
     row = rows[index]
     preamble = config.prompt_string  # everything before the question; the first text in it has no delimiter before it
@@ -166,7 +174,8 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
         accepted = accepted_answers(row)
         if not any(clean(config, answer) for answer in accepted):
-            raise UnusableItemError("answers of which nothing is left to compare")  # punctuation and articles alone
+            # Every accepted answer has only punctuation and articles, which normalisation removes.
+            raise UnusableItemError("answers of which nothing is left to compare")
     else:
         requests = [
             encoding.request(preamble, context, answer)
