@@ -253,9 +253,9 @@ class SavedRun(LiveRun):
             if position[self.max_duration.unit] >= self.max_duration.value:
                 return {"status": "done", "batch": stamp.batch, "reason": None}
         holder = self._store.leases.current_holder()
-        is_held = holder is not None and not holder.is_released
-        if is_held and {"host", "pid"} <= holder.owner.keys() and lives(holder.owner) is False:
-            reason = f"process {holder.owner['pid']} of this machine, the last that saved here, is gone"
+        owner = holder.owner if holder is not None and not holder.is_released else {}
+        if {"host", "pid"} <= owner.keys() and lives(owner) is False:
+            reason = f"process {owner['pid']} of this machine, the last that saved here, is gone"
             return {"status": "ended", "batch": stamp.batch, "reason": reason}
 
         seconds = self._seconds_without_a_sign(holder)
