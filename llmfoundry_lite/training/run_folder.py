@@ -5,6 +5,7 @@ batch and writes them once, after that batch's evaluation, under that batch's nu
 """
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -248,6 +249,8 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.ELOOP and error.filename is not None:  # a link in a folder that can be written
+            raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
         raise UserError(f"{path} cannot be written: {error.strerror or error}; make room, or set run_folder") from error
 
 

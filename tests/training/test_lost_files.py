@@ -242,5 +242,6 @@ def test_a_resumed_run_writes_nothing_through_links_of_its_folder(tmp_path, data
     before = kept.read_bytes()
     launch = attempt(tmp_path, config, "run", max_duration="4ba")
     assert launch.exit_codes == [2]
-    assert "cannot be written: a link, which would be written through; remove it" in launch.output
+    expected = f"error: {LOG} cannot be written: a link, which would be written through; remove it\n"
+    assert expected in launch.output
     assert kept.read_bytes() == before
