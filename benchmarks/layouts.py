@@ -43,9 +43,9 @@ SLOWER = 1.2
 CARE = {"tensor": 0.05, "stages": 0.1}
 DEGREES = {"shard": (2, 4, 8, 16, 32, 64, 128, 256, 512), "tensor": (1, 2, 4, 8), "stages": (1, 2, 4, 8, 16)}
 RECOMPUTED = {
-    False: "There is room for all activations: nothing is computed twice.",
-    "selective": "Products are kept, and all else is computed again: all activations would not fit, or fewer samples.",
-    True: "Every block is computed again: more activations would not fit, or fewer samples.",
+    False: "All activations fit, so nothing is computed twice.",
+    "selective": "Keeps matrix products and computes all else again. Otherwise fewer samples would fit, or none.",
+    True: "Computes every block again. Otherwise fewer samples would fit, or none.",
 }
 
 
@@ -206,14 +206,15 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
         launcher = f"srun -N {first // PER_NODE} --ntasks-per-node {PER_NODE} python -m llmfoundry_lite.launch_train"
     more = ", and on more" if len(predictions) > 1 else ""
     lines = [
-        f"# {model.upper()} on {first} {DEVICES[size]}{more}: laid over the run and the devices' overlay.",
+        f"# {model.upper()} on {first} {DEVICES[size]}{more}. Use it on top of the run and the devices' overlay.",
         f"# {launcher} {model} {overlay} {name}",
         "#",
     ]
     if first == fewest_devices(model, size):
         num_parameters = three_digits(count_parameters(run_of(model).model) / 1e9)
         lines.append(
-            f"# The fewest of 8, 64 and 512 devices that hold 16 bytes for each of {num_parameters} billion parameters."
+            "# For the smallest of 8, 64 and 512 devices that hold 16 bytes for each of "
+            f"{num_parameters} billion parameters."
         )
     lines += [found.line(count) for count, found in predictions.items()]
     spanned = choice.shard * choice.tensor * choice.stages
@@ -221,15 +222,15 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
     if spanned < PER_NODE:
         copies += " of a node"
     lines += [
-        "# Chosen by the arithmetic of `llmfoundry-lite plan`; not run on this hardware yet.",
+        "# Chosen by the predictions of `llmfoundry-lite plan`; not run on this hardware yet.",
         "",
         "overlay: hardware",
         "",
-        "# As many samples as fit, measured before the first batch.",
+        "# auto: as many samples as fit. Measured before the first batch.",
         "device_train_microbatch_size: auto",
         "",
         "fsdp_config:",
-        f"  # A copy of the model {copies}: no more than gradients goes from copy to copy.",
+        f"  # A copy of the model {copies}. Only gradients are exchanged between copies.",
         "  sharding_strategy: HYBRID_SHARD",
         f"  data_parallel_shard_degree: {choice.shard}",
         f"  # {RECOMPUTED[choice.recomputed]}",
@@ -239,7 +240,7 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
         lines += [
             "",
             "tp_config:",
-            "  # Parts of a layer, within a node: each device has so much less of a sample's activations.",
+            "  # Divides each layer within a node, so that each device has only its part of a sample's activations.",
             f"  tensor_parallel_degree: {choice.tensor}",
             "  sequence_parallel: true",
         ]
@@ -247,7 +248,7 @@ def text_of(name: str, model: str, size: int, choice: Choice, predictions: dict[
         lines += [
             "",
             "pp_config:",
-            "  # Stages: parameters are gathered once a batch, not for each microbatch.",
+            "  # With stages, parameters are gathered once per batch instead of for each microbatch.",
             f"  pipeline_parallel_degree: {choice.stages}",
             f"  schedule: {PipelineConfig().schedule}",
         ]

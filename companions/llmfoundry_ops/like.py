@@ -29,7 +29,7 @@ BATCH_SIZE = 32
 MIN_BATCHES = 20
 """Fewest batches in an epoch. Where there would be fewer, the batch is made smaller."""
 LOAD = """\
-# The weights of {like}, in this product's format: the first launch begins with them.
+# The weights of {like} in this package's format. The first launch starts with them.
 load_path: {weights}
 load_weights_only: true
 

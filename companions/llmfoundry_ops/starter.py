@@ -36,7 +36,7 @@ MIN_VALIDATION = 32
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 RATE = """\
-  # Measured on this machine by init --hours; a dry run says hours by it.
+  # Measured on this machine by init --hours. A dry run computes the hours from it.
   tokens_per_second: {rate}
 """
 TEMPLATE = Path(__file__).with_name("starter.template")
@@ -48,7 +48,7 @@ eval_loader:
     split: val
   num_workers: 2
 eval_interval: {eval_interval}ba
-# Batches of an evaluation, so that twenty take about a twentieth of the time; -1 for all.
+# Number of batches, so that the run's evaluations take about a twentieth of its time; -1 for all.
 eval_subset_num_batches: {subset}
 device_eval_batch_size: 8
 
