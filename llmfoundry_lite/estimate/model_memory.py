@@ -137,52 +137,73 @@ def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
 def _estimate_without_fsdp(
     portion: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
 ) -> dict[str, MemoryEstimate]:
-    """Estimate the moments if parameters are plain (`parallel/one_device.py`).
+    """Estimate a device without FSDP2, which has whole fp32 parameters (`parallel/one_device.py`).
 
-    That adds 16-bit copies of parameters, which autograd keeps until the backward pass has used them, and the gradient
-    of one matrix at a time. The arguments are bytes of activations, as `estimate_moments` has counted them.
+    Autograd also keeps their 16-bit copies until the backward pass has used them, and in the backward pass the gradient
+    of one matrix at a time.
+
+    in_loss: the estimate for the loss, without these copies.
+    other_blocks_bytes: activations of all blocks but one, when the backward pass begins.
+    in_block_bytes: activations of the block in whose backward pass the device is.
+
+    Returns the estimates for the loss, for the first block that the backward pass reaches, and for the last one.
     """
     model = portion.model
-    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
-    num_outside = count_share(shapes_outside_blocks(portion), 1)
-    num_block = count_share(shapes_of_block(portion), 1)
-    num_copied_blocks = model.n_layers
-    if portion.fsdp.activation_checkpointing and not portion.casts_once:
-        num_copied_blocks = 1  # a block is cast again when it is computed again
-    num_copied = num_outside + num_copied_blocks * num_block
-    copy_bytes = portion.stream_bytes if portion.stream_bytes < FP32_BYTES else 0
-    one_matrix_bytes = model.d_model * model.ffn_dim * (copy_bytes + FP32_BYTES + exact_copy_bytes(portion))
+    num_outside_blocks = count_share(shapes_outside_blocks(portion), 1)
+    num_in_block = count_share(shapes_of_block(portion), 1)
+    all_gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
 
-    in_loss = replace(in_loss, unsharded_bytes=num_copied * copy_bytes + count_autocast_copies(portion))
+    # 16-bit copies. Checkpointing casts a block again when it computes it again, so only one block's copies exist.
+    recasts_blocks = bool(portion.fsdp.activation_checkpointing) and not portion.casts_once
+    num_copied_blocks = 1 if recasts_blocks else model.n_layers
+    num_copied = num_outside_blocks + num_copied_blocks * num_in_block
+    copy_bytes = portion.stream_bytes if portion.stream_bytes < FP32_BYTES else 0
+    copies_bytes = num_copied * copy_bytes
+    copies_at_end_bytes = copies_bytes
+    if not portion.casts_once:
+        copies_at_end_bytes = (num_outside_blocks + num_in_block) * copy_bytes
+
+    # The gradient of a matrix is computed in the dtype of the copies and then cast to that of the sum.
+    num_in_matrix = model.d_model * model.ffn_dim
+    one_gradient_bytes = num_in_matrix * (copy_bytes + FP32_BYTES + exact_copy_bytes(portion))
     embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
+
+    loss_with_copies = replace(in_loss, unsharded_bytes=copies_bytes + count_autocast_copies(portion))
+    if portion.has_one_microbatch:
+        gradients_so_far_bytes = portion.num_embedding_elements * portion.sum_bytes  # from the output embedding
+    else:
+        gradients_so_far_bytes = all_gradients_bytes  # earlier microbatches have left a sum for every parameter
     at_first_block = replace(
-        in_loss,
-        gradients_bytes=portion.num_embedding_elements * portion.sum_bytes
-        if portion.has_one_microbatch
-        else gradients_bytes,
-        unsharded_bytes=in_loss.unsharded_bytes + one_matrix_bytes,
+        loss_with_copies,
+        gradients_bytes=gradients_so_far_bytes,
+        unsharded_bytes=loss_with_copies.unsharded_bytes + one_gradient_bytes,
         activations_bytes=other_blocks_bytes + in_block_bytes,
         logits_bytes=embedding_gradient_bytes + hidden_bytes,
     )
-    num_copied_at_end = num_copied if portion.casts_once else num_outside + num_block
     at_last_block = replace(
         at_first_block,
-        gradients_bytes=gradients_bytes,
-        unsharded_bytes=num_copied_at_end * copy_bytes + one_matrix_bytes,
+        gradients_bytes=all_gradients_bytes,
+        unsharded_bytes=copies_at_end_bytes + one_gradient_bytes,
         activations_bytes=in_block_bytes,
     )
-    return {"in_loss": in_loss, "at_first_block": at_first_block, "at_last_block": at_last_block}
+    return {"in_loss": loss_with_copies, "at_first_block": at_first_block, "at_last_block": at_last_block}
 
 
 def _estimate_with_fsdp(
     portion: Portion, in_loss: MemoryEstimate, other_blocks_bytes: int, in_block_bytes: int
 ) -> dict[str, MemoryEstimate]:
-    """Estimate the moments if FSDP2 holds the parameters.
+    """Estimate a device with FSDP2, which gathers parameters for use and reduces gradients over devices.
 
-    That adds gathered parameters. The embeddings and the last norm stay gathered, as one unit. Of the blocks, the last
-    one is gathered in the loss, and in the backward pass the one in use and the one that is fetched ahead. The
-    arguments are bytes of activations, as `estimate_moments` has counted them.
+    The embeddings and the last norm stay gathered, as one unit. Of the blocks, the last one is gathered during the
+    loss, and during the backward pass the one in use and the one that is prefetched.
+
+    in_loss: the estimate for the loss, without gathered parameters.
+    other_blocks_bytes: activations of all blocks but one, when the backward pass begins.
+    in_block_bytes: activations of the block in whose backward pass the device is.
+
+    Returns the estimates for the loss, for the first block that the backward pass reaches, for the last one, and for
+    the reduction of the embeddings' gradients.
     """
     model = portion.model
     gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes

@@ -51,9 +51,10 @@ compared by name."""
 
 
 def find_size_mismatch(model: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Say why a model is far too large for tensors of these shapes, in words for an error; None if it is not.
+    """Return why a model is far too large for tensors of these shapes, for an error message, or None if it is not.
 
-    Ask this before anything of the model's size is built, because a file that somebody else made may claim any size.
+    Call this before anything of the model's size is built, because a file from a stranger may claim any size. The exact
+    comparison of names and shapes is `models.parameters.find_mismatch`.
     """
     if model.n_layers > len(shapes):
         return f"it has {model.n_layers:,} layers, and there are {len(shapes):,} tensors"

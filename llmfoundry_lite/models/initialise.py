@@ -35,7 +35,7 @@ Distribution = Callable[[np.random.Generator, np.ndarray], None]
 def initialise_weights(model: MPT, seed: int) -> None:
     """Fill every parameter of a model in place, by the scheme that its `init_config` names.
 
-    The parameters must have memory, and may be sharded (DTensors). No rank needs another one for this.
+    The parameters must have memory, and may be sharded (DTensors). Ranks do not communicate: each fills its own part.
     """
     num_threads = max(1, count_usable_cores() // this_rank().local_world_size)
     for module_name, module in model.named_modules():

@@ -49,7 +49,7 @@ class ExactSums:
 
         Call this after `fully_shard`, which replaces parameters.
         """
-        module.register_forward_pre_hook(self._round_gradients_of)
+        module.register_forward_pre_hook(self._register_rounding)
 
     def begin_batch(self, parameters: Iterable[nn.Parameter], num_microbatches: int) -> None:
         """Begin a batch: let parameters without a gradient take one in float64, and set `element_limit`.
@@ -84,8 +84,8 @@ class ExactSums:
                 parameter.grad = total.float()
 
     @torch.no_grad()
-    def _round_gradients_of(self, module: nn.Module, _: Any) -> None:
-        """Make autograd round the gradients of the module's parameters to the grid, in float64.
+    def _register_rounding(self, module: nn.Module, _: Any) -> None:
+        """Register a hook on each parameter of a module that rounds its gradient to the grid, in float64.
 
         This is a forward pre-hook. FSDP2's own pre-hook runs before it, so the module has its gathered parameters here,
         which are new tensors whenever FSDP2 has freed and gathered them. `has_rounding_hook` marks those that have been

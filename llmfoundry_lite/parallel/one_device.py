@@ -87,10 +87,13 @@ def renew_copies(model: nn.Module) -> None:
 
 
 class ParameterCopies:
-    """Copies of some parameters in 16 bits, which all microbatches of a batch use.
+    """16-bit copies of some fp32 parameters (the masters), which all microbatches of a batch use.
 
-    `renew` has to be called when a batch begins, because nothing else tells that the parameters have changed: torch's
-    fused optimizers and checkpoints write into their memory without raising the version that autograd counts.
+    In each batch, `renew` is called first, and copies the masters' present values. Each forward pass then calls the
+    object for the copies. Gradients of the copies are added up in the masters' `grad`.
+
+    `renew` has to be called by hand, because nothing tells this object that the masters have changed: torch's fused
+    optimizers and the loading of checkpoints write into their memory without raising autograd's version counter.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -103,10 +106,11 @@ class ParameterCopies:
         """A backward pass has run since the copies were renewed. Set by `_UseCopies.backward`."""
 
     def __call__(self, masters: list[nn.Parameter]) -> Sequence[Tensor]:
-        """Return the copies of `masters`, through which gradients reach them. Always pass the same parameters.
+        """Return 16-bit tensors to compute with in place of `masters`. Pass the same parameters in every call.
 
-        Without gradients, as in an evaluation, parameters are cast here and now: the copies are those of the last
-        batch.
+        In training these are the copies, connected with the masters in autograd's graph, so that the backward pass
+        gives the masters their gradients. The first call makes the copies. Without gradients, as in an evaluation, the
+        masters are cast anew, because the copies still have the values of the last batch.
         """
         if not torch.is_grad_enabled():
             return _cast(self.dtype, masters)
@@ -117,8 +121,9 @@ class ParameterCopies:
                 master.grad_dtype = None  # type: ignore[attr-defined] - it takes gradients of either dtype
             self.renew()
 
-        are_cleared = self.has_gradients and all(master.grad is None for master in masters)
-        assert not are_cleared, "renew_copies was not called, though gradients were cleared for another batch"
+        # Gradients that are gone since the last backward pass mean that a new batch has begun.
+        has_new_batch_begun = self.has_gradients and all(master.grad is None for master in masters)
+        assert not has_new_batch_begun, "renew_copies was not called, though gradients were cleared for another batch"
         return cast(Any, _UseCopies).apply(self, *masters)
 
     @torch.no_grad()
