@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
-from llmfoundry_lite.ranks.ending import checks, run_and_exit
+from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
     """Check the configuration, then evaluate as one rank."""
-    with checks():
+    with sigterm_delayed():
         check_launch()
         config, tasks, notes = load_eval_config(arguments, given)
     prepare_environment(config)

@@ -23,10 +23,10 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, printable
-from llmfoundry_lite.ranks.ending import checks, imports, run_and_exit
+from llmfoundry_lite.ranks.ending import leaving_during_imports, run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
-from llmfoundry_lite.ranks.status import hear_of_other_nodes, refusals_recorded
+from llmfoundry_lite.ranks.status import refusals_recorded, watch_for_failures_on_other_nodes
 
 EXIT_CODES = "\n".join(f"{code:5}  {meaning}" for code, meaning in EXIT_MEANINGS.items())
 HELP = f"""\
@@ -69,9 +69,9 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     here = this_rank()
     if here.rank == 0:
         remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", flush=True)
-    with checks():
+    with sigterm_delayed():
         invocation, layout, found = check(arguments, given)
-        hear_of_other_nodes(Path(invocation.config.run_folder))
+        watch_for_failures_on_other_nodes(Path(invocation.config.run_folder))
     if here.rank == 0:
         for note in invocation.notes:
             print(printable(note))
@@ -82,7 +82,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
         return None
 
     prepare_environment(invocation.config)
-    with refusals_recorded(lambda: Path(invocation.config.run_folder)), imports():
+    with refusals_recorded(lambda: Path(invocation.config.run_folder)), leaving_during_imports():
         import_lean(*HEAVY)
         from llmfoundry_lite.training.train import train
 

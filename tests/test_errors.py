@@ -23,7 +23,7 @@ from llmfoundry_lite.errors import (
     one_line,
     printable,
 )
-from llmfoundry_lite.ranks.ending import describe
+from llmfoundry_lite.ranks.ending import describe_error
 from llmfoundry_lite.ranks.status import write_status
 
 
@@ -167,7 +167,7 @@ RENEW = "; renew the credentials, "
 def test_an_error_says_what_mends_credentials_that_were_refused(cause, remedy, capsys):
     error = UserError("s3://b: cannot be listed")
     error.__cause__ = as_s3fs(PermissionError, cause)
-    assert describe(error) == f"error: s3://b: cannot be listed{remedy}"
+    assert describe_error(error) == f"error: s3://b: cannot be listed{remedy}"
     assert error.needs_credentials == (RENEW in remedy)
 
     program = typer.Typer()

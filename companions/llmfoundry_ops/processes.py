@@ -19,7 +19,7 @@ import psutil
 
 from llmfoundry_lite.bounded import MAX_NOTE_BYTES
 from llmfoundry_lite.files import open_no_link
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, handle_leaving_signals
 from llmfoundry_lite.search_path import environment_of_user
 
 LAUNCH = "LLMFOUNDRY_LITE_RELAY_LAUNCH"
@@ -144,7 +144,7 @@ class Ending:
         self.num_asked = self._num_seen = 0
         self._forward = forward
         self._handlers = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
-        listen(self._count)
+        handle_leaving_signals(self._count)
 
     def __enter__(self) -> "Ending":
         return self

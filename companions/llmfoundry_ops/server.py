@@ -159,7 +159,7 @@ def become(start: Start, channel: socket.socket) -> None:
     threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)
-        ending.shown = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
+        ending.launcher_stderr = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
         file = open_no_link(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)

@@ -21,7 +21,7 @@ from typing import Any
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, TransientError
 from llmfoundry_lite.ranks.codec import EXACT_IN_A_DOUBLE, parse_json, write_json
-from llmfoundry_lite.ranks.identity import describe_this_process, lives, pid_namespace
+from llmfoundry_lite.ranks.identity import describe_this_process, is_alive, pid_namespace
 
 FOLDER = ".leases"
 NUM_CLAIMS_KEPT = 8
@@ -345,10 +345,10 @@ def is_alive_here(owner: dict[str, Any]) -> bool | None:
         return None
     if this_process["boot"] is None or owner.get("boot") is None:
         # There is no /proc. A process with this id may be another one by now; only its absence is certain.
-        return False if lives(owner) is False else None
+        return False if is_alive(owner) is False else None
     if owner["boot"] != this_process["boot"]:
         return None
-    return lives({"namespace": pid_namespace(), **owner})
+    return is_alive({"namespace": pid_namespace(), **owner})
 
 
 def _claim_name(epoch: int) -> str:

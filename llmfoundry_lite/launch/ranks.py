@@ -18,7 +18,7 @@ import psutil
 from llmfoundry_lite.companions import search_path
 from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED, ConfigError
 from llmfoundry_lite.ranks.rank import rank_variables
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, handle_leaving_signals
 from llmfoundry_lite.search_path import SAFE_PATH, SET_BY_US
 
 
@@ -60,7 +60,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
         _send(number, _find_ranks(process.pid, num_ranks))
 
     handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
-    listen(pass_on)
+    handle_leaving_signals(pass_on)
     try:
         exit_code = process.wait()
     finally:

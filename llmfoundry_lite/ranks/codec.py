@@ -19,7 +19,10 @@ from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 MAX_DEPTH = 64
 EXACT_IN_A_DOUBLE = 2**53
-WORDS: dict[Any, str] = {
+"""Largest whole number up to which a 64-bit float represents every one."""
+INTEGER_LIMIT = 2**63
+"""Whole numbers in a manifest are below it, as they are read into 64-bit integers."""
+TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "a string",
@@ -30,160 +33,215 @@ WORDS: dict[Any, str] = {
 """Type -> its name in errors."""
 
 
-def encode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
-    """Turn a value into JSON. Raises CheckpointError naming the item that has no place in a manifest."""
+def encode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
+    """Turn a Python value into a JSON value from which `decode_value` restores it, types included.
+
+    `path` says where the value is, for errors, and `depth` how many containers it is in. Raises CheckpointError that
+    names an item which is of another type, has a key that is not a str, or is in more than MAX_DEPTH containers.
+    """
     if depth > MAX_DEPTH:
-        raise CheckpointError(f"{where}: nested deeper than {MAX_DEPTH}; keep checkpointed state flat")
-    kind = type(value)
-    if value is None or kind in (bool, str):
+        raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH}; keep checkpointed state flat")
+    value_type = type(value)  # not isinstance: an item of a subclass would come back as another type
+    if value is None or value_type in (bool, str):
         return value
-    if kind is int:
+    if value_type is int:
         return value if abs(value) <= EXACT_IN_A_DOUBLE else {"$int": str(value)}
-    if kind is float:
+    if value_type is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if kind is bytes:
+    if value_type is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if kind in (list, tuple):
-        items = [encode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
-    if kind is dict:
+    if value_type in (list, tuple):
+        items = [encode_value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return items if value_type is list else {"$tuple": items}
+    if value_type is dict:
         for key in value:
             if type(key) is not str:
-                raise CheckpointError(f"{where}: key {key!r} given, expected a str; convert it before saving")
-        items = {key: encode_value(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
-        return {"$dict": items} if any(key.startswith("$") for key in value) else items
+                raise CheckpointError(f"{path}: key {key!r} given, expected a str; convert it before saving")
+        items = {key: encode_value(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        looks_like_tag = any(key.startswith("$") for key in value)
+        return {"$dict": items} if looks_like_tag else items
     raise CheckpointError(
-        f"{where}: {kind.__module__}.{kind.__qualname__} given, expected None, bool, int, float, str, bytes, list, "
-        "tuple or dict; convert it before saving"
+        f"{path}: {value_type.__module__}.{value_type.__qualname__} given, expected None, bool, int, float, str, "
+        "bytes, list, tuple or dict; convert it before saving"
     )
 
 
-def decode_value(value: Any, where: str = "value", depth: int = 0) -> Any:
-    """Undo `encode_value`. Raises DamagedCheckpointError naming the item."""
+def decode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
+    """Restore the Python value that `encode_value` has turned into this JSON value.
+
+    `path` says where the value is, for errors, and `depth` how many JSON containers it is in, of which `encode_value`
+    makes up to two for each container of Python. Raises DamagedCheckpointError that names an item which
+    `encode_value` does not write.
+    """
     if depth > 2 * MAX_DEPTH + 2:
-        raise DamagedCheckpointError(f"{where}: nested deeper than {MAX_DEPTH}")
+        raise DamagedCheckpointError(f"{path}: nested deeper than {MAX_DEPTH}")
     if isinstance(value, list):
-        return [decode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [decode_value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if not any(key.startswith("$") for key in value):
-        return {key: decode_value(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    is_tagged = any(key.startswith("$") for key in value)
+    if not is_tagged:
+        return {key: decode_value(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+
     if len(value) == 1:
-        ((tag, inside),) = value.items()
-        if tag == "$tuple" and isinstance(inside, list):
-            return tuple(decode_value(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(inside))
-        if tag == "$dict" and isinstance(inside, dict):
-            return {key: decode_value(item, f"{where}.{key}", depth + 1) for key, item in inside.items()}
-        if tag == "$float" and inside in ("nan", "inf", "-inf"):
-            return float(inside)
+        ((tag, content),) = value.items()
+        if tag == "$tuple" and isinstance(content, list):
+            return tuple(decode_value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(content))
+        if tag == "$dict" and isinstance(content, dict):
+            return {key: decode_value(item, f"{path}.{key}", depth + 1) for key, item in content.items()}
+        if tag == "$float" and content in ("nan", "inf", "-inf"):
+            return float(content)
         try:
-            if tag == "$int" and isinstance(inside, str):
-                return int(inside)
-            if tag == "$bytes" and isinstance(inside, str):
-                return base64.b64decode(inside, validate=True)
+            if tag == "$int" and isinstance(content, str):
+                return int(content)
+            if tag == "$bytes" and isinstance(content, str):
+                return base64.b64decode(content, validate=True)
         except (ValueError, binascii.Error):
-            pass
-    raise DamagedCheckpointError(f"{where}: {shorten(value)} is not a value this format knows")
+            pass  # refused below, as an unknown tag is
+    raise DamagedCheckpointError(f"{path}: {shorten(value)} is not a value this format knows")
 
 
-def parse_json(raw: bytes, where: str) -> Any:
-    """Parse strict JSON: no NaN, no key twice. Raises DamagedCheckpointError. Callers bound its size."""
+def parse_json(raw: bytes, path: str) -> Any:
+    """Parse strict JSON: NaN and infinities are refused, and objects with the same key twice.
+
+    Raises DamagedCheckpointError, which begins with `path`. The caller limits the size of `raw`.
+    """
     try:
-        return json.loads(raw, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        return json.loads(raw, object_pairs_hook=_build_object, parse_constant=_refuse_constant)
     except RecursionError:
-        raise DamagedCheckpointError(f"{where}: nested too deeply") from None
+        raise DamagedCheckpointError(f"{path}: nested too deeply") from None
     except ValueError as error:
-        raise DamagedCheckpointError(f"{where}: not valid JSON: {error}") from None
+        raise DamagedCheckpointError(f"{path}: not valid JSON: {error}") from None
 
 
 def write_json(value: Any) -> bytes:
-    """Write compact JSON in ASCII, so that unpaired surrogates in a str survive."""
+    """Write compact JSON in ASCII. Non-ASCII text is escaped, so that unpaired surrogates in a str survive.
+
+    Raises ValueError for NaN and infinities.
+    """
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 class Item:
-    """A JSON value and its place in the manifest, for errors that name it."""
+    """A JSON value of a manifest together with its path in it, so that an error can name the place.
 
-    def __init__(self, value: Any, where: str):
+    Methods that return a part of the value, or the value as a certain type, raise DamagedCheckpointError if it is none.
+    """
+
+    def __init__(self, value: Any, path: str):
         self.value = value
-        self.where = where
+        self.path = path
 
     def get(self, key: str) -> "Item":
+        """Return the item under a key of this object."""
         if not isinstance(self.value, dict) or key not in self.value:
-            raise DamagedCheckpointError(f"{self.where}: no {key!r}")
-        return Item(self.value[key], f"{self.where}: {key}")
+            raise DamagedCheckpointError(f"{self.path}: no {key!r}")
+        return Item(self.value[key], f"{self.path}: {key}")
 
     def besides(self, *known: str) -> dict[str, Any]:
-        """Return fields other than `known`, which a later release has added."""
+        """Return the fields of this object besides the `known` ones: a later release has added them."""
         return {key: value for key, value in self.object().items() if key not in known}
 
     def object(self) -> dict[str, Any]:
+        """Return the value as a JSON object."""
         return self.expect(isinstance(self.value, dict), "an object")
 
     def entries(self) -> list[tuple[str, "Item"]]:
-        return [(key, Item(value, f"{self.where} {shorten(key)}")) for key, value in self.object().items()]
+        """Return the keys of this object with their items."""
+        return [(key, Item(value, f"{self.path} {shorten(key)}")) for key, value in self.object().items()]
 
     def items(self) -> list["Item"]:
+        """Return the elements of this list."""
         self.expect(isinstance(self.value, list), "a list")
-        return [Item(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
+        return [Item(value, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
 
-    def fields(self, kind: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-        """Decode fields of a dataclass, each checked against its annotation: `names`, or by default those without a
-        default and the others that are there."""
-        found = {}
-        for one in dataclasses.fields(kind):
-            is_needed = one.name in names or (not names and one.default is one.default_factory is dataclasses.MISSING)
-            if is_needed or (not names and one.name != "extra" and one.name in self.object()):
-                given = self.get(one.name)
-                value = decode_value(given.value, given.where)
-                kinds: Any = get_args(one.type) if isinstance(one.type, UnionType) else [one.type]
-                words = " or ".join(WORDS.get(get_origin(kind) or kind, "") for kind in kinds)
-                found[one.name] = Item(value, given.where).expect(fits(value, one.type), words)
-        return found
+    def fields(self, record_type: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Decode fields of a dataclass from this object, and check each against its annotation.
+
+        The object must have the fields in `names`. Without `names`, it must have those that have no default, and
+        others are decoded if they are there, except `extra`. Returns a dictionary from a field's name to its value.
+        """
+        decoded = {}
+        for field in dataclasses.fields(record_type):
+            if names:
+                is_decoded = field.name in names
+            else:
+                is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+                is_decoded = is_required or (field.name != "extra" and field.name in self.object())
+            if is_decoded:
+                item = self.get(field.name)
+                value = decode_value(item.value, item.path)
+                decoded[field.name] = Item(value, item.path).expect(fits(value, field.type), _describe_type(field.type))
+        return decoded
 
     def string(self) -> str:
+        """Return the value as a string."""
         return self.expect(isinstance(self.value, str), "a string")
 
     def integer(self) -> int:
-        return self.expect(type(self.value) is int and 0 <= self.value < 2**63, "a whole number")
+        """Return the value as a whole number from 0 to 2**63 - 1."""
+        return self.expect(_is_whole_number(self.value), "a whole number")
 
     def integers(self) -> tuple[int, ...]:
-        ok = isinstance(self.value, list) and all(type(n) is int and 0 <= n < 2**63 for n in self.value)
-        return tuple(self.expect(ok, "a list of whole numbers"))
+        """Return the value, a list of whole numbers from 0 to 2**63 - 1, as a tuple."""
+        is_valid = isinstance(self.value, list) and all(_is_whole_number(number) for number in self.value)
+        return tuple(self.expect(is_valid, "a list of whole numbers"))
 
-    def expect(self, ok: bool, what: str) -> Any:
-        if not ok:
-            raise DamagedCheckpointError(f"{self.where}: {shorten(self.value)} given, expected {what}")
+    def expect(self, is_valid: bool, expected: str) -> Any:
+        """Return the value if it `is_valid`. Otherwise raise DamagedCheckpointError, which says what was `expected`."""
+        if not is_valid:
+            raise DamagedCheckpointError(f"{self.path}: {shorten(self.value)} given, expected {expected}")
         return self.value
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """Return whether a decoded value is of this annotation. Whole numbers are neither negative nor bool."""
-    if kind is Any:
+def fits(value: Any, annotation: Any) -> bool:
+    """Return whether a decoded value is of the type of an annotation, such as `int | None` or `dict[str, float]`.
+
+    `int` takes whole numbers from 0 to 2**63 - 1, and no bool; `float` takes int too. Values of a dict are checked,
+    elements of other containers are not.
+    """
+    if annotation is Any:
         return True
-    if isinstance(kind, UnionType):
-        return any(fits(value, one) for one in get_args(kind))
-    origin, inside = get_origin(kind) or kind, get_args(kind)
-    if origin is int:
-        return type(value) is int and 0 <= value < 2**63
-    if origin is float:
+    if isinstance(annotation, UnionType):
+        return any(fits(value, member) for member in get_args(annotation))
+    plain_type = get_origin(annotation) or annotation
+    if plain_type is int:
+        return _is_whole_number(value)
+    if plain_type is float:
         return type(value) in (int, float)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(one, inside[1]) for one in value.values())
-    return isinstance(value, origin)
+    if plain_type is dict:
+        _, value_annotation = get_args(annotation)
+        return isinstance(value, dict) and all(fits(item, value_annotation) for item in value.values())
+    return isinstance(value, plain_type)
+
+
+def _describe_type(annotation: Any) -> str:
+    """Return the words for an annotation's type in an error, such as `a whole number or null`."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else [annotation]
+    return " or ".join(TYPE_NAMES.get(get_origin(member) or member, "") for member in members)
+
+
+def _is_whole_number(value: Any) -> bool:
+    """Return whether a value is an int, and no bool, from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < INTEGER_LIMIT
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    text = repr(value) if not isinstance(value, (dict, list, str)) else json.dumps(value)[: limit + 1]
+    """Return a value as text of at most `limit` characters, and an ellipsis if it is longer. Lists and objects are
+    JSON."""
+    is_json = isinstance(value, (dict, list, str))
+    text = json.dumps(value)[: limit + 1] if is_json else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object from its keys and values, as a hook of `json.loads`. Raises ValueError if a key occurs twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key occurs twice in one object")
     return result
 
 
-def _no_constant(name: str) -> None:
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN, Infinity or -Infinity, as a hook of `json.loads`: they are not JSON."""
     raise ValueError(f"{name} is not JSON")

@@ -1,5 +1,7 @@
-"""The end of a process of a launch: signals, the error that is printed, the exit code. No torch; ranks tell each other
-by the process group's store when there is one."""
+"""The end of a process of a launch: signals, the error that is printed, the exit code. No torch.
+
+Ranks learn of each other's end from the process group's store where there is one, and from `siblings` on each node.
+"""
 
 import os
 import select
@@ -25,25 +27,31 @@ from llmfoundry_lite.ranks import siblings
 from llmfoundry_lite.ranks.output import ignore_output_errors
 from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leave_now, leaving_because, listen, put_off
+from llmfoundry_lite.ranks.signals import (
+    LEAVING_SIGNALS,
+    describe_reason_to_leave,
+    handle_leaving_signals,
+    leave_now,
+    signals_delayed,
+)
 
 # For a lost connection the exception is enough; the stack traces of torch's C++ bury the reason.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 class Preempted(BaseException):
-    """The run must leave before its end; the same command carries on."""
+    """Raised where a run must leave before its end; the same command carries on."""
 
     exit_code = EXIT_PREEMPTED
 
     def __init__(self, text: str, *, orderly: bool = False):
+        """`orderly` says that all ranks have agreed to leave, so that none waits for another in a collective."""
         super().__init__(text)
         self.is_orderly = orderly
-        """All ranks have agreed to leave, and nobody waits for anybody."""
 
 
 class AnotherFailedError(BaseException):
-    """The launcher ends this rank because another has failed, which has said why."""
+    """Raised on a rank that its launcher ends because another rank has failed, which has printed why."""
 
     def __init__(self, failure: FirstError):
         super().__init__(failure.text)
@@ -54,156 +62,198 @@ EXIT_RETRY, EXIT_RETRY_LOST = 74, 71
 """From a rank to our launcher alone: a fault that may pass. The launch ends with 75, or with 1 where batches are lost
 (`UserError.has_lost`), when the launcher has tried again for long enough."""
 ECHO_SECONDS = 2.0
-"""One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM."""
+"""One Ctrl-C reaches a rank up to three times: from the terminal, from the launcher, and as the launcher's SIGTERM.
+SIGINTs within this time of the first are such echoes."""
 
 
 def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
-    """Run a script's `main(arguments)` and exit; print one line for a user's error, a traceback for a bug."""
+    """Run a program's `main(arguments)` as one rank of a launch, and exit with its code.
+
+    A user's error is printed as one line, a bug as a traceback. Only the launch's first error is printed. Each way
+    out is recorded for the other ranks on this node, before this process exits.
+    """
     ignore_output_errors()
     raise_when_interrupted()
     try:
         try:
             adopt_srun()
-            siblings.enrol()
+            siblings.register_rank()
             main(sys.argv[1:])
         except BaseException:
-            ignore_signals()
+            ignore_leaving_signals()  # the next signal would interrupt the handling below
             raise
     except Preempted as error:
         if this_rank().rank == 0:
-            print(describe(error), file=sys.stderr, flush=True)
+            print(describe_error(error), file=sys.stderr, flush=True)
         if not error.is_orderly:
-            leave(error.exit_code)
-        siblings.note_end(error.exit_code)
+            exit_now(error.exit_code)
+        siblings.record_end(error.exit_code)
         sys.exit(error.exit_code)
     except BaseException as error:
-        report(error)
-        leave(exit_code_of(error))
-    siblings.note_end(EXIT_DONE)
+        report_error(error)
+        exit_now(exit_code_of(error))
+    siblings.record_end(EXIT_DONE)
     sys.exit(EXIT_DONE)
 
 
-def ignore_signals() -> None:
-    """Ignore signals from now on: this rank is ending, and a launcher's signal would only ask for the same."""
-    listen(lambda number, frame: None)
+def ignore_leaving_signals() -> None:
+    """Ignore the signals that ask to leave from now on, because this rank is ending anyway."""
+    handle_leaving_signals(lambda number, frame: None)
 
 
-def checks() -> AbstractContextManager[None]:
-    """Delay SIGTERM until the end of a block whose checks have the same result on all ranks: if it comes because
-    another rank has failed, this one fails with the same error. After the block, signals raise Preempted."""
-    return put_off([signal.SIGTERM] if this_rank().world_size > 1 else [], raise_when_interrupted)
+def sigterm_delayed() -> AbstractContextManager[None]:
+    """Delay SIGTERM during a block of checks that have the same result on all ranks.
+
+    A launcher sends SIGTERM to the other ranks when one has failed. If a check fails, it fails on this rank too,
+    which then reports that error rather than a preemption. After the block, signals raise Preempted. A process alone
+    delays nothing.
+    """
+    delayed = [signal.SIGTERM] if this_rank().world_size > 1 else []
+    return signals_delayed(delayed, raise_when_interrupted)
 
 
 @contextmanager
-def imports() -> Iterator[None]:
-    """Leave at once when a signal comes in a block that imports: modules swallow exceptions meanwhile.
+def leaving_during_imports() -> Iterator[None]:
+    """Exit at once with code 75 if a signal asks to leave during a block of imports.
 
-    Composer's module installs handlers that exit with 143; they are not accepted. After the block, signals raise
+    An exception would not do, since modules swallow some while they are imported. Composer's module installs handlers
+    that exit with 143, so handlers of these signals cannot be replaced in the block. After it, signals raise
     Preempted.
     """
-    install = signal.signal
+    install_handler = signal.signal
 
-    def keep(number: int, handler: Any) -> Any:
-        return signal.getsignal(number) if number in LEAVING_SIGNALS else install(number, handler)
+    def refuse_for_leaving_signals(number: int, handler: Any) -> Any:
+        """Install a handler as `signal.signal` does, or leave the present one if the signal asks to leave."""
+        if number in LEAVING_SIGNALS:
+            return signal.getsignal(number)
+        return install_handler(number, handler)
 
-    listen(leave_now)
-    signal.signal = keep
+    handle_leaving_signals(leave_now)
+    signal.signal = refuse_for_leaving_signals
     try:
         yield
     finally:
-        signal.signal = install
+        signal.signal = install_handler
     raise_when_interrupted()
 
 
 def raise_when_interrupted() -> None:
-    """Let the first signal that asks to leave raise Preempted: nothing has been trained yet that could be saved."""
-    pressed_at: list[float] = []
+    """Let the first signal that asks to leave raise Preempted in the main thread, while nothing needs to be saved.
 
-    def leave_soon(number: int, frame: Any) -> None:
+    If the launcher sends the signal because another rank has failed, AnotherFailedError is raised instead. While the
+    exception is handled, further signals are ignored, but a second press of Ctrl-C exits at once.
+    """
+    ctrl_c = CtrlC()
+
+    def raise_preempted(number: int, frame: Any) -> None:
         name = signal.Signals(number).name
-        listen(leave_at_once)
-        leave_at_once(number, frame)
-        if failure := known_failure():
+        handle_leaving_signals(exit_on_second_ctrl_c)
+        exit_on_second_ctrl_c(number, frame)  # counts this one
+        failure = find_failure_of_other_rank()
+        if failure is not None:
             raise AnotherFailedError(failure)
         announce_preemption(name)
-        raise Preempted(f"{leaving_because(name)}; run the same command again")
+        raise Preempted(f"{describe_reason_to_leave(name)}; run the same command again")
 
-    def leave_at_once(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and is_second_press(pressed_at):
-            leave(EXIT_INTERRUPTED)
+    def exit_on_second_ctrl_c(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and ctrl_c.is_second_press():
+            exit_now(EXIT_INTERRUPTED)
 
-    listen(leave_soon)
+    handle_leaving_signals(raise_preempted)
+
+
+class CtrlC:
+    """Tells a second press of Ctrl-C from the echoes of the first."""
+
+    def __init__(self) -> None:
+        self._first_pressed_at: float | None = None
+
+    def is_second_press(self) -> bool:
+        """Return whether Ctrl-C was pressed before, more than ECHO_SECONDS ago. To be called at each SIGINT."""
+        now = time.monotonic()
+        if self._first_pressed_at is None:
+            self._first_pressed_at = now
+        return now - self._first_pressed_at > ECHO_SECONDS
 
 
 @contextmanager
-def ending_in_time(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """End the process if it stays in the block, which may wait in C++ for ever. It ends `grace_seconds` after a signal
-    that asks to leave: Python's handlers do not run there, and there is nothing to save yet. After `limit_seconds` it
-    ends with a `text`."""
-    is_over, (reader, writer) = threading.Event(), os.pipe()
+def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
+    """End this process if it stays in the block for too long.
+
+    The block may wait in C++, where Python's signal handlers do not run. So a thread watches the time and the
+    signals. After `limit_seconds`, it prints `text` and exits with `exit_code`. `grace_seconds` after a signal that
+    asks to leave, it exits as preempted, or at once with the code of another rank that has failed. There must be
+    nothing to save.
+    """
+    is_over = threading.Event()
+    reader, writer = os.pipe()  # Python's C code writes the number of each signal into it
 
     def watch() -> None:
-        asked: int | None = None
+        signal_number: int | None = None
         end = time.monotonic() + limit_seconds
         while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-            if not (number := os.read(reader, 1)):
-                return
-            if asked is None and number[0] in LEAVING_SIGNALS:
-                asked, end = number[0], time.monotonic() + grace_seconds
-                if failure := known_failure():
-                    report(AnotherFailedError(failure))
-                    leave(failure.code)
+            content = os.read(reader, 1)
+            if not content:
+                return  # the block is over, and has closed the pipe
+            if signal_number is None and content[0] in LEAVING_SIGNALS:
+                signal_number = content[0]
+                end = time.monotonic() + grace_seconds
+                failure = find_failure_of_other_rank()
+                if failure is not None:
+                    report_error(AnotherFailedError(failure))
+                    exit_now(failure.code)
+
         if is_over.is_set():
             return
-        said = text if asked is None else f"{leaving_because(signal.Signals(asked).name)}; run the same command again"
-        if asked is None or this_rank().rank == 0:
-            print(said, file=sys.stderr, flush=True)
-        leave(exit_code if asked is None else EXIT_PREEMPTED)
+        if signal_number is None:
+            print(text, file=sys.stderr, flush=True)
+        elif this_rank().rank == 0:
+            reason = describe_reason_to_leave(signal.Signals(signal_number).name)
+            print(f"{reason}; run the same command again", file=sys.stderr, flush=True)
+        exit_now(exit_code if signal_number is None else EXIT_PREEMPTED)
 
     os.set_blocking(writer, False)
-    hears = threading.current_thread() is threading.main_thread()
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if hears else -1
+    receives_signals = threading.current_thread() is threading.main_thread()
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if receives_signals else -1
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield
     finally:
         is_over.set()
-        if hears:
-            signal.set_wakeup_fd(before)
-        os.close(writer)
+        if receives_signals:
+            signal.set_wakeup_fd(descriptor_before)
+        os.close(writer)  # wakes the thread
         watcher.join()
         os.close(reader)
 
 
-def is_second_press(pressed_at: list[float]) -> bool:
-    """Note a SIGINT in `pressed_at`. Return whether Ctrl-C was pressed before and this is no echo of that."""
-    now = time.monotonic()
-    pressed_at.append(now)
-    return now - pressed_at[0] > ECHO_SECONDS
-
-
 PREEMPTED = "llmfoundry_lite/preempted"
+"""Key in the process group's store: the reason of the first rank that was asked to leave."""
 STORE_SECONDS = 10.0
 """How long a rank that fails waits for the process group's store."""
 
 
 def announce_preemption(reason: str) -> None:
-    """Tell other ranks why this one leaves, in case it does before they agree. Waits for the store a second at most."""
+    """Tell the other ranks, through the store, why this one leaves. They may find it gone before they have agreed to
+    leave.
+
+    The first rank's reason stays. This rank waits a second at most for the store.
+    """
     with suppress(RuntimeError):
         _ask_store(lambda store: store.compare_set(PREEMPTED, "", reason), 1.0)
 
 
 def announced_preemption() -> str:
-    """Return the reason that any rank has announced; empty if none has."""
+    """Return the reason that any rank has announced to leave; empty if none has, or the store is gone."""
     store = _process_group_store()
     with suppress(RuntimeError):
         return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
     return ""
 
 
-def describe(error: BaseException) -> str:
-    """Return one line for a user's error, the traceback for a bug."""
+def describe_error(error: BaseException) -> str:
+    """Return what a rank prints for an error: one line for a user's error, the traceback for a bug."""
     if isinstance(error, Preempted):
         return printable(str(error))
     if isinstance(error, AnotherFailedError):
@@ -211,145 +261,192 @@ def describe(error: BaseException) -> str:
     if isinstance(error, UserError):
         return f"error: {printable(str(error))}{error.remedy}"
     if is_lost_peer(error):
+        first_line = printable(str(error).splitlines()[0])
         return (
             "error: lost contact with another rank, which has died or lost its network; "
-            f"its own output has the reason: {where_outputs_are()} ({printable(str(error).splitlines()[0])})"
+            f"its own output has the reason: {describe_output_location()} ({first_line})"
         )
     return printable("".join(traceback.format_exception(error)).rstrip(), keep="\n\t")
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because the other side is gone (gloo's and NCCL's words for it)."""
+    """Return whether a collective failed because another rank is gone, by the words that gloo and NCCL use for it."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return this rank's exit code. A rank that has only lost another one has the code of the first to fail."""
-    code = error.exit_code if isinstance(error, UserError) else EXIT_FAILURE
-    if isinstance(error, UserError) and error.is_transient and RANK_LOGS in os.environ:
-        code = EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
+    """Return the exit code of a rank that ends with this error.
+
+    A rank that only lost contact with another one, or is ended because of it, has the code of the first rank that
+    failed. Under our launcher, a fault that may pass has a code that makes it start the ranks again.
+    """
     if isinstance(error, AnotherFailedError):
         return error.failure.code
     if is_lost_peer(error):
-        with suppress(RuntimeError):
-            code = first_error(error).code
-    return code
+        with suppress(RuntimeError):  # the store is gone
+            return claim_first_error(error).code
+    if not isinstance(error, UserError):
+        return EXIT_FAILURE
+    if error.is_transient and RANK_LOGS in os.environ:
+        return EXIT_RETRY_LOST if error.has_lost else EXIT_RETRY
+    return error.exit_code
 
 
-def report(error: BaseException) -> None:
-    """Print the launch's first error, on the rank that had it. With a process group rank 0, whose output the user
-    watches, prints it too.
+def report_error(error: BaseException) -> None:
+    """Print the error with which this rank ends, unless another rank prints what is to be said.
 
-    When one rank fails the others fail after it, with words that hide the reason: rank 0 prints those of the first.
-    Another traceback is always printed where it happened: a rank that failed after it may have been noted first.
+    Each rank that ends with an error calls this, and one of them prints the launch's first. With a launcher of ours,
+    the user does not see what ranks other than 0 print. So such a rank's mistake of the user is also shown beside the
+    launcher's output, unless there is a process group, in which rank 0 prints it.
     """
-    here, text, said = this_rank(), describe(error), ""
+    text = _choose_text_to_print(error)
+    if not text:
+        return
+    print(text, file=sys.stderr, flush=True)
+    if launcher_stderr is not None and _process_group_store() is None and exit_code_of(error) == EXIT_USER:
+        with suppress(OSError):
+            print(f"rank {this_rank().rank}: {text}", file=launcher_stderr, flush=True)
+
+
+def _choose_text_to_print(error: BaseException) -> str:
+    """Return what this rank prints when it ends with `error`; empty if it prints nothing.
+
+    When one rank fails, the others fail after it, with errors that hide the reason. So the first prints its own, and
+    with a process group, rank 0, whose output the user watches, prints that too. A bug that is not the first's is
+    always printed where it happened, because a rank that failed later may have claimed to be the first.
+    """
+    rank = this_rank().rank
+    text = describe_error(error)
     is_bug = text.startswith("Traceback") and not isinstance(error, AnotherFailedError)
     try:
-        first = first_error(error)
-        if first.rank == here.rank:
-            said = text
-        elif here.rank == 0 and _process_group_store() is not None:
-            said = text if first.text == text else f"rank {first.rank}: {first.text}"
-        elif is_bug and _last_line(first.text) != _last_line(text):  # the same one may have been noted further within
-            said = text
+        first = claim_first_error(error)
     except RuntimeError:  # rank 0, which keeps the store, is gone and has said why
-        said = text if is_bug else ""
-    if said:
-        print(said, file=sys.stderr, flush=True)
-        if shown is not None and _process_group_store() is None and exit_code_of(error) == EXIT_USER:
-            with suppress(OSError):
-                print(f"rank {here.rank}: {said}", file=shown, flush=True)
+        return text if is_bug else ""
+
+    if first.rank == rank:
+        return text
+    if rank == 0 and _process_group_store() is not None:
+        return text if first.text == text else f"rank {first.rank}: {first.text}"
+    # The same bug may have been reported with another traceback, from further within.
+    is_another_bug = is_bug and _last_line(first.text) != _last_line(text)
+    return text if is_another_bug else ""
 
 
-shown: TextIO | None = None
+launcher_stderr: TextIO | None = None
 """Our launcher's standard error, on a rank whose own is a file. The launcher itself quotes the file for codes that it
 would try again."""
 
 
-def cause_of(error: BaseException) -> str:
-    """Return the last line of the launch's first error, with its rank if it is another; else that of `error`."""
-    text = describe(error)
+def describe_cause(error: BaseException) -> str:
+    """Return one line with the cause of this launch's end, as status.json has it, for a rank that ends with `error`.
+
+    It is the last line of the launch's first error, with the rank's number if that is another rank's. If the store is
+    gone, it is the last line of `error`.
+    """
+    text = describe_error(error)
     with suppress(RuntimeError):
-        first = first_error(error)
-        if first.rank != this_rank().rank and first.text != text:
+        first = claim_first_error(error)
+        is_own = first.rank == this_rank().rank or first.text == text
+        if not is_own:
             return describe_failure(first)
     return _last_line(text)
 
 
 FIRST_ERROR = "llmfoundry_lite/first_error"
+"""Key in the process group's store: `RANK CODE TEXT` of the first rank that has failed."""
 
 
-def first_error(error: BaseException) -> FirstError:
-    """Return the first failure of any rank, `error` if this rank is the first: from the process group's store, or this
-    node's without one. Raises RuntimeError when the store is gone."""
-    code = EXIT_FAILURE if is_lost_peer(error) else exit_code_of(error)
-    text = describe(error)
-    first = siblings.note_end(code, text)
+def claim_first_error(error: BaseException) -> FirstError:
+    """Record that this rank has failed with `error`, and return the launch's first failure, which may be this one.
+
+    It may be called again with the same result. The first is decided by the process group's store, or without one,
+    among the ranks of this node. Raises RuntimeError if rank 0, which keeps the store, is gone.
+    """
+    exit_code = EXIT_FAILURE if is_lost_peer(error) else exit_code_of(error)
+    text = describe_error(error)
+    first_on_node = siblings.record_end(exit_code, text)
     if _process_group_store() is None:
-        return first
-    mine = f"{this_rank().rank} {code} {text}"
-    told = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", mine).decode(), STORE_SECONDS)
-    return _parse(mine if told is None else told)
+        return first_on_node
+    own_entry = f"{this_rank().rank} {exit_code} {text}"
+    entry = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", own_entry).decode(), STORE_SECONDS)
+    return _parse_first_error(own_entry if entry is None else entry)
 
 
 FAILING, ALL_FAIL = "llmfoundry_lite/failing", "llmfoundry_lite/all_fail"
+"""Keys in the process group's store, followed by a batch: how many ranks have failed after it, and whether all have."""
 TOGETHER_SECONDS = 2.0
 """Time within which ranks that meet the same error are expected to have met it."""
 
 
 def all_ranks_fail(batch: int) -> bool:
-    """Return whether every rank has met an error after that batch: then none waits for another in a collective, and all
-    can still act together. Every rank that has met one calls this; all get the same answer."""
+    """Return whether every rank has met an error after batch number `batch`.
+
+    Then none waits for another in a collective, and all can still act together, for example save. Each rank that has
+    met an error calls this, and waits up to TOGETHER_SECONDS for the others. All ranks get the same answer, also one
+    that calls later. False if the store does not answer.
+    """
     world_size = this_rank().world_size
     if world_size == 1:
         return True
 
-    def ask(store: Any) -> bool:
-        decision = f"{ALL_FAIL}/{batch}"
-        if store.add(f"{FAILING}/{batch}", 1) == world_size:
-            return store.compare_set(decision, "", "yes") == b"yes"  # unless one has given up by now
+    def decide(store: Any) -> bool:
+        """Count this rank, and return the decision, which the last rank or one that has waited too long makes."""
+        key = f"{ALL_FAIL}/{batch}"
+        num_failing = store.add(f"{FAILING}/{batch}", 1)
+        if num_failing == world_size:
+            return store.compare_set(key, "", "yes") == b"yes"  # "no", if a rank has decided so by now
         end = time.monotonic() + TOGETHER_SECONDS
         while time.monotonic() < end:
-            if told := store.compare_set(decision, "", ""):
-                return told == b"yes"
+            decision = store.compare_set(key, "", "")
+            if decision:
+                return decision == b"yes"
             time.sleep(0.02)
-        return store.compare_set(decision, "", "no") == b"yes"
+        return store.compare_set(key, "", "no") == b"yes"
 
     try:
-        return bool(_ask_store(ask, TOGETHER_SECONDS + STORE_SECONDS))
+        return bool(_ask_store(decide, TOGETHER_SECONDS + STORE_SECONDS))
     except RuntimeError:  # rank 0, which keeps the store, is gone
         return False
 
 
-def known_failure() -> FirstError | None:
-    """Return the first failure of another rank, because of which a launcher ends this one. None if there is none, or a
-    rank was preempted before it."""
-    failure = siblings.failure_of_another()
+def find_failure_of_other_rank() -> FirstError | None:
+    """Return the failure of another rank because of which a launcher may be ending this one; None if none is known.
+
+    None too if any rank has announced that it is preempted: a failure after that is a consequence. Ranks of this node
+    come first, then the first error in the store. This rank waits for the store up to two seconds.
+    """
+    failure = siblings.find_recorded_failure()
     with suppress(RuntimeError):  # rank 0, which keeps the store, is gone
         if _ask_store(lambda store: store.compare_set(PREEMPTED, "", "").decode(), 1.0):
             return None
-        told = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", "").decode(), 1.0)
-        failure = failure or (_parse(told) if told else None)
+        entry = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", "").decode(), 1.0)
+        if failure is None and entry:
+            return _parse_first_error(entry)
     return failure
 
 
 def describe_failure(failure: FirstError) -> str:
+    """Return one line about the failure of a rank: its number, and the last line of its error."""
     return f"rank {failure.rank}: {_last_line(failure.text)}"
 
 
-def _parse(told: str) -> FirstError:
-    rank, code, text = told.split(" ", 2)
+def _parse_first_error(entry: str) -> FirstError:
+    """Parse `RANK CODE TEXT`, as the store has it."""
+    rank, code, text = entry.split(" ", 2)
     return FirstError(int(rank), int(code), text)
 
 
 def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
-    """Return the answer of the process group's store; None without one, and after `seconds`: rank 0 keeps the store,
-    and torch waits for a frozen rank for ever. Raises RuntimeError when rank 0 is gone."""
-    store, answers = _process_group_store(), []
+    """Return `ask(store)` for the process group's store, or None if there is no store or no answer within `seconds`.
+
+    Rank 0 keeps the store. If it is frozen, torch waits without an end, so `ask` runs in a thread that may stay
+    behind. Raises RuntimeError if rank 0 is gone.
+    """
+    store = _process_group_store()
     if store is None:
         return None
+    answers: list[Any] = []  # of one element: the answer or the error
 
     def run() -> None:
         try:
@@ -360,12 +457,14 @@ def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if answers and isinstance(answers[0], RuntimeError):
-        raise answers[0]
-    return answers[0] if answers else None
+    answer = answers[0] if answers else None
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
 
 
 def _last_line(text: str) -> str:
+    """Return the last line of an error's text, without `error: ` in front."""
     return text.splitlines()[-1].removeprefix("error: ")
 
 
@@ -375,8 +474,8 @@ LAUNCHED_AT = "LLMFOUNDRY_LITE_LAUNCHED_AT"
 """Variable of our launcher: when it began, by `identity.uptime`. `max_wall_time` counts from there, over restarts."""
 
 
-def where_outputs_are() -> str:
-    """Say where to read what other ranks have printed, by launcher."""
+def describe_output_location() -> str:
+    """Say where the user can read what other ranks have printed. It depends on the launcher, known by its variables."""
     if RANK_LOGS in os.environ:
         return f"{os.environ[RANK_LOGS]}/rank1.txt and so on"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -387,15 +486,19 @@ def where_outputs_are() -> str:
 
 
 def _process_group_store() -> Any:
+    """Return the process group's store, which rank 0 keeps; None without a process group. Does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.distributed_c10d._get_default_store()
 
 
-def leave(code: int) -> NoReturn:
-    """Exit without waiting: exit handlers of a rank that failed may sit in a collective no one else will join."""
-    siblings.note_end(code)
+def exit_now(code: int) -> NoReturn:
+    """Record this rank's end, and exit without running exit handlers.
+
+    Exit handlers of a rank that has failed may wait in a collective that no other rank will join.
+    """
+    siblings.record_end(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

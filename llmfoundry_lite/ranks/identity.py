@@ -13,11 +13,15 @@ from typing import Any
 
 
 def describe_this_process() -> dict[str, Any]:
+    """Describe this process, so that another one can ask `is_alive` whether it still runs."""
     return describe_process(os.getpid())
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """Return host, boot, pid namespace, pid and start of a process of this machine, as `lives` takes them."""
+    """Describe a process of this machine: host, boot, pid namespace, pid and start in ticks, as JSON.
+
+    Together they tell it from all other processes, on other machines too. `started` is None if it does not run.
+    """
     return {
         "host": socket.gethostname(),
         "boot": boot_id(),
@@ -27,15 +31,21 @@ def describe_process(pid: int) -> dict[str, Any]:
     }
 
 
-def lives(process: dict[str, Any]) -> bool | None:
-    """Return whether the described process still runs; None where another machine or container must tell."""
-    boot, is_of_this_host = process.get("boot"), process.get("host") == socket.gethostname()
+def is_alive(process: dict[str, Any]) -> bool | None:
+    """Return whether a process that `describe_process` has described still runs.
+
+    Returns None if that cannot be told from here, because it is a process of another machine or container.
+    """
+    is_on_this_host = process.get("host") == socket.gethostname()
+    boot = process.get("boot")
     if boot is None or boot_id() is None:  # not Linux, or written by an earlier release
         import psutil  # takes a moment
 
-        return psutil.pid_exists(process["pid"]) if is_of_this_host else None
+        return psutil.pid_exists(process["pid"]) if is_on_this_host else None
+
     if boot != boot_id():
-        return False if is_of_this_host else None  # this machine has rebooted since
+        # Either this machine has rebooted since, or it is another machine.
+        return False if is_on_this_host else None
     if process.get("namespace") != pid_namespace():
         return None
     started = start_ticks(process["pid"])
@@ -44,13 +54,18 @@ def lives(process: dict[str, Any]) -> bool | None:
 
 def uptime() -> float:
     """Return seconds since this machine started, by a clock that all its processes share and that is never set."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 def age_seconds(pid: int) -> float:
-    """Return seconds since that process began; 0 where it cannot be told."""
+    """Return the seconds since a process of this machine started; 0 if that is unknown."""
     started = start_ticks(pid)
-    return max(0.0, uptime() - started / os.sysconf("SC_CLK_TCK")) if started is not None else 0.0
+    if started is None:
+        return 0.0
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    return max(0.0, uptime() - started / ticks_per_second)
 
 
 def boot_id() -> str | None:
@@ -61,15 +76,21 @@ def boot_id() -> str | None:
 
 
 def pid_namespace() -> str | None:
+    """Return the name of this process's pid namespace, in which a pid is unique; None where there is none."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process began, so that a reused pid is not taken for it; None if it does not run, or is a
-    zombie."""
+    """Return when a process started, in clock ticks since the machine did; None if it does not run or is a zombie.
+
+    It tells a process from a later one with the same pid.
+    """
     with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return None if fields[0] in "ZX" else int(fields[19])
+        # The second field, the name in parentheses, may contain spaces. See proc_pid_stat(5).
+        fields_after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        state, started = fields_after_name[0], fields_after_name[19]
+        is_gone = state in "ZX"  # zombie, dead
+        return None if is_gone else int(started)
     return None

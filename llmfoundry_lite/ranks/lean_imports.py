@@ -1,7 +1,7 @@
 """Import Composer and StreamingDataset without what they import for features that no YAML can name.
 
 `import composer` takes twice as long with torchvision's models, transformers, and clients of services. Stand-ins answer
-for these meanwhile. Then they leave `sys.modules`, so whoever asks for the real packages gets them.
+for these meanwhile. Then they leave `sys.modules`, so that a later import gets the real packages.
 
 Composer's vision algorithms, its Hugging Face wrapper and its logger for MosaicML's platform keep their stand-ins, and
 do not work. With a component of the user's own in the YAML, everything is imported (`FULL_IMPORTS`).
@@ -23,17 +23,21 @@ FULL_IMPORTS = "LLMFOUNDRY_LITE_FULL_IMPORTS"
 HEAVY = ("composer", "composer.algorithms", "streaming")
 """Packages that a training process imports lean. Composer imports its algorithms at the first event of a run."""
 LEFT_OUT = ("mcli", "paramiko", "torchvision", "transformers")
-"""Top-level packages."""
+"""Top-level packages for which there are stand-ins while others are imported."""
 
 
 def import_lean(*names: str) -> None:
-    """Import these packages, with stand-ins for those of `LEFT_OUT` that nobody has imported yet."""
+    """Import packages, with stand-ins for the packages of LEFT_OUT that have not been imported before.
+
+    If the variable FULL_IMPORTS is set, only matplotlib is imported, if it is installed, without the working
+    directory's settings. The packages are then imported in full where they are used.
+    """
     if FULL_IMPORTS in os.environ:
         with without_matplotlibrc_of_working_directory(), suppress(ModuleNotFoundError):
             importlib.import_module("matplotlib")
         return
 
-    finder = _Finder(tuple(name for name in LEFT_OUT if name not in sys.modules))
+    finder = _StandInFinder(tuple(name for name in LEFT_OUT if name not in sys.modules))
     sys.meta_path.insert(0, finder)
     try:
         with no_collection(), without_matplotlibrc_of_working_directory():
@@ -41,15 +45,17 @@ def import_lean(*names: str) -> None:
                 importlib.import_module(name)
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
+        stand_ins = [name for name, module in sys.modules.items() if isinstance(module, StandIn)]
+        for name in stand_ins:
             del sys.modules[name]
 
 
 @contextmanager
 def without_matplotlibrc_of_working_directory() -> Iterator[None]:
-    """Let that file count as missing while matplotlib is imported, which Composer imports through torchmetrics.
+    """Hide the file `matplotlibrc` of the working directory while matplotlib is imported, as Composer does.
 
-    The folder may be somebody else's, and the file a pipe, which would never end.
+    matplotlib would read it. The folder may be somebody else's, and the file a pipe, from which reading would never
+    end. So `os.path.exists` says during the block that it is missing.
     """
     exists = os.path.exists
 
@@ -65,36 +71,47 @@ def without_matplotlibrc_of_working_directory() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the garbage collector, which takes a fifth of the time: imports make many objects and little garbage."""
-    was_on = gc.isenabled()
+    """Pause the garbage collector during a block of imports, of which it takes a fifth of the time.
+
+    Imports create many objects, which it would examine again and again, and little garbage.
+    """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
-class _Finder(MetaPathFinder, Loader):
-    def __init__(self, roots: tuple[str, ...]):
-        self.roots = roots
+class _StandInFinder(MetaPathFinder, Loader):
+    """Finds and loads an empty module, a StandIn, for each of some packages and for all modules in them."""
+
+    def __init__(self, packages: tuple[str, ...]):
+        self.packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.roots else None
+        """Return how to load the module `name`; None if it is in none of the packages, so that the next finder is
+        asked."""
+        top_level_package = name.partition(".")[0]
+        if top_level_package not in self.packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        pass  # there is nothing to run
 
 
 class StandIn(ModuleType):
     """A module that has every name: an empty class, which can be inherited from and annotated with."""
 
     def __getattr__(self, name: str) -> Any:
+        """Create the class when the name is first used. Names such as `__path__` are missing, as in other modules."""
         if name.startswith("__"):
             raise AttributeError(name)
-        thing = type(name, (), {"__module__": self.__name__})
-        setattr(self, name, thing)
-        return thing
+        empty_class = type(name, (), {"__module__": self.__name__})
+        setattr(self, name, empty_class)
+        return empty_class

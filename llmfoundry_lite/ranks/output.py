@@ -1,9 +1,9 @@
 """Standard output and error of our processes, on consoles that cannot take everything.
 
-A character that the console's encoding lacks is replaced: nothing ends because of it. What cannot be written at all (a
-full disk, a pipe without a reader, a closed terminal or descriptor) depends on the process. A run's records are in its
-files, so ranks, launchers and commands that change something drop the text and go on. A command that only answers ends,
-with one line on standard error.
+A character that the console's encoding lacks is replaced, so that no process ends because of it. If text cannot be
+written at all (a full disk, a pipe without a reader, a closed terminal or descriptor), it depends on the process. A
+run's records are in its files, so ranks, launchers and commands that change something drop the text and go on. A
+command that only answers ends, with one line on standard error.
 """
 
 import errno
@@ -17,15 +17,15 @@ from typing import Any
 
 from llmfoundry_lite.errors import EXIT_UNREAD, UserError
 
-REPLACING = ("backslashreplace", "ignore", "namereplace", "replace", "xmlcharrefreplace")
-"""Error handlers of Python that write something for every character."""
+REPLACING_ERROR_HANDLERS = ("backslashreplace", "ignore", "namereplace", "replace", "xmlcharrefreplace")
+"""Python's names of what to do with a character that an encoding lacks, without those that raise an error."""
 STALL_SECONDS = 5.0
 """How long a process that drops text waits for a full pipe, or a terminal that Ctrl-S has stopped. Ranks wait for each
-other, so that one which waits for a reader would hold up all."""
+other, so one that waits for a reader delays all."""
 
 
 class OutputError(UserError):
-    """Standard output cannot be written. `run` of `cli/main.py` says so in a line, unless its reader has left."""
+    """Standard output cannot be written. `run` of `cli/main.py` prints it as one line, unless the reader has left."""
 
     def __init__(self, cause: OSError):
         super().__init__(f"standard output: {cause.strerror}; what this command prints is incomplete")
@@ -38,41 +38,57 @@ class StandardStream(io.FileIO):
     """The file below `sys.stdout` or `sys.stderr`. Its first write that fails raises OutputError, unless it `drops`."""
 
     def __init__(self, descriptor: int, *, was_closed: bool):
+        """Open a file on `descriptor`. If that `was_closed` when the process started, it leads to the null device by
+        now, and each write fails."""
         super().__init__(descriptor, "w", closefd=False)
         self.drops = False
         """Whether text that cannot be written is dropped without an error."""
         self.failure: OSError | None = None
         """The first error of a write."""
-        self._was_closed = was_closed  # at the start, so that the descriptor now leads to the null device
+        self._was_closed = was_closed
         self._has_stalled = False
+        """Whether the last wait for the reader was in vain. Then the next write does not wait."""
 
     def write(self, content, /) -> int:  # type: ignore[override]
-        """Write a piece and return its size, which is that of `content` if it is dropped."""
+        """Write `content`, or a part of it, and return the number of bytes that need not be written again.
+
+        The first write that fails raises OutputError, unless the stream drops text. Content that a later write could
+        not write counts as written, so that the buffer above does not keep it.
+        """
         view = memoryview(content).cast("B")
         try:
-            return self._write_piece(view)
+            return self._write_part(view)
         except OSError as error:
-            is_first = self.failure is None
-            self.failure = self.failure or error
-            if is_first and not self.drops:
+            is_first_failure = self.failure is None
+            if is_first_failure:
+                self.failure = error
+            if is_first_failure and not self.drops:
                 raise OutputError(error) from error
         return len(view)
 
-    def _write_piece(self, view: memoryview) -> int:
+    def _write_part(self, view: memoryview) -> int:
+        """Write as much of `view` as fits, and return the number of bytes. Raises OSError.
+
+        A stream that drops text waits STALL_SECONDS for a reader, once, and then writes no more than a pipe with room
+        takes without waiting (PIPE_BUF). Another stream waits as long as it takes.
+        """
         if self._was_closed:
             raise OSError(errno.EBADF, "closed")
         if self.drops:
             self._wait_for_room(0.0 if self._has_stalled else STALL_SECONDS)
-            view = view[: select.PIPE_BUF]  # a pipe that has room takes so many bytes without waiting
-        while (written := super().write(view)) is None:  # another process has set O_NONBLOCK, and the pipe is full
+            view = view[: select.PIPE_BUF]
+        num_written = super().write(view)
+        while num_written is None:  # the pipe is full, and another process has set O_NONBLOCK on it
             self._wait_for_room(None)
-        return written
+            num_written = super().write(view)
+        return num_written
 
     def _wait_for_room(self, seconds: float | None) -> None:
         """Wait until a write will not block. Raises BlockingIOError after `seconds`; None waits without a limit."""
         output = select.poll()
         output.register(self.fileno(), select.POLLOUT)
-        self._has_stalled = not output.poll(None if seconds is None else 1000 * seconds)
+        timeout_milliseconds = None if seconds is None else 1000 * seconds
+        self._has_stalled = not output.poll(timeout_milliseconds)
         if self._has_stalled:
             raise BlockingIOError(errno.EAGAIN, "its reader does not read")
 
@@ -81,29 +97,36 @@ class UnbufferedWriter(io.BufferedWriter):
     """A buffer that keeps nothing back, for `python -u` and PYTHONUNBUFFERED."""
 
     def write(self, buffer, /) -> int:  # type: ignore[override]
+        """Write all of `buffer` to the file at once, and return its number of bytes."""
         num_bytes = super().write(buffer)
         self.flush()
         return num_bytes
 
 
 def prepare_output() -> StandardStream | None:
-    """Let standard output and error of this process take every character from now on, and standard error drop what it
-    cannot write. Every program of ours calls this first. Streams that were replaced, as in tests, are left alone.
+    """Replace this process's standard streams by ones that take every character. Every program of ours calls this
+    first.
 
-    Returns the file below standard output.
+    Standard error drops text that it cannot write; standard output raises OutputError. Streams that somebody has
+    replaced, as tests do, are left alone, and so are those that were prepared before.
+
+    Returns the file below standard output; None if that was replaced.
     """
     open_closed_descriptors()
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__") and _file_of(stream) is None:
-            setattr(sys, name, _replacing_stream(stream, descriptor))
-    if (errors := _file_of(sys.stderr)) is not None:
-        errors.drops = True
-    return _file_of(sys.stdout)
+    if sys.stdout is sys.__stdout__ and _standard_stream_below(sys.stdout) is None:
+        sys.stdout = _build_replacing_stream(sys.stdout, descriptor=1)
+    if sys.stderr is sys.__stderr__ and _standard_stream_below(sys.stderr) is None:
+        sys.stderr = _build_replacing_stream(sys.stderr, descriptor=2)
+
+    error_file = _standard_stream_below(sys.stderr)
+    if error_file is not None:
+        error_file.drops = True
+    return _standard_stream_below(sys.stdout)
 
 
 def ignore_output_errors() -> None:
-    """Drop what cannot be written to standard output and error from now on: this process has more to do than print."""
+    """Drop text that standard output and error cannot write from now on, because this process has more to do than
+    print."""
     output = prepare_output()
     if output is not None:
         output.drops = True
@@ -111,40 +134,52 @@ def ignore_output_errors() -> None:
 
 @contextmanager
 def ignoring_output_errors() -> Iterator[None]:
-    """Ignore output errors in a block, which prints in somebody else's program."""
-    before = sys.stdout, sys.stderr
+    """Drop text that cannot be written during a block, which prints in somebody else's program. Its streams come
+    back."""
+    stdout_before, stderr_before = sys.stdout, sys.stderr
     ignore_output_errors()
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = stdout_before, stderr_before
 
 
-def _replacing_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """Return a stream like `stream`, which writes to the same descriptor; None is one that was closed at the start."""
+def _build_replacing_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """Build a text stream that writes to `descriptor` like `stream`, and replaces characters that its encoding lacks.
+
+    `stream` is None if the descriptor was closed when the process started.
+    """
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
     if stream is not None:
         with suppress(OSError):
             stream.flush()
-        options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        if options["errors"] not in REPLACING:
+        options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        if options["errors"] not in REPLACING_ERROR_HANDLERS:
             options["errors"] = "replace"
+
     file = StandardStream(descriptor, was_closed=stream is None)
-    # Text that is written through would otherwise stay in the buffer, and a process that is killed would lose it.
+    # With write_through, text must not stay in the buffer either: a process that is killed would lose it.
     buffer = UnbufferedWriter(file) if options.get("write_through") else io.BufferedWriter(file)
     return io.TextIOWrapper(buffer, **options)
 
 
-def _file_of(stream: Any) -> StandardStream | None:
-    file = getattr(getattr(stream, "buffer", None), "raw", None)
+def _standard_stream_below(stream: Any) -> StandardStream | None:
+    """Return the StandardStream that a text stream writes to; None if it is another kind of stream."""
+    buffer = getattr(stream, "buffer", None)
+    file = getattr(buffer, "raw", None)
     return file if isinstance(file, StandardStream) else None
 
 
 def open_closed_descriptors() -> None:
-    """Connect closed standard streams to the null device. Otherwise the next file or socket would get their
-    descriptors, and children would write into it."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+    """Connect standard streams that are closed to the null device.
+
+    Otherwise the next file or socket would get their descriptors, and child processes would write into it.
+    """
+    # The system always gives the lowest free descriptor.
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
         os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)

@@ -1,10 +1,10 @@
-"""Ranks of one launch on one node tell each other how they end, with or without a process group. No torch.
+"""How the ranks of one launch on one node learn how the others end, with or without a process group. No torch.
 
-When one rank has failed, its launcher ends the others with the signal of a scheduler that preempts. So a rank notes its
-end before it ends, which is before its launcher can know of it, and a rank that is asked to leave looks here first. A
-rank that ends without a note was killed.
+When one rank has failed, its launcher ends the others with the same signal as a scheduler that preempts. To tell the
+two apart, a rank records its end before it exits, which is before its launcher can know of it. A rank that gets a
+signal first reads the others' records. A rank that is gone without a record of its end was killed.
 
-The notes of all launches lie in one file per user. Those of launches that are over are dropped with the next note.
+The records of all launches are in one file per user. Those of launches that are over are dropped by the next write.
 """
 
 import fcntl
@@ -17,19 +17,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.files import open_own
-from llmfoundry_lite.ranks.identity import describe_process, lives, start_ticks
+from llmfoundry_lite.ranks.identity import describe_process, is_alive, start_ticks
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.retry import Budget, keep_trying
 
 MAX_LAUNCHES = 100
-MAX_TEXT = 2000
+"""Most launches whose records are kept, the newest ones."""
+MAX_TEXT_CHARACTERS = 2000
 LOCK_SECONDS = 2.0
-FILE_BYTES = 1 << 16
-"""Least size of the file, which spaces fill: a rank that fails because the disk is full has room for its note."""
+"""How long a rank waits for another process's lock on the file. It is held for milliseconds, unless its holder is
+frozen."""
+MIN_FILE_BYTES = 1 << 16
+"""The file is padded to this size with spaces, so that a rank which fails because the disk is full can still write to
+it."""
 
 
 class FirstError(NamedTuple):
@@ -40,101 +44,158 @@ class FirstError(NamedTuple):
     text: str
 
 
-_launch: str | None = None
-"""An id that this launch's ranks on this node share; None: this process is alone, or nothing can be noted here."""
-failure_elsewhere: Callable[[], FirstError | None] = lambda: None  # noqa: E731
-"""Reads the failure of a rank on another node; `ranks.status` sets it."""
+class RankRecord(NamedTuple):
+    """A rank's process, and how it has ended. The file has it as a list."""
+
+    pid: int
+    started: int | None
+    """When the process started, in clock ticks, which tells it from a later process with the same pid."""
+    exit_code: int | None
+    """None while the rank has not recorded its end."""
+    error_text: str
+    """Empty unless the rank has failed."""
 
 
-def enrol() -> None:
-    """Let this launch's other ranks here know of this one, once its rank is known."""
-    global _launch
-    _launch = _identify_launch() if this_rank().local_world_size > 1 else None
-    with suppress(OSError), _notes() as ranks:
-        ranks[str(this_rank().rank)] = [os.getpid(), start_ticks(os.getpid()), None, ""]
+Records = dict[str, RankRecord]
+"""Rank, as text -> its record. Ranks that have failed are in the order in which they failed."""
+
+_launch_id: str | None = None
+"""An id that this launch's ranks on this node share; None if this process is alone, or no file of records can be
+used."""
+find_failure_on_other_nodes: Callable[[], FirstError | None] = lambda: None  # noqa: E731
+"""Returns the failure of a rank on another node, if one is known; `ranks.status` sets it."""
 
 
-def note_end(code: int, text: str = "") -> FirstError:
-    """Note that this rank is about to end; with a `text`, because it has failed. Returns the node's first failure."""
-    mine = FirstError(this_rank().rank, code, text)
-    with suppress(OSError), _notes() as ranks:
-        pid, started, _, noted = ranks.get(str(mine.rank)) or [os.getpid(), None, None, ""]
-        if text and not noted:
-            ranks.pop(str(mine.rank), None)  # keeps the ranks in the order in which they failed
-        ranks[str(mine.rank)] = [pid, started, code, noted or text[:MAX_TEXT]]
-        return next((_read(rank, note) for rank, note in ranks.items() if note[3]), mine)
-    return mine if this_rank().local_rank == 0 else mine._replace(rank=mine.rank - this_rank().local_rank, text="")
+def register_rank() -> None:
+    """Record that this rank runs, so that the other ranks on this node notice if it is killed.
+
+    To be called once this process's rank is known. Without other ranks on this node, or a usable file, nothing is
+    recorded.
+    """
+    global _launch_id
+    _launch_id = _identify_launch() if this_rank().local_world_size > 1 else None
+    with suppress(OSError), _open_records() as records:
+        records[str(this_rank().rank)] = RankRecord(os.getpid(), start_ticks(os.getpid()), None, "")
 
 
-def failure_of_another() -> FirstError | None:
-    """Return the first failure that another rank here has noted; else one that has ended without a note; else
-    one of another node."""
-    with suppress(OSError), _notes() as ranks:
-        others = [(rank, note) for rank, note in ranks.items() if rank != str(this_rank().rank)]
-        for rank, note in others:
-            if note[3]:
-                return _read(rank, note)
-        for rank, (pid, started, code, _) in others:
-            if code is None and start_ticks(pid) != started:
-                words = "has ended without a word: it was killed, perhaps for want of memory, or has crashed"
-                return FirstError(int(rank), EXIT_FAILURE, f"error: rank {rank} {words}")
-            if code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
-                return FirstError(int(rank), code, f"error: rank {rank} has left with exit code {code}")
-    return failure_elsewhere()
+def record_end(exit_code: int, error_text: str = "") -> FirstError:
+    """Record that this rank is about to exit, with an `error_text` if it has failed.
+
+    A rank may call this several times, for example when it exits after it has reported an error. The first text stays.
+
+    Returns the first failure among the ranks of this node, or this rank's end if none has failed. If no records can
+    be used, each rank of the node has to believe that the node's first rank has failed, so that only that one reports
+    its error.
+    """
+    this = this_rank()
+    own_end = FirstError(this.rank, exit_code, error_text)
+    with suppress(OSError), _open_records() as records:
+        record = records.get(str(this.rank)) or RankRecord(os.getpid(), None, None, "")
+        if error_text and not record.error_text:
+            records.pop(str(this.rank), None)  # inserted again below, after the ranks that failed before
+        text = record.error_text or error_text[:MAX_TEXT_CHARACTERS]
+        records[str(this.rank)] = record._replace(exit_code=exit_code, error_text=text)
+        return _first_reported_failure(records) or own_end
+    if this.local_rank == 0:
+        return own_end
+    return FirstError(this.rank - this.local_rank, exit_code, "")
 
 
-def _read(rank: str, note: list[Any]) -> FirstError:
-    return FirstError(int(rank), note[2], note[3])
+def find_recorded_failure() -> FirstError | None:
+    """Return the failure of another rank, because of which a launcher may be ending this one; None if none is known.
+
+    The first that a rank on this node has reported comes before a rank here that has ended without a report, and that
+    before a failure on another node.
+    """
+    with suppress(OSError), _open_records() as records:
+        others = {rank: record for rank, record in records.items() if rank != str(this_rank().rank)}
+        reported = _first_reported_failure(others)
+        if reported is not None:
+            return reported
+
+        for rank, record in others.items():
+            was_killed = record.exit_code is None and start_ticks(record.pid) != record.started
+            if was_killed:
+                cause = "has ended without a word: it was killed, perhaps for want of memory, or has crashed"
+                return FirstError(int(rank), EXIT_FAILURE, f"error: rank {rank} {cause}")
+            if record.exit_code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+                text = f"error: rank {rank} has left with exit code {record.exit_code}"
+                return FirstError(int(rank), record.exit_code, text)
+    return find_failure_on_other_nodes()
+
+
+def _first_reported_failure(records: Records) -> FirstError | None:
+    """Return the failure of the first rank that has recorded an error's text; None if no rank has."""
+    for rank, record in records.items():
+        if record.error_text and record.exit_code is not None:
+            return FirstError(int(rank), record.exit_code, record.error_text)
+    return None
 
 
 def _identify_launch() -> str | None:
-    """Return the launcher's process and the number of its try. The launcher is the first ancestor that does not have
-    this rank in its environment: a script may stand between."""
+    """Return an id of this launch: its launcher's process, and the launcher's attempt at starting ranks.
+
+    The launcher is the nearest ancestor that does not have this rank in its environment, because a script may stand
+    between it and this process. None if the system does not tell when that process started.
+    """
     pid = os.getppid()
     with suppress(OSError, ValueError):
-        own = Path("/proc/self/environ").read_bytes().split(b"\0")
-        place = [text for text in own if text.startswith(b"RANK=")] or [b"SLURM_PROCID=%d" % this_rank().rank]
-        while place[0] in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        own_variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+        ranks = [variable for variable in own_variables if variable.startswith(b"RANK=")]
+        rank_variable = ranks[0] if ranks else b"SLURM_PROCID=%d" % this_rank().rank
+        while rank_variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            fields_after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            pid = int(fields_after_name[1])  # the parent
+
     launcher = describe_process(pid)
-    tried = [os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
-    return json.dumps([launcher, tried]) if launcher["started"] is not None else None
+    if launcher["started"] is None:
+        return None
+    attempt = [os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    return json.dumps([launcher, attempt])
 
 
 @contextmanager
-def _notes() -> Iterator[dict[str, list[Any]]]:
-    """Read this launch's notes, rank -> pid, start in ticks, exit code, text; write them back after the block. Raises
-    OSError where there are none, and for a file of somebody else."""
-    if _launch is None:
+def _open_records() -> Iterator[Records]:
+    """Lock the file of records, and yield those of this launch. What the block changes in them is written at its end.
+
+    Signals wait until then, because their handlers open the file too. Raises OSError if this rank is not registered,
+    if the file belongs to somebody else, or if another process keeps it locked.
+    """
+    if _launch_id is None:
         raise OSError
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")
-    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _without_signals():  # handlers read the file
+    with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _blocked_signals():
         _lock(file.fileno())
-        launches: dict[str, dict[str, list[Any]]] = {}
-        with suppress(ValueError):
+        launches: dict[str, dict[str, list]] = {}
+        with suppress(ValueError):  # a new file is empty
             launches = json.loads(file.read())
-        before = json.dumps(launches)
-        ranks = launches.setdefault(_launch, {})
-        yield ranks
-        running = [key for key in launches if key == _launch or lives(json.loads(key)[0]) is not False]
-        content = json.dumps({key: launches[key] for key in running[-MAX_LAUNCHES:]})
-        if content != before:
+        content_before = json.dumps(launches)
+
+        records = {rank: RankRecord(*values) for rank, values in launches.get(_launch_id, {}).items()}
+        yield records
+
+        launches[_launch_id] = {rank: list(record) for rank, record in records.items()}
+        current = [key for key in launches if key == _launch_id or is_alive(json.loads(key)[0]) is not False]
+        content = json.dumps({key: launches[key] for key in current[-MAX_LAUNCHES:]})
+        if content != content_before:
+            # Written over the old content, and cut afterwards: a new file may have no room on a full disk.
             file.seek(0)
-            file.write(content.encode().ljust(FILE_BYTES))  # in place, then cut: the disk may be full by now
+            file.write(content.encode().ljust(MIN_FILE_BYTES))
             file.truncate()
 
 
 @contextmanager
-def _without_signals() -> Iterator[None]:
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def _blocked_signals() -> Iterator[None]:
+    """Block all signals in this thread during a block. Those that come meanwhile are handled at its end."""
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file. Raises OSError if another process holds it for long: it is frozen."""
+    """Lock a file until it is closed. Raises OSError if another process holds the lock for LOCK_SECONDS."""
     budget = Budget([0.005], seconds=LOCK_SECONDS, began=time.monotonic())
     lock = partial(fcntl.flock, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     keep_trying(lock, budget, lambda error: isinstance(error, BlockingIOError))

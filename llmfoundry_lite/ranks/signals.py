@@ -13,72 +13,93 @@ LEAVING_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),  # notices of batch systems
 )
-YIELDING = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals by which a user, a launcher or a scheduler asks a process to leave."""
+SKIPPED_IF_HANDLED = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
+"""Those that keep their handler if they have one: `nohup` has SIGHUP ignored, and a C library may use SIGUSR2 for
+itself, as a JVM does."""
 
 
-def listened_to() -> list[int]:
-    """Return the signals that ask this process to leave. `nohup` has a SIGHUP ignored; a library in C may use SIGUSR2
-    for itself, as a JVM does."""
-    taken = (None, signal.SIG_IGN)
-    return [number for number in LEAVING_SIGNALS if number not in YIELDING or signal.getsignal(number) not in taken]
+def handled_leaving_signals() -> list[int]:
+    """Return the LEAVING_SIGNALS that this process may handle: all but those that somebody else ignores or handles."""
+    handled = []
+    for number in LEAVING_SIGNALS:
+        has_foreign_handler = signal.getsignal(number) in (None, signal.SIG_IGN)  # None: set by a C library
+        if not (has_foreign_handler and number in SKIPPED_IF_HANDLED):
+            handled.append(number)
+    return handled
 
 
-def listen(handler: Callable[[int, Any], Any]) -> None:
-    """Let `handler` hear the signals that ask to leave."""
-    for number in listened_to():
+def handle_leaving_signals(handler: Callable[[int, Any], Any]) -> None:
+    """Install `handler(number, frame)` for the signals that ask this process to leave. For the main thread only."""
+    for number in handled_leaving_signals():
         signal.signal(number, handler)
 
 
 def leave_with_75_when_asked() -> None:
-    """Exit with code 75 on a signal that comes while a program still imports, where Python would exit with 143. For
-    programs that carry on when the same command is run again.
+    """Exit with code 75 if a signal asks to leave while the program still imports its modules.
 
-    Of several ranks, SIGTERM waits: a launcher sends it when one has failed, and a mistake in the configuration or the
-    installation is the same on each. `ranks.ending.checks` ends the wait.
+    Python's default would be code 143. 75 says that the same command carries on, so this is for programs that can.
+
+    A rank with siblings delays SIGTERM instead: its launcher sends SIGTERM when another rank has failed, and a
+    mistake in the configuration or the installation is the same on each, so this rank reports the same one.
+    `sigterm_delayed` in `ranks.ending` ends the delay.
     """
-    listen(leave_now)
-    if _has_siblings():
+    handle_leaving_signals(leave_now)
+    if _has_other_ranks():
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    if "RANK" in os.environ:  # `srun`'s variables are translated later
+    if "RANK" in os.environ:  # under `srun` this rank is registered later, when srun's variables have been translated
         from llmfoundry_lite.ranks import siblings
 
-        siblings.enrol()  # from here on the other ranks notice if this one dies
+        siblings.register_rank()  # from here on the other ranks notice if this one is killed
 
 
 def leave_now(number: int, frame: Any) -> None:
-    """Handle a signal before anything has begun."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        because = leaving_because(signal.Signals(number).name)
-        os.write(2, f"{because} before anything had begun; run the same command again\n".encode())
-    with suppress(KeyError, AttributeError):  # siblings that are not imported yet have no notes
+    """Exit with code 75: a handler for signals that come before the program has begun. Rank 0 prints the reason.
+
+    It exits without cleaning up, since an import that it interrupts may swallow exceptions.
+    """
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if rank == "0":
+        reason = describe_reason_to_leave(signal.Signals(number).name)
+        os.write(2, f"{reason} before anything had begun; run the same command again\n".encode())
+    # Without a record of this exit, the other ranks would believe that this one was killed. If the module is not
+    # imported yet, this rank is not registered either.
+    with suppress(KeyError, AttributeError):
         siblings: Any = sys.modules["llmfoundry_lite.ranks.siblings"]
-        siblings.note_end(EXIT_PREEMPTED)  # else the others would think that this rank was killed
+        siblings.record_end(EXIT_PREEMPTED)
     os._exit(EXIT_PREEMPTED)
 
 
-def _has_siblings() -> bool:
-    """Return whether a launcher has started other ranks, by the variables of `srun` or the others'."""
-    num_ranks = os.environ.get("WORLD_SIZE" if "RANK" in os.environ else "SLURM_STEP_NUM_TASKS", "1")
+def _has_other_ranks() -> bool:
+    """Return whether a launcher has started other ranks too, by the variables of `srun` or of the other launchers."""
+    variable = "WORLD_SIZE" if "RANK" in os.environ else "SLURM_STEP_NUM_TASKS"
+    num_ranks = os.environ.get(variable, "1")
     return num_ranks.isdecimal() and int(num_ranks) > 1
 
 
 @contextmanager
-def put_off(numbers: Sequence[int], then: Callable[[], None]) -> Iterator[None]:
-    """Let signals wait until the end of a block, and of what comes `then`. They are dropped if the block raises."""
+def signals_delayed(numbers: Sequence[int], then: Callable[[], None]) -> Iterator[None]:
+    """Delay signals until the end of a block and of `then()`, which is called after it and may install handlers.
+
+    Signals that came meanwhile are handled then. If the block raises, they are dropped, and `then` is not called.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
         then()
     except BaseException:
         for number in signal.sigpending() & {*numbers}:
-            signal.sigwait([number])
+            signal.sigwait([number])  # takes the pending signal without handling it
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-def leaving_because(reason: str) -> str:
-    """Return the words for why a process leaves, given the name of a signal or another reason."""
+def describe_reason_to_leave(reason: str) -> str:
+    """Return the words for why a process leaves, such as `preempted by SIGTERM`, for a signal's name or another
+    reason."""
     if reason == "SIGINT":
         return "interrupted by Ctrl-C"
-    return f"preempted by {reason}" + (" (its terminal has closed)" if reason == "SIGHUP" else "")
+    if reason == "SIGHUP":
+        return "preempted by SIGHUP (its terminal has closed)"
+    return f"preempted by {reason}"

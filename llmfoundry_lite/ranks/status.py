@@ -1,8 +1,8 @@
 """status.json in the run directory: how the last launch ended. launches.jsonl: each launch's beginning and end.
 
 status.json has `running | done | stopped | preempted | failed`, the last batch, the reason and, while a run runs, its
-process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing: whoever
-reads sees that it is gone.
+process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing, so a
+reader has to check whether the recorded process is gone.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_at_most
 from llmfoundry_lite.errors import UserError, mask_credentials
 from llmfoundry_lite.files import open_no_link, write_atomically
 from llmfoundry_lite.ranks import ending, siblings
-from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, lives, uptime
+from llmfoundry_lite.ranks.identity import boot_id, describe_this_process, is_alive, uptime
 from llmfoundry_lite.ranks.rank import step_over_nodes, this_rank
 from llmfoundry_lite.ranks.siblings import FirstError
 
@@ -28,13 +28,13 @@ SAVES_STAND = "the newest save stands, if there is one"
 SAVES = ("last_saved", "failed_saves", "save_error")
 """Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
 TRY_AGAIN = "try_again"
-"""Key of status.json, true where a `failed` launch met a fault that may pass, and is to be launched again: it had saved
-something before, or it could not even begin. Batch scripts read it. A launch that trained and saved nothing would only
-repeat itself."""
+"""Key of status.json, true where a `failed` launch met a fault that may pass and should be launched again, because it
+had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing
+would only repeat itself."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
-`has_begun`: the launch had carried on before it ended. `time` is for people; `uptime` counts within one boot. The line
-of a launch that begins also has "launch", its number in metrics.jsonl."""
+`has_begun`: the launch had started to train before it ended. `time` is for people; `uptime` counts within one boot.
+The line of a launch that begins also has "launch", its number in metrics.jsonl."""
 
 
 def write_status(
@@ -48,18 +48,31 @@ def write_status(
     is_update: bool = False,
     **more: Any,
 ) -> None:
-    """Write both files, of an update status.json alone: the launch has neither begun nor ended, even if somebody has
-    removed status.json meanwhile. `launch` goes into launches.jsonl alone, `more` into status.json. The `reason` of a
-    `running` run is why it was asked to leave."""
-    content: dict[str, Any] = {"status": status, "batch": batch, "reason": mask_credentials(reason or "") or None}
+    """Write a run's status into status.json, and append the beginning or the end of a launch to launches.jsonl.
+
+    `status` is running, done, stopped, preempted or failed. `batch` is the last batch that was trained. `reason` says
+    why the launch ended, or while it is running, why it was asked to leave. `has_begun`: whether the launch had
+    started to train before it ended. `launch`: its number in metrics.jsonl; both go into launches.jsonl alone. `more`
+    are further keys of status.json.
+    `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed where the
+    file already says that this process is running.
+
+    Raises OSError if one of the files is a link, through which another file would be written.
+    """
+    reason = mask_credentials(reason or "") or None
+    outcome = {"status": status, "batch": batch, "reason": reason}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
-    event |= {**content, "has_begun": has_begun, "host": socket.gethostname()}
+    event |= {**outcome, "has_begun": has_begun, "host": socket.gethostname()}
     if launch is not None:
         event["launch"] = launch
-    content |= {key: mask_credentials(value) if isinstance(value, str) else value for key, value in more.items()}
+
+    content: dict[str, Any] = dict(outcome)
+    for key, value in more.items():
+        content[key] = mask_credentials(value) if isinstance(value, str) else value
     if status == "running":
         content["process"] = describe_this_process()
         is_update = is_update or (read_status(folder) or {}).get("process") == content["process"]
+
     write_atomically(folder / STATUS, json.dumps(content) + "\n")
     if not is_update:
         with open(folder / LAUNCHES, "a", opener=open_no_link) as file:
@@ -67,110 +80,165 @@ def write_status(
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """Return the last launch's status; None if there is none. A launch whose process is gone has failed, or was
-    preempted if it had been asked to leave and its saves did not fail."""
+    """Read the status of a run's last launch; None if there is none.
+
+    A launch that is recorded as running and whose process is gone was killed. Its status is returned as failed, or as
+    preempted if it had been asked to leave and its saves did not fail.
+    """
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
-    asked = content.get("reason")
-    gone = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
-    status, reason = ("preempted", f"{asked}: {gone}") if asked else ("failed", gone)
-    ended = {"status": status, "batch": content.get("batch", 0), "reason": reason}
+
+    reason = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
+    reason_to_leave = content.get("reason")
+    if reason_to_leave:
+        reason = f"{reason_to_leave}: {reason}"
+    ended: dict[str, Any] = {"status": "failed", "batch": content.get("batch", 0), "reason": reason}
     ended |= {key: content[key] for key in SAVES if key in content}
-    if asked and ended.get("failed_saves"):  # as it would have said itself: its last batches are in no save
-        ended |= {"status": "failed", TRY_AGAIN: True}
+    if reason_to_leave and ended.get("failed_saves"):
+        # Its last batches are in no save, so it would have reported a failure itself when it left.
+        ended[TRY_AGAIN] = True
+    elif reason_to_leave:
+        ended["status"] = "preempted"
     return ended
 
 
 def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> None:
-    """Write the status of a launch that ended before it carried on; the batch stays.
+    """Write the status of a launch that ended before it trained. The last batch and the saves stay as they were.
 
-    A script that reads `preempted` would launch a refused run again for ever. The status of another launch that still
-    runs stays, and so does `done`, which a mistake in a later launch does not undo.
+    Nothing is written if another launch still runs, or if the run is done and this launch has failed, because a
+    mistake in a later launch does not undo that. If an earlier launch failed and lost batches, the status stays
+    failed even if this one was preempted, since its losses are not made up for. `more` are further keys of
+    status.json.
     """
     before = read_status(folder) or {}
-    if is_running(before) or (before.get("status") == "done" and status == "failed"):
+    is_done = before.get("status") == "done"
+    if is_running(before) or (is_done and status == "failed"):
         return
     if status == "preempted" and has_lost_batches(before):
-        status = "failed"  # batches that no save holds are no preemption, though this launch has lost none itself
-        more[TRY_AGAIN] = True
+        status = "failed"
+        more[TRY_AGAIN] = True  # a script that launches preempted runs again may launch this one again too
     saves = {key: before[key] for key in SAVES if key in before}
     write_status(folder, status, before.get("batch", 0), reason, has_begun=False, **saves, **more)
 
 
 def has_lost_batches(status: dict[str, Any]) -> bool:
-    """Return whether the launch with this status has failed, and has trained batches that no save holds."""
+    """Return whether the launch with this status has failed, and has trained batches that no save holds.
+
+    `status` is the content of status.json. The newest save is named for its batch, such as ba200; it is None before
+    the first.
+    """
     if status.get("status") != "failed" or "last_saved" not in status:
         return False
     last_saved = status["last_saved"]
-    saved_batch = str(last_saved).removeprefix("ba") if last_saved is not None else "0"
+    saved_batch = "0" if last_saved is None else str(last_saved).removeprefix("ba")
     return not saved_batch.isdecimal() or status["batch"] > int(saved_batch)
 
 
 @contextlib.contextmanager
 def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
-    """Record why the block fails in the status of an earlier launch of the run: this launch has not set its own up yet.
+    """Record in status.json why the block fails, for a launch that has not written its own status yet.
 
-    The first rank to fail on a node records it: others may not fail, and the launcher then ends rank 0. Over several
-    nodes it writes into a new folder too: `srun` ends the other nodes' ranks, which read the reason there.
+    Each rank runs the block. Where it fails, the first rank of its node to fail records the reason, rank 0 or not,
+    because the launcher ends the others, which may never fail themselves. The error is raised again.
+
+    `find_folder` returns the run directory, or None to record nothing. Without a status of an earlier launch, nothing
+    is recorded either, except in a launch over several nodes by `srun`: when that ends the ranks of the other nodes,
+    they read there that this one has failed.
     """
     try:
         yield
     except (Exception, ending.AnotherFailedError) as error:
-        with contextlib.suppress(OSError, RuntimeError):
-            folder = find_folder()
-            if isinstance(error, UserError) and folder is not None:
-                error.has_lost = has_lost_batches(read_status(folder) or {})
-            if ending.first_error(error).rank != this_rank().rank:
-                folder = None
-            step = step_over_nodes()
-            if folder is not None and (step or (folder / STATUS).exists()) and not failure_on_another_node(folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                may_pass = isinstance(error, UserError) and error.is_transient
-                more = {"step": step, "rank": this_rank().rank, "exit_code": ending.exit_code_of(error)} if step else {}
-                write_ended_early(folder, "preempted" if may_pass else "failed", ending.cause_of(error), **more)
+        with contextlib.suppress(OSError, RuntimeError):  # a disk or the process group's store may be gone
+            _record_refusal(error, find_folder())
         raise
 
 
-def hear_of_other_nodes(folder: Path) -> None:
-    """Make this rank, when it is asked to leave, look here for a failure of a rank on another node. That rank records
-    it before it ends, and `srun` ends the others afterwards, so nobody has to wait for the record."""
-    siblings.failure_elsewhere = lambda: failure_on_another_node(folder)
+def _record_refusal(error: BaseException, folder: Path | None) -> None:
+    """Write this launch's early end into the run directory `folder`, if this rank is to do it (see
+    `refusals_recorded`).
+
+    A UserError also learns whether an earlier launch has lost batches, on which its exit code depends. Raises
+    OSError, and RuntimeError if the process group's store is gone.
+    """
+    if isinstance(error, UserError) and folder is not None:
+        error.has_lost = has_lost_batches(read_status(folder) or {})
+    rank = this_rank().rank
+    is_first = ending.claim_first_error(error).rank == rank
+    if not is_first or folder is None:
+        return
+
+    # The first rank that has failed on its node goes on.
+    step = step_over_nodes()
+    is_known_run = (folder / STATUS).exists()
+    if not (step or is_known_run) or failure_on_another_node(folder):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    more = {}
+    if step:
+        more = {"step": step, "rank": rank, "exit_code": ending.exit_code_of(error)}
+    is_transient = isinstance(error, UserError) and error.is_transient
+    status = "preempted" if is_transient else "failed"
+    write_ended_early(folder, status, ending.describe_cause(error), **more)
+
+
+def watch_for_failures_on_other_nodes(folder: Path) -> None:
+    """Let this rank, when it is asked to leave, look in the run directory `folder` for a failure on another node.
+
+    A rank that fails records it there before it exits, and `srun` ends the ranks of other nodes afterwards. So the
+    record is there by the time the signal comes.
+    """
+    siblings.find_failure_on_other_nodes = lambda: failure_on_another_node(folder)
 
 
 def failure_on_another_node(folder: Path) -> FirstError | None:
-    """Return the failure that a rank of this very step has recorded."""
+    """Return the failure that a rank of this launch over several nodes has recorded in the run directory `folder`.
+
+    None if there is none, or the record is of another attempt, or the launch is on one node.
+    """
     step = step_over_nodes()
-    content = _read(folder) if step is not None else None
+    if step is None:
+        return None
+    content = _read(folder)
     if content is None or content["status"] != "failed" or content.get("step") != step:
         return None
-    rank, code = content.get("rank"), content.get("exit_code")
-    if not (isinstance(rank, int) and isinstance(code, int)):
+    rank, exit_code = content.get("rank"), content.get("exit_code")
+    if not isinstance(rank, int) or not isinstance(exit_code, int):
         return None
-    return FirstError(rank, code, f"error: {content.get('reason')}")
+    return FirstError(rank, exit_code, f"error: {content.get('reason')}")
 
 
 def is_running(content: dict[str, Any]) -> bool:
-    """Return whether the process that wrote it is alive; true where that cannot be told from here."""
+    """Return whether the process that a status names is alive; true where that cannot be told from this machine.
+
+    `content` is that of status.json. A status without a process is that of a launch that has ended.
+    """
     process = content.get("process")
-    return process is not None and lives(process) is not False
+    return process is not None and is_alive(process) is not False
 
 
 def is_sound(content: Any) -> bool:
-    """Return whether a launch can have written this; other content counts as no status."""
+    """Return whether JSON has the keys and types that a launch writes into status.json.
+
+    The file may be anybody's. Other content counts as no status.
+    """
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
     if not isinstance(content.get("reason"), str | None):
         return False
-    kinds = {"host": str, "pid": int}
-    process = content.get("process", dict.fromkeys(kinds))
-    is_known = isinstance(process, dict) and all(isinstance(process.get(key), kind) for key, kind in kinds.items())
     batch = content.get("batch")
-    is_batch = type(batch) is int and 0 <= batch < MAX_BATCH
-    return is_batch and (is_known or "process" not in content)
+    if type(batch) is not int or not 0 <= batch < MAX_BATCH:
+        return False
+    if "process" not in content:
+        return True
+    process = content["process"]
+    if not isinstance(process, dict):
+        return False
+    return isinstance(process.get("host"), str) and isinstance(process.get("pid"), int)
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
+    """Read status.json as it was written; None if it is missing, too large, or no status that a launch writes."""
     try:
         content = parse_json(read_at_most(folder / STATUS, MAX_NOTE_BYTES, STATUS))
     except (OSError, ValueError):

@@ -28,17 +28,17 @@ import torch.distributed as dist
 from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from llmfoundry_lite.ranks.ending import (
     LAUNCHED_AT,
+    CtrlC,
     announce_preemption,
     announced_preemption,
     describe_failure,
-    is_second_press,
-    known_failure,
-    leave,
+    exit_now,
+    find_failure_of_other_rank,
 )
 from llmfoundry_lite.ranks.exchange import all_reduce_max
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
 from llmfoundry_lite.ranks.siblings import FirstError
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, describe_reason_to_leave, handle_leaving_signals
 
 REASONS = (
     "",
@@ -100,8 +100,7 @@ class Preemption:
         """When the process is ended, by the monotonic clock; None while there is no reason to leave."""
         self.failure: FirstError | None = None
         """The failure of another rank, because of which the launcher has sent SIGTERM to this one."""
-        self._pressed_at: list[float] = []
-        """Times at which Ctrl-C was pressed."""
+        self._ctrl_c = CtrlC()
         self._grace_seconds = self.grace_seconds
         """Time between the reason and `leave_by`, including what the file STOP adds."""
         self._longest_batch_seconds = 0.0
@@ -123,7 +122,7 @@ class Preemption:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child must end when it is terminated, and must not write into its parent's pipe.
         os.register_at_fork(after_in_child=_reset_signals_in_child)
-        listen(lambda number, frame: None)  # the thread reads the signal from the pipe
+        handle_leaving_signals(lambda number, frame: None)  # the thread reads the signal from the pipe
         threading.Thread(target=self._watch, name="preemption", daemon=True).start()
         threading.Thread(target=self._poll_other_ranks, name="preemption-of-others", daemon=True).start()
 
@@ -161,8 +160,8 @@ class Preemption:
         Ctrl-C is named if this rank has heard of it, even if the ranks had agreed on SIGTERM before.
         """
         if self.reason == SIGINT_REASON:
-            return leaving_because(REASONS[SIGINT_REASON])
-        return leaving_because(agreed_reason)
+            return describe_reason_to_leave(REASONS[SIGINT_REASON])
+        return describe_reason_to_leave(agreed_reason)
 
     def note_saved(self, name: str) -> None:
         """Note, on rank 0 and from any thread, that the checkpoint `name` has been published."""
@@ -215,13 +214,14 @@ class Preemption:
 
     def _handle_signal(self, number: int) -> None:
         """Note the reason that a signal stands for. A second Ctrl-C ends the process."""
-        if number == signal.SIGINT and is_second_press(self._pressed_at):
+        if number == signal.SIGINT and self._ctrl_c.is_second_press():
             text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.describe_saves()}"
             self._leave("failed", text, EXIT_INTERRUPTED)
         if number not in LEAVING_SIGNALS:
             return
         if number != signal.SIGINT and not self.reason:
-            self.failure = known_failure()  # perhaps the launcher sends the signal because another rank has failed
+            # Perhaps the launcher sends the signal because another rank has failed.
+            self.failure = find_failure_of_other_rank()
         self._note_reason(REASONS.index(signal.Signals(number).name))
 
     def _leave_if_late(self, now: float) -> None:
@@ -236,7 +236,7 @@ class Preemption:
             self._leave("failed", describe_failure(self.failure), self.failure.code)
             return
 
-        because = leaving_because(REASONS[self.reason])
+        because = describe_reason_to_leave(REASONS[self.reason])
         seconds = f"{self._grace_seconds:.3g} s"
         save_error = self.describe_failed_save()
         if self.saved is not None:
@@ -297,7 +297,7 @@ class Preemption:
                 self.stop_file.unlink(missing_ok=True)
         with suppress(Exception):
             self.release_lease()
-        leave(exit_code)
+        exit_now(exit_code)
 
 
 def age_of_launch() -> float:

@@ -26,7 +26,7 @@ from llmfoundry_lite.errors import OtherDataError
 from llmfoundry_lite.launch.replay import BEGUN, DETERMINISTIC, RECORDED
 from llmfoundry_lite.launch_train import check, prepare_environment
 from llmfoundry_lite.ranks.codec import Item
-from llmfoundry_lite.ranks.ending import checks, run_and_exit
+from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_handle import RunHandle
@@ -55,7 +55,7 @@ class Replay(Partners):
 
 
 def main(arguments: Sequence[str]) -> None:
-    with checks():
+    with sigterm_delayed():
         config = check(arguments)[0].config
     prepare_environment(config)
     folder = Path(config.run_folder)

@@ -26,15 +26,15 @@ from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
     announced_preemption,
-    cause_of,
+    describe_cause,
     exit_code_of,
-    ignore_signals,
+    ignore_leaving_signals,
     is_lost_peer,
     raise_when_interrupted,
 )
 from llmfoundry_lite.ranks.exchange import broadcast_json, user_errors_on_all_ranks
 from llmfoundry_lite.ranks.rank import this_rank
-from llmfoundry_lite.ranks.signals import leaving_because
+from llmfoundry_lite.ranks.signals import describe_reason_to_leave
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_lite.ranks.status import has_lost_batches, read_status, refusals_recorded
 from llmfoundry_lite.training.builders import build_and_restore
@@ -247,7 +247,7 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for other ranks only where they
     are known to be there, and only for a limited time. Signals are ignored from here on.
     """
-    ignore_signals()
+    ignore_leaving_signals()
     trainer, checkpointing = launch.trainer, launch.checkpointing
     if trainer is not None and checkpointing is not None and isinstance(error, Exception):
         checkpointing.keep_batches(error, trainer, launch.run_folder)
@@ -275,7 +275,8 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
     preempted_by = find_preemption_elsewhere(error, launch)
     if preempted_by:
         reported = Preempted(
-            f"{leaving_because(preempted_by)} while another rank was leaving; {launch.preemption.describe_saves()}"
+            f"{describe_reason_to_leave(preempted_by)} while another rank was leaving; "
+            f"{launch.preemption.describe_saves()}"
         )
     elif is_out_of_memory(error):
         reported = explain_memory(error, launch)
@@ -291,7 +292,7 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
     # The launcher starts a rank again that ends with one of these codes, so the run is not lost yet.
     may_come_back = exit_code_of(reported) in (EXIT_PREEMPTED, EXIT_RETRY)
     status = "preempted" if may_come_back else "failed"
-    launch.run_folder.fail(status, cause_of(reported), may_pass=is_transient)
+    launch.run_folder.fail(status, describe_cause(reported), may_pass=is_transient)
     return reported
 
 

@@ -14,7 +14,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.ranks.ending import Preempted, report
+from llmfoundry_lite.ranks.ending import Preempted, report_error
 from tests.checkpoint.saves import flip, save, write_draft
 
 TORCHLESS = """
@@ -238,7 +238,7 @@ def test_names_from_files_cannot_steer_the_terminal(tmp_path, capsys):
 @pytest.mark.fault
 def test_a_launch_reports_names_that_cannot_steer_the_terminal(capsys):
     for error in (CheckpointError(HOSTILE), Preempted(HOSTILE), RuntimeError(HOSTILE)):
-        report(error)
+        report_error(error)
         shown = capsys.readouterr().err
         assert r"run\x1b]0;owned\x07\x1b[2J\u202e\rx" in shown
         assert not [c for c in shown if not c.isprintable() and c != "\n"]

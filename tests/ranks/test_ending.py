@@ -62,7 +62,7 @@ def test_a_rank_whose_rank_0_freezes_while_they_meet_ends_by_itself(monkeypatch,
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: left.wait(60))
-    monkeypatch.setattr(ending, "leave", lambda code: (codes.append(code), left.set()))
+    monkeypatch.setattr(ending, "exit_now", lambda code: (codes.append(code), left.set()))
     start_process_group("cpu", 0.05, 2)
     assert codes == [2]
     said = "error: rank 1: the ranks have not met in 0.1 s, and rank 0 at localhost does not answer: it is frozen"
@@ -81,7 +81,7 @@ def test_a_rank_that_fails_beside_a_frozen_rank_0_says_why_and_ends(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(ending, "_process_group_store", Store)
     monkeypatch.setattr(ending, "STORE_SECONDS", 0.05)
-    first = ending.first_error(UserError("lost contact"))
+    first = ending.claim_first_error(UserError("lost contact"))
     frozen.set()
     assert first == (1, 2, "error: lost contact")
 
@@ -91,8 +91,8 @@ FAILURE = FirstError(3, 2, "error: a shard is damaged")
 
 def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempted(monkeypatch, capsys):
     before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
-    monkeypatch.setattr(ending, "known_failure", lambda: FAILURE)
-    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FAILURE)
+    monkeypatch.setattr(ending, "find_failure_of_other_rank", lambda: FAILURE)
+    monkeypatch.setattr(ending.siblings, "record_end", lambda code, text: FAILURE)
     try:
         ending.raise_when_interrupted()
         with pytest.raises(ending.AnotherFailedError) as caught:
@@ -100,9 +100,9 @@ def test_a_rank_that_its_launcher_ends_because_another_has_failed_is_not_preempt
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ending.report(caught.value)
+    ending.report_error(caught.value)
     assert (ending.exit_code_of(caught.value), capsys.readouterr().err) == (2, "")
-    assert ending.cause_of(caught.value) == "a shard is damaged"
+    assert ending.describe_cause(caught.value) == "a shard is damaged"
 
 
 @pytest.mark.parametrize(("announced", "expected"), [("", FAILURE), ("SIGTERM", None)])
@@ -116,8 +116,8 @@ def test_a_failure_that_follows_a_preemption_is_not_the_reason(monkeypatch, anno
             return said[key].encode()
 
     monkeypatch.setattr(ending, "_process_group_store", Store)
-    monkeypatch.setattr(ending.siblings, "failure_of_another", lambda: FAILURE)
-    assert ending.known_failure() == expected
+    monkeypatch.setattr(ending.siblings, "find_recorded_failure", lambda: FAILURE)
+    assert ending.find_failure_of_other_rank() == expected
 
 
 def test_a_signal_while_modules_are_imported_ends_at_once_and_is_heard_by_nobody_else(monkeypatch):
@@ -126,7 +126,7 @@ def test_a_signal_while_modules_are_imported_ends_at_once_and_is_heard_by_nobody
     heard, alarms = [], signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(ending, "leave_now", lambda number, frame: heard.append(number))
     try:
-        with ending.imports():
+        with ending.leaving_during_imports():
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
             signal.raise_signal(signal.SIGTERM)
             assert signal.signal(signal.SIGALRM, signal.SIG_IGN) == alarms  # other signals are anybody's
@@ -142,22 +142,22 @@ def test_a_signal_while_modules_are_imported_ends_at_once_and_is_heard_by_nobody
 def test_a_traceback_that_another_rank_has_printed_is_not_printed_again(monkeypatch, capsys, end, is_said):
     first = FirstError(0, 1, f"Traceback (most recent call last):\n  from further within\n{end}")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: first)
+    monkeypatch.setattr(ending.siblings, "record_end", lambda code, text: first)
     try:
         raise ValueError(3)
     except ValueError as error:
-        ending.report(error)
+        ending.report_error(error)
     assert ("Traceback" in capsys.readouterr().err) == is_said
 
 
 def test_a_mistake_of_a_rank_whose_output_is_a_file_is_shown_beside_the_launcher_s_output(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(ending.siblings, "note_end", lambda code, text: FirstError(1, code, text))
-    monkeypatch.setattr(ending, "shown", io.StringIO())
-    ending.report(UserError("no such mount"))
-    assert ending.shown.getvalue() == "rank 1: error: no such mount\n"
-    ending.report(ValueError("a bug, which is tried again"))
-    assert ending.shown.getvalue().count("\n") == 1
+    monkeypatch.setattr(ending.siblings, "record_end", lambda code, text: FirstError(1, code, text))
+    monkeypatch.setattr(ending, "launcher_stderr", io.StringIO())
+    ending.report_error(UserError("no such mount"))
+    assert ending.launcher_stderr.getvalue() == "rank 1: error: no such mount\n"
+    ending.report_error(ValueError("a bug, which is tried again"))
+    assert ending.launcher_stderr.getvalue().count("\n") == 1
     assert "error: no such mount\nValueError" in capsys.readouterr().err
 
 
@@ -175,7 +175,7 @@ def test_a_fault_that_may_pass_has_codes_of_its_own_for_our_launcher(monkeypatch
     error = full_disk()
     error.has_lost = bool(has_lost)
     assert ending.exit_code_of(error) == expected
-    assert ending.describe(error).endswith("; this may pass: run the same command again")
+    assert ending.describe_error(error).endswith("; this may pass: run the same command again")
 
 
 def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monkeypatch):
@@ -192,11 +192,11 @@ def test_a_rank_that_lost_another_leaves_with_the_code_of_the_first_to_fail(monk
     monkeypatch.setattr(ending, "_process_group_store", lambda: store)
     monkeypatch.delenv(ending.RANK_LOGS, raising=False)
     monkeypatch.setenv("RANK", "3")
-    assert ending.cause_of(full_disk()).startswith("runs/x/metrics.jsonl cannot be written")
+    assert ending.describe_cause(full_disk()).startswith("runs/x/metrics.jsonl cannot be written")
     monkeypatch.setenv("RANK", "0")
     lost = RuntimeError("Connection closed by peer")
     assert ending.exit_code_of(lost) == 75
-    assert ending.cause_of(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
+    assert ending.describe_cause(lost).startswith("rank 3: runs/x/metrics.jsonl cannot be written")
 
 
 @pytest.mark.parametrize("batches", [(7, 7, 7), (7, 7), (7, 7, 8)])
@@ -214,7 +214,7 @@ def test_ranks_act_together_after_an_error_if_all_have_met_it(batches, monkeypat
 
 def test_a_rank_that_meets_its_own_error_in_its_checks_is_not_preempted(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError), ending.checks():
+    with pytest.raises(UserError), ending.sigterm_delayed():
         signal.raise_signal(signal.SIGTERM)
         raise UserError("a mistake")
     assert not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])

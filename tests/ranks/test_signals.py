@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, leaving_because, listen
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS, describe_reason_to_leave, handle_leaving_signals
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def test_an_ignored_hang_up_stays_ignored_and_other_signals_are_heard(handlers):
     for number in LEAVING_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    listen(lambda number, frame: heard.append(number))
+    handle_leaving_signals(lambda number, frame: heard.append(number))
     for number in LEAVING_SIGNALS:
         signal.raise_signal(number)
     assert heard == [number for number in LEAVING_SIGNALS if number != signal.SIGHUP]
 
 
 def test_a_closed_terminal_is_named():
-    assert leaving_because("SIGHUP") == "preempted by SIGHUP (its terminal has closed)"
-    assert leaving_because("SIGTERM") == "preempted by SIGTERM"
+    assert describe_reason_to_leave("SIGHUP") == "preempted by SIGHUP (its terminal has closed)"
+    assert describe_reason_to_leave("SIGTERM") == "preempted by SIGTERM"

@@ -93,7 +93,7 @@ def test_the_first_rank_of_a_node_to_fail_records_why(tmp_path, monkeypatch, fir
     """Rank 1 alone misses a mount, and its launcher then ends rank 0. The other way round, rank 0 records it."""
     monkeypatch.setenv("RANK", "1")
     failure = FirstError(first, 2, "error: no such mount")
-    monkeypatch.setattr(status.ending.siblings, "note_end", lambda code, text: failure)
+    monkeypatch.setattr(status.ending.siblings, "record_end", lambda code, text: failure)
     status.write_status(tmp_path, "preempted", 7)
     with pytest.raises(ConfigError), status.refusals_recorded(lambda: tmp_path):
         raise ConfigError("no such mount")
@@ -240,27 +240,27 @@ def become(monkeypatch, tmp_path, rank):
     for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(siblings.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(siblings, "_launch", None)
+    monkeypatch.setattr(siblings, "_launch_id", None)
 
 
 def test_a_rank_that_srun_ends_has_the_exit_code_of_the_rank_of_another_node_that_failed(tmp_path, monkeypatch):
     """75, the highest code, would requeue the job for ever. A requeued job does not take the last try's failure."""
-    monkeypatch.setattr(siblings, "failure_elsewhere", siblings.failure_elsewhere)
+    monkeypatch.setattr(siblings, "find_failure_on_other_nodes", siblings.find_failure_on_other_nodes)
     folder = tmp_path / "run"
     become(monkeypatch, tmp_path, 0)
     with pytest.raises(ConfigError), status.refusals_recorded(lambda: folder):
         raise ConfigError("no such mount")
     become(monkeypatch, tmp_path, 3)
-    assert siblings.failure_of_another() is None
-    status.hear_of_other_nodes(folder)
-    failure = siblings.failure_of_another()
+    assert siblings.find_recorded_failure() is None
+    status.watch_for_failures_on_other_nodes(folder)
+    failure = siblings.find_recorded_failure()
     assert failure == (0, 2, "error: no such mount")
     before = (folder / "launches.jsonl").read_text()
     with pytest.raises(status.ending.AnotherFailedError), status.refusals_recorded(lambda: folder):
         raise status.ending.AnotherFailedError(failure)
     assert (folder / "launches.jsonl").read_text() == before
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert siblings.failure_of_another() is None
+    assert siblings.find_recorded_failure() is None
 
 
 def test_no_launch_is_recorded_through_a_link(tmp_path):

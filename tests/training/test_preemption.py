@@ -17,7 +17,7 @@ from llmfoundry_lite.config.spans import parse_seconds
 from llmfoundry_lite.errors import EXIT_FAILURE, EXIT_PREEMPTED
 from llmfoundry_lite.ranks import ending as launching
 from llmfoundry_lite.ranks.identity import age_seconds, uptime
-from llmfoundry_lite.ranks.signals import leaving_because
+from llmfoundry_lite.ranks.signals import describe_reason_to_leave
 from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.training import preemption as preemption_module
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -147,7 +147,7 @@ def test_a_signal_to_one_rank_makes_all_of_them_save_and_leave(tmp_path, data, n
     result = launch(tmp_path, config, callbacks=callback(Signal, rank=1, batch=4, name=name))
     assert result.exit_codes == [75, 75]
     assert result.output.splitlines()[-1] == (
-        f"{leaving_because(name)} at batch 4, saved as ba4; run the same command again"
+        f"{describe_reason_to_leave(name)} at batch 4, saved as ba4; run the same command again"
     )
     assert "preempted" not in result.outputs[1]
     assert status(tmp_path)["status"] == "preempted"
@@ -301,7 +301,7 @@ def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
 )
 def test_a_stop_file_is_removed_by_a_launch_that_leaves_late(tmp_path, monkeypatch, reason, is_main, stays):
     left = []
-    monkeypatch.setattr(preemption_module, "leave", left.append)
+    monkeypatch.setattr(preemption_module, "exit_now", left.append)
     preemption = Preemption(tmp_path, 0.0, None, print, print)
     preemption._is_main = is_main
     (tmp_path / "STOP").touch()
@@ -343,8 +343,8 @@ def test_a_rank_that_torchrun_has_started_again_leaves_by_the_first_one_s_deadli
 def test_only_a_later_press_is_a_second_one(monkeypatch):
     now = iter([10.0, 10.1, 11.9, 12.1])
     monkeypatch.setattr(launching.time, "monotonic", lambda: next(now))
-    pressed_at: list[float] = []
-    assert [launching.is_second_press(pressed_at) for _ in range(4)] == [False, False, False, True]
+    ctrl_c = launching.CtrlC()
+    assert [ctrl_c.is_second_press() for _ in range(4)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -431,7 +431,7 @@ def test_times_are_read_as_people_and_slurm_write_them(text, seconds):
 )
 def test_who_leaves_late_while_saves_fail_does_not_promise_that_all_is_saved(tmp_path, monkeypatch, saved, expected):
     left, released = [], []
-    monkeypatch.setattr(preemption_module, "leave", left.append)
+    monkeypatch.setattr(preemption_module, "exit_now", left.append)
     preemption = Preemption(tmp_path, 20.0, None, print, lambda status, why: left.extend([status, why]))
     preemption.describe_failed_save = lambda: "" if saved else "s3://b/ba6: not written: the token has expired"
     preemption.describe_saves = lambda: "ba4 stands"

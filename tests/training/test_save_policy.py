@@ -108,10 +108,10 @@ def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_pree
     one, clock = asked
     told, failure = [], FirstError(3, 2, "error: a shard is damaged")
     one.on_request = one.on_leave = lambda *words: told.append(words)
-    monkeypatch.setattr(preemption, "known_failure", lambda: failure)
+    monkeypatch.setattr(preemption, "find_failure_of_other_rank", lambda: failure)
     one._handle_signal(signal.SIGTERM)
     assert (one.failure, told, one.leave_by) == (failure, [], clock.now + 20)
-    monkeypatch.setattr(preemption, "leave", told.append)
+    monkeypatch.setattr(preemption, "exit_now", told.append)
     clock.now += 20
     one._leave_if_late(clock.now)
     assert told == [("failed", "rank 3: a shard is damaged"), 2]

@@ -16,7 +16,7 @@ from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES
 from llmfoundry_lite.checkpoint.save import Saved
 from llmfoundry_lite.config.spans import Time, parse_limit
 from llmfoundry_lite.errors import CheckpointError
-from llmfoundry_lite.ranks.ending import describe
+from llmfoundry_lite.ranks.ending import describe_error
 from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.failed_saves import FailedSaves
@@ -106,7 +106,7 @@ def test_a_last_save_that_this_machine_refuses_fails_the_run_and_is_no_mistake(m
     caught.value.has_lost = run.parts.would_lose(run.state)
     assert caught.value.exit_code == 1
     told = "; give this user the right to write there; this may pass: run the same command again"
-    assert describe(caught.value).endswith(told)
+    assert describe_error(caught.value).endswith(told)
 
 
 def test_a_launch_that_waits_for_a_save_says_for_which_and_for_how_long(monkeypatch):
@@ -170,7 +170,7 @@ def test_a_last_save_whose_credentials_stay_refused_fails_the_run_and_is_no_mist
         run.finish()
     caught.value.has_lost = run.parts.would_lose(run.state)
     assert caught.value.exit_code == 1
-    assert describe(caught.value).endswith("; renew the credentials, then run the same command again")
+    assert describe_error(caught.value).endswith("; renew the credentials, then run the same command again")
 
 
 def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is_the_last(monkeypatch):

@@ -29,7 +29,7 @@ from llmfoundry_islands.coordination.messages import (
 )
 from llmfoundry_islands.coordination.strangers import Remarks, Strangers, describe_refusal
 from llmfoundry_lite.errors import ConfigError, printable
-from llmfoundry_lite.ranks.signals import listened_to
+from llmfoundry_lite.ranks.signals import handled_leaving_signals
 
 MAX_STRANGERS = 1024
 """Simultaneous handshakes. All ranks of an island come at once."""
@@ -86,7 +86,7 @@ class Server:
         server = await asyncio.start_server(self.attend, *address)
         where = format_address(server.sockets[0].getsockname()[:2])
         log(f"coordinating at {where}, beginning with {self.coordinator.num_founders} islands")
-        for number in listened_to() if self.handles_signals else ():
+        for number in handled_leaving_signals() if self.handles_signals else ():
             asyncio.get_running_loop().add_signal_handler(number, self.stopped.set)
         while not self.stopped.is_set():
             if self.until_alone and not self.attended and time.monotonic() - self.alone_since > ALONE_SECONDS:
