@@ -21,6 +21,11 @@ Extra = dict[str, Any]
 """Fields that a later release has added, as JSON. They are written again."""
 
 
+Cut = int | tuple[int, ...]
+"""How a dimension is cut into chunks. A number is the length of a chunk; the last may be shorter. 0 means that the
+dimension is not cut. A tuple lists the places of the cuts."""
+
+
 class Box(NamedTuple):
     """A rectangular part of a tensor."""
 
@@ -56,9 +61,8 @@ class Grid:
     Files are named by their number in the manifest. A chunk's index is its place along each dimension of `chunks`.
     """
 
-    chunks: tuple[int | tuple[int, ...], ...]
-    """How each of the first dimensions is cut. A number is the length of a chunk; the last may be shorter. 0 means not
-    cut. A tuple lists the places of the cuts. Further dimensions are not cut."""
+    chunks: tuple[Cut, ...]
+    """How each of the first dimensions is cut. Further dimensions are not cut."""
     files: tuple[int, ...]
     """With `strides`, the file of the first chunk. Without, the file of every chunk, row-major."""
     strides: tuple[int, ...] | None = None
@@ -67,7 +71,7 @@ class Grid:
 
     def counts(self, shape: Sequence[int]) -> list[int]:
         """Return the number of chunks along each dimension of `chunks`, for a tensor of this shape."""
-        return [_num_chunks(chunk, length) for chunk, length in zip(self.chunks, shape, strict=False)]
+        return [_num_chunks(cut, length) for cut, length in zip(self.chunks, shape, strict=False)]
 
     def num_chunks(self, shape: Sequence[int]) -> int:
         """Return the number of chunks of a tensor of this shape. A tensor without elements has none."""
@@ -83,19 +87,20 @@ class Grid:
         if not math.prod(lengths):
             return
         counts = self.counts(shape)
-        index_ranges = [
-            _chunks_between(chunk, begin, begin + length)
-            for chunk, begin, length in zip(self.chunks, offset, lengths, strict=False)
+        # The chunks overlap that do so in every dimension.
+        ranges_of_chunks = [
+            _chunks_between(cut, begin, begin + length)
+            for cut, begin, length in zip(self.chunks, offset, lengths, strict=False)
         ]
-        for index in itertools.product(*index_ranges):
+        for index in itertools.product(*ranges_of_chunks):
             yield self._file(index, counts), self.box(shape, index)
 
     def box(self, shape: Sequence[int], index: Sequence[int]) -> Box:
         """Return the box of the chunk with this index, for a tensor of this shape."""
         offset = []
         lengths = []
-        for chunk, dim_length, i in zip(self.chunks, shape, index, strict=False):
-            begin, end = _chunk_bounds(chunk, dim_length, i)
+        for cut, dim_length, i in zip(self.chunks, shape, index, strict=False):
+            begin, end = _chunk_bounds(cut, dim_length, i)
             offset.append(begin)
             lengths.append(end - begin)
         uncut_lengths = shape[len(self.chunks) :]
@@ -103,12 +108,11 @@ class Grid:
 
     def has(self, shape: Sequence[int], file: int, box: Box) -> bool:
         """Return whether this box is a chunk of a tensor of this shape, and this file holds it."""
-        is_inside = len(box.offset) == len(shape)
-        is_inside = is_inside and all(0 <= begin < length for begin, length in zip(box.offset, shape, strict=True))
-        if not is_inside:
+        if len(box.offset) != len(shape):
             return False
-        one_element = [1] * len(shape)
-        return next(self.overlapping(shape, box.offset, one_element)) == (file, box)
+        is_inside = all(0 <= begin < length for begin, length in zip(box.offset, shape, strict=True))
+        # If the box is a chunk, then it is the one chunk that overlaps the box's first element.
+        return is_inside and next(self.overlapping(shape, box.offset, [1] * len(shape))) == (file, box)
 
     def indices_by_file(self, shape: Sequence[int]) -> dict[int, list[tuple[int, ...]]]:
         """Return the indices of each file's chunks, for a tensor of this shape."""
@@ -125,9 +129,9 @@ class Grid:
 
         A manifest may come from anybody, so nothing about it is taken for granted.
         """
-        for chunk in self.chunks:
-            cuts = (chunk,) if isinstance(chunk, int) else (0, *chunk)
-            if min(cuts) < 0 or any(second <= first for first, second in itertools.pairwise(cuts)):
+        for cut in self.chunks:
+            places = (cut,) if isinstance(cut, int) else (0, *cut)
+            if min(places) < 0 or any(second <= first for first, second in itertools.pairwise(places)):
                 return f"chunks {self.chunks}"
         if not self.files or not 0 <= min(self.files) <= max(self.files) < num_files:
             return f"file number {max(self.files, default=0)}, which is not there"
@@ -135,8 +139,8 @@ class Grid:
             return f"strides {self.strides} for chunks {self.chunks}"
         if len(self.chunks) > len(shape):
             return f"chunks {self.chunks} for shape {tuple(shape)}"
-        for chunk, length in zip(self.chunks, shape, strict=False):
-            if not isinstance(chunk, int) and chunk and chunk[-1] >= length:
+        for cut, length in zip(self.chunks, shape, strict=False):
+            if not isinstance(cut, int) and cut and cut[-1] >= length:
                 return f"chunks {self.chunks} reach out of {tuple(shape)}"
 
         num_chunks = self.num_chunks(shape)
@@ -147,7 +151,8 @@ class Grid:
         return self._problem_of_strides(self.strides, shape, num_files)
 
     def _problem_of_strides(self, strides: Sequence[int], shape: Sequence[int], num_files: int) -> str | None:
-        """Return the problem if a chunk's file number, which `strides` give, is not below `num_files`; else None."""
+        """Return the problem if `strides` give a chunk a file number that is negative or not below `num_files`; else
+        None. The lowest and the highest number belong to chunks at the corners of the grid."""
         if not self.num_chunks(shape):
             return None
         lowest = highest = self.files[0]
@@ -162,7 +167,8 @@ class Grid:
         return None
 
     def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
-        """Return the file of the chunk with this index. `counts` are those of the tensor's shape."""
+        """Return the file of the chunk with this index, by the strides or from the row-major list of files. `counts`
+        are the numbers of chunks along each dimension."""
         if self.strides is not None:
             return self.files[0] + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
         position = 0
@@ -171,28 +177,31 @@ class Grid:
         return self.files[position]
 
 
-def _num_chunks(chunk: int | tuple[int, ...], dim_length: int) -> int:
-    """Return how many chunks a dimension has. `chunk` is its entry in `Grid.chunks`."""
-    if not isinstance(chunk, int):
-        return len(chunk) + 1
-    return -(-dim_length // chunk) if chunk else 1
+def _num_chunks(cut: Cut, dim_length: int) -> int:
+    """Return how many chunks a dimension has. `cut` is the length of its chunks (0: it is not cut), or the places where
+    it is cut."""
+    if not isinstance(cut, int):
+        return len(cut) + 1
+    return -(-dim_length // cut) if cut else 1
 
 
-def _chunk_bounds(chunk: int | tuple[int, ...], dim_length: int, i: int) -> tuple[int, int]:
-    """Return where chunk `i` of a dimension begins and ends. `chunk` is the dimension's entry in `Grid.chunks`."""
-    if not isinstance(chunk, int):
-        begin = chunk[i - 1] if i else 0
-        end = chunk[i] if i < len(chunk) else dim_length
+def _chunk_bounds(cut: Cut, dim_length: int, i: int) -> tuple[int, int]:
+    """Return where chunk `i` of a dimension begins and ends. `cut` is the length of its chunks (0: it is not cut), or
+    the places where it is cut."""
+    if not isinstance(cut, int):
+        begin = cut[i - 1] if i else 0
+        end = cut[i] if i < len(cut) else dim_length
         return begin, end
-    if not chunk:
+    if not cut:
         return 0, dim_length
-    return i * chunk, min((i + 1) * chunk, dim_length)
+    return i * cut, min((i + 1) * cut, dim_length)
 
 
-def _chunks_between(chunk: int | tuple[int, ...], begin: int, end: int) -> range:
-    """Return the chunks of a dimension that overlap [begin, end). `chunk` is its entry in `Grid.chunks`."""
-    if not isinstance(chunk, int):
-        return range(bisect_right(chunk, begin), bisect_left(chunk, end) + 1)
-    if not chunk:
+def _chunks_between(cut: Cut, begin: int, end: int) -> range:
+    """Return the indices of a dimension's chunks that overlap [begin, end), which must not be empty. `cut` is the
+    length of its chunks (0: it is not cut), or the places where it is cut."""
+    if not isinstance(cut, int):
+        return range(bisect_right(cut, begin), bisect_left(cut, end) + 1)
+    if not cut:
         return range(1)
-    return range(begin // chunk, (end - 1) // chunk + 1)
+    return range(begin // cut, (end - 1) // cut + 1)

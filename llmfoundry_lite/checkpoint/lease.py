@@ -94,6 +94,7 @@ class Leases:
     """The claims in a run's folder. The launch with the highest number may write."""
 
     def __init__(self, root: Folder):
+        """Use the claims in a run's folder `root`, without reading them."""
         self.url = root.url
         self.folder = root.child(FOLDER)
         self._seen_epoch: int | None = None
@@ -301,6 +302,7 @@ class Renewals:
     """
 
     def __init__(self, leases: Leases, lease: Lease):
+        """Start to renew a lease in a background thread."""
         self._leases = leases
         self._lease = lease
         self._is_over = threading.Event()

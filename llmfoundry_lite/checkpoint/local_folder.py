@@ -37,6 +37,7 @@ class LocalFolder:
     max_open_files = 4
 
     def __init__(self, path: Path):
+        """Use the folder at a path, which need not exist."""
         self.path = path
         self.path_here: Path | None = path
         self.url = str(path)
@@ -143,6 +144,7 @@ class LocalSink:
     any_order = True
 
     def __init__(self, path: Path):
+        """Create or empty a file, and open it twice if the disk takes direct writes. Raises OSError."""
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         self._direct_descriptor: int | None = None
@@ -190,6 +192,7 @@ class LocalSource:
     """A file open for reading, from any thread. If its descriptor becomes stale, the file is opened again."""
 
     def __init__(self, path: Path, bypass_cache: bool = False):
+        """Open a regular file, and drop what the page cache has of it with `bypass_cache`. Raises OSError."""
         self.path = path
         self._descriptor = _retry(lambda: open_regular(path))
         self.num_bytes = os.fstat(self._descriptor).st_size
@@ -202,6 +205,7 @@ class LocalSource:
         attempts = itertools.count()
 
         def read() -> None:
+            """Read once. Called again after an error that passes in a moment."""
             # A stale descriptor stays stale, and other threads read with it. So each further attempt opens its own.
             is_first_attempt = next(attempts) == 0
             descriptor = self._descriptor if is_first_attempt else open_regular(self.path)

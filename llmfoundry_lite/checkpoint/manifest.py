@@ -283,18 +283,8 @@ class Head(NamedTuple):
     num_bytes: int
 
 
-HEAD_TYPES = {
-    "save_id": str,
-    "lease_epoch": int,
-    "batch": int,
-    "num_tokens": int,
-    "written_at": str | None,
-    "num_bytes": int,
-}
-
-
 def read_head(raw: bytes) -> Head | None:
-    """Read a manifest's head from its first HEAD_BYTES, without a checksum.
+    """Read a manifest's head from its first HEAD_BYTES, without a checksum. Each key of the JSON begins a line.
 
     Returns None if the whole manifest must be decoded to know more: if its JSON is formatted in another way, if a newer
     release has written it, or if a byte has changed. A changed byte is noticed because epoch and batch are there twice:
@@ -320,7 +310,7 @@ def read_head(raw: bytes) -> Head | None:
 
     if not is_known_format:
         return None
-    if not all(fits(getattr(head, name), kind) for name, kind in HEAD_TYPES.items()):
+    if not all(fits(getattr(head, name), kind) for name, kind in Head.__annotations__.items()):
         return None
     expected_save_id = rf"e{head.lease_epoch}-ba{head.batch}-[0-9a-f]+"
     return head if re.fullmatch(expected_save_id, head.save_id) else None
@@ -377,8 +367,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _encode_layouts(manifest: Manifest) -> tuple[list[Any], dict[int, int]]:
-    """Return the distinct layouts of a manifest's tensors as JSON, and for the id of each grid the number of its
-    layout."""
+    """Return the distinct layouts of a manifest's tensors as JSON, and for the id of each tensor's grid the number of
+    its layout. Grids of equal content share a layout."""
     number_of_layout: dict[bytes, int] = {}
     number_of_grid: dict[int, int] = {}
     for tensor in manifest.tensors.values():
@@ -525,9 +515,8 @@ def _decode_files(files: Item) -> tuple[tuple[FileRecord, ...], Extra]:
 
     algorithm = files.get("algorithm").string()
     block_bytes = files.get("block_bytes").integer()
-    records = []
-    for name, size, header_size, digest in zip(names, sizes, header_sizes, digests, strict=True):
-        record = FileRecord(
+    records = tuple(
+        FileRecord(
             name=name,
             num_bytes=size,
             algorithm=algorithm,
@@ -535,9 +524,9 @@ def _decode_files(files: Item) -> tuple[tuple[FileRecord, ...], Extra]:
             header_bytes=header_size,
             digest=digest,
         )
-        records.append(record)
-    extra = files.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
-    return tuple(records), extra
+        for name, size, header_size, digest in zip(names, sizes, header_sizes, digests, strict=True)
+    )
+    return records, files.besides("names", "num_bytes", "header_bytes", "algorithm", "block_bytes", "digests")
 
 
 def _decode_tensors(item: Item) -> dict[str, TensorRecord]:
@@ -555,7 +544,8 @@ def _decode_tensors(item: Item) -> dict[str, TensorRecord]:
 
 
 def _decode_layout(item: Item) -> Grid:
-    """Return a grid from its JSON. Raises DamagedCheckpointError."""
+    """Return a grid from its JSON, such as `{"chunks": [13], "files": [0], "strides": [1]}`. Raises
+    DamagedCheckpointError."""
     chunks = []
     for chunk in item.get("chunks").items():
         chunks.append(chunk.integers() if isinstance(chunk.value, list) else chunk.integer())

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Box, Chunk, Grid
+from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Box, Chunk, Cut, Grid
 from llmfoundry_lite.checkpoint.manifest import TensorRecord
 from llmfoundry_lite.checkpoint.shards import file_order
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_tensor
@@ -29,8 +29,6 @@ from llmfoundry_lite.ranks import exchange
 NO_ORDERS: Mapping[str, RowRanges] = {}
 """No reordering: ranks hold the rows of every tensor in the tensor's own order."""
 
-Cut = int | tuple[int, ...]
-"""How a dimension is cut, as in `Grid.chunks`: 0, the length of a chunk, or the places of the cuts."""
 Ranks = NDArray[np.int64]
 """Rank numbers, or figures for each rank."""
 
@@ -272,8 +270,9 @@ def divide_over_mesh(
 ) -> Sharding:
     """Return the chunks into which a mesh of ranks divides a tensor.
 
-    `ranks` are the rank numbers in the shape of the mesh, and `placements` has one of `_describe_placement` for each
-    dimension of the mesh. Ranks whose part is empty hold no chunk.
+    `ranks` are the rank numbers, in the shape of the mesh. `placements` has an entry for each dimension of the mesh: []
+    if the tensor is replicated along it, [dim] if it cuts dimension `dim` of the tensor, or [dim, factor] for a strided
+    shard (`mesh_dims_that_cut`). Ranks whose part is empty hold no chunk.
     """
     if not math.prod(shape):
         return Sharding((), ranks.ravel(), np.array(0, np.int64))
@@ -284,10 +283,12 @@ def divide_over_mesh(
     begins, ends = (
         np.array([np.broadcast_to(bound, ranks.shape) for bound in side]).reshape(-1, *ranks.shape) for side in bounds
     )
-    is_held = (ends > begins).all(axis=0)
+    is_held = (ends > begins).all(axis=0)  # by this rank, a part that is not empty
+
+    # Number the chunks row-major, and note which number each rank holds.
 
     cuts: list[Cut] = []
-    chunk_numbers = np.zeros(is_held.sum(), np.int64)  # of the chunk of each rank that holds one, row-major
+    chunk_numbers = np.zeros(is_held.sum(), np.int64)
     num_bytes = np.array(math.prod(shape[num_cut_dims:]) * item_bytes, np.int64)
     for dim in range(num_cut_dims):
         places, first_seen, chunk_along_dim = np.unique(begins[dim][is_held], return_index=True, return_inverse=True)
@@ -329,9 +330,9 @@ def reorder_rows(sharding: Sharding, row_order: RowRanges, num_rows: int) -> Sha
 def mesh_dims_that_cut(mesh_shape: Sequence[int], placements: Sequence[Sequence[int]], dim: int) -> list[int]:
     """Return the mesh dimensions that cut dimension `dim` of a tensor, in the order in which they cut.
 
-    That is from left to right, except that a strided one cuts after those to its right that together cut as many ways
-    as its factor says. FSDP2 over tensor parallelism makes such placements. Raises CheckpointError if no mesh
-    dimensions to its right cut just that many ways.
+    `placements` are those of `divide_over_mesh`. The order is from left to right, except that a strided one cuts after
+    those to its right that together cut as many ways as its factor says. FSDP2 over tensor parallelism makes such
+    placements. Raises CheckpointError if no mesh dimensions to its right cut just that many ways.
     """
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):

@@ -35,6 +35,7 @@ class RenewingFilesystem:
     """
 
     def __init__(self, filesystem: Any, url: str = ""):
+        """Wrap an fsspec file system. `url` names the folder in messages."""
         self.url = url
         """URL of the folder that was opened."""
         self._filesystem = filesystem
@@ -51,6 +52,7 @@ class RenewingFilesystem:
             return attribute
 
         def call(*arguments: Any, **options: Any) -> Any:
+            """Call the method, and once more after a renewal if the credentials have expired."""
             try:
                 with self._noting_a_wait():
                     return attribute(*arguments, **options)
@@ -102,6 +104,7 @@ class RemoteFolder:
     max_open_files = 16
 
     def __init__(self, filesystem: RenewingFilesystem, path: str, url: str):
+        """Use the folder at a path of an fsspec file system. It need not exist."""
         self.filesystem = filesystem
         self.path = path.rstrip("/")
         self.url = url
@@ -291,6 +294,7 @@ class RemoteSink:
     any_order = False
 
     def __init__(self, filesystem: RenewingFilesystem, path: str, part_bytes: int):
+        """Begin an upload to a path, in parts of `part_bytes`. Raises OSError."""
         self.path = path
         self.filesystem = filesystem
         with as_os_errors():
@@ -324,6 +328,7 @@ class RemoteSource:
     """An object that is read by ranges of bytes."""
 
     def __init__(self, filesystem: RenewingFilesystem, path: str):
+        """Look up the size of the object at a path. Raises FileNotFoundError and OSError."""
         self.filesystem = filesystem
         self.path = path
         self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])

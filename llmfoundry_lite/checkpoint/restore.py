@@ -465,7 +465,7 @@ def enclosing_range(shape: Sequence[int], offset: Sequence[int], lengths: Sequen
     >>> enclosing_range((4, 10), (1, 2), (2, 3))  # rows 1 and 2, columns 2 to 4: items 12 to 24
     (12, 13)
     """
-    first = 0
+    first = 0  # row-major index of the box's first item
     last = 0
     for size, begin, length in zip(shape, offset, lengths, strict=True):
         first = first * size + begin

@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field, fields, replace
@@ -157,6 +157,8 @@ class Saver:
         after_publish: Callable[[Lease], None] = lambda lease: None,
         note_wait: Callable[[str, float], None] = lambda name, seconds: None,
     ):
+        """Prepare to save to a run's store, without reading or writing there. `parent_save_id` is the save that the run
+        was restored from."""
         self.store = store
         self.after_publish = after_publish
         self.note_wait = note_wait
@@ -411,7 +413,8 @@ class Saver:
         return WrittenFile(record, optimizer_digest, state_sum)
 
     def _check_and_sum(self, plan: SavePlan) -> tuple[list[str], int]:
-        """Return the keys of staged chunks that have a value which is not finite, and this rank's state sum.
+        """Return the keys of staged chunks that have a value which is not finite, and this rank's part of the state
+        digest: a sum over its chunks.
 
         Both are computed in one pass, part by part, so that each part enters the processor's cache only once.
         """
@@ -420,6 +423,7 @@ class Saver:
         for key, chunk in plan.chunks_to_write.items():
 
             def check(part: torch.Tensor, key: str = key) -> None:
+                """Note the chunk's key if this part of it has a value that is not finite."""
                 if key not in non_finite_keys and not _is_finite(part):
                     non_finite_keys.append(key)
 
@@ -447,14 +451,7 @@ class Saver:
         packed_reports = exchange.all_gather_bytes(REPORT.pack(*own_report))
         reports = [RankReport(*REPORT.unpack(packed)) for packed in packed_reports]
 
-        for rank, table in enumerate(plan.table_of_rank):
-            first_rank = plan.first_ranks[table]
-            if reports[rank].optimizer_digest != reports[first_rank].optimizer_digest:
-                raise CheckpointError(
-                    f"not saved: rank {rank} has other optimizer groups or steps than rank {first_rank}; ranks have "
-                    "drifted apart"
-                )
-
+        _check_same_optimizers(reports, plan)
         _, name_prefix = self.store.commits.draft(in_flight.save_id)
         files = []
         for rank, report in enumerate(reports):
@@ -500,6 +497,18 @@ class Saver:
         self.store.publish(replace(manifest, log=log_parts), self.lease)
         self.log_parts = log_parts
         self.after_publish(self.lease)
+
+
+def _check_same_optimizers(reports: Sequence[RankReport], plan: SavePlan) -> None:
+    """Raise CheckpointError if ranks that hold the same parameters have different optimizer groups or steps. `reports`
+    has the report of each rank."""
+    for rank, table in enumerate(plan.table_of_rank):
+        first_rank = plan.first_ranks[table]
+        if reports[rank].optimizer_digest != reports[first_rank].optimizer_digest:
+            raise CheckpointError(
+                f"not saved: rank {rank} has other optimizer groups or steps than rank {first_rank}; ranks have "
+                "drifted apart"
+            )
 
 
 def _join_optimizers_of_ranks(rank_state: state.State, plan: SavePlan) -> tuple[dict[str, Any] | None, dict[str, str]]:

@@ -169,6 +169,8 @@ class Shard:
     """A shard file that is open for reading, and whose header and hashes have been verified."""
 
     def __init__(self, folder: Folder, file: FileRecord, source: Source):
+        """Read and verify the header and the hashes of a file that is open as `source`. `file` is its record in the
+        manifest. Raises UnsoundCheckpointError."""
         self.folder = folder
         self.file = file
         self.source = source
@@ -245,6 +247,7 @@ class Shard:
         ends = [request.end for request in requests]
 
         def read(blocks: BlockRange) -> None:
+            """Read a range of blocks for the requests that overlap it."""
             first_byte, end = blocks
             overlapping = requests[bisect_right(ends, first_byte) : bisect_left(begins, end)]
             self._read_blocks(blocks, overlapping)
@@ -284,6 +287,7 @@ class Shard:
         starts = [*accumulate((len(buffer) for buffer in buffers), initial=first_byte)]
 
         def read(source: Source) -> None:
+            """Fill the buffers, and compare the hash of each block."""
             source.read_into(first_byte, buffers)
             for begin in range(first_byte, range_end, self.file.block_bytes):
                 end = min(begin + self.file.block_bytes, range_end)
@@ -335,6 +339,7 @@ def read_file(
     """
 
     def read_once(bypass_cache: bool) -> T:
+        """Call `read` with the opened file, or with the file opened anew to bypass the cache."""
         source = opened
         if bypass_cache or source is None:
             source = _open_once(folder, file, bypass_cache)

@@ -161,6 +161,8 @@ class CheckpointStore:
     """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
+        """Open a store at a path or URL, without reading or writing there. Raises CheckpointError for a URL that cannot
+        be opened."""
         self.root = open_folder(url)
         self.leases = Leases(self.root)
         self.commits = commits_in(self.root, lambda phase: self.on_phase(phase))
@@ -266,6 +268,8 @@ class CheckpointStore:
         raw = encode(manifest)
 
         def check_at_last_moment() -> None:
+            """Raise CheckpointError if another launch has taken over, or has saved this batch, since the draft
+            began."""
             self.check(lease)
             self._check_not_newer(folder, manifest)
             self.on_phase("before rename")
