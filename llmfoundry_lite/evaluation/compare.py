@@ -150,13 +150,19 @@ def _main_metric(task: str, first: Results, other: Results) -> str:
 
 
 def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
-    """Return the metrics of a task that both results have, without its main metric and without incomparable ones."""
-    main = _main_metric(task, first, other)
+    """Return the metrics by which a task can be compared besides its main metric.
+
+    Both results must have the metric. `acc_per_token` is left out for models with different tokenizers, because it
+    divides by a number of tokens. A log of another tool lists its metrics; our records have a fixed set.
+    """
+    first_record = first.tasks[task]
+    other_record = other.tasks[task]
+    main_metric = _main_metric(task, first, other)
     metrics: list[str] = []
-    for metric in first.tasks[task].get("metrics", ACCURACIES):
-        both_have_it = metric in first.tasks[task] and metric in other.tasks[task]
-        is_comparable = metric != "acc_per_token" or not has_other_tokenizer(first, other)
-        if metric != main and both_have_it and is_comparable:
+    for metric in first_record.get("metrics", ACCURACIES):
+        both_have_it = metric in first_record and metric in other_record
+        depends_on_tokenizer = metric == "acc_per_token" and has_other_tokenizer(first, other)
+        if metric != main_metric and both_have_it and not depends_on_tokenizer:
             metrics.append(metric)
     return metrics
 

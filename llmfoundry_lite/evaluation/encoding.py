@@ -111,7 +111,7 @@ class Encoding:
         return Request(tuple(context_ids[-room:]), tuple(answer_ids), num_characters, num_trimmed)
 
 
-def count_answer_tokens(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> int:
+def limit_answer_tokens(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> int:
     """Return the number of tokens that a generated answer may have, counted as in LLM Foundry.
 
     That is the length of the longest solution in the file, with its reasoning, plus the tokens that the tokenizer puts

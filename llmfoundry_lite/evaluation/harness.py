@@ -327,7 +327,8 @@ def generate_answers(
 def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> str | None:
     """Return the text that the model generates after a prompt, or None if its logits are NaN or infinite.
 
-    The answer ends before a stop token, before one of the prompt's stop texts, or after `max_new_tokens` tokens.
+    If the logits of another rank are, this rank may return None before its answer is complete. The answer ends before a
+    stop token, before one of the prompt's stop texts, or after `max_new_tokens` tokens.
 
     Collective: the ranks of a sharded model must compute the same number of tokens. So a rank that has its answer keeps
     generating, and ignores the tokens, until every rank has its answer or one has failed.

@@ -185,7 +185,11 @@ def locate_model(
 
 
 def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
-    """Return the model in a checkpoint, or in the newest intact checkpoint of a run. Raises DataError."""
+    """Return the model of a checkpoint, or of the newest intact checkpoint of a run, with its tokenizer.
+
+    `tokenizer_name` names a tokenizer to use in place of the one that the run recorded. Lines about newer checkpoints
+    that are damaged become notes of the model. Raises DataError if there is no checkpoint or no tokenizer.
+    """
     checkpoint, notes = find_checkpoint(source)
     if checkpoint is None:
         raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")

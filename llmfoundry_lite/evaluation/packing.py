@@ -197,10 +197,14 @@ def _shared_length(groups: Sequence[Sequence[Request]]) -> int:
 
 
 def _fill_rows(groups: list[list[NumberedRequest]], shared_length: int, max_tokens: int) -> list[Row]:
-    """Pack several groups into one row, which saves padding and computes their shared prefix once.
+    """Put the groups into rows, several to a row where they fit, and return the rows.
 
-    This is best-fit decreasing bin packing: the longest remaining group opens a row, then the longest groups that still
-    fit fill it.
+    Sharing a row saves padding, and the prefix that all groups begin with is computed once. This is best-fit decreasing
+    bin packing: the longest remaining group opens a row, then the longest groups that still fit are added to it.
+
+    groups: the requests of each item.
+    shared_length: tokens that all requests begin with.
+    max_tokens: tokens of the longest row, unless one group alone is longer.
     """
     capacity = min(_useful_length(shared_length), max_tokens - shared_length)
     sizes = [len(_build_row(group)) - shared_length for group in groups]

@@ -125,7 +125,10 @@ class MetricComparison:
         return f"{number:{sign}.{digits}f}"
 
     def cells(self) -> list[str]:
-        """Return the cells of this metric's row in the comparison's table."""
+        """Return the cells of this metric's row in the comparison's table, in the order of its columns.
+
+        The difference is written with its sign and its interval, such as "+0.150 [+0.103, +0.197]".
+        """
         difference = self._format(self.difference, "+")
         if self.low is not None and self.high is not None:
             difference += f" [{self._format(self.low, '+')}, {self._format(self.high, '+')}]"

@@ -125,16 +125,16 @@ class ResultFiles:
         self.redo = redo
         rank, _ = rank_and_size(None)
         self.is_main = rank == 0
-        self.known = Results(model="", suite="", source="")
+        self.stored_results = Results(model="", suite="", source="")
         """What the files hold; without tasks where there are no files, and on other ranks than 0."""
-        self.lines: dict[str, list[str]] = {}
+        self.stored_item_lines: dict[str, list[str]] = {}
         """Task -> its lines in the file of items."""
-        self.own_lines: dict[str, list[str]] = {}
+        self.new_item_lines: dict[str, list[str]] = {}
         """The same for tasks in this launch's results, which are written again if the files are removed meanwhile."""
 
         if self.is_main:
             self._check_writable()
-        self._read()
+        self._read_files()
 
     def _check_writable(self) -> None:
         """Raise DataError now, and not after the first task, for a folder that cannot be written."""
@@ -142,20 +142,22 @@ class ResultFiles:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             raise DataError(f"results_folder: {existing} is no folder that can be written to")
 
-    def _read(self) -> None:
+    def _read_files(self) -> None:
         """Read the files again, because other launches may write them, too.
 
-        Sets `known` and `lines`. Raises DataError for a file that is no result, unless `redo` allows it to be replaced.
+        Sets `stored_results` and `stored_item_lines`, on rank 0 only; on other ranks both stay empty. Raises DataError
+        for a file that is no result. With `redo` such a file may be replaced, so it counts as absent.
         """
-        self.known = Results(model="", suite="", source="")
-        self.lines = {}
+        self.stored_results = Results(model="", suite="", source="")
+        self.stored_item_lines = {}
         if not self.is_main:
             return
         try:
             if self.path.exists():
-                known = read_results(self.path)
-                self.lines = read_lines_by_task(self.items_path) if self.items_path.exists() else {}
-                self.known = known
+                results = read_results(self.path)
+                item_lines = read_lines_by_task(self.items_path) if self.items_path.exists() else {}
+                self.stored_results = results
+                self.stored_item_lines = item_lines
         except (DataError, OSError) as error:
             if not self.redo:
                 raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
@@ -169,7 +171,7 @@ class ResultFiles:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
         # A task that was cut by a limit was only a trial, and may be replaced.
-        finished = [name for name, record in self.known.tasks.items() if limit_of_trial(record) is None]
+        finished = [name for name, record in self.stored_results.tasks.items() if limit_of_trial(record) is None]
         other_model = self._other_model(results)
         if finished and other_model:
             noun, pronoun = ("task", "it") if len(finished) == 1 else ("tasks", "them")
@@ -179,7 +181,7 @@ class ResultFiles:
         for task in tasks:
             if task.name not in finished or not self._is_whole(task.name):
                 continue
-            changes = describe_differences(self.known.tasks[task.name], task)
+            changes = describe_differences(self.stored_results.tasks[task.name], task)
             if changes:
                 raise DataError(f"{self.path} holds {task.name} with {', and '.join(changes)}; {remedy.format('it')}")
 
@@ -190,20 +192,20 @@ class ResultFiles:
         """
         identity = "save_id" if results.save_id else "source"
         for key in (identity, "tokenizer", "precision"):
-            stored = getattr(self.known, key)
+            stored = getattr(self.stored_results, key)
             now = getattr(results, key)
             if stored == now:
                 continue
-            has_other_source = self.known.source != results.source
+            has_other_source = self.stored_results.source != results.source
             if key == identity and has_other_source:
-                return f"{self.known.source}, and {results.source} is to be evaluated"
+                return f"{self.stored_results.source}, and {results.source} is to be evaluated"
             noun = "save" if key == "save_id" else key
-            return f"{self.known.source} with {noun} {stored}, not {now} as now"
+            return f"{self.stored_results.source} with {noun} {stored}, not {now} as now"
         return ""
 
     def _is_whole(self, name: str) -> bool:
         """Return whether the file of items has every item of a task that the result file lists."""
-        return len(self.lines.get(name, [])) == self.known.tasks[name]["n"]
+        return len(self.stored_item_lines.get(name, [])) == self.stored_results.tasks[name]["n"]
 
     def finished_record(self, task: PreparedTask, results: Results) -> Record | None:
         """Return the record of this task if an earlier launch has finished it for the same model; otherwise None."""
@@ -212,12 +214,12 @@ class ResultFiles:
         record = self.records_of_same_model(results).get(task.name)
         if record is None or not self._is_whole(task.name) or describe_differences(record, task):
             return None
-        self.own_lines[task.name] = self.lines[task.name]
+        self.new_item_lines[task.name] = self.stored_item_lines[task.name]
         return record
 
     def records_of_same_model(self, results: Results) -> dict[str, Record]:
         """Return the records in the files, by task, or none if they are of another model than `results`."""
-        return {} if self._other_model(results) else self.known.tasks
+        return {} if self._other_model(results) else self.stored_results.tasks
 
     def add(self, results: Results, task: Outline | PreparedTask, items: Sequence[Record]) -> None:
         """Add a task that has finished, and write both files. Ranks other than 0 do nothing.
@@ -232,9 +234,9 @@ class ResultFiles:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_folder(self.path.parent):
-                self._read()  # other launches may have finished other tasks meanwhile
+                self._read_files()  # other launches may have finished other tasks meanwhile
                 self.refuse_to_replace(results, [task])
-                self.own_lines[task.name] = [json.dumps(item) for item in items]
+                self.new_item_lines[task.name] = [json.dumps(item) for item in items]
                 self._write(results)
         except OSError as error:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
@@ -244,7 +246,7 @@ class ResultFiles:
         tasks = dict(results.tasks)
         for name, record in self.records_of_same_model(results).items():
             tasks.setdefault(name, record)
-        lines = {**self.lines, **self.own_lines}
+        lines = {**self.stored_item_lines, **self.new_item_lines}
         text = "".join(f"{line}\n" for name in tasks for line in lines.get(name, []))
         # Items first: a task counts as finished when the JSON has it.
         write_atomically(self.items_path, text)

@@ -116,7 +116,12 @@ def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]
 
 
 def find_result(path: Path) -> Path | None:
-    """Return the result at `path`, or the only one in an output folder; None for logs, several results or none."""
+    """Return the path of the result of ours that `path` stands for: a result file, or a folder with only one in it.
+
+    A result is a JSON file with a file of items beside it. Folders are searched three levels deep. Returns None if
+    there is no result, if there are several, or if the folder has logs of other tools: samples_*.jsonl of
+    lm-evaluation-harness, or *.eval of Inspect.
+    """
     if not path.is_dir():
         return path if items_path_of(path).exists() else None
 
@@ -125,8 +130,9 @@ def find_result(path: Path) -> Path | None:
         files += [file for file in path.glob(pattern) if not file.is_dir()]
     has_logs = any(file.match("samples_*.jsonl") or file.suffix == ".eval" for file in files)
     results = [file for file in files if file.suffix == ".json" and items_path_of(file) in files]
-    is_one_result = len(results) == 1 and not has_logs
-    return results[0] if is_one_result else None
+    if has_logs or len(results) != 1:
+        return None
+    return results[0]
 
 
 def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None = None) -> list[Results]:

@@ -175,10 +175,10 @@ def _build_inputs(batch: Sequence[Row], separator: Separator | None, device: tor
 
 
 def _build_answer_tokens(batch: Sequence[Row], device: torch.device) -> tuple[AnswerTokens, list[int]]:
-    """Return the answer tokens of a batch as tensors, and a list with the number of the request of each.
+    """Return the answer tokens of a batch as tensors, and for each of them the number of its request.
 
-    Where several answers follow the same context, their first tokens are predicted at one position, whose logits are
-    computed once. So positions are numbered, and each answer token names the number of its position.
+    Several answers may follow the same context, and their first tokens are then predicted at the same position. Logits
+    are computed once for each predicting position (u), so each answer token (n) refers to its position by an index.
     """
     number_of_position: dict[tuple[int, int], int] = {}
     """(row, column) of a predicting position -> its number, in the order in which positions were met."""

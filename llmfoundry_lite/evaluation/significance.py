@@ -143,10 +143,15 @@ def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
 def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z: float) -> Floats:
     """Return the upper end of Tango's score interval for (wins - losses) / num_units, in jumps.
 
-    It is the difference d at which the observed number of net wins lies z standard deviations, and the continuity
-    correction, below its expectation num_units * d. The standard deviation is that of the likeliest proportions with
-    the difference d (Tango 1998, where q is the proportion of losses). Takes numbers or arrays. The equation is solved
-    by bisection, to 1e-15.
+    A jump is what one win adds to the difference, so this is the limit of the difference of two proportions. It is the
+    largest difference d that the test does not reject: at d, the observed number of net wins lies z standard deviations
+    and the continuity correction CORRECTION below its expectation, num_units * d.
+
+    The standard deviation is that of the likeliest proportions with the difference d. By Tango (1998), the likeliest
+    proportion q of losses solves 2 n q^2 + ((2 n - wins + losses) d - wins - losses) q - losses d (1 - d) = 0, and the
+    variance of the net wins is n (2 q + d (1 - d)).
+
+    Takes numbers or arrays. The limit is found by bisection, to 1e-15.
     """
     wins = np.asarray(wins, np.float64)
     losses = np.asarray(losses, np.float64)
@@ -155,11 +160,12 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
     high = np.ones_like(wins)
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
-        # The likeliest q solves 2 n q^2 + 2 half_b q + c = 0.
+        # The quadratic equation for q, written as 2 n q^2 + 2 half_b q + c = 0.
         half_b = ((2 * num_units - net_wins) * middle - wins - losses) / 2
         c = -losses * middle * (1 - middle)
         root = np.sqrt(np.maximum(half_b**2 - 2 * num_units * c, 0))
-        # Of the two equivalent formulas for the root, each branch takes the one without cancellation.
+        # Of the two equivalent formulas for the root, each branch takes the one without cancellation. The first branch
+        # is also evaluated where it is not used, and its denominator must not be 0 there.
         q = np.where(half_b > 0, -c / np.maximum(root + half_b, 1e-300), (root - half_b) / (2 * num_units))
 
         deviation = np.sqrt(np.maximum(num_units * (2 * q + middle * (1 - middle)), 0))

@@ -233,10 +233,14 @@ def notes(all_results: Sequence[Results]) -> list[str]:
 
 
 def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
-    """Return notes on the irregular items of one task. `records` maps each model to its record of the task."""
+    """Return notes on one task's irregularities, such as skipped items, cut contexts or ties.
+
+    `records` maps each model to its record of the task. A note that does not hold for all models ends with the names of
+    those that it holds for, such as "3 with a tie for the best (base)".
+    """
     models_of: dict[str, list[str]] = {}
     for model, record in records.items():
-        for text in _describe_irregular(record):
+        for text in _describe_irregularities(record):
             models_of.setdefault(text, []).append(model)
     return [f"{text}{name_models_unless_all(models, len(records))}" for text, models in models_of.items()]
 
@@ -251,7 +255,7 @@ def _asked_differently(records: Mapping[str, Record]) -> list[str]:
     return [model for model, fingerprint in fingerprints.items() if fingerprint != first]
 
 
-def _describe_irregular(record: Record) -> Iterator[str]:
+def _describe_irregularities(record: Record) -> Iterator[str]:
     """Yield a note for each kind of irregularity in a task's record, such as skipped items or a limit."""
     num_items = f"{record['n']:,}"
     for key, text in IRREGULAR_ITEMS.items():

@@ -11,7 +11,7 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import check_text
-from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, count_answer_tokens, list_stop_tokens
+from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, limit_answer_tokens, list_stop_tokens
 from llmfoundry_lite.evaluation.items import GENERATION, EmptyTaskError, Item, PreparedTask, fingerprint
 from llmfoundry_lite.evaluation.prompts import (
     accepted_answers,
@@ -109,7 +109,7 @@ def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenize
     """Return the task's configuration with `max_new_tokens` filled in, if its answers are generated and it has none."""
     if config.icl_task_type not in GENERATION or config.max_new_tokens is not None:
         return config
-    return replace(config, max_new_tokens=count_answer_tokens(config, rows, tokenizer))
+    return replace(config, max_new_tokens=limit_answer_tokens(config, rows, tokenizer))
 
 
 def _build_items(

@@ -29,7 +29,7 @@ from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import _describe_irregular
+from llmfoundry_lite.evaluation.tables import _describe_irregularities
 from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_bits_per_byte_are_of_the_text_that_the_tokens_spell(tmp_path, model) ->
     whole, kept = (measure(model, lossy, tmp_path / name) for name in ("a.txt", "b.txt"))
     assert whole["bits_per_byte"] == kept["bits_per_byte"] and "lost_text" not in kept
     assert whole["lost_text"]["share"] == 4 / 32 and whole["lost_text"]["lost_bytes"] == 8
-    assert "12 % of characters do not come back (4 have no token" in next(_describe_irregular(whole))
+    assert "12 % of characters do not come back (4 have no token" in next(_describe_irregularities(whole))
     assert whole["fingerprint"] != kept["fingerprint"]
     (tmp_path / "c.txt").write_text("αα some")
     assert measure(model, lossy, tmp_path / "c.txt")["lost_text"]["share"] == 2 / 7
