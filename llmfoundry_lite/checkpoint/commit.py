@@ -181,8 +181,8 @@ class RenameCommits:
         self._remove_or_put_back(moved_name)
 
     def clear_leftovers(self, epoch: int) -> None:
-        """Remove drafts, replaced saves and half-deleted saves of launches whose lease epoch is below `epoch`. Put back
-        a save that was moved away and never replaced. Raises OSError."""
+        """Remove what launches with a lease epoch below `epoch` have left behind: drafts, replaced saves, and saves
+        whose removal was interrupted. Put back a save that was moved away and never replaced. Raises OSError."""
         for name in self._moved_away_only(self.root.names()):
             self.root.rename(name, committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
@@ -191,18 +191,18 @@ class RenameCommits:
         self.finish_removals(has_lease=True, newest=(epoch, 0))
 
     def finish_removals(self, *, has_lease: bool, newest: tuple[int, int]) -> None:
-        """Finish removals that a crash has interrupted. Under a lease, also remove saves that have been replaced.
+        """Finish removals that a crash has interrupted (`.deleting-…`). Under a lease, also remove saves that have been
+        replaced (`.replaced-<save_id of the new save>`), if the new save is in place.
 
-        `newest` has a meaning for `PutCommits` alone. Raises OSError.
+        `newest` is not used; `PutCommits` needs it. Raises OSError.
         """
         for name in self.root.names():
-            save_id = name.removeprefix(REPLACED)
+            new_save_id = name.removeprefix(REPLACED)
             if name.startswith(DELETING):
                 self._remove_or_put_back(name)
-            elif has_lease and name.startswith(REPLACED) and SAVE_ID.fullmatch(save_id):
+            elif has_lease and name.startswith(REPLACED) and SAVE_ID.fullmatch(new_save_id):
                 with contextlib.suppress(CheckpointError, OSError):
-                    # The name has the save_id of the save that takes its place. It is there once that one is.
-                    if head_of(self.root.child(committed_name(save_id))).save_id == save_id:
+                    if head_of(self.root.child(committed_name(new_save_id))).save_id == new_save_id:
                         self.root.child(name).remove_all()
 
     def _moved_away_only(self, names: Sequence[str]) -> list[str]:

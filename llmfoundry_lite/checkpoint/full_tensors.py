@@ -84,15 +84,19 @@ def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Differenc
 
     Elements that are NaN in both tensors are equal.
     """
+    # Most tensors have the same bits, which is quick to see, and needs no memory.
     has_one_dtype = a.dtype == b.dtype
     if has_one_dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return Difference(name, note)
 
-    is_exactly_same = (a == b) if has_one_dtype else True  # different large integers may be equal as float64
+    # Different large integers may be equal as float64, so they are compared before.
+    is_exactly_same = (a == b) if has_one_dtype else True
     a, b = a.double(), b.double()
     is_same = ((a == b) & is_exactly_same) | (a.isnan() & b.isnan())
     if bool(is_same.all()):
         return Difference(name, note)
+
+    # Equal infinities would give NaN, so equal elements are 0 here.
     absolute = torch.where(is_same, 0.0, (a - b).abs())
     scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(torch.float64).tiny)
     relative = torch.where(is_same, 0.0, absolute / scale)

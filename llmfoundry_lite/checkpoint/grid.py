@@ -129,20 +129,24 @@ class Grid:
 
         A manifest may come from anybody, so nothing about it is taken for granted.
         """
+        # Lengths and places of cuts are positive, and places grow.
         for cut in self.chunks:
             places = (cut,) if isinstance(cut, int) else (0, *cut)
             if min(places) < 0 or any(second <= first for first, second in itertools.pairwise(places)):
                 return f"chunks {self.chunks}"
+        # The listed files exist. There is just one if strides give the others.
         if not self.files or not 0 <= min(self.files) <= max(self.files) < num_files:
             return f"file number {max(self.files, default=0)}, which is not there"
         if self.strides is not None and (len(self.files) != 1 or len(self.strides) != len(self.chunks)):
             return f"strides {self.strides} for chunks {self.chunks}"
+        # The cuts lie inside the tensor.
         if len(self.chunks) > len(shape):
             return f"chunks {self.chunks} for shape {tuple(shape)}"
         for cut, length in zip(self.chunks, shape, strict=False):
             if not isinstance(cut, int) and cut and cut[-1] >= length:
                 return f"chunks {self.chunks} reach out of {tuple(shape)}"
 
+        # Every chunk has a file.
         num_chunks = self.num_chunks(shape)
         if num_chunks > MAX_CHUNKS:
             return f"{num_chunks:,} chunks, cut in a way no run produces"

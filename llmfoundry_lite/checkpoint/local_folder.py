@@ -180,7 +180,8 @@ class LocalSink:
 
 
 def _is_aligned(offset: int, buffers: Sequence[Buffer]) -> bool:
-    """Return whether these buffers can be written at `offset` past the page cache."""
+    """Return whether these buffers can be written at `offset` past the page cache: offset, lengths and memory addresses
+    must be multiples of DIRECT_BYTES."""
     import numpy as np  # the import takes 0.1 s, which commands that write no shard are spared
 
     addresses = [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers]

@@ -189,6 +189,7 @@ def assign_chunks(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) 
     bytes_of_rank = np.zeros(world_size, np.int64)
     records: dict[str, TensorRecord] = {}
     for name in largest_first:
+        # With pipeline parallelism, a tensor such as that of tied embeddings may be in several tables.
         options = []
         for row in rows_by_name[name]:
             key = (*row.layout_key, row.dtype, *row.shape)
@@ -196,20 +197,36 @@ def assign_chunks(tables: Sequence[tuple[Any, Sequence[int]]], world_size: int) 
                 table, ranks = tables[row.table]
                 mesh = None if row.mesh is None else meshes[row.table][row.mesh]
                 shardings[key] = _sharding_of(row, table, np.array(ranks, np.int64), mesh)
-            sharding = shardings[key]
-            bytes_then = bytes_of_rank[sharding.holders] + sharding.num_bytes
-            highest_by_replica = bytes_then.reshape(len(sharding.holders), -1).max(axis=1)
-            replica = int(highest_by_replica.argmin())
-            options.append((int(highest_by_replica[replica]), row.table, replica, row, sharding))
+            options.append(_best_replica(row, shardings[key], bytes_of_rank))
+        best = min(options, key=lambda option: option.busiest_bytes)
 
-        *_, replica, row, sharding = min(options, key=lambda option: option[:3])
-        writers = sharding.holders[replica]
-        np.add.at(bytes_of_rank, writers.ravel(), sharding.num_bytes.ravel())
-        grid_key = (row.layout_key, sharding.cuts, writers.shape, replica)
+        writers = best.sharding.holders[best.replica]
+        np.add.at(bytes_of_rank, writers.ravel(), best.sharding.num_bytes.ravel())
+        grid_key = (best.row.layout_key, best.sharding.cuts, writers.shape, best.replica)
         if grid_key not in grids:
-            grids[grid_key] = _as_grid(sharding.cuts, writers)
-        records[name] = TensorRecord(row.dtype, tuple(row.shape), grids[grid_key])
+            grids[grid_key] = _as_grid(best.sharding.cuts, writers)
+        records[name] = TensorRecord(best.row.dtype, tuple(best.row.shape), grids[grid_key])
     return {name: records[name] for name in rows_by_name}
+
+
+class WriteOption(NamedTuple):
+    """One replica of a tensor that could be written."""
+
+    row: TableRow
+    sharding: Sharding
+    replica: int
+    """Index in `sharding.holders`."""
+    busiest_bytes: int
+    """Bytes that the busiest of the replica's ranks would have written then."""
+
+
+def _best_replica(row: TableRow, sharding: Sharding, bytes_of_rank: Ranks) -> WriteOption:
+    """Return the replica of a tensor with which the busiest rank would have written the fewest bytes. `bytes_of_rank`
+    is what each rank writes already."""
+    bytes_then = bytes_of_rank[sharding.holders] + sharding.num_bytes  # [replica, chunk, …]
+    busiest_bytes = bytes_then.reshape(len(sharding.holders), -1).max(axis=1)
+    replica = int(busiest_bytes.argmin())
+    return WriteOption(row, sharding, replica, int(busiest_bytes[replica]))
 
 
 def _rows_by_name(tables: Sequence[tuple[Any, Sequence[int]]]) -> dict[str, list[TableRow]]:
@@ -331,8 +348,11 @@ def mesh_dims_that_cut(mesh_shape: Sequence[int], placements: Sequence[Sequence[
     """Return the mesh dimensions that cut dimension `dim` of a tensor, in the order in which they cut.
 
     `placements` are those of `divide_over_mesh`. The order is from left to right, except that a strided one cuts after
-    those to its right that together cut as many ways as its factor says. FSDP2 over tensor parallelism makes such
-    placements. Raises CheckpointError if no mesh dimensions to its right cut just that many ways.
+    those to its right that together cut as many ways as its factor says. Raises CheckpointError if no mesh dimensions
+    to its right cut just that many ways.
+
+    >>> mesh_dims_that_cut((2, 4), [[0, 4], [0]], 0)  # FSDP2 over tensor parallelism on 4 devices, which cuts first
+    [1, 0]
     """
     order: list[int] = []
     for mesh_dim in reversed(range(len(placements))):

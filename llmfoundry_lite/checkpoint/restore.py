@@ -143,6 +143,7 @@ def _load_together(
     names = gather_names(model, optimizer)
     targets = None
     stored_tensors: Tensors = {}
+    # A rank that raised at once would leave the others waiting in the next collective, so an error is kept until then.
     error = None
     try:
         check(checkpoint.manifest)
