@@ -4,7 +4,8 @@
     composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                   # in a clone
     llmfoundry-lite train mpt-125m --dry-run
 
-The order is configuration, preflight, environment, then the heavy imports. No torch before those.
+The order is configuration, checks, environment, then the imports that take long. torch is imported last, because it
+reads the environment, and so that a wrong key is answered in less than a second.
 """
 
 if __name__ == "__main__":  # before the imports below, which take a moment
@@ -15,7 +16,7 @@ if __name__ == "__main__":  # before the imports below, which take a moment
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite import preflight
 from llmfoundry_lite.checkpoint import remote_folder
@@ -56,7 +57,19 @@ Example: llmfoundry-lite train -n 8 mpt-1b h100-8 variables.data=data/mine
 """
 
 
+class CheckedLaunch(NamedTuple):
+    """A launch whose configuration and data have been checked."""
+
+    invocation: LoadedTrain
+    """The configuration, what kind of dry run is asked for, and lines to print."""
+    layout: Layout
+    """How the ranks divide the model and the samples."""
+    preflight_result: preflight.Preflight
+    """What the checks have learnt about data and tokenizer."""
+
+
 def main(arguments: Sequence[str]) -> None:
+    """Train as the command line says, or print the help."""
     if {"-h", "--help"} & set(arguments):
         if this_rank().rank == 0:
             print(HELP, end="")
@@ -65,59 +78,72 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
-    """Check the configuration, then train as one rank. Returns the configuration; None after a dry run."""
-    here = this_rank()
-    if here.rank == 0:
+    """Check the configuration, then train as one rank, or print what a dry run prints.
+
+    `arguments` are those of the command line, and `given` is a program's configuration, which they override. Returns
+    the configuration; None after a dry run. Raises UserError, and what `train` raises.
+    """
+    is_main = this_rank().rank == 0
+    if is_main:
         remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", flush=True)
     with sigterm_delayed():
-        invocation, layout, found = check(arguments, given)
-        watch_for_failures_on_other_nodes(Path(invocation.config.run_folder))
-    if here.rank == 0:
+        checked = check(arguments, given)
+        invocation, config = checked.invocation, checked.invocation.config
+        watch_for_failures_on_other_nodes(Path(config.run_folder))
+    if is_main:
         for note in invocation.notes:
             print(printable(note))
+
     if invocation.dry_run:
-        if here.rank == 0:
-            is_for_here, with_yaml = invocation.dry_run == "here", invocation.dry_run == "full"
-            print(preflight.describe(invocation.config, layout, found, is_for_here=is_for_here, with_yaml=with_yaml))
+        if is_main:
+            is_for_here = invocation.dry_run == "here"
+            with_yaml = invocation.dry_run == "full"
+            description = preflight.describe(
+                config, checked.layout, checked.preflight_result, is_for_here=is_for_here, with_yaml=with_yaml
+            )
+            print(description)
         return None
 
-    prepare_environment(invocation.config)
-    with refusals_recorded(lambda: Path(invocation.config.run_folder)), leaving_during_imports():
+    prepare_environment(config)
+    with refusals_recorded(lambda: Path(config.run_folder)), leaving_during_imports():
         import_lean(*HEAVY)
         from llmfoundry_lite.training.train import train
 
-    train(invocation.config)
-    return invocation.config
+    train(config)
+    return config
 
 
-def check(
-    arguments: Sequence[str], given: Mapping[str, Any] | None = None
-) -> tuple[LoadedTrain, Layout, preflight.Preflight]:
-    """Check all that needs no heavy import. Raises UserError, which is also recorded in an earlier launch's status."""
-    is_dry = bool(DRY_RUNS.keys() & set(arguments))
-    with refusals_recorded(lambda: None if is_dry else find_run_folder(arguments, given=given)):
-        if not is_dry:  # WORLD_SIZE=16 with --dry-run asks how 16 ranks would divide the run
+def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:
+    """Check all that needs no import that takes long: configuration, packages, data, tokenizer. Every rank does.
+
+    `given` is a program's configuration, which `arguments` override. Raises UserError. Unless this is a dry run, the
+    error is also recorded in the run folder, if an earlier launch has made one.
+    """
+    is_dry_run = bool(DRY_RUNS.keys() & set(arguments))
+    with refusals_recorded(lambda: None if is_dry_run else find_run_folder(arguments, given=given)):
+        if not is_dry_run:  # WORLD_SIZE=16 with --dry-run asks how 16 ranks would divide the run
             check_launch()
         invocation = load_train_config(arguments, given=given)
         config = invocation.config
-        must_exist = invocation.dry_run not in ("plan", "full")
-        if must_exist:
+        is_for_this_machine = invocation.dry_run not in ("plan", "full")
+        if is_for_this_machine:
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
-        found = preflight.check(config, layout, must_exist=must_exist)
-        invocation.notes.extend(found.notes)
+        checked = preflight.check(config, layout, must_exist=is_for_this_machine)
+        invocation.notes.extend(checked.notes)
         if not invocation.dry_run:
-            slow = preflight.describe_division("warning", config, layout)
-            invocation.notes.extend(f"warning: {text}" for text in slow)
+            warnings = preflight.describe_division("warning", config, layout)
+            invocation.notes.extend(f"warning: {text}" for text in warnings)
         if invocation.dry_run == "here":
             from llmfoundry_lite.devices import local_devices  # imports torch
 
             preflight.check_here(config, layout, local_devices())
-    return invocation, layout, found
+    return CheckedLaunch(invocation, layout, checked)
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """Set the variables that torch reads when it is imported, and one that asks for full imports."""
+    """Set the variables that torch reads when it is imported. If the run uses code of the user's, also ask for modules
+    to be imported whole, because that code may need what our own does not."""
     set_environment(config.environment)
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")

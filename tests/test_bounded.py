@@ -154,7 +154,7 @@ def test_a_name_that_leads_to_no_file_of_this_user_is_not_opened(tmp_path):
 OURS_OR_THE_SYSTEM_S = {
     *("checkpoint/start.py", "cli/listing.py", "config/auto_hardware.py", "config/foundry.py", "devices.py"),
     *("launch/replay.py", "models/products.py", "ranks/identity.py", "ranks/siblings.py", "release.py"),
-    *("training/mirrors.py", "training/replay.py", "training/run_folder.py"),
+    *("training/mirrors.py", "launch_replay.py", "training/run_folder.py"),
 }
 """Modules that read files of the package, of the kernel, of their own temporary folders or of their own run."""
 

@@ -204,7 +204,7 @@ def replay_command(
         path = write_replay(plan, folder, num_ranks, changes, **options)
         os.environ.update(rank_variables(0, num_ranks))
         try:
-            config = check([path])[0].config
+            config = check([path]).invocation.config
         except UserError as error:
             raise for_a_replay(error) from error.__cause__
         prepare_environment(config)
@@ -215,7 +215,7 @@ def replay_command(
         if (callbacks := find_callbacks(plan.config)) and not trust_code:
             print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
         logs = Path(temporary) / "logs"
-        code = run_ranks("llmfoundry_lite.training.replay", [path], num_ranks, logs)
+        code = run_ranks("llmfoundry_lite.launch_replay", [path], num_ranks, logs)
         if code != EXIT_DONE:
             raise typer.Exit(code)
         outcome = compare_replay(plan, folder)

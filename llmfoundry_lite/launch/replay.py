@@ -1,6 +1,6 @@
 """Batches of a run, trained again somewhere else: what to train, and whether it comes to what the run recorded.
 
-`plan_replay` reads the run's checkpoints and log, `training/replay.py` trains in a folder of its own, and
+`plan_replay` reads the run's checkpoints and log, `launch_replay.py` trains in a folder of its own, and
 `compare_replay` reads what it found. Nothing of the run is changed.
 """
 

@@ -334,7 +334,7 @@ class Checkpointing(Callback):
         An evaluation runs right after its batch, so that its metrics are in the batch's record. If the ranks have
         agreed to leave after this batch, the next launch evaluates instead.
         """
-        is_leaving = self.preemption.agreed != 0
+        is_leaving = self.preemption.agreed_reason != 0
         return event == Event.BATCH_END and not is_leaving and is_evaluation_due(self.config, state)
 
     def evaluate_tasks(self, state: State, logger: Logger) -> None:
@@ -404,7 +404,7 @@ class Checkpointing(Callback):
                 destination.fit_end(state, logger)
         raise Preempted(self.preempted_text(state), orderly=True)
 
-    def keep_batches(self, error: Exception, trainer: ParallelTrainer, run_folder: RunFolder) -> None:
+    def save_unsaved_batches(self, error: Exception, trainer: ParallelTrainer, run_folder: RunFolder) -> None:
         """Record and save the batches that no save holds yet, before the launch ends with `error`.
 
         This is possible if every rank has met an error while the state was that of a whole batch: a task's file has
@@ -420,7 +420,7 @@ class Checkpointing(Callback):
             return
         try:
             with suppress(UserError):  # the log may be the cause, or its disk
-                run_folder.write_once(state)
+                run_folder.write_unless_written(state)
             self.run_state.owes_evaluation = is_evaluation_due(self.config, state)
             self.save_now(state, trainer.logger)
             with suppress(UserError):
@@ -444,7 +444,7 @@ class Checkpointing(Callback):
         """The newest batch that a published save holds, or from which this launch began."""
         return max(self.published_batch, self.first_batch - 1)
 
-    def would_lose(self, state: State) -> bool:
+    def has_unsaved_batches(self, state: State) -> bool:
         """Return whether this launch has trained batches that no save holds. The ranks exchange nothing."""
         return self.partners.writes_checkpoints and int(state.timestamp.batch) > self.saved_batch
 
@@ -514,7 +514,7 @@ class Checkpointing(Callback):
 
     def _warn_of_unsaved_batches(self, state: State) -> None:
         """Print which batches no save holds, if any, before the launch ends with an error."""
-        if self.would_lose(state):
+        if self.has_unsaved_batches(state):
             unsaved = self._describe_unsaved(state, self.saved_batch)
             self.print_on_rank_0(f"warning: {unsaved}; {self._describe_newest_save()}")
 

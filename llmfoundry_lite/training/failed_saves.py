@@ -15,53 +15,68 @@ AGAIN_SECONDS = 60.0
 
 @dataclass(eq=False)
 class FailedSaves:
-    """The failed saves since the last published one. Ranks count the same; only rank 0's clock counts."""
+    """The failed saves since the last published one. All ranks count the same ones, but only rank 0's clock counts."""
 
     limit: SaveInterval
-    """`max_unsaved`: how far the run may train, from the first of these on."""
+    """`max_unsaved`: how far the run may train after the first of these, in seconds or in training."""
     count: int = 0
     reason: str = ""
-    """Why the last one failed."""
+    """Why the last save failed; empty if none did."""
     needs_credentials: bool = False
-    """New credentials may mend that."""
-    _first_at: tuple[float, Timestamp] | None = None
-    """When the first one failed, by the monotonic clock and in training."""
-    _last_at: float = 0.0
+    """The last save failed because credentials are wrong or have expired."""
+    _first_seconds: float | None = None
+    """Monotonic time at which the first one failed; None if none did."""
+    _first_timestamp: Timestamp | None = None
+    """The run's clock at that moment."""
+    _last_seconds: float = 0.0
+    """Monotonic time at which the last one failed."""
 
     def note_failure(self, error: UserError, timestamp: Timestamp) -> None:
+        """Note that a save has failed with `error`, at the time `timestamp` of the run."""
         self.count += 1
         self.reason = str(error)
         if error.lacks_permission:
             self.reason += "; give this user the right to write there"
         self.needs_credentials = error.needs_credentials
-        self._last_at = time.monotonic()
-        if self._first_at is None:
-            self._first_at = (self._last_at, timestamp)
+        self._last_seconds = time.monotonic()
+        if self._first_seconds is None:
+            self._first_seconds = self._last_seconds
+            self._first_timestamp = timestamp
 
     def note_published(self) -> None:
-        self.count, self.reason, self.needs_credentials = 0, "", False
-        self._first_at = None
+        """Note that a save is published, and forget the failed ones."""
+        self.count = 0
+        self.reason = ""
+        self.needs_credentials = False
+        self._first_seconds = None
+        self._first_timestamp = None
 
     def describe(self) -> str:
-        """Return why the last one failed, and what mends it if that is known."""
+        """Return why the last save failed, and what to do about it if that is known; empty if none failed."""
         return f"{self.reason}; renew the credentials" if self.needs_credentials else self.reason
 
     def wants_save(self) -> bool:
-        """Return whether to save now rather than at the next `save_interval`, by this rank's clock."""
-        if self._first_at is None:
+        """Return whether to save now instead of at the next `save_interval`, by this rank's clock: some time after a
+        failed save, and once more when `max_unsaved` is reached."""
+        if self._first_seconds is None:
             return False
         now = time.monotonic()
-        first, _ = self._first_at
-        is_limit_reached = self.limit.seconds is not None and self._last_at < first + self.limit.seconds <= now
-        return is_limit_reached or now - self._last_at >= AGAIN_SECONDS
+        if now - self._last_seconds >= AGAIN_SECONDS:
+            return True
+        if self.limit.seconds is None:
+            return False
+        deadline = self._first_seconds + self.limit.seconds
+        return self._last_seconds < deadline <= now
 
     def is_over_limit(self, state: State) -> bool:
-        """Return whether the run has trained for longer than `max_unsaved`, by this rank's clock."""
-        if self._first_at is None:
+        """Return whether the run has trained for longer than `max_unsaved` since the first failed save.
+
+        If that limit is in seconds, this rank's clock decides, so the answer may differ between ranks.
+        """
+        if self._first_seconds is None:
             return False
-        seconds, first = self._first_at
         if self.limit.seconds is not None:
-            return time.monotonic() - seconds >= self.limit.seconds
+            return time.monotonic() - self._first_seconds >= self.limit.seconds
         assert self.limit.span is not None
         unit = self.limit.span.unit
-        return elapsed(state, unit) - elapsed(state, unit, first) >= self.limit.span.value
+        return elapsed(state, unit) - elapsed(state, unit, self._first_timestamp) >= self.limit.span.value

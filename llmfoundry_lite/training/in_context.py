@@ -22,23 +22,27 @@ from llmfoundry_lite.training.adapter import LanguageModel
 
 @dataclass(kw_only=True)
 class InContext:
-    """Tasks of a run. The ranks share the items and end with the same numbers."""
+    """The tasks that are evaluated during a run. The data ranks divide the items, and end with the same numbers."""
 
     model: LanguageModel
     tokenizer: Tokenizer
     tasks: Sequence[TaskConfig]
     max_batch_tokens: int
+    """Number of tokens that are put through the model at once, at most, on each rank."""
     limit: int | None
+    """Number of items of each task that are evaluated; None for all."""
     ranks: DataRanks
 
     def evaluate(self, state: State, logger: Logger, leave_if_asked: Callable[[State, Logger], None]) -> None:
-        """Run the tasks. All ranks call `leave_if_asked` together before each batch; it raises Preempted if the launch
-        must leave."""
+        """Run the tasks, and log their scores as `eval/icl/...`. Collective.
+
+        All ranks call `leave_if_asked` together before each batch. It raises Preempted if this launch must leave.
+        """
         was_training = self.model.training
         self.model.eval()
-        device = cast(torch.device, state.device._device)  # parameters may be offloaded to the host
+        device = cast(torch.device, state.device._device)  # not the parameters', which may be offloaded to the host
         results = evaluate(
-            InTraining(self.model, device),
+            ModelInTraining(self.model, device),
             self.tokenizer,
             self.tasks,
             TaskResults(model="", suite="", source=""),
@@ -48,6 +52,7 @@ class InContext:
             data_rank=DataRank(self.ranks.rank, self.ranks.size),
         )
         self.model.train(was_training)
+
         metrics: dict[str, Any] = {}
         for name, task in results.tasks.items():
             for metric in (task["metric"], f"{task['metric']}_stderr", "perplexity"):
@@ -58,21 +63,28 @@ class InContext:
         logger.log_metrics(metrics)
 
 
-class InTraining(TreeModel):
-    """The model in training: sharded, in the run's precision."""
+class ModelInTraining(TreeModel):
+    """The model that is being trained, as tasks ask it: sharded, in the run's precision."""
 
     def __init__(self, model: LanguageModel, device: torch.device):
-        separator = None if model.separator is None else Separator(model.separator, model.separator_begins)
+        """Wrap the model, which computes on `device`. The tasks' texts get the separators of the training data."""
+        separator = None
+        if model.separator is not None:
+            separator = Separator(model.separator, model.separator_begins)
         super().__init__(model.model, device, separator)
         self.autocast = model.precision.autocast
 
     def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
+        """Return the log-probabilities of answers, as `TreeModel.score` does, in the run's precision."""
         with self._precision():
             return super().score(inputs, answers)
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
+        """Yield the tokens that the model writes after `context`, as `TreeModel.generate` does, in the run's
+        precision."""
         with self._precision():
             yield from super().generate(context, max_new_tokens)
 
     def _precision(self) -> AbstractContextManager[Any]:
+        """Return the context in which torch casts to the run's precision, if that is left to torch."""
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()

@@ -1,4 +1,5 @@
-"""metrics.jsonl as rank 0 appends to it. It notices when somebody removes, replaces or cuts off the file in mid-run."""
+"""metrics.jsonl as rank 0 appends to it. It notices if somebody removes, replaces or cuts off the file during the
+run."""
 
 import os
 from contextlib import suppress
@@ -10,28 +11,36 @@ from llmfoundry_lite.files import open_no_link
 
 
 class LogFile:
-    """A file that is open for appending. Methods raise OSError."""
+    """A file that is open for appending. All methods raise OSError."""
 
     def __init__(self, path: Path):
+        """Open the file at `path`, or create it."""
         self.path = path
         self.has_lost_folder = False
+        """The file's folder was not there at the last look, and that has been reported."""
         self.file: BinaryIO = open(path, "a+b", opener=open_no_link)  # noqa: SIM115 (closed by close)
-        self.num_bytes = os.fstat(self.file.fileno()).st_size
+        self.num_bytes = self._size()
         """Size of the file after our last line."""
 
     def append(self, line: str) -> None:
+        """Append a line, and pass it to the operating system."""
         self.file.write(line.encode() + b"\n")
         self.file.flush()
-        self.num_bytes = os.fstat(self.file.fileno()).st_size
+        self.num_bytes = self._size()
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
 
-    def mend(self) -> str:
-        """Make sure that the next line goes into the file of this name, after all lines before it.
+    def _size(self) -> int:
+        """Return the size in bytes of the file that is open, whatever its name is by now."""
+        return os.fstat(self.file.fileno()).st_size
 
-        Returns a sentence on what was wrong with the file; empty if nothing was. A removed file can be read as long as
-        it is open, so nothing of it is lost.
+    def mend(self) -> str:
+        """Make sure that the next line goes into the file at `path`, after all lines before it.
+
+        A removed file can be read as long as it is open, so none of its lines are lost. Lines that were cut off are.
+        Returns a sentence about what was wrong with the file; empty if nothing was.
         """
         try:
             is_ours = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
@@ -40,53 +49,62 @@ class LogFile:
         if not is_ours:
             return self._write_again("replaced")
 
-        num_cut = self.num_bytes - os.fstat(self.file.fileno()).st_size
-        if num_cut <= 0:
+        num_bytes_cut = self.num_bytes - self._size()
+        if num_bytes_cut <= 0:
             return ""
-        self.num_bytes -= num_cut
-        return f"{self.path}: {num_cut:,} bytes were cut off while the run trained; their records are lost"
+        self.num_bytes -= num_bytes_cut
+        return f"{self.path}: {num_bytes_cut:,} bytes were cut off while the run trained; their records are lost"
 
-    def _write_again(self, what: str) -> str:
-        """Write the lines that the file of this name lacks, into a new file if there is none."""
+    def _write_again(self, what_happened: str) -> str:
+        """Append our lines that the file at `path` lacks to it, creating it if it is not there, and continue with that
+        file.
+
+        `what_happened` to the old file is "replaced" or "removed or renamed". Returns a sentence for the user. It is
+        empty if nothing was lost, or if the folder is still gone.
+        """
         try:
             self.path.parent.mkdir(exist_ok=True)
-        except FileNotFoundError:  # perhaps an unmounted disk, in whose place nothing is to be written
-            has_told, self.has_lost_folder = self.has_lost_folder, True
-            return "" if has_told else f"{self.path}: its folder is gone; records are written when it is back"
+        except FileNotFoundError:
+            # The folder's parent is gone too: perhaps an unmounted disk, in whose place nothing must be written.
+            is_reported = self.has_lost_folder
+            self.has_lost_folder = True
+            return "" if is_reported else f"{self.path}: its folder is gone; records are written when it is back"
         try:
             self.file.seek(0)
-            ours = [line for line, _ in read_lines(self.file.read())]
-            outcome = f"{len(ours):,} records were written again"
+            our_lines = [line for line, _ in read_lines(self.file.read())]
+            outcome = f"{len(our_lines):,} records were written again"
         except OSError:  # a server does not keep a file that another machine has removed
-            ours = []
+            our_lines = []
             outcome = "its records are lost"
 
-        removed = self.file
-        self.file, missing = self._open_with(ours)
+        old_file = self.file
+        self.file, num_missing = self._open_with(our_lines)
         with suppress(OSError):
-            removed.close()
-        self.num_bytes = os.fstat(self.file.fileno()).st_size
+            old_file.close()
+        self.num_bytes = self._size()
         self.has_lost_folder = False
-        if what == "replaced" and not missing:  # by a copy; or the file system gives a file another number in time
-            return ""
-        return f"{self.path} was {what} while the run trained; {outcome}"
+        # The file may be a copy of ours, or the file system may have given our file another number.
+        is_same = what_happened == "replaced" and num_missing == 0
+        return "" if is_same else f"{self.path} was {what_happened} while the run trained; {outcome}"
 
-    def _open_with(self, ours: list[bytes]) -> tuple[BinaryIO, list[bytes]]:
-        """Open the file of this name, and append those of our lines that it lacks. Returns it, and these.
+    def _open_with(self, our_lines: list[bytes]) -> tuple[BinaryIO, int]:
+        """Open the file at `path`, and append those of `our_lines` that it lacks. Returns the file and the number of
+        these.
 
-        If that fails, the file is left as it was, and ours stays open: the next attempt can read all lines again.
+        If that fails, the file at `path` is left as it was, and `self.file` stays open, so that the next attempt can
+        read all lines again.
         """
         file = open(self.path, "a+b", opener=open_no_link)  # noqa: SIM115 (becomes self.file)
-        size = os.fstat(file.fileno()).st_size
+        original_size = os.fstat(file.fileno()).st_size
         try:
             file.seek(0)
-            missing = missing_lines(file.read().splitlines(keepends=True), ours)
+            missing = missing_lines(file.read().splitlines(keepends=True), our_lines)
             file.writelines(missing)
             file.flush()
         except OSError:
             with suppress(OSError):
                 file.close()
             with suppress(OSError):
-                os.truncate(self.path, size)
+                os.truncate(self.path, original_size)
             raise
-        return file, missing
+        return file, len(missing)

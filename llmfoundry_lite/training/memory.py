@@ -1,11 +1,11 @@
 """Memory of a rank's device: `device_train_microbatch_size: auto`, and the message after running out of memory.
 
-If one rank runs out of memory during a step, the others wait in a collective for ever. So the search tries no size
-that might not fit. It measures one sample, then doubles while every rank predicts that the next size fits: memory grows
-linearly with the samples, so two measurements predict the rest. The choice changes only the gradient's last digits.
+If one rank runs out of memory during a step, the others wait in a collective until it times out. So the search tries no
+size that might not fit. It measures one sample, then doubles while every rank predicts that the next size fits: memory
+grows linearly with the samples, so two measurements predict the rest. The choice changes only the gradient's last
+digits.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -40,118 +40,160 @@ MARGIN = 0.95
 
 
 def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Optimizer) -> int:
-    """Return the samples of a microbatch. Call it when model and optimizer state are in place; every rank must. Raises
-    ConfigError when not even one sample fits."""
-    layout, is_main, is_cpu = layout_here(config), dist.get_rank() == 0, devices.device_type() == "cpu"
+    """Return the number of samples in a microbatch: the configured one, or with `auto` the most that fit on every rank.
+
+    Collective. Call it when the model and, after a restore, the optimizer's state are in place. Raises ConfigError if
+    not even one sample fits.
+    """
+    layout = layout_here(config)
+    is_main = dist.get_rank() == 0
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
-    size = config.first_microbatch_size(device_batch_size)
-    if config.device_train_microbatch_size == "auto":
-        sizes = range(1, device_batch_size + 1)
-        if config.exact_sums:
-            sizes = divisors(device_batch_size)
-        if layout.pipeline > 1:
-            sizes = [n for n in sizes if config.pipeline.takes_microbatches(-(-device_batch_size // n))]
-        advise = partial(advise_less_memory, config, layout, devices.device_type())
-        search = Search(
-            model, optimizer, device_batch_size, sizes, config.max_seq_len, not config.reduces_every_microbatch, advise
-        )
-        size, measured = search.run(optimizer_slots(config))
-        if config.compile_config is not None or model.attn_impl == "flex":
-            torch._dynamo.reset()  # sizes compiled in the search count towards its limit, and make sizes dynamic
-        if is_main:
-            print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
-    elif config.device_train_microbatch_size is None and is_main and layout.pipeline == 1 and not is_cpu:
-        print(  # LLM Foundry measures on GPUs; Composer cannot on a CPU
-            f"device_train_microbatch_size: not given, so each device computes its {size} samples at once; auto, "
-            "LLM Foundry's default, computes as many at a time as fit",
-            flush=True,
-        )
+    configured = config.device_train_microbatch_size
+    if configured != "auto":
+        size = config.first_microbatch_size(device_batch_size)
+        # LLM Foundry measures on GPUs; Composer cannot measure on a CPU.
+        would_differ = configured is None and layout.pipeline == 1 and devices.device_type() != "cpu"
+        if would_differ and is_main:
+            print(
+                f"device_train_microbatch_size: not given, so each device computes its {size} samples at once; auto, "
+                "LLM Foundry's default, computes as many at a time as fit",
+                flush=True,
+            )
+        return size
+
+    sizes: Sequence[int] = range(1, device_batch_size + 1)
+    if config.exact_sums:
+        sizes = divisors(device_batch_size)
+    if layout.pipeline > 1:
+        sizes = [size for size in sizes if config.pipeline.takes_microbatches(math.ceil(device_batch_size / size))]
+    advise = partial(advise_less_memory, config, layout, devices.device_type())
+    accumulates = not config.reduces_every_microbatch
+    search = Search(model, optimizer, device_batch_size, sizes, config.max_seq_len, accumulates, advise)
+    size, measured = search.run(optimizer_slots(config))
+    if config.compile_config is not None or model.attn_impl == "flex":
+        # Otherwise the sizes that the search has compiled count towards torch's limit, and make sizes dynamic.
+        torch._dynamo.reset()
+    if is_main:
+        print(f"device_train_microbatch_size: auto is {size}: {measured}", flush=True)
     return size
 
 
 @dataclass
 class Search:
-    """Finds the most samples that fit. Every rank must call its methods together."""
+    """Finds the largest microbatch that fits on every rank's device. All methods are collective, unless they say
+    otherwise."""
 
     model: LanguageModel
     optimizer: Optimizer
     device_batch_size: int
+    """Number of samples that this rank has of each batch."""
     sizes: Sequence[int]
-    """Sizes that a microbatch may have, in order."""
+    """Sizes that a microbatch may have, the smallest first."""
     seq_len: int
     accumulates: bool = False
     """Whole gradients stay on each device until the batch's last microbatch."""
     advise: Callable[[], str] = lambda: ""
-    """Settings that take less memory, for the error."""
+    """Returns settings that need less memory, for the error."""
 
     def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
-        """Return samples, and what was measured in words; the same on every rank. `num_optimizer_slots`: numbers that
-        the optimizer keeps per parameter, by group; the last also for groups after it. Raises ConfigError."""
+        """Return the number of samples in a microbatch, and what was measured, in words. Both are the same on every
+        rank.
+
+        `num_optimizer_slots` are the numbers that the optimizer keeps for a parameter, by group; the last one counts
+        for all later groups too. Raises ConfigError if not even the smallest size fits.
+        """
         self.peaks: dict[int, int] = {}
-        self.meter, sizes = device_meter(), self.sizes
-        self.had = self.meter.limit_bytes()
-        # Offloaded parameters and optimizer state lie in the host's memory, which is not what is measured here.
+        """Size -> peak in bytes, as it was measured."""
+        self.meter = device_meter()
+        self.available_bytes = self.meter.limit_bytes()
+        # Offloaded parameters and optimizer state are in the host's memory, which is not measured here.
         is_offloaded = devices.device_type() == "cuda" and next(self.model.parameters()).device.type == "cpu"
-        parameters = 0 if is_offloaded else _bytes(self.model.parameters())
-        state = 0 if is_offloaded else _state_bytes(self.optimizer, num_optimizer_slots)
-        reserved = 0 if self.optimizer.state else state
-        size = sizes[0]
-        self.measure(size)  # the first step also allocates what stays: gradients, communication buffers
+        parameter_bytes = 0 if is_offloaded else _bytes(self.model.parameters())
+        state_bytes = 0 if is_offloaded else _state_bytes(self.optimizer, num_optimizer_slots)
+        missing_state_bytes = 0 if self.optimizer.state else state_bytes  # allocated in the optimizer's first step
+
+        smallest = self.sizes[0]
+        self.measure(smallest)  # the first step also allocates what stays: gradients, communication buffers
         if dist.is_initialized():  # and so does the collective that a batch has beside the model's own
             dist.all_reduce(torch.zeros(1, device=_device()))
-        self.had = min(self.had, self.meter.limit_bytes())  # by now without NCCL's buffers, which torch does not count
-        limit = int(self.had * MARGIN) - reserved
+        # By now without NCCL's buffers, which torch does not count.
+        self.available_bytes = min(self.available_bytes, self.meter.limit_bytes())
+        limit = int(self.available_bytes * MARGIN) - missing_state_bytes
         # Without a sample there would be parameters, gradients and optimizer state at least.
-        self.peaks = {0: 2 * parameters + state - reserved, size: self.measure(size)}
-        while size < sizes[-1]:
-            larger = [following for following in sizes if following > size]
-            following = max((one for one in larger if one <= 2 * size), default=larger[0])
-            if all_reduce_max([self.expect(following) > limit])[0]:
-                break
-            size = following
-            self.peaks[size] = self.measure(size)
-        most = -all_reduce_max([-next((size for size in reversed(sizes) if self.expect(size) <= limit), 0)])[0]
+        bytes_without_sample = 2 * parameter_bytes + state_bytes - missing_state_bytes
+        self.peaks = {0: bytes_without_sample, smallest: self.measure(smallest)}
+        self._measure_larger_sizes(limit)
         clear_gradients(self.optimizer)
-        if most < 1:
-            self.had = int(self.had * MARGIN)
-            raise self.refuse(f"{(self.peaks[sizes[0]] + reserved) / GIB:.2f} GiB")
-        num_microbatches = math.ceil(self.device_batch_size / most)
-        even = math.ceil(self.device_batch_size / num_microbatches)  # no small remainder at the end
-        expected = (self.expect(even) + reserved) / GIB
-        return even, f"{expected:.2f} of {(limit + reserved) / MARGIN / GIB:.2f} GiB expected at the peak"
+
+        largest_here = max((size for size in self.sizes if self.expect(size) <= limit), default=0)
+        largest = -all_reduce_max([-largest_here])[0]  # the least of all ranks
+        if largest < 1:
+            self.available_bytes = int(self.available_bytes * MARGIN)
+            raise self.refuse(f"{(self.peaks[smallest] + missing_state_bytes) / GIB:.2f} GiB")
+        num_microbatches = math.ceil(self.device_batch_size / largest)
+        size = math.ceil(self.device_batch_size / num_microbatches)  # microbatches of about equal size
+        expected_bytes = self.expect(size) + missing_state_bytes
+        total_bytes = (limit + missing_state_bytes) / MARGIN
+        return size, f"{expected_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB expected at the peak"
+
+    def _measure_larger_sizes(self, limit: int) -> None:
+        """Measure sizes, each about twice the one before, while every rank expects a peak of at most `limit` bytes."""
+        size = self.sizes[0]
+        while size < self.sizes[-1]:
+            larger = [candidate for candidate in self.sizes if candidate > size]
+            next_size = max((candidate for candidate in larger if candidate <= 2 * size), default=larger[0])
+            is_too_large = self.expect(next_size) > limit
+            if all_reduce_max([is_too_large])[0]:
+                return
+            size = next_size
+            self.peaks[size] = self.measure(size)
 
     def measure(self, num_samples: int) -> int:
-        count, accumulates = -(-self.device_batch_size // num_samples), self.accumulates and self.device_batch_size > 1
+        """Compute a gradient with microbatches of `num_samples`. Return the peak of this rank's memory in bytes.
+
+        Raises ConfigError, on this rank alone, if it runs out of memory.
+        """
+        num_microbatches = math.ceil(self.device_batch_size / num_samples)
+        accumulates = self.accumulates and self.device_batch_size > 1
         self.meter.reset()
         try:
-            run_step(self.model, num_samples, count, self.seq_len, accumulates=accumulates)
+            run_step(self.model, num_samples, num_microbatches, self.seq_len, accumulates=accumulates)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             if num_samples == self.sizes[0]:
-                got = self.meter.peak_bytes() / GIB
-                raise self.refuse(f"more than the {got:.2f} GiB that it got") from None
+                peak = self.meter.peak_bytes() / GIB
+                raise self.refuse(f"more than the {peak:.2f} GiB that it got") from None
             raise ConfigError(
                 f"device_train_microbatch_size: auto: {num_samples} samples ran out of memory where "
-                f"{self.expect(num_samples) / GIB:.2f} of {self.had / GIB:.2f} GiB were expected (does another process "
-                f"use this device?); set it to {num_samples // 2}"
+                f"{self.expect(num_samples) / GIB:.2f} of {self.available_bytes / GIB:.2f} GiB were expected (does "
+                f"another process use this device?); set it to {num_samples // 2}"
             ) from None
         return self.meter.peak_bytes()
 
     def expect(self, size: int) -> int:
-        """Predict the peak along the line through the last two measurements."""
+        """Return the peak in bytes for a size: as measured, or on the line through the last two measurements. No
+        collective."""
         if size in self.peaks:
             return self.peaks[size]
-        *_, (before, lower), (last, peak) = self.peaks.items()
-        return peak + max(0, peak - lower) * (size - last) // (last - before)
+        (earlier_size, earlier_peak), (last_size, last_peak) = list(self.peaks.items())[-2:]
+        growth = max(0, last_peak - earlier_peak)
+        return last_peak + growth * (size - last_size) // (last_size - earlier_size)
 
-    def refuse(self, needs: str) -> ConfigError:
-        what = f"device_train_microbatch_size: auto: one sample of {self.seq_len} tokens needs {needs}"
-        return ConfigError(f"{what}, and this device can give {self.had / GIB:.2f} GiB{self.advise()}")
+    def refuse(self, needed: str) -> ConfigError:
+        """Return the error that one sample does not fit. `needed` says how much memory it needs. No collective."""
+        return ConfigError(
+            f"device_train_microbatch_size: auto: one sample of {self.seq_len} tokens needs {needed}, and this device "
+            f"can give {self.available_bytes / GIB:.2f} GiB{self.advise()}"
+        )
 
 
 def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
-    """Compute the gradient of one microbatch, or of all that a batch has where stages keep several."""
+    """Compute a gradient of made-up samples, to measure its memory. Collective.
+
+    A pipeline computes all microbatches of a batch, because its stages hold several at once; otherwise one microbatch
+    of `num_samples` is enough. If gradients stay whole between microbatches (`accumulates`), two are computed.
+    """
     model.train()
     if model.exact_sums:
         model.exact_sums.begin_batch(model.parameters(), num_microbatches)
@@ -161,61 +203,79 @@ def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_
     if is_pipeline:
         cast(Any, model).train_on(batch, num_samples, loss_divisor=1.0)
         return
-    parallel = model.model if accumulates and isinstance(model.model, FSDPModule) else None  # not on one device
-    for is_last in (False, True) if parallel else (True,):
-        if parallel:
-            parallel.set_requires_gradient_sync(is_last)
+
+    if accumulates and isinstance(model.model, FSDPModule):  # not on one device
+        model.model.set_requires_gradient_sync(False)
         model.loss(model(batch), batch).backward()
+        model.model.set_requires_gradient_sync(True)
+    model.loss(model(batch), batch).backward()
 
 
 def _device() -> torch.device:
+    """Return this rank's device."""
     is_cuda = devices.device_type() == "cuda"
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
-    groups = itertools.zip_longest(optimizer.param_groups, num_slots[: len(optimizer.param_groups)])
-    return sum(_bytes(group["params"]) * (num_slots[-1] if slots is None else slots) for group, slots in groups)
+    """Return the bytes of this rank's optimizer state. `num_slots` are the numbers that it keeps for a parameter, by
+    group; the last one counts for all later groups too."""
+    total = 0
+    for index, group in enumerate(optimizer.param_groups):
+        total += _bytes(group["params"]) * num_slots[min(index, len(num_slots) - 1)]
+    return total
 
 
 def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Count the bytes of this rank's parts."""
-    return sum(local(p).numel() * p.element_size() for p in parameters)
+    """Return the bytes of this rank's parts of parameters."""
+    return sum(local(parameter).numel() * parameter.element_size() for parameter in parameters)
 
 
 class CudaMeter:
-    """Memory that torch's allocator has taken from the device, fragments included."""
+    """Memory that torch's allocator has taken from this rank's device, fragments included."""
 
     def reset(self) -> None:
+        """Return free memory to the device, and let the peak count from now."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
+        """Return the most memory since `reset`. Waits for the device."""
         torch.cuda.synchronize()
         return torch.cuda.max_memory_reserved()
 
     def limit_bytes(self) -> int:
+        """Return how much memory this process can have: what it has, and what is free."""
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved()
 
 
 class ResidentMeter:
-    """Memory of a process on a CPU; the ranks of a machine share evenly what is free."""
+    """Resident memory of this process, for training on a CPU."""
 
     def reset(self) -> None:
+        """Return free memory to the system, and let the peak count from now."""
         return_freed_memory()
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak becomes what is resident now, says proc(5)
 
     def peak_bytes(self) -> int:
+        """Return the most memory since `reset`."""
         with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024  # the kernel counts in KiB
+        raise AssertionError("/proc/self/status has no VmHWM")
 
     def limit_bytes(self) -> int:
-        return psutil.Process().memory_info().rss + devices.available_memory_bytes() // this_rank().local_world_size
+        """Return how much memory this process can have: what it has, and an even part of what is free on this
+        machine."""
+        free_for_this_rank = devices.available_memory_bytes() // this_rank().local_world_size
+        return psutil.Process().memory_info().rss + free_for_this_rank
 
 
 def device_meter() -> CudaMeter | ResidentMeter:
+    """Return the meter of this rank's device."""
     return CudaMeter() if devices.device_type() == "cuda" else ResidentMeter()
 
 
@@ -229,29 +289,39 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
-    """Return an error with the memory asked for, the memory available, and advice. `when` names the moment."""
+    """Return an error that says what was asked for, how much memory there is, and which settings need less.
+
+    `when` names the moment, such as "in batch 3", and `size` is the number of samples in a microbatch.
+    """
     layout = layout_here(config)
-    as_run, is_cpu = replace(config, device_train_microbatch_size=size), devices.device_type() == "cpu"
-    estimated = estimate_training_memory(with_cpu_attention(as_run) if is_cpu else as_run, layout)
-    if not is_cpu:
-        used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
-    else:
+    as_run = replace(config, device_train_microbatch_size=size)
+    if devices.device_type() == "cpu":
+        as_run = with_cpu_attention(as_run)
         used, free = psutil.Process().memory_info().rss, devices.available_memory_bytes()
+    else:
+        used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+    estimated_bytes = estimate_training_memory(as_run, layout).total_bytes
     return OutOfMemoryError(
         f"out of memory on rank {this_rank().rank} {when}: {_asked_for(str(error))} asked for with "
         f"{used / GIB:.2f} of {(used + free) / GIB:.2f} GiB in use; by the estimate {size} x {config.max_seq_len} "
-        f"tokens at a time take {estimated.total_bytes / GIB:.2f} GiB"
+        f"tokens at a time take {estimated_bytes / GIB:.2f} GiB"
         f"{advise_less_memory(config, layout, devices.device_type(), size)}"
     )
 
 
 def _asked_for(text: str) -> str:
-    """Read torch's "tried to allocate 2.00 GiB" or "8192 bytes", or numpy's "unable to allocate 2 GiB"."""
-    found = re.search(r"(?:ried|nable) to allocate ([\d.]+) ([A-Za-z]+)", text)
-    if found is None:
+    """Return the amount that could not be allocated, with a verb, as in `2.00 GiB more were`.
+
+    `text` is torch's error, with "tried to allocate 2.00 GiB" or "8192 bytes", or numpy's, with "unable to allocate 2
+    GiB".
+    """
+    match = re.search(r"(?:ried|nable) to allocate ([\d.]+) ([A-Za-z]+)", text)
+    if match is None:
         return "more was"
-    if found[2] != "bytes":
-        return f"{found[1]} {found[2]} more were"
-    asked_bytes = int(found[1])
-    unit, name = (GIB, "GiB") if asked_bytes >= GIB else (MIB, "MiB")
-    return f"{asked_bytes / unit:,.2f} {name} more were"
+    amount, unit = match.groups()
+    if unit != "bytes":
+        return f"{amount} {unit} more were"
+    num_bytes = int(amount)
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:,.2f} GiB more were"
+    return f"{num_bytes / MIB:,.2f} MiB more were"

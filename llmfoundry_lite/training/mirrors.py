@@ -1,4 +1,4 @@
-"""Mirrors of metrics.jsonl: console, progress bar, wandb and TensorBoard."""
+"""Mirrors of metrics.jsonl on rank 0: console, progress bar, wandb and TensorBoard."""
 
 import errno
 import math
@@ -21,7 +21,7 @@ from llmfoundry_lite.errors import ConfigError, TransientError, mask_urls, print
 from llmfoundry_lite.files import open_no_link, write_atomically
 
 WANDB_ID = "wandb_id"
-
+"""File in the run folder with the id of the run at wandb."""
 
 FOUNDRY_NAMES = {
     "lr": ("lr-{optimizer}/group0", 1),
@@ -32,75 +32,94 @@ FOUNDRY_NAMES = {
     "time/remaining_seconds": ("time/remaining_estimate", 3600),
     "eval/loss": ("metrics/eval/LanguageCrossEntropy", 1),
 }
-"""Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Others have one name."""
+"""Our name of a metric -> LLM Foundry's, and how many of our units make one of its. Other metrics have the same
+name."""
 OPTIMIZERS = {"decoupled_adamw": "DecoupledAdamW", "decoupled_lionw": "DecoupledLionW"}
+"""Our name of an optimizer -> LLM Foundry's."""
+MAX_EXPONENT = 700.0
+"""Losses above this many nats have the perplexity of this loss; exp() overflows at 710."""
 
 
 def foundry_names(record: Record, optimizer: str) -> Record:
-    """Return a record under LLM Foundry's names, with perplexities, which are its own."""
+    """Return the numbers of a record under LLM Foundry's names, and the perplexities that it logs beside losses.
+
+    `optimizer` is our name of the run's optimizer, which is a part of some names.
+    """
+    optimizer_name = OPTIMIZERS.get(optimizer, optimizer)
     named: Record = {}
     for key, value in numbers_of(record).items():
         name, unit = FOUNDRY_NAMES.get(key, (key, 1))
-        if key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/"):
-            name = f"metrics/{key.removesuffix('/loss')}/LanguageCrossEntropy"
-            named[name.replace("CrossEntropy", "Perplexity")] = math.exp(min(value, 700.0))
-        named[name.format(optimizer=OPTIMIZERS.get(optimizer, optimizer))] = value if unit == 1 else value / unit
+        is_validation_loss = key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/")
+        if is_validation_loss:
+            label = key.removesuffix("/loss")
+            name = f"metrics/{label}/LanguageCrossEntropy"
+            named[f"metrics/{label}/LanguagePerplexity"] = math.exp(min(value, MAX_EXPONENT))
+        named[name.format(optimizer=optimizer_name)] = value if unit == 1 else value / unit
     return named
 
 
 class Mirror:
-    """One destination of the log. A launch calls `begin`, then the mirror itself with each record, then `close`."""
+    """A destination of the log's records. A launch calls `begin`, the mirror itself with each record, and `close`."""
 
     named: Callable[[Record], Record] = staticmethod(lambda record: numbers_of(record))
-    """A record -> the numbers that are written, by name."""
+    """Converts a record to the numbers that are written, by name."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Prepare for the first record, given the log of earlier launches, and those of its records that came with the
-        checkpoint from another machine, in order of batch."""
+        """Prepare for the first record of this launch. `log` is the run's log so far, and `missed` those of its records
+        that the checkpoint has brought from another machine, in order of batch."""
 
     def __call__(self, record: Record) -> None:
+        """Write a record."""
         raise NotImplementedError
 
     def close(self) -> None:
-        pass
+        """Write what has not been written yet."""
 
 
 def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mirror]:
-    """Build the mirrors of a run. `progress` returns the fraction of the run that is done."""
-    folder, max_duration = Path(config.run_folder), config.max_duration
+    """Build the mirrors of a run. `progress` returns the fraction of the run that is done.
+
+    Raises ConfigError if wandb cannot be reached.
+    """
+    run_folder = Path(config.run_folder)
+    converters = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
     mirrors: list[Mirror] = []
-    names = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
     if config.progress_bar and has_width(sys.stdout):
-        mirrors.append(ProgressBar(max_duration, progress))
+        mirrors.append(ProgressBar(config.max_duration, progress))
     elif config.log_to_console or config.progress_bar:
-        mirrors.append(ConsoleLine(max_duration, config.console_log_interval))
+        mirrors.append(ConsoleLine(config.max_duration, config.console_log_interval))
     if config.loggers.wandb is not None:
-        mirrors.append(WandbMirror(config.loggers.wandb, config.run_name, folder, as_dict(config)))
-        mirrors[-1].named = names[config.loggers.wandb.names]
+        wandb_mirror = WandbMirror(config.loggers.wandb, config.run_name, run_folder, as_dict(config))
+        wandb_mirror.named = converters[config.loggers.wandb.names]
+        mirrors.append(wandb_mirror)
     if config.loggers.tensorboard is not None:
-        mirrors.append(TensorboardMirror(config.loggers.tensorboard, folder))
-        mirrors[-1].named = names[config.loggers.tensorboard.names]
+        tensorboard_mirror = TensorboardMirror(config.loggers.tensorboard, run_folder)
+        tensorboard_mirror.named = converters[config.loggers.tensorboard.names]
+        mirrors.append(tensorboard_mirror)
     return mirrors
 
 
 @dataclass
 class ConsoleLine(Mirror):
-    """One line each `interval`: where the run is, its loss, its speed, the time it still needs."""
+    """Prints a line for each `interval`: where the run is, its loss, its speed, and the time that it still needs."""
 
     max_duration: Duration
     interval: Duration
     last_epoch: int = -1
 
     def __call__(self, record: Record) -> None:
-        due = record["batch"] % int(self.interval.value) == 0
+        """Print the line of a record at each multiple of the interval, and after each validation."""
         if self.interval.unit == "ep":
-            due, self.last_epoch = record["time/epoch"] != self.last_epoch, record["time/epoch"]
-        if due or validation_losses(record):
+            is_due = record["time/epoch"] != self.last_epoch
+            self.last_epoch = record["time/epoch"]
+        else:
+            is_due = record["batch"] % int(self.interval.value) == 0
+        if is_due or validation_losses(record):
             print(console_line(record, self.max_duration), flush=True)
 
 
 def has_width(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal of a known width."""
+    """Return whether a stream is a terminal whose width is known."""
     try:
         return stream is not None and os.get_terminal_size(stream.fileno()).columns > 0
     except (AttributeError, OSError, ValueError):  # another kind of stream, no terminal, or a closed one
@@ -108,46 +127,60 @@ def has_width(stream: TextIO | None) -> bool:
 
 
 class ProgressBar(Mirror):
-    """The console line as a bar on standard output that stays in place, below lines that are printed meanwhile."""
+    """The console line as a bar on standard output. It stays in place, below lines that are printed meanwhile."""
 
     def __init__(self, max_duration: Duration, progress: Callable[[], float]):
+        """Draw the bar. `progress` returns the fraction of the run that is done."""
         from tqdm import tqdm
 
         self.max_duration = max_duration
         self.progress = progress
-        # tqdm puts a comma before what it calls the postfix, and a colon behind a description in l_bar.
-        form = "{percentage:3.0f}%|{bar}| {desc}"
-        look = {"bar_format": form, "desc": "first batch", "dynamic_ncols": True}
         self.output = sys.stdout
-        self.bar = tqdm(total=1.0, initial=progress(), file=self.output, **look)
+        self.bar = tqdm(
+            total=1.0,
+            initial=progress(),
+            file=self.output,
+            # Not tqdm's own format, which puts a comma before a postfix and a colon after a description.
+            bar_format="{percentage:3.0f}%|{bar}| {desc}",
+            desc="first batch",
+            dynamic_ncols=True,
+        )
 
     def begin(self, log: Path, missed: list[Record]) -> None:
+        """Replace standard output by a stream that clears the bar before a line, and draws it again after it."""
         from tqdm.contrib import DummyTqdmFile
 
-        sys.stdout = DummyTqdmFile(self.output)  # clears the bar before a line, and draws it again
+        sys.stdout = DummyTqdmFile(self.output)
 
     def __call__(self, record: Record) -> None:
+        """Draw the bar with the run's progress and the line of a record."""
         self.bar.n = self.progress()
         self.bar.set_description_str(console_line(record, self.max_duration))
 
     def close(self) -> None:
+        """Leave the bar as it is, and give standard output back."""
         sys.stdout = self.output
         self.bar.close()
 
 
 class TensorboardMirror(Mirror):
-    """TensorBoard, every step once: a launch voids what an earlier one wrote for batches that it trains again."""
+    """TensorBoard, with every step once: a launch voids what an earlier one wrote for batches that it trains again."""
 
     def __init__(self, config: TensorboardConfig, run_folder: Path):
+        """Choose the folder: the configured one, or `tensorboard` in the run folder."""
         self.folder = config.log_dir or str(run_folder / "tensorboard")
         self.writer: Any = None
+        """None until a record is written."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
+        """Write the records that another machine has trained. This launch's first record gets a writer of its own,
+        because it may be of an earlier batch, and only a new writer can void later ones."""
         for record in missed:
             self(record)
-        self.close()  # the first record of this launch, too, may go back behind these
+        self.close()
 
     def __call__(self, record: Record) -> None:
+        """Write a record. The first one voids everything that was written for its batch and later ones."""
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -155,23 +188,28 @@ class TensorboardMirror(Mirror):
         for key, value in self.named(record).items():
             if key != "batch":
                 self.writer.add_scalar(key, value, global_step=record["batch"])
-        # Else a killed launch would leave a hole before the batch that the next one goes back to.
+        # If a launch were killed before a flush, there would be a gap before the batch that the next one begins with.
         self.writer.flush()
 
     def close(self) -> None:
+        """Close the file, if one is open."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
 
 
 class WandbMirror(Mirror):
-    """One wandb run across launches: its id is in the run directory, and in checkpoints for other machines.
+    """One wandb run across launches. Its id is in the run folder, and in checkpoints for other machines.
 
-    wandb takes no step twice: of a batch that is trained again after a restore, it keeps the first record. And it
-    writes and sends every 15 seconds only: what a killed launch had logged after that is logged again from our log.
+    wandb accepts no step twice: for a batch that is trained again after a restore, it keeps the first record. It writes
+    and sends only every 15 seconds, so what a killed launch has logged after that is logged again from our own log.
     """
 
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
+        """Begin or continue the run at wandb. `settings` is the configuration that it shows.
+
+        Raises ConfigError if wandb refuses the arguments or cannot be reached.
+        """
         import wandb
 
         known_id = wandb_run_id(run_folder)
@@ -179,46 +217,59 @@ class WandbMirror(Mirror):
         arguments["id"] = arguments["id"] or known_id or secrets.token_hex(4)
         write_atomically(run_folder / WANDB_ID, arguments["id"] + "\n")
         unused = dict(describe_unused_variables(arguments))
-        if RUN_ID in unused:  # preflight has told of the others
+        if RUN_ID in unused:  # preflight has printed the others
             print(printable(unused[RUN_ID]), flush=True)
         sys.argv[1:] = map(mask_urls, sys.argv[1:])  # wandb records them
-        # Else wandb reads wandb/settings in the working directory. That may be somebody else's folder, and a `base_url`
-        # there would get this user's API key. The user's own settings in ~/.config/wandb and the environment stay.
+        # wandb would read wandb/settings in the working directory. That may be somebody else's folder, and a `base_url`
+        # there would receive this user's API key. The user's own settings in ~/.config/wandb and the environment stay.
         wandb.Settings.settings_workspace = property(lambda self: os.devnull)  # type: ignore[assignment]
         try:
             self.run = wandb.init(**{"config": settings, **arguments})
         except (wandb.Error, TypeError, ValueError) as error:  # the last two are of an argument's value
-            reason = " ".join(str(error).partition("\nConsider")[0].split()).rstrip(".")
-            # wandb retries a failed link or a 5xx; any other answer of a server, such as 403, ends it at once.
-            cause = TransientError(reason) if "while retrying" in reason else error
+            message = str(error).partition("\nConsider")[0]
+            reason = " ".join(message.split()).rstrip(".")
+            # wandb retries a failed connection or a 5xx. Any other answer of a server, such as 403, ends it at once.
+            is_transient = "while retrying" in reason
             raise ConfigError(
                 f"loggers.wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline, or loggers.wandb=null"
-            ) from cause
+            ) from (TransientError(reason) if is_transient else error)
         self.last_step = -1
+        """The last step that wandb has from earlier launches; -1 if none."""
         self.lost: list[Record] = []
+        """Records of earlier launches that wandb lacks, in order of batch."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Find the records that wandb lacks. A server knows its next step. Offline, a launch's files begin with all
-        that this machine has logged, another machine's have what it trained; `wandb sync` takes each step once."""
+        """Find the records of earlier launches that wandb lacks.
+
+        A server knows its next step. Offline, the files of a launch begin with all records that this machine has
+        logged, and another machine's files have what it has trained (`missed`). `wandb sync` takes each step once.
+        """
         self.last_step = self.run.step - 1
-        elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
-        records = (record for _, record in read_lines(log.read_bytes() if log.exists() else b""))
-        self.lost = in_order(r for r in records if r["batch"] > self.last_step and r["batch"] not in elsewhere)
+        batches_elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
+        content = log.read_bytes() if log.exists() else b""
+        lost: list[Record] = []
+        for _, record in read_lines(content):
+            if record["batch"] > self.last_step and record["batch"] not in batches_elsewhere:
+                lost.append(record)
+        self.lost = in_order(lost)
 
     def __call__(self, record: Record) -> None:
-        lost, self.lost = self.lost, []
-        for known in (*(known for known in lost if known["batch"] < record["batch"]), record):
+        """Log a record. Before this launch's first record, log those of earlier batches that wandb lacks."""
+        earlier = [lost for lost in self.lost if lost["batch"] < record["batch"]]
+        self.lost = []
+        for known in (*earlier, record):
             if known["batch"] > self.last_step:
                 self.run.log(self.named(known), step=known["batch"], commit=True)
 
     def close(self) -> None:
+        """Send what has not been sent, and end the run at wandb until the next launch."""
         self.run.finish()
 
 
 def wandb_run_id(run_folder: Path) -> str | None:
-    """Return the id in the run's folder; None if there is none.
+    """Return the id of the run at wandb, which the run folder holds; None if it holds none.
 
-    A link counts as none, because what it leads to would be sent to wandb and kept in checkpoints.
+    A link counts as none, because the file that it leads to would be sent to wandb and kept in checkpoints.
     """
     try:
         with open(run_folder / WANDB_ID, opener=open_no_link, encoding="utf-8", errors="replace") as file:
@@ -230,10 +281,13 @@ def wandb_run_id(run_folder: Path) -> str | None:
 
 
 def numbers_of(record: Record) -> Record:
-    return {key: v for key, v in record.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    """Return the numbers of a record. Truth values are none."""
+    return {
+        key: value for key, value in record.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
-    """Keep the last record of each batch, in order of batch."""
+    """Return the last record of each batch, in order of batch."""
     latest = {record["batch"]: record for record in records}
     return [latest[batch] for batch in sorted(latest)]

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,128 +22,176 @@ from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.schedule import progress_of
 
+MIN_SECONDS = 1e-9
+"""Least time that a number of tokens is divided by."""
+
 
 @dataclass(eq=False)
 class DropoutSeed(Callback):
-    """Dropout as a function of (seed, batch), and of the row: no generator's state needs to be saved.
+    """Makes dropout a function of seed, batch and sample, so that no random generator's state needs to be saved.
 
-    Attention draws its own inside kernels, by (seed, batch, rank). Ranks that divide layers then share a seed
-    (`parallel` tells their heads apart); stages and ranks with other tokens of a sequence have different ones.
+    Attention draws its own dropout inside kernels, from torch's generator, which is seeded by seed, batch and rank.
+    Ranks that divide layers share that seed, and `parallel` tells their heads apart. Ranks of different pipeline
+    stages, and ranks with different tokens of a sample, have different seeds.
     """
 
     seed: int
     model: LanguageModel
     ranks: DataRanks
     place: Coordinates
+    """Where this rank is in the layout."""
     sequence_parallel: bool
-    """The ranks of a tensor group have different tokens."""
+    """The ranks of a tensor-parallel group have different tokens."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        batch = f"{self.seed}/{int(state.timestamp.batch)}"
-        self.model.dropout_seed = _number_of(batch) % (1 << 31)
-        place = self.place
-        tensor = place.tensor if self.sequence_parallel else 0
-        parts = {"": place.pipeline, "context ": place.context, "run ": tensor}  # the names are part of the seed
-        part = "".join(f"/{name}{index}" for name, index in parts.items() if index)
-        torch.manual_seed(_number_of(f"{batch}/{self.ranks.rank}{part}"))
+        """Seed this batch's dropout: that of the residual stream in the model, and attention's in torch's generator."""
+        batch_name = f"{self.seed}/{int(state.timestamp.batch)}"
+        self.model.dropout_seed = _hash_name(batch_name) % (1 << 31)
+
+        # These names are hashed, so changing one would change the dropout of every run.
+        name = f"{batch_name}/{self.ranks.rank}"
+        if self.place.pipeline:
+            name += f"/{self.place.pipeline}"
+        if self.place.context:
+            name += f"/context {self.place.context}"
+        if self.sequence_parallel and self.place.tensor:
+            name += f"/run {self.place.tensor}"
+        torch.manual_seed(_hash_name(name))
 
 
-def _number_of(name: str) -> int:
+def _hash_name(name: str) -> int:
+    """Return a number of 56 bits that is a function of `name`, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+
+
+class Progress(NamedTuple):
+    """What had been trained at the end of a batch."""
+
+    tokens: int
+    """Tokens of the run."""
+    tokens_here: int
+    """Those of them that this launch has trained, and no other launch beside it."""
+    seconds: float
+    """Training time of the run, without evaluations and saves."""
 
 
 @dataclass(eq=False)
 class RunMonitor(Callback):
-    """Throughput, MFU, memory, elapsed and remaining time. Rates are of tokens really consumed over the wall-clock time
-    between ends of batches, without evaluation."""
+    """Logs throughput, MFU, memory, elapsed and remaining time.
+
+    Rates are real tokens, without padding, over the wall-clock time between ends of batches, without evaluation.
+    """
 
     window_size: int
+    """Number of batches over which rates are averaged."""
     flops_per_token: int
     max_duration: Duration
     compute_dtype: str
+    """Precision in which matrices are multiplied, as the table of accelerators names it."""
     partners: Partners
 
     def __post_init__(self) -> None:
-        self.history: deque[tuple[int, int, float]] = deque(maxlen=self.window_size + 1)
-        """Tokens of the run, those of them that were trained here, seconds."""
+        """Find the device's peak rate, None if it is not in the table of accelerators."""
+        self.history: deque[Progress] = deque(maxlen=self.window_size + 1)
         accelerator = devices.accelerator()
         self.peak_flops = accelerator.peak_flops(self.compute_dtype) if accelerator else None
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        """Start the clocks. Rank 0 prints if the device's peak rate is not known."""
         self.launched_at = time.monotonic()
         self.first_progress = progress_of(state, self.max_duration)
-        self._mark(state)
+        self.history.append(self._measure_progress(state))
         if self.peak_flops is None and dist.get_rank() == 0 and devices.device_type() == "cuda":
             print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._mark(state)
-        tokens, here, seconds = (last - first for first, last in zip(self.history[0], self.history[-1], strict=True))
-        rate, rate_here = tokens / max(seconds, 1e-9), here / max(seconds, 1e-9)
+        """Log the rates over the last `window_size` batches, and the run's elapsed and remaining time."""
+        self.history.append(self._measure_progress(state))
+        first, before, last = self.history[0], self.history[-2], self.history[-1]
+        seconds = max(last.seconds - first.seconds, MIN_SECONDS)
+        tokens_per_second_here = (last.tokens_here - first.tokens_here) / seconds
         world_size = dist.get_world_size()
+        flops_per_device = tokens_per_second_here * self.flops_per_token / world_size
+        elapsed_seconds = time.monotonic() - self.launched_at
         metrics = {
-            "throughput/tokens_per_sec": rate,
-            "throughput/device/tokens_per_sec": rate_here / world_size,
-            "throughput/device/flops_per_sec": rate_here * self.flops_per_token / world_size,
+            "throughput/tokens_per_sec": (last.tokens - first.tokens) / seconds,
+            "throughput/device/tokens_per_sec": tokens_per_second_here / world_size,
+            "throughput/device/flops_per_sec": flops_per_device,
             "memory/peak_bytes": devices.peak_memory_bytes(),
-            "time/batch_seconds": self.history[-1][-1] - self.history[-2][-1],
-            "time/elapsed_seconds": time.monotonic() - self.launched_at,
+            "time/batch_seconds": last.seconds - before.seconds,
+            "time/elapsed_seconds": elapsed_seconds,
         }
         if self.peak_flops is not None:
-            metrics["throughput/device/mfu"] = rate_here * self.flops_per_token / world_size / self.peak_flops
+            metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops
         progress = progress_of(state, self.max_duration)
         if progress > self.first_progress:
-            remaining = metrics["time/elapsed_seconds"] * (1 - progress) / (progress - self.first_progress)
-            metrics["time/remaining_seconds"] = max(0.0, remaining)
+            remaining_seconds = elapsed_seconds * (1 - progress) / (progress - self.first_progress)
+            metrics["time/remaining_seconds"] = max(0.0, remaining_seconds)
         logger.log_metrics(metrics)
 
-    def _mark(self, state: State) -> None:
+    def _measure_progress(self, state: State) -> Progress:
+        """Return what has been trained until now."""
         tokens = int(state.timestamp.token)
-        here = tokens - self.partners.tokens_elsewhere
-        self.history.append((tokens, here, state.timestamp.total_wct.total_seconds()))
+        return Progress(
+            tokens=tokens,
+            tokens_here=tokens - self.partners.tokens_elsewhere,
+            seconds=state.timestamp.total_wct.total_seconds(),
+        )
 
 
 class Profiler(Callback):
-    """torch's profiler over a few batches: a trace for chrome://tracing or Perfetto. A batch is traced from the end of
-    the one before it to its own: evaluation and saves in between included."""
+    """torch's profiler over a few batches, which writes traces for chrome://tracing or Perfetto.
+
+    A batch is traced from the end of the one before it to its own end, with evaluation and saves in between.
+    """
 
     def __init__(self, config: ProfilerConfig, run_folder: Path):
+        """Prepare. `fit_start` starts the profiler. Traces go into the configured folder, or into that of the run."""
         self.config = config
         self.folder = Path(config.folder) if config.folder is not None else run_folder / "traces"
         self.profile: profile | None = None
+        """None unless this rank is being traced."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        options = asdict(self.config)
-        del options["folder"]
-        if not options.pop("all_ranks") and dist.get_rank() != 0:
+        """Start the profiler on rank 0, or with `all_ranks` on each rank."""
+        if not self.config.all_ranks and dist.get_rank() != 0:
             return
-        is_cuda = devices.device_type() == "cuda"
-        names = ("record_shapes", "profile_memory", "with_stack")
+        activities = [ProfilerActivity.CPU]
+        if devices.device_type() == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        options = asdict(self.config)
+        del options["folder"], options["all_ranks"]
+        profile_options = {name: options.pop(name) for name in ("record_shapes", "profile_memory", "with_stack")}
         self.profile = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])],
+            activities=activities,
             on_trace_ready=partial(self._write, state),
-            **{name: options.pop(name) for name in names},
             schedule=schedule(**options),
+            **profile_options,
         )
         self.profile.start()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Tell the profiler that a batch has ended. It writes a trace when its schedule says so."""
         if self.profile is not None:
             self.profile.step()
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        """Stop the profiler at the end of training."""
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
+        """Stop the profiler if it still runs, because training has ended with an error."""
         if self.profile is not None:
-            profile, self.profile = self.profile, None
-            profile.stop()
+            running = self.profile
+            self.profile = None
+            running.stop()
 
-    def _write(self, state: State, profile: profile) -> None:
-        """Write a file named for its rank and the last batch in it."""
+    def _write(self, state: State, finished: profile) -> None:
+        """Write the trace of a `finished` profile to a file that is named for this rank and its last batch. Rank 0
+        prints where."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank{dist.get_rank()}.ba{int(state.timestamp.batch)}.json"
         path.unlink(missing_ok=True)  # a link would be written through
-        profile.export_chrome_trace(str(path))
+        finished.export_chrome_trace(str(path))
         if dist.get_rank() == 0:
             print(f"profiler: {path}; `llmfoundry-lite bench profile {path}` says where the time went", flush=True)

@@ -1,10 +1,10 @@
 """Muon for the matrices of the blocks, AdamW for the rest: embeddings, head, norms and biases.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the mathematics of torch.optim.Muon.
-Each step replaces a matrix's momentum by a nearby matrix whose singular values are about 1. That takes the whole
-matrix, and ranks have parts of it: they divide the matrices among them, send each to its owner, and get their parts of
-the result back. q, k and v are matrices of their own where one parameter holds all three, as the authors advise: so a
-fused model takes the same steps as one that is not, also where tensor parallelism divides it by heads.
+Each step replaces a matrix's momentum by a nearby matrix whose singular values are about 1. That needs the whole
+matrix, but each rank has only a part of it. So the ranks assign each matrix to one of them, send that rank their parts,
+and receive their parts of the result. If one parameter holds q, k and v, these count as three matrices, as the authors
+advise. So a fused model takes the same steps as one that is not fused, also if tensor parallelism divides it by heads.
 """
 
 import math
@@ -22,20 +22,28 @@ from llmfoundry_lite.config.layout import RowRanges
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, OptimizerConfig
 from llmfoundry_lite.ranks.exchange import all_gather_json, rank_and_size
-from llmfoundry_lite.training.optimizers import local
+from llmfoundry_lite.training.optimizers import ADAMW_BETAS, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's for Newton and Schulz' iteration: steepest at 0, at the price of singular values between 0.7 and 1.2."""
+"""Jordan's coefficients for the iteration of Newton and Schulz: steepest at 0, at the price of singular values between
+0.7 and 1.2."""
+MOMENTUM = 0.95
+"""Jordan's default."""
 EPS = 1e-7
+"""Least norm that a matrix is divided by."""
+MATCHED_RMS = 0.2
+"""RMS of AdamW's updates, which Muon's get with `match_rms_adamw` (Liu et al. 2025)."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Matrix(NamedTuple):
+    """A parameter of two dimensions that Muon updates."""
+
     parameter: Parameter
     heights: tuple[int, ...]
-    """Rows of each matrix that the parameter holds, one below the other."""
+    """Number of rows of each matrix that the parameter holds, one below the other, such as those of q, k and v."""
     row_order: RowRanges | None = None
-    """The order in which ranks have the rows, if not in the parameter's."""
+    """The order in which ranks have the parameter's rows; None for its own order."""
 
 
 def build_muon(
@@ -47,23 +55,25 @@ def build_muon(
     *,
     fused: bool = True,
 ) -> "Muon":
-    """Build Muon for `named`, all parameters or this rank's rows of them.
+    """Build Muon for `named`, all parameters by name, or this rank's rows of them.
 
-    `group`: the ranks that have the same blocks; None: all. `row_orders`: by name, the order in which ranks have a
-    parameter's rows, if not in its own. `fused`: of AdamW, as in `build_adamw`.
+    `group` are the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which ranks
+    have a parameter's rows, if it is not the parameter's own. `fused` is an option of AdamW, as in `build_adamw`.
     """
-    matrices, others = [], []
+    matrices: list[Matrix] = []
+    other_parameters: list[Parameter] = []
     for name, parameter in named.items():
-        if "blocks" not in name.split(".") or parameter.ndim != 2:
-            others.append(parameter)
-            continue
-        heights = model.stacked_rows(name) or (parameter.size(0),)
-        matrices.append(Matrix(parameter, heights, row_orders.get(name)))
-    return Muon(matrices, others, config, group, fused=fused)
+        is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
+        if is_matrix_of_block:
+            heights = model.stacked_rows(name) or (parameter.size(0),)
+            matrices.append(Matrix(parameter, heights, row_orders.get(name)))
+        else:
+            other_parameters.append(parameter)
+    return Muon(matrices, other_parameters, config, group, fused=fused)
 
 
 class Muon(Optimizer):
-    """Muon, with a state of one moment for a matrix, and AdamW's two for any other parameter."""
+    """Muon, which keeps one moment for each matrix, and AdamW, which keeps two for each other parameter."""
 
     def __init__(
         self,
@@ -74,149 +84,215 @@ class Muon(Optimizer):
         *,
         fused: bool = True,
     ):
+        """Prepare to update `matrices` by Muon and `others` by AdamW; see `build_muon`. The first group of parameters
+        is Muon's."""
         self.matrices = matrices
         self.dtype = DTYPES[config.ns_dtype or "bf16"]
         self.group = group
         self._owners: Owners | None = None
+        """None before the first step, because building it is collective."""
         options = {
             "lr": config.lr,
             "weight_decay": config.decay,
-            "momentum": 0.95 if config.momentum is None else config.momentum,
+            "momentum": MOMENTUM if config.momentum is None else config.momentum,
             "ns_steps": config.ns_steps or NEWTON_SCHULZ_STEPS,
             "adjust_lr_fn": config.adjust_lr_fn or "match_rms_adamw",
         }
         self.adamw = AdamW(
             others,
             lr=config.adamw_lr or config.lr,
-            betas=config.betas or (0.9, 0.95),
+            betas=config.betas or ADAMW_BETAS,
             eps=config.eps,
             weight_decay=config.decay,
             fused=fused or None,
         )
-        super().__init__([{"params": [m.parameter for m in matrices], **options}, *self.adamw.param_groups], {})
-        self.adamw.param_groups, self.adamw.state = self.param_groups[1:], self.state
+        parameters = [matrix.parameter for matrix in matrices]
+        super().__init__([{"params": parameters, **options}, *self.adamw.param_groups], {})
+        # Both see the same options and moments, so that schedules and checkpoints need to know one optimizer.
+        self.adamw.param_groups = self.param_groups[1:]
+        self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters. Collective over the group. Without gradients, as after a skipped batch, does
+        nothing."""
         if any(matrix.parameter.grad is not None for matrix in self.matrices):
             self._step_matrices()
         self.adamw.step()
 
     def _step_matrices(self) -> None:
+        """Update all matrices by Muon. Collective over the group."""
         options = self.param_groups[0]
-        lr, momentum = options["lr"], options["momentum"]
         if self._owners is None:
             self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
 
-        def direction(index: int) -> torch.Tensor:
-            """Return this rank's part of the momentum, with Nesterov's look-ahead."""
-            parameter = self.matrices[index].parameter
-            assert parameter.grad is not None
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            gradient, moment = local(parameter.grad), local(self.state[parameter]["momentum_buffer"])
-            moment.lerp_(gradient, 1 - momentum)
-            return gradient.lerp(moment, momentum).to(self.dtype)
-
-        def orthogonalise(index: int, whole: torch.Tensor) -> torch.Tensor:
+        def orthogonalise(index: int, momentum: torch.Tensor) -> torch.Tensor:
+            """Return the update of matrix `index`, given its whole momentum, with rows in the order of the ranks."""
             _, heights, row_order = self.matrices[index]
-            parts = (whole if row_order is None else to_parameter_order(whole, row_order)).split(heights)
-            scaled = [newton_schulz(p, options["ns_steps"]) * scale_of(p, options["adjust_lr_fn"]) for p in parts]
-            result = torch.cat(scaled) if len(scaled) > 1 else scaled[0]
-            return result if row_order is None else to_rank_order(result, row_order)
+            if row_order is not None:
+                momentum = to_parameter_order(momentum, row_order)
+            updates = [
+                newton_schulz(part, options["ns_steps"]) * scale_of(part, options["adjust_lr_fn"])
+                for part in momentum.split(heights)
+            ]
+            update = torch.cat(updates) if len(updates) > 1 else updates[0]
+            return update if row_order is None else to_rank_order(update, row_order)
 
-        for index, update in self._owners.apply(direction, orthogonalise):
+        lr = options["lr"]
+        for index, update in self._owners.apply(self._update_momentum, orthogonalise):
             weight = local(self.matrices[index].parameter)
             weight.mul_(1 - lr * options["weight_decay"]).add_(update, alpha=-lr)
 
+    def _update_momentum(self, index: int) -> torch.Tensor:
+        """Add the gradient to the momentum of matrix `index`. Return this rank's part of it, with Nesterov's
+        look-ahead."""
+        momentum = self.param_groups[0]["momentum"]
+        parameter = self.matrices[index].parameter
+        assert parameter.grad is not None
+        if not self.state[parameter]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradient = local(parameter.grad)
+        moment = local(self.state[parameter]["momentum_buffer"])
+        moment.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(moment, momentum).to(self.dtype)
+
 
 def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Return about U V^T of a matrix U S V^T, in the matrix's dtype."""
+    """Return a matrix near U V^T, given U S V^T, the singular value decomposition of `matrix`. It has the dtype of
+    `matrix`.
+
+    `num_steps` are the iterations of Newton and Schulz, with the polynomial a x + b (x x^T) x + c (x x^T)^2 x.
+    """
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    is_tall = matrix.size(0) > matrix.size(1)
+    x = matrix.T if is_tall else matrix  # so that x x^T is the smaller product
     x = x / x.norm().clamp(min=EPS)
     for _ in range(num_steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.size(0) > matrix.size(1) else x
+    return x.T if is_tall else x
 
 
 def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
-    """Scale an update as torch.optim.Muon does. `original` is Jordan's; with `match_rms_adamw` updates are as large as
-    AdamW's, whose learning rate and weight decay then serve (Liu et al. 2025, "Muon is Scalable for LLM Training")."""
-    rows, columns = matrix.shape
-    is_matched = adjust_lr_fn == "match_rms_adamw"
-    return 0.2 * math.sqrt(max(rows, columns)) if is_matched else math.sqrt(max(1, rows / columns))
+    """Return the factor of a matrix's update, as torch.optim.Muon does.
+
+    `original` is Jordan's. With `match_rms_adamw`, updates are as large as AdamW's, so that its learning rate and
+    weight decay can be used (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    """
+    num_rows, num_columns = matrix.shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return MATCHED_RMS * math.sqrt(max(num_rows, num_columns))
+    return math.sqrt(max(1, num_rows / num_columns))
 
 
 class Owners:
-    """Assignment of whole matrices to ranks, and the parts that ranks have of each. The same on all ranks. In each
-    round every rank owns one matrix, the largest first, so that the matrices of a round are about equal."""
+    """Assigns whole matrices to ranks, and exchanges the parts that ranks have of them.
+
+    In each round, every rank owns one matrix. The largest matrices come first, so that those of a round have about the
+    same size. The assignment is the same on all ranks.
+    """
 
     def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None):
+        """Exchange which part of each parameter every rank of the group has. Collective over the group."""
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
-        places = all_gather_json([box_of(parameter) for parameter in parameters], group)
-        self.boxes: list[list[Box]] = [[Box(tuple(begin), tuple(count)) for begin, count in boxes] for boxes in places]
-        order = sorted(range(len(parameters)), key=lambda index: (-math.prod(self.shapes[index]), index))
-        self.rounds = [order[i : i + self.size] for i in range(0, len(order), self.size)]
+        self.boxes: list[list[Box]] = []
+        """For each rank, the part that it has of each parameter."""
+        for boxes in all_gather_json([box_of(parameter) for parameter in parameters], group):
+            self.boxes.append([Box(tuple(offset), tuple(lengths)) for offset, lengths in boxes])
+        largest_first = sorted(range(len(parameters)), key=lambda index: (-math.prod(self.shapes[index]), index))
+        self.rounds = [largest_first[first : first + self.size] for first in range(0, len(largest_first), self.size)]
+        """Indices of the matrices of each round. Rank r owns the r-th one."""
 
     def apply(
-        self, part: Callable[[int], torch.Tensor], compute: Callable[[int, torch.Tensor], torch.Tensor]
+        self, read_part: Callable[[int], torch.Tensor], compute: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (matrix, this rank's part of what `compute` makes of the whole), given this rank's `part` of each."""
+        """Compute a function of each whole matrix, on the rank that owns it. Yield this rank's part of each result.
+
+        Collective over the group. `read_part` returns this rank's part of the matrix with an index, and `compute` the
+        result for an index and a whole matrix. Yields pairs of an index and a part.
+        """
         for indices in self.rounds:
-            parts = [part(index) for index in indices]
+            parts = [read_part(index) for index in indices]
             owned = indices[self.rank] if self.rank < len(indices) else None
-            sent = [p if self.rank in self._senders(i) else p[:0] for i, p in zip(indices, parts, strict=True)]
-            senders = self._senders(owned) if owned is not None else {}
-            pieces = self._exchange(sent, [math.prod(senders[r][1]) if r in senders else 0 for r in range(self.size)])
-            answers = [parts[0].new_empty(0)] * self.size
+            pieces = self._send_parts(indices, parts, owned)
+            empty = parts[0].new_empty(0)
+            results_to_send = [empty] * self.size
             if owned is not None:
                 whole = parts[0].new_empty(self.shapes[owned])
-                for rank, box in senders.items():
-                    _cell(whole, box).copy_(pieces[rank].view(box[1]))
-                whole = compute(owned, whole)
-                answers = [_cell(whole, boxes[owned]) for boxes in self.boxes]
-            results = self._exchange(answers, [p.numel() for p in parts])
-            yield from ((i, found.view_as(p)) for i, found, p in zip(indices, results, parts, strict=False))
+                for rank, box in self._find_senders(owned).items():
+                    _view_box(whole, box).copy_(pieces[rank].view(box.lengths))
+                result = compute(owned, whole)
+                results_to_send = [_view_box(result, boxes[owned]) for boxes in self.boxes]
 
-    def _senders(self, index: int) -> dict[int, Box]:
-        """Return the first rank that has each distinct part, and the part."""
-        found: dict[Box, int] = {}
+            results = self._exchange(results_to_send, [part.numel() for part in parts])
+            for index, part, result_part in zip(indices, parts, results, strict=False):
+                yield index, result_part.view_as(part)
+
+    def _send_parts(
+        self, indices: Sequence[int], parts: Sequence[torch.Tensor], owned: int | None
+    ) -> list[torch.Tensor]:
+        """Send this rank's parts of the matrices `indices` to their owners. Returns, by rank, the parts of matrix
+        `owned`.
+
+        Of several ranks that hold the same part, the first one sends it. Collective over the group.
+        """
+        to_send: list[torch.Tensor] = []
+        for index, part in zip(indices, parts, strict=True):
+            is_sender = self.rank in self._find_senders(index)
+            to_send.append(part if is_sender else part[:0])
+        counts = [0] * self.size
+        if owned is not None:
+            for rank, box in self._find_senders(owned).items():
+                counts[rank] = math.prod(box.lengths)
+        return self._exchange(to_send, counts)
+
+    def _find_senders(self, index: int) -> dict[int, Box]:
+        """Return, for each different part of a matrix, the first rank that holds it, and the part."""
+        first_ranks: dict[Box, int] = {}
         for rank, boxes in enumerate(self.boxes):
-            if math.prod(boxes[index][1]):
-                found.setdefault(boxes[index], rank)
-        return {rank: box for box, rank in found.items()}
+            box = boxes[index]
+            if math.prod(box.lengths):
+                first_ranks.setdefault(box, rank)
+        return {rank: box for box, rank in first_ranks.items()}
 
     def _exchange(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send each rank its piece, and receive `counts` elements from each (all-to-all)."""
+        """Send `pieces[r]` to rank r, and receive `counts[r]` elements from it. Returns what was received, by rank.
+
+        Both may end before the last rank, which then sends or receives nothing. Collective over the group (all-to-all).
+        """
         if self.size == 1:
             return [piece.flatten() for piece in pieces]
-        counts = [*counts, *[0] * (self.size - len(counts))]
-        sizes = [piece.numel() for piece in pieces]
-        received = pieces[0].new_empty(sum(counts))
+        counts_received = [*counts, *[0] * (self.size - len(counts))]
+        counts_sent = [piece.numel() for piece in pieces]
+        counts_sent += [0] * (self.size - len(counts_sent))
+        received = pieces[0].new_empty(sum(counts_received))
         flat = torch.cat([piece.flatten() for piece in pieces])
-        dist.all_to_all_single(received, flat, counts, [*sizes, *[0] * (self.size - len(sizes))], group=self.group)
-        return list(received.split(counts))
+        dist.all_to_all_single(received, flat, counts_received, counts_sent, group=self.group)
+        return list(received.split(counts_received))
 
 
-def _cell(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (begin, count) in enumerate(zip(*box, strict=True)):
-        whole = whole.narrow(dim, begin, count)
+def _view_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the part of a tensor that `box` describes, as a view."""
+    for dim, (begin, length) in enumerate(zip(box.offset, box.lengths, strict=True)):
+        whole = whole.narrow(dim, begin, length)
     return whole
 
 
-def to_parameter_order(tensor: torch.Tensor, runs: RowRanges) -> torch.Tensor:
-    """Reorder a whole tensor whose rows come in the ranks' order."""
-    result, at = torch.empty_like(tensor), 0
-    for first, count in runs:
-        result[first : first + count] = tensor[at : at + count]
-        at += count
+def to_parameter_order(tensor: torch.Tensor, row_ranges: RowRanges) -> torch.Tensor:
+    """Return a whole tensor with its rows in the parameter's order, given one with rows in the ranks' order.
+
+    `row_ranges` are ranges of the parameter's rows, (first, count), in the order in which ranks have them.
+    """
+    result = torch.empty_like(tensor)
+    begin = 0
+    for first, count in row_ranges:
+        result[first : first + count] = tensor[begin : begin + count]
+        begin += count
     return result
 
 
-def to_rank_order(tensor: torch.Tensor, runs: RowRanges) -> torch.Tensor:
+def to_rank_order(tensor: torch.Tensor, row_ranges: RowRanges) -> torch.Tensor:
     """Undo `to_parameter_order`."""
-    return torch.cat([tensor[first : first + count] for first, count in runs])
+    return torch.cat([tensor[first : first + count] for first, count in row_ranges])

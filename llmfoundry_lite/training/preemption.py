@@ -72,13 +72,13 @@ class Preemption:
     """Time from the first reason until the process is ended."""
     max_wall_seconds: float | None
     """Time from the beginning of the launch until it leaves; None for no limit."""
-    on_request: Callable[[str], None]
+    on_reason: Callable[[str], None]
     """Called with a new reason in words, from any thread."""
     on_leave: Callable[[str, str], None]
     """Called with a status and an explanation just before the process is ended: late, or after a second Ctrl-C."""
     reason: int = 0
     """The reason that this rank knows of; 0 if none."""
-    agreed: int = 0
+    agreed_reason: int = 0
     """The reason that all ranks have agreed on; 0 if none."""
     saved: str | None = None
     """On rank 0: name of the checkpoint that was published after the first reason to leave."""
@@ -108,7 +108,7 @@ class Preemption:
         self._is_main = False
         """This is rank 0, which looks for the file STOP."""
         self._may_poll = True
-        self._is_polling = threading.Lock()
+        self._store_lock = threading.Lock()
         """Held while a thread is in torch's store."""
 
     # ---------------------------------------------------------------------------------------------- the main thread
@@ -146,15 +146,16 @@ class Preemption:
     def set_agreed(self, reason: int) -> str:
         """Note the reason that all ranks have agreed on, 0 if none, and return it in words.
 
-        Only from here on does a rank that has heard of no reason itself have a limited time to leave.
+        A rank that knew of no reason itself starts its grace period here.
         """
-        self.agreed = reason
-        if self.agreed and not self.reason:
-            self._note_reason(self.agreed)
-        return REASONS[self.agreed]
+        self.agreed_reason = reason
+        if self.agreed_reason and not self.reason:
+            self._note_reason(self.agreed_reason)
+        return REASONS[self.agreed_reason]
 
     def describe_reason(self, agreed_reason: str) -> str:
-        """Return the words of the exit message for the reason that the ranks have agreed on.
+        """Return why this launch leaves, for its exit message. `agreed_reason` is what the ranks have agreed on, in
+        words.
 
         A launcher answers Ctrl-C by sending SIGTERM, and the kernel decides which of them a thread hears first. So
         Ctrl-C is named if this rank has heard of it, even if the ranks had agreed on SIGTERM before.
@@ -174,12 +175,12 @@ class Preemption:
         Python ends daemon threads without unwinding them. One that is inside of torch's C++ then aborts the process.
         """
         self._may_poll = False
-        if self._is_polling.acquire(timeout=2.0):
-            self._is_polling.release()
+        if self._store_lock.acquire(timeout=2.0):
+            self._store_lock.release()
 
-    def consume_stop_file(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the file STOP if this launch leaves, so that the next launch does not find it. On rank 0."""
-        is_leaving = self.agreed or self.reason
+        is_leaving = self.agreed_reason or self.reason
         if not self._is_main or not is_leaving:
             return
         try:
@@ -256,7 +257,7 @@ class Preemption:
         The thread that listens for signals must go on even then.
         """
         while not self.reason:
-            with self._is_polling:
+            with self._store_lock:
                 if not self._may_poll:
                     return
                 announced = announced_preemption()
@@ -286,7 +287,7 @@ class Preemption:
         if self.failure is not None:  # the launch has failed, so nobody is to call it preempted
             return
         with suppress(Exception):
-            self.on_request(REASONS[reason])
+            self.on_reason(REASONS[reason])
         announce_preemption(REASONS[reason])
 
     def _leave(self, status: str, text: str, exit_code: int) -> None:

@@ -38,214 +38,273 @@ STATUS_SECONDS = 5.0
 
 
 class RunFolder(LoggerDestination):
-    """The files of a run. A launch that fails before the run is restored writes only the reason into status.json."""
+    """The files of a run, and Composer's logger. Every rank has one, and rank 0's writes.
+
+    A launch that fails before the run is restored writes only the reason, into status.json.
+    """
 
     def __init__(self, config: TrainConfig):
+        """Create the folder, on rank 0. Nothing else is written before `start`. Raises UserError if that fails."""
         self.config = config
         self.folder = Path(config.run_folder)
-        self.log = self.folder / METRICS
+        self.log_path = self.folder / METRICS
         self.is_main = dist.get_rank() == 0
+        """This is rank 0, which writes."""
         self.trainer: Trainer | None = None
         """None until the run has been restored."""
-        self.asked_by: str | None = None
-        """The reason why the launch is asked to leave."""
+        self.leave_reason: str | None = None
+        """Why the launch is asked to leave; None if it is not."""
         self.saves: dict[str, Any] = {}
-        """What status.json says of saves, once the run has been restored."""
+        """The fields of status.json about saves; empty until the run has been restored."""
         self.has_saved = False
         """This launch has published a save, so that another one would not begin where this one did."""
         self.is_running = False
+        """On rank 0: the launch has begun and not ended, so status.json may be updated."""
         self.is_done = False
+        """The launch has recorded an orderly end."""
         self.launch = 0
-        self.record: Record = {}
+        """Number of this launch in the log. The first launch of a run has 1."""
+        self.metrics: Record = {}
         """Metrics collected for the next record."""
-        self.last: Record = {}
-        self.file: LogFile | None = None
-        self.written_once: dict[str, bytes] = {}
-        """Name -> content, of files that a launch writes at its beginning."""
+        self.last_record: Record = {}
+        self.log_file: LogFile | None = None
+        """On rank 0, the log while it is open."""
+        self.initial_files: dict[str, bytes] = {}
+        """Name -> content, of files that a launch writes only at its beginning."""
         self.mirrors: list[Mirror] = []
-        self._writing = threading.Lock()
-        self._noted_at = 0.0
+        self._status_lock = threading.Lock()
+        """Held while status.json is updated, from any thread."""
+        self._status_updated_at = 0.0
+        """Monotonic time of the last update."""
         if self.is_main:
-            with clear_disk_errors(self.folder):
+            with disk_errors_as_user_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def batch(self) -> int:
+        """Number of batches that the run has trained; 0 until it has been restored."""
         return int(self.trainer.state.timestamp.batch) if self.trainer is not None else 0
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
-        """Begin to write. `history` is the checkpoint's log: its lines that the log here lacks are appended first.
-        Metrics logged before this call go into the first record."""
+        """Open the log and its mirrors, on rank 0, and record that the launch has begun.
+
+        `history` is the log that the checkpoint holds, whose missing lines are appended to the log here first, and
+        `wandb_run_id` the run at wandb to continue; both may be None. Metrics logged before this call go into the first
+        record. Raises UserError.
+        """
         if self.is_main:
-            with clear_disk_errors(self.folder):
+            with disk_errors_as_user_errors(self.folder):
                 if wandb_run_id is not None:
                     write_atomically(self.folder / WANDB_ID, wandb_run_id + "\n")
-                self.written_once[CONFIG] = dump_record(as_dict(self.config)).encode()
-                write_atomically(self.folder / CONFIG, self.written_once[CONFIG])
-                missed = take_over(self.log, history) if history else []
-                self.launch = 1 + last_launch(self.log)
+                config_text = dump_record(as_dict(self.config)).encode()
+                write_atomically(self.folder / CONFIG, config_text)
+                restored_records = append_missing_records(self.log_path, history) if history else []
+                self.launch = 1 + last_launch(self.log_path)
                 batch = int(trainer.state.timestamp.batch)
-                write_status(self.folder, "running", batch, self.asked_by, launch=self.launch, **self.saves)
-                duration = self.config.max_duration
-                self.written_once[LAUNCHES] = (self.folder / LAUNCHES).read_bytes()
-                self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, duration))
+                write_status(self.folder, "running", batch, self.leave_reason, launch=self.launch, **self.saves)
+                self.initial_files = {CONFIG: config_text, LAUNCHES: (self.folder / LAUNCHES).read_bytes()}
+
+                max_duration = self.config.max_duration
+                self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, max_duration))
                 for mirror in self.mirrors:
-                    mirror.begin(self.log, in_order(missed))
-                self.file = LogFile(self.log)
+                    mirror.begin(self.log_path, in_order(restored_records))
+                self.log_file = LogFile(self.log_path)
         self.trainer = trainer
         self.is_running = self.is_main
 
     # ------------------------------------------------------------------------------------------------------- the log
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        for key, value in metrics.items() if self.is_main else ():
-            if key.startswith(("time/", "trainer/")) and not key.endswith("_seconds"):
-                continue  # Composer's own clocks, taken before the batch is counted
+        """Collect metrics for the next record, on rank 0. Composer calls this many times in a batch, with its own
+        `step`.
+
+        Composer's own clocks are dropped, because it logs them before it counts the batch.
+        """
+        if not self.is_main:
+            return
+        for key, value in metrics.items():
+            is_composers_clock = key.startswith(("time/", "trainer/")) and not key.endswith("_seconds")
+            if is_composers_clock:
+                continue
             name = key.replace("metrics/eval/", "eval/")
-            self.record[name] = value.item() if isinstance(value, torch.Tensor) else value
+            self.metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Write the batch's record, and update status.json from time to time. Composer calls this after the
+        callbacks."""
         self.write(state)
-        if self.is_running and time.monotonic() - self._noted_at >= STATUS_SECONDS:
-            self._note()
+        if self.is_running and time.monotonic() - self._status_updated_at >= STATUS_SECONDS:
+            self._update_status()
 
     def write(self, state: State) -> None:
-        """Write the collected metrics as the record of the last batch (0: before the first)."""
-        stamp = state.timestamp
-        clocks = {"time/epoch": int(stamp.epoch), "time/sample": int(stamp.sample), "time/token": int(stamp.token)}
-        self.last = {"batch": int(stamp.batch), "launch": self.launch, **self.record, **clocks}
-        self._publish(self.last)
+        """Write the collected metrics as the record of the last batch, or of batch 0 before the first."""
+        timestamp = state.timestamp
+        self.last_record = {
+            "batch": int(timestamp.batch),
+            "launch": self.launch,
+            **self.metrics,
+            "time/epoch": int(timestamp.epoch),
+            "time/sample": int(timestamp.sample),
+            "time/token": int(timestamp.token),
+        }
+        self._publish(self.last_record)
 
-    def write_once(self, state: State) -> None:
-        """Write the record of the last batch, unless that has been done."""
-        if self.last.get("batch") != int(state.timestamp.batch):
+    def write_unless_written(self, state: State) -> None:
+        """Write the record of the last batch, unless it has been written."""
+        if self.last_record.get("batch") != int(state.timestamp.batch):
             self.write(state)
 
     def record_of(self, batch: int) -> Record:
-        """Return the log's record of a batch, or one without metrics if there is none."""
+        """Return the log's newest record of a batch, or one without metrics if there is none. On rank 0."""
         self._mend_files()
-        records = [record for _, record in read_lines(self.log.read_bytes()) if record["batch"] == batch]
+        records = [record for _, record in read_lines(self.log_path.read_bytes()) if record["batch"] == batch]
         return records[-1] if records else {"batch": batch, "launch": self.launch}
 
     def add_to(self, batch: int) -> None:
-        """Add the collected metrics to the record of a batch that an earlier launch has trained."""
-        self._publish({**self.record_of(batch), **self.record})
+        """Write the record of a batch that an earlier launch has trained again, with the collected metrics. On rank
+        0."""
+        self._publish({**self.record_of(batch), **self.metrics})
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the last record again with metrics that came after it, such as the duration of its save."""
-        if self.record:
-            self._append({**self.last, **self.record})
-            self.record = {}
+        """Write the last record again if metrics came after it, such as the duration of its save."""
+        if self.metrics:
+            self._append({**self.last_record, **self.metrics})
+            self.metrics = {}
 
     def post_close(self) -> None:
-        if self.file is not None:
+        """Close the log and its mirrors."""
+        if self.log_file is not None:
             with contextlib.suppress(OSError):
                 self._mend_files()
-            self.file.close()
-            self.file = None
+            self.log_file.close()
+            self.log_file = None
         for mirror in self.mirrors:
             mirror.close()
         self.mirrors = []
 
     def _publish(self, record: Record) -> None:
+        """Append a record to the log, pass it to the mirrors, and begin to collect for the next one. On rank 0."""
         if self.is_main:
-            self.record = {}
+            self.metrics = {}
             self._append(record)
             for mirror in self.mirrors:
                 mirror(record)
 
     def _append(self, record: Record) -> None:
-        assert self.file is not None
-        plain = {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in record.items()}
-        with clear_disk_errors(self.log):
+        """Append a record to the log as a line of JSON, with null for NaN and infinity. Raises UserError if the disk
+        fails."""
+        assert self.log_file is not None
+        plain: Record = {}
+        for key, value in record.items():
+            is_json = not isinstance(value, float) or isfinite(value)
+            plain[key] = value if is_json else None
+        with disk_errors_as_user_errors(self.log_path):
             self._mend_files()
-            self.file.append(mask_urls(json.dumps(plain, allow_nan=False)))
+            self.log_file.append(mask_urls(json.dumps(plain, allow_nan=False)))
 
     def _mend_files(self) -> None:
-        """Write files again that somebody has removed while the run trains, and say so. Raises OSError."""
-        if self.file is None:
+        """Write files again that somebody has removed while the run trains, and print that. On rank 0. Raises
+        OSError."""
+        if self.log_file is None:
             return
-        if note := self.file.mend():
+        note = self.log_file.mend()
+        if note:
             print(printable(f"warning: {note}"), flush=True)
         if not self.folder.is_dir():
             return
 
-        lost = [name for name in self.written_once if not (self.folder / name).exists()]
+        lost = [name for name in self.initial_files if not (self.folder / name).exists()]
         if self.is_running and not (self.folder / STATUS).exists():
-            self._note()
+            self._update_status()
         for name in lost:
             path = self.folder / name
-            write_atomically(path, self.written_once[name])
+            write_atomically(path, self.initial_files[name])
             print(printable(f"warning: {path} was removed while the run trained; it was written again"), flush=True)
 
     # ---------------------------------------------------------------------------------------------------- the status
 
-    def note_request(self, reason: str) -> None:
-        """Note why the launch is asked to leave, from any thread, in case rank 0 is killed first."""
-        self.asked_by = reason
-        note = threading.Thread(target=self._note, daemon=True)
-        note.start()
-        note.join(1.0)  # the caller must not hang if the disk does
+    def note_leave_reason(self, reason: str) -> None:
+        """Write to status.json why the launch is asked to leave, in case rank 0 is killed before it can. From any
+        thread.
+
+        A thread writes, and this waits for it one second at most, so that the caller does not hang if the disk does.
+        """
+        self.leave_reason = reason
+        writer = threading.Thread(target=self._update_status, daemon=True)
+        writer.start()
+        writer.join(1.0)
 
     def note_saves(self, saves: dict[str, Any]) -> None:
-        """Note at once which save is the last, or that saves fail."""
-        if self.saves and saves.get("last_saved") != self.saves.get("last_saved"):
+        """Write to status.json which save is the newest, or that saves fail. `saves` are
+        `Checkpointing.describe_saves`."""
+        is_first_report = not self.saves
+        if not is_first_report and saves.get("last_saved") != self.saves.get("last_saved"):
             self.has_saved = True
         self.saves = saves
-        self._note()
+        self._update_status()
 
-    def _note(self) -> None:
-        """Write batch and status to status.json, if the launch has begun. Ignores errors."""
+    def _update_status(self) -> None:
+        """Write batch, reason and saves to status.json while the launch runs. From any thread. Ignores disk errors."""
         if not self.is_running:
-            return  # the first batch is noted at once
-        with contextlib.suppress(OSError), self._writing:
-            if self.is_running:
-                write_status(self.folder, "running", self.batch, self.asked_by, is_update=True, **self.saves)
-        self._noted_at = time.monotonic()
+            return
+        with contextlib.suppress(OSError), self._status_lock:
+            if self.is_running:  # still, now that no other thread writes
+                write_status(self.folder, "running", self.batch, self.leave_reason, is_update=True, **self.saves)
+        self._status_updated_at = time.monotonic()
 
     def finish(self, status: str) -> None:
-        self._stop_noting()
+        """Write an orderly end to status.json: "done" or "stopped". Raises UserError if the disk fails."""
+        self._stop_updates()
         if self.is_main:
-            with clear_disk_errors(self.folder):
+            with disk_errors_as_user_errors(self.folder):
                 write_status(self.folder, status, self.batch, **self.saves)
         self.is_done = True
 
     def fail(self, status: str, reason: str, *, may_pass: bool = False) -> None:
-        """Write the reason to status.json, and whether it is a fault that may pass. Ignores errors, which would hide
-        the failure itself."""
-        self._stop_noting()
+        """Write to status.json why the launch ends, and close the log. `status` is "failed" or "preempted".
+
+        `may_pass` says that the fault may be gone for the next launch. Ignores disk errors, which would hide the
+        failure itself.
+        """
+        self._stop_updates()
         if self.is_main:
             with contextlib.suppress(OSError):
                 self._write_reason(status, reason, may_pass=may_pass)
                 self.post_close()
 
     def leave(self, status: str, reason: str) -> None:
-        """Print and write why the process ends, from another thread while the main thread hangs."""
-        self._stop_noting()
+        """Print why the process ends, and write it to status.json. From another thread, while the main thread hangs."""
+        self._stop_updates()
         if self.is_main:
             print(printable(reason), file=sys.stderr, flush=True)
             self._write_reason(status, reason)
 
-    def _stop_noting(self) -> None:
-        """Prevent a later `_note` from overwriting how the launch ended."""
+    def _stop_updates(self) -> None:
+        """Let no later update of status.json overwrite how the launch has ended. Waits a second for one in progress."""
         self.is_running = False
-        if self._writing.acquire(timeout=1.0):
-            self._writing.release()
+        if self._status_lock.acquire(timeout=1.0):
+            self._status_lock.release()
 
     def _write_reason(self, status: str, reason: str, *, may_pass: bool = False) -> None:
+        """Write to status.json that the launch has "failed" or was "preempted", why, and whether to try again. On rank
+        0."""
         if self.trainer is None:
             write_ended_early(self.folder, "preempted" if may_pass else status, reason)
-        elif not (self.is_done and status == "failed"):  # a run that is done stays so; preempted, it exports again
-            more = dict(self.saves)
-            may_pass = may_pass or bool(self.saves.get("failed_saves"))
-            if status == "failed" and may_pass and self.has_saved:
-                more[TRY_AGAIN] = True
-            write_status(self.folder, status, self.batch, reason, **more)
+            return
+        if self.is_done and status == "failed":
+            return  # the run is done, whatever fails in its export; a preempted launch is repeated, and exports again
+
+        fields = dict(self.saves)
+        may_pass = may_pass or bool(self.saves.get("failed_saves"))
+        if status == "failed" and may_pass and self.has_saved:
+            fields[TRY_AGAIN] = True
+        write_status(self.folder, status, self.batch, reason, **fields)
 
 
 @contextlib.contextmanager
-def clear_disk_errors(path: Path) -> Iterator[None]:
-    """Raise UserError if the disk is full, read-only or missing."""
+def disk_errors_as_user_errors(path: Path) -> Iterator[None]:
+    """Raise UserError instead of OSError in a block that writes to `path`: the disk is full, read-only or missing, or
+    the file is a link, which somebody else may have put there."""
     try:
         yield
     except OSError as error:
@@ -255,8 +314,9 @@ def clear_disk_errors(path: Path) -> Iterator[None]:
 
 
 def last_launch(path: Path) -> int:
-    """Return the number of the last launch in the log, 0 if there is none. Cuts off an incomplete last line."""
-    content = _read(path)
+    """Return the number of the last launch in the log at `path`, 0 if there is none. Cuts off an incomplete last
+    line."""
+    content = _read_log(path)
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
         os.truncate(path, len(content))
@@ -264,24 +324,28 @@ def last_launch(path: Path) -> int:
 
 
 def log_until(path: Path, batch: int) -> bytes:
-    """Return the lines of batches up to `batch`, of all launches: the log that goes into a checkpoint."""
-    content = _read(path)
+    """Return the log's lines of batches up to `batch`, by all launches, for the log that goes into a checkpoint."""
+    content = _read_log(path)
     return b"".join(line for line, record in read_lines(content) if record["batch"] <= batch)
 
 
-def take_over(path: Path, history: bytes) -> list[Record]:
-    """Append a checkpoint's log from the first line that is missing here, and return the records appended. Batches that
-    were trained here after that line become a dead branch, as if a launch had lost them."""
-    last_launch(path)  # cuts off a torn line
-    here = _read(path).splitlines(keepends=True)
-    missing = missing_lines(here, [line for line, _ in read_lines(history)])
+def append_missing_records(path: Path, history: bytes) -> list[Record]:
+    """Append a checkpoint's log, `history`, to the log at `path`, from the first line on that is missing there.
+
+    Batches that were trained here after that line stay in the log as a dead branch, like batches that a launch has
+    lost. Returns the records that were appended.
+    """
+    last_launch(path)  # cuts off an incomplete last line
+    existing_lines = _read_log(path).splitlines(keepends=True)
+    missing = missing_lines(existing_lines, [line for line, _ in read_lines(history)])
     with open(path, "ab", opener=open_no_link) as file:
         file.writelines(missing)
     return [record for _, record in read_lines(missing)]
 
 
-def _read(path: Path) -> bytes:
-    """Return the log; nothing if there is none. Raises OSError for a link or a pipe, before anything is cut off."""
+def _read_log(path: Path) -> bytes:
+    """Return the content of the log at `path`; nothing if there is none. Raises OSError for a link or a pipe, before
+    anything is cut off."""
     try:
         with open(path, "rb", opener=open_no_link) as file:
             return file.read()

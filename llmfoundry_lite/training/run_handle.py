@@ -195,7 +195,7 @@ class RunHandle:
 
     def commit(self, measured: Measured, counts: BatchCounts) -> None:
         """Set the current batch's norm, loss and counts to those of all launches. The ranks exchange nothing."""
-        self._gradient_step.agreed = measured
+        self._gradient_step.measured_by_partners = measured
         self._agreement.current = counts
 
     def drop_gradient(self) -> None:

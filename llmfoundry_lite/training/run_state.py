@@ -1,7 +1,7 @@
 """State of a run besides tensors, and the segment, which describes where a launch runs.
 
-The state is clocks, place in the data, loss scale, samples of an evaluation and users' callbacks. It has no random
-generator's state: everything random is a function of seed and position.
+The state is clocks, place in the data, loss scale, a missing evaluation, and the state of users' callbacks. It has no
+random generator's state, because everything random is a function of seed and position.
 """
 
 import datetime
@@ -31,69 +31,85 @@ COUNTS = (
     *("iteration", "epoch", "batch", "sample", "token", "epoch_in_iteration", "token_in_iteration"),
     *("batch_in_epoch", "sample_in_epoch", "token_in_epoch"),
 )
+"""Fields of Composer's timestamp that count something."""
 CLOCKS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+"""Fields of Composer's timestamp that are wall-clock times."""
 
 
 @dataclass
 class RunState:
-    """Composer's state <-> the scalars of a manifest."""
+    """Converts Composer's state to the scalars of a checkpoint's manifest, and back. The ranks exchange nothing."""
 
     config: TrainConfig
     gradient_step: GradientStep
     owes_evaluation: bool = False
-    """The evaluation due after the checkpoint's batch is missing or incomplete."""
+    """The evaluation that is due after the checkpoint's batch is missing or incomplete."""
 
     def collect(self, state: State) -> dict[str, Any]:
-        stamp = state.timestamp
+        """Return the state besides tensors, as values that a manifest can hold."""
+        timestamp: dict[str, float] = {name: int(getattr(state.timestamp, name)) for name in COUNTS}
+        timestamp |= {name: getattr(state.timestamp, name).total_seconds() for name in CLOCKS}
+        scaler = self.gradient_step.scaler
         return {
-            "timestamp": {
-                **{name: int(getattr(stamp, name)) for name in COUNTS},
-                **{name: getattr(stamp, name).total_seconds() for name in CLOCKS},
-            },
-            "data": _data_state(state),
-            "loss_scaler": self.gradient_step.scaler.state_dict() if self.gradient_step.scaler else None,
+            "timestamp": timestamp,
+            "data": _collect_data_state(state),
+            "loss_scaler": scaler.state_dict() if scaler else None,
             "seed": self.config.seed,
             "owes_evaluation": self.owes_evaluation,
             "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
-            "callbacks": {name: callback.state_dict() for name, callback in self._users_callbacks(state).items()},
+            "callbacks": {name: callback.state_dict() for name, callback in self._user_callbacks(state).items()},
         }
 
     def restore(self, scalars: dict[str, Any], state: State) -> None:
-        """Restore `scalars` into Composer's state."""
-        clocks = {name: datetime.timedelta(seconds=scalars["timestamp"][name]) for name in CLOCKS}
-        counts = {name: scalars["timestamp"][name] for name in COUNTS}
+        """Set Composer's state, the data set and the users' callbacks to what `collect` has returned."""
+        saved = scalars["timestamp"]
+        clocks = {name: datetime.timedelta(seconds=saved[name]) for name in CLOCKS}
+        counts = {name: saved[name] for name in COUNTS}
         state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
-            # Otherwise Composer's Trainer would skip again what the data set has skipped.
+            # Otherwise Composer's Trainer would skip again the batches that the data set has skipped.
             state.dataset_resumption["train"] = True
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
-        for name, callback in self._users_callbacks(state).items():
+        for name, callback in self._user_callbacks(state).items():
             if scalars["callbacks"].get(name):
                 callback.load_state_dict(scalars["callbacks"][name])
 
-    def _users_callbacks(self, state: State) -> dict[str, Callback]:
-        wanted = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
-        kinds = ((type(callback), callback) for callback in state.callbacks)
-        return {f"{kind.__module__}:{kind.__qualname__}": c for kind, c in kinds if kind.__name__ in wanted}
+    def _user_callbacks(self, state: State) -> dict[str, Callback]:
+        """Return the callbacks that the YAML names with `python:module:Class`, by `module:Class`."""
+        class_names = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
+        found: dict[str, Callback] = {}
+        for callback in state.callbacks:
+            cls = type(callback)
+            if cls.__name__ in class_names:
+                found[f"{cls.__module__}:{cls.__qualname__}"] = callback
+        return found
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer group's options that the configuration overrides in a checkpoint (`config.changes`)."""
-    chosen = {key: group[key] for key in ("lr", "weight_decay") if key in group}
-    values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in chosen.items()}
-    return {**values, "initial_lr": values["lr"]}
+    """Return copies of those options of an optimizer's group that the configuration decides, and not a checkpoint.
+
+    These are the learning rate and the weight decay; `config.changes` lets them change during a run.
+    """
+    options: dict[str, Any] = {}
+    for key in ("lr", "weight_decay"):
+        if key in group:
+            value = group[key]
+            options[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    options["initial_lr"] = options["lr"]
+    return options
 
 
-def _data_state(state: State) -> dict[str, Any] | None:
+def _collect_data_state(state: State) -> dict[str, Any] | None:
+    """Return the place in the training data, as the data set describes it; None if it has no state."""
     dataset = getattr(state.train_dataloader, "dataset", None)
     if not hasattr(dataset, "state_dict"):
         return None
     num_samples = int(state.timestamp.sample_in_epoch)
-    if isinstance(dataset, TextDataset):  # an epoch's last batch may have padding rows, which are no samples
+    if isinstance(dataset, TextDataset):  # an epoch's last batch may have rows of padding, which are no samples
         num_samples = int(state.timestamp.batch_in_epoch) * dataset.global_batch_size
     return dataset.state_dict(num_samples, True)  # type: ignore[union-attr]
 
@@ -118,15 +134,23 @@ DIGITS_DEPEND_ON = {
     "sync": "sync",
     "threads of a rank": "num_threads",
 }
-"""Display name -> field of a segment that changes the last digits of results; `sync` changes more."""
+"""Name in messages -> field of a segment that changes the last digits of results. `sync` changes more than those."""
 
 
 def build_segment(
     config: TrainConfig, model: LanguageModel, first_batch: int, last_batch: int, **measured: Any
 ) -> Segment:
-    """Describe where this launch runs."""
+    """Describe where this launch runs, for the manifest of a checkpoint.
+
+    `measured` are fields of the segment that the configuration does not determine. The ranks exchange nothing.
+    """
     fsdp, layout = config.sharding, layout_here(config)
-    reduction = "each microbatch" if config.reduces_every_microbatch else "each batch"
+    if config.exact_sums:
+        reduction = "each batch, exactly"  # the sums are the same whenever they are made
+    elif config.reduces_every_microbatch:
+        reduction = "each microbatch"
+    else:
+        reduction = "each batch"
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,
@@ -144,7 +168,7 @@ def build_segment(
         pipeline=f"{layout.pipeline} stages, {config.pipeline.schedule}" if layout.pipeline > 1 else None,
         precision=f"{devices.computed_precision(config.precision)} {fsdp.mixed_precision}",
         attention=model.attn_impl,
-        reduction="each batch, exactly" if config.exact_sums else reduction,  # whenever it happens
+        reduction=reduction,
         num_threads=torch.get_num_threads() if devices.device_type() == "cpu" else None,
         compile_config=config.compile_config,
         environment={name: recorded_variable(name, value) for name, value in config.environment.items()},
@@ -155,38 +179,52 @@ def build_segment(
 def recorded_variable(name: str, value: str) -> str:
     """Return the value of a configured environment variable as checkpoints record it.
 
-    That is the process's own, which the shell may have set otherwise. But a reference stays a reference, and of a
-    variable that holds a secret by its name, no value is recorded.
+    `value` is the configured one. The process may have another, because the shell goes first, and that one is recorded.
+    A reference to a variable stays a reference, and the value of a variable that holds a secret, by its name, is not
+    recorded.
     """
     if isinstance(value, FromEnvironment):
         return value.written
-    return HIDDEN if is_secret_name(name) else os.environ.get(name, value)
+    if is_secret_name(name):
+        return HIDDEN
+    return os.environ.get(name, value)
 
 
 def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[Segment, ...]:
-    """Return segments of earlier launches with references to the variables that this launch only refers to. Earlier
-    releases recorded their values, which may be secrets."""
-    references = {
-        name: value.written for name, value in config.environment.items() if isinstance(value, FromEnvironment)
-    }
+    """Return the segments of earlier launches, with values of variables replaced by references where `config` has
+    those.
 
-    def recorded(environment: dict[str, str]) -> dict[str, str]:
-        return {name: references.get(name, value) for name, value in environment.items()}
+    Earlier releases recorded the values, which may be secrets.
+    """
+    references: dict[str, str] = {}
+    for name, value in config.environment.items():
+        if isinstance(value, FromEnvironment):
+            references[name] = value.written
 
-    return tuple(replace(segment, environment=recorded(segment.environment)) for segment in segments)
+    replaced: list[Segment] = []
+    for segment in segments:
+        environment = {name: references.get(name, value) for name, value in segment.environment.items()}
+        replaced.append(replace(segment, environment=environment))
+    return tuple(replaced)
 
 
-def find_differences(last: Segment, here: Segment) -> list[str]:
-    """List what may change the last digits between two launches, such as `devices 8 -> 4`."""
-
-    def describe(value: Any) -> str:
-        return "none" if value is None else json.dumps(value) if isinstance(value, dict) else str(value)
-
-    pairs = {name: (getattr(last, field), getattr(here, field)) for name, field in DIGITS_DEPEND_ON.items()}
-    names = sorted({*last.environment, *here.environment})
-    variables = {name: (last.environment.get(name), here.environment.get(name)) for name in names}
-    # Where one side has only a reference, nobody can tell whether the values differ.
-    pairs |= {name: both for name, both in variables.items() if not any("${oc." in str(value) for value in both)}
-    if here.device_train_microbatch_size is None:  # not chosen yet
+def find_differences(before: Segment, now: Segment) -> list[str]:
+    """List what may change the last digits of results between two launches, such as `devices 8 -> 4`."""
+    pairs = {name: (getattr(before, field), getattr(now, field)) for name, field in DIGITS_DEPEND_ON.items()}
+    if now.device_train_microbatch_size is None:  # not chosen yet
         del pairs["microbatch"]
-    return [f"{name} {describe(before)} -> {describe(now)}" for name, (before, now) in pairs.items() if before != now]
+    for name in sorted({*before.environment, *now.environment}):
+        pair = (before.environment.get(name), now.environment.get(name))
+        # If one launch has only a reference, nobody can tell whether the values differ.
+        if not any("${oc." in str(value) for value in pair):
+            pairs[name] = pair
+    return [
+        f"{name} {_describe_value(old)} -> {_describe_value(new)}" for name, (old, new) in pairs.items() if old != new
+    ]
+
+
+def _describe_value(value: Any) -> str:
+    """Return a field of a segment in words."""
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,4 +1,4 @@
-"""When a run saves, and whether a launch ends after the batch."""
+"""When a run saves, and whether a launch ends after a batch."""
 
 import statistics
 import time
@@ -15,121 +15,158 @@ from llmfoundry_lite.training.preemption import REASONS, Preemption
 from llmfoundry_lite.training.schedule import elapsed, has_passed, is_evaluation_due, progress_of
 
 FIRST_SECONDS = 60.0
-"""With `auto`: training before the first save, which measures the cost of one."""
+"""With `save_interval: auto`: training time before the first save, which measures the cost of one."""
 NUM_COSTS, NUM_BATCHES = 5, 50
-"""Saves and batches whose costs and lengths are kept."""
+"""Number of newest saves and batches whose costs and lengths are kept; their medians count."""
 PRINTED_CHANGE = 1.5
-"""Print the interval when it has changed by this factor."""
+"""The interval that `auto` chooses is printed again when it has changed by this factor."""
 
 
 class Decision(NamedTuple):
+    """What follows a batch, the same on every rank."""
+
     saves: bool
+    """The batch is saved."""
     preempted_by: str
     """Why the launch leaves early; empty if it does not."""
     stops: bool
-    """The launch has reached `stop_after` or `stop_at`, or is asked to stop, before the end of the run."""
+    """The launch ends before the run does: it has reached `stop_after` or `stop_at`, or a callback has asked for
+    that."""
     owes_evaluation: bool
-    """The launch leaves without the evaluation that is due."""
+    """The launch leaves without the evaluation that is due. The next launch runs it."""
 
 
 class SavePolicy:
-    """Saves at every `save_interval`, counted in training or by the clock; after the last batch of the run or the
-    launch; and before leaving early."""
+    """Decides on saves: at every `save_interval`, counted in training or by the clock; after the last batch of the run
+    or of the launch; and before leaving early."""
 
     def __init__(self, config: TrainConfig, preemption: Preemption, agreement: Agreement):
+        """Prepare the policy of a launch. `start` sets where in the run it begins."""
         self.config = config
         self.preemption = preemption
         self.agreement = agreement
         self.span = config.save_interval.span
+        """The interval between saves, counted in training; None if it is counted by the clock."""
         self.timer = SaveTimer(config.save_interval.seconds) if self.span is None else None
-        """For intervals by the clock. Only rank 0's counts: `Agreement` broadcasts when a save is due."""
+        """The interval by the clock; None if it is counted in training. Only rank 0's clock counts: `Agreement` tells
+        the other ranks when a save is due."""
         self.digest_span = config.digest_interval
+        """Interval between digests of the state in the log; None for none but those of saves."""
         self.stop_reason = ""
         """Why a callback asks for the end of this launch, on every rank; empty if none does."""
 
     def start(self, at: Timestamp) -> None:
-        """Note that this launch begins `at` that time of the run."""
+        """Note that this launch begins at the time `at` of the run, and start the clock."""
         self.started_at = at
         if self.timer is not None:
             self.timer.start()
 
     def is_last(self, state: State) -> bool:
-        """Return whether the run ends with this batch."""
+        """Return whether the run ends with the last batch."""
         return progress_of(state, self.config.max_duration) >= 1
 
     def is_launch_over(self, state: State) -> bool:
-        """Return whether `stop_after` or `stop_at` is reached, or a callback has asked for the end."""
-        span, point = self.config.stop_after, self.config.stop_at
-        if self.stop_reason or (point is not None and elapsed(state, point.unit) >= point.value):
+        """Return whether this launch has reached `stop_after` or `stop_at`, or a callback has asked for its end."""
+        if self.stop_reason:
             return True
+        point = self.config.stop_at  # counted from the beginning of the run
+        if point is not None and elapsed(state, point.unit) >= point.value:
+            return True
+        span = self.config.stop_after  # counted from the beginning of the launch
         if span is None:
             return False
         return elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
 
     def decide(self, state: State) -> Decision:
-        """Decide after a batch. Returns the same on every rank."""
-        is_last, is_launch_over = self.is_last(state), self.is_launch_over(state)
-        is_due = self.agreement.save_is_due or (self.span is not None and has_passed(state, self.span))
-        agreed = REASONS[self.preemption.agreed]
-        owes_evaluation = bool(agreed) and is_evaluation_due(self.config, state)
-        preempted_by = agreed if not is_last or owes_evaluation else ""
+        """Return what follows the last batch. All ranks have the same numbers, so they decide the same without an
+        exchange."""
+        is_last = self.is_last(state)
+        is_launch_over = self.is_launch_over(state)
+        is_save_due = self.agreement.save_is_due
+        if self.span is not None and has_passed(state, self.span):
+            is_save_due = True
+        reason = REASONS[self.preemption.agreed_reason]
+        owes_evaluation = bool(reason) and is_evaluation_due(self.config, state)
+        # A run that ends with this batch is done, and not preempted, unless its last evaluation is missing.
+        is_preempted = bool(reason) and (not is_last or owes_evaluation)
         return Decision(
-            saves=is_due or is_last or is_launch_over or bool(preempted_by),
-            preempted_by=preempted_by,
-            stops=is_launch_over and not is_last and not preempted_by,
+            saves=is_save_due or is_last or is_launch_over or is_preempted,
+            preempted_by=reason if is_preempted else "",
+            stops=is_launch_over and not is_last and not is_preempted,
             owes_evaluation=owes_evaluation,
         )
 
 
 class SaveTimer:
-    """When to save by the clock. For `auto` the interval follows from the cost of a save.
+    """Decides by the clock when to save. With `save_interval: auto`, the interval follows from the cost of a save.
 
-    The cost is the time that training loses: the batches between a save's beginning and its publication, less the usual
-    time of as many; at least the stall. Clocks are monotonic: the wall clock may step.
+    The cost is the time that training loses: how much longer than usual the batches take between the beginning of a
+    save and its publication, and at least the stall, while training waits for the copy. Clocks are monotonic, because
+    the wall clock may be set.
     """
 
     def __init__(self, seconds: float | None):
-        """`seconds` None: auto."""
+        """Start a timer whose interval is `seconds`, or None for `auto`."""
         self.is_auto = seconds is None
         self.seconds = FIRST_SECONDS if seconds is None else seconds
         """The interval between saves."""
         self.cost_seconds: float | None = None
+        """Median cost of the newest saves; None before the first."""
         self._undisturbed: deque[float] = deque(maxlen=NUM_BATCHES)
+        """Seconds of batches without a save in progress."""
         self._disturbed: list[float] = []
+        """Seconds of the batches during the current save."""
         self._costs: deque[float] = deque(maxlen=NUM_COSTS)
-        self._is_first = True
+        self._has_only_first_cost = True
+        """`_costs` has no save but the launch's first."""
         self._printed_seconds: float | None = None
+        """The interval that was printed last; None if none was."""
         self.start()
 
     def start(self) -> None:
-        self._since = self._batch_ended_at = time.monotonic()
+        """Begin to count the interval, and the first batch."""
+        self._began_at = time.monotonic()
+        self._batch_ended_at = self._began_at
 
     def note_batch_end(self, is_saving: bool) -> bool:
-        """Return whether a save is due. `is_saving`: a save was in progress during this batch."""
-        before, self._batch_ended_at = self._batch_ended_at, time.monotonic()
-        (self._disturbed if is_saving else self._undisturbed).append(self._batch_ended_at - before)
-        return self._batch_ended_at - self._since >= self.seconds
+        """Note the length of the batch that ends, during which a save was in progress or not. Return whether a save is
+        due."""
+        now = time.monotonic()
+        batch_seconds = now - self._batch_ended_at
+        self._batch_ended_at = now
+        if is_saving:
+            self._disturbed.append(batch_seconds)
+        else:
+            self._undisturbed.append(batch_seconds)
+        return now - self._began_at >= self.seconds
 
     def note_begun(self) -> None:
-        self._since = time.monotonic()
+        """Note that a save has begun, so that the interval counts from now."""
+        self._began_at = time.monotonic()
 
     def note_published(self, stall_seconds: float, durable_seconds: float) -> str | None:
-        """Update cost and interval. Returns a line for the user if the interval has changed much."""
-        usual = statistics.median(self._undisturbed) if self._undisturbed else float("inf")
-        lost = sum(seconds - usual for seconds in self._disturbed)
+        """Update the cost of a save and, with `auto`, the interval, after a save was published.
+
+        `stall_seconds` is how long training waited for it, and `durable_seconds` how long it took to be published.
+        Returns a line for the user if the interval has changed much, else None.
+        """
+        usual_seconds = statistics.median(self._undisturbed) if self._undisturbed else float("inf")
+        lost_seconds = sum(seconds - usual_seconds for seconds in self._disturbed)
         self._disturbed = []
-        if self._is_first and self._costs:  # the first save of a launch also plans and allocates buffers
+        if self._has_only_first_cost and self._costs:  # that save also planned and allocated buffers
             self._costs.clear()
-            self._is_first = False
-        self._costs.append(max(stall_seconds, lost))
+            self._has_only_first_cost = False
+        self._costs.append(max(stall_seconds, lost_seconds))
         self.cost_seconds = statistics.median(self._costs)
         if not self.is_auto:
             return None
-        # A save may not begin before the one before is published.
+
+        # A save cannot begin before the previous one is published.
         self.seconds = max(durable_seconds, self.cost_seconds / MAX_SAVE_FRACTION)
-        printed = self._printed_seconds
-        if printed is not None and 1 / PRINTED_CHANGE < self.seconds / printed < PRINTED_CHANGE:
-            return None
+        if self._printed_seconds is not None:
+            change = self.seconds / self._printed_seconds
+            if 1 / PRINTED_CHANGE < change < PRINTED_CHANGE:
+                return None
         self._printed_seconds = self.seconds
         return (
             f"save_interval: auto is {duration_text(self.seconds)}: a save costs {self.cost_seconds:.3g} s of "

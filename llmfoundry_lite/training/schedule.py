@@ -1,4 +1,4 @@
-"""Progress of a run, and the learning rate, which is a function of progress: no state to save or restore."""
+"""Progress of a run, and the learning rate, which is a function of progress: it has no state to save or restore."""
 
 import math
 from collections.abc import Callable
@@ -13,54 +13,80 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.errors import ConfigError
 
 Clock = Callable[[str], float]
-"""Unit (ba, ep, sp, tok) -> how much of it has been trained."""
+"""A unit (ba, ep, sp or tok) -> how much of it has been trained."""
 
 
 def learning_rate_multiplier(
     schedule: SchedulerConfig, max_duration: Duration, elapsed: Clock, batches_per_epoch: int = 1
 ) -> float:
-    """Return the factor of the learning rate for the next batch. Formulas as in Composer and LLM Foundry.
+    """Return the factor of the learning rate for the next batch, by the formulas of Composer and LLM Foundry.
 
-    All spans are counted in the unit of `max_duration` (config.check checks that they can be). An epoch's length
-    converts batches and epochs. A fraction of the run is cut to a whole number of units, or of batches where the unit
-    is epochs, as in Composer's `_convert_time`. `t_scale` is no span, and stays a fraction.
+    `elapsed` returns what has been trained, and `batches_per_epoch` converts batches and epochs. All durations of the
+    schedule are counted in the unit of `max_duration`; `config.check` checks that they can be.
     """
 
-    def span(duration: Duration, *, is_cut: bool = True) -> float:
-        if duration.unit == max_duration.unit:
-            return duration.value
-        if duration.unit == "ep" and max_duration.unit == "ba":
-            return duration.value * batches_per_epoch
-        steps = batches_per_epoch if max_duration.unit == "ep" else 1
-        if duration.unit != "dur":
-            return duration.value / steps
-        length = duration.value * steps * max_duration.value
-        return (int(length) if is_cut else length) / steps
+    def convert(duration: Duration, *, is_whole: bool = True) -> float:
+        return convert_duration(duration, max_duration, batches_per_epoch, is_whole=is_whole)
 
-    t, t_warmup, t_max = elapsed(max_duration.unit), span(schedule.t_warmup), span(schedule.t_max)
+    t = elapsed(max_duration.unit)
+    t_warmup = convert(schedule.t_warmup)
+    t_max = convert(schedule.t_max)
+    is_warming_up = t < t_warmup
     if schedule.name == "inv_sqrt_with_warmup":
-        if t < t_warmup:
+        if is_warming_up:
             return t / t_warmup
-        t_scale, t_cooldown = span(schedule.t_scale, is_cut=False), span(schedule.t_cooldown)
-        return _inverse_square_root(schedule, t, t_warmup, t_max, t_scale, t_cooldown)
+        t_scale = convert(schedule.t_scale, is_whole=False)
+        return _inverse_square_root(schedule, t, t_warmup, t_max, t_scale, convert(schedule.t_cooldown))
+    if schedule.name == "warmup_stable_decay" and not is_warming_up:
+        return _stable_then_decayed(schedule, t, t_max, convert(schedule.t_decay))
 
-    if schedule.name == "warmup_stable_decay" and t >= t_warmup:
-        return _stable_then_decayed(schedule, t, t_max, span(schedule.t_decay))
-
-    start = schedule.alpha_i if schedule.name == "linear_decay_with_warmup" else 1.0
-    if t < t_warmup:
-        return start * t / t_warmup
-    fraction = min(1.0, (t - t_warmup) / (t_max - t_warmup)) if t_max > t_warmup else 1.0
+    peak = 1.0
+    if schedule.name == "linear_decay_with_warmup":
+        peak = schedule.alpha_i
+    if is_warming_up:
+        return peak * t / t_warmup
+    fraction = 1.0
+    if t_max > t_warmup:
+        fraction = min(1.0, (t - t_warmup) / (t_max - t_warmup))
     if schedule.name == "cosine_with_warmup":
         return schedule.alpha_f + (1.0 - schedule.alpha_f) * 0.5 * (1.0 + math.cos(math.pi * fraction))
     if schedule.name == "linear_decay_with_warmup":
-        return start + fraction * (schedule.alpha_f - start)
+        return peak + fraction * (schedule.alpha_f - peak)
     return 1.0
+
+
+def convert_duration(
+    duration: Duration, max_duration: Duration, batches_per_epoch: int, *, is_whole: bool = True
+) -> float:
+    """Return the length of `duration` in the unit of `max_duration`, the run's.
+
+    A fraction of the run (`dur`) is cut to a whole number of units, or of batches if the unit is epochs, as Composer's
+    `_convert_time` does. It stays a fraction if it need not be `is_whole`, as `t_scale`, which is no time.
+    """
+    if duration.unit == max_duration.unit:
+        return duration.value
+    if duration.unit == "ep" and max_duration.unit == "ba":
+        return duration.value * batches_per_epoch
+    steps_per_unit = batches_per_epoch if max_duration.unit == "ep" else 1
+    if duration.unit != "dur":
+        return duration.value / steps_per_unit
+    length = duration.value * steps_per_unit * max_duration.value
+    if is_whole:
+        length = int(length)
+    return length / steps_per_unit
 
 
 def _inverse_square_root(
     schedule: SchedulerConfig, t: float, t_warmup: float, t_max: float, t_scale: float, t_cooldown: float
 ) -> float:
+    """Return the multiplier of LLM Foundry's inverse square root schedule after the warm-up: a decay, then a linear
+    cooldown.
+
+    `t` is the time trained; all times are in the unit of the run. The decay falls from 1 to `alpha_f_decay` as
+    1 / sqrt((t - t_warmup + t_scale) / t_scale). The cooldown takes the last `t_cooldown` before `t_max`, and ends at
+    `alpha_f_cooldown`.
+    """
+
     def decayed(t: float) -> float:
         root = 1.0 / math.sqrt((t - t_warmup + t_scale) / t_scale)
         return schedule.alpha_f_decay + (1.0 - schedule.alpha_f_decay) * root
@@ -69,63 +95,76 @@ def _inverse_square_root(
     if t < cooldown_start or t_cooldown == 0:
         return decayed(min(t, cooldown_start))
     fraction = min(1.0, (t - cooldown_start) / t_cooldown)
-    peak = decayed(cooldown_start)
-    return peak + fraction * (schedule.alpha_f_cooldown - peak)
+    start = decayed(cooldown_start)
+    return start + fraction * (schedule.alpha_f_cooldown - start)
 
 
 def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
-    """Follow MiniCPM's schedule (Hu et al. 2024); 1-sqrt is the decay of Hägele et al. 2024.
+    """Return the multiplier of MiniCPM's schedule (Hu et al. 2024) after the warm-up: 1, and a decay to `alpha_f` at
+    the end.
 
-    Before t_max - t_decay nothing depends on when the run ends. So any checkpoint from before it can be carried on
-    with another end, or decay at once.
+    `t` is the time trained, `t_max` the length of the run and `t_decay` that of its decay, in one unit. The decay
+    `1-sqrt` is that of Hägele et al. 2024. Before t_max - t_decay nothing depends on when the run ends. So any
+    checkpoint from before it can be carried on with another end, or decay at once.
     """
-    # A short run's decay may be cut to no step at all.
-    fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay)) if t_decay else float(t >= t_max)
-    left = {
+    if t_decay:
+        fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
+    else:  # a short run's decay may be cut to no step at all
+        fraction = float(t >= t_max)
+    remaining = {
         "linear": 1.0 - fraction,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * fraction)),
         "1-sqrt": 1.0 - math.sqrt(fraction),
     }[schedule.decay or "linear"]
-    return schedule.alpha_f + (1.0 - schedule.alpha_f) * left
+    return schedule.alpha_f + (1.0 - schedule.alpha_f) * remaining
 
 
 @dataclass(eq=False)
 class LearningRate(Callback):
-    """Sets the learning rate of every batch from the progress before it. Composer steps its schedulers before it counts
-    the batch, so its second batch repeats the first one's rate, and their state has to be saved. This has no state."""
+    """Sets the learning rate of every batch from the progress before it. It has no state.
+
+    Composer steps its schedulers before it counts the batch, so that its second batch repeats the first one's rate, and
+    their state has to be saved.
+    """
 
     schedule: SchedulerConfig
     max_duration: Duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Raise ConfigError if spans need the length of an epoch and the data does not have one."""
+        """Raise ConfigError if a duration of the schedule needs the number of batches in an epoch, and the data has
+        none."""
         if state.dataloader_len is not None:
             return
-        run, is_constant = self.max_duration, self.schedule.name == "constant_with_warmup"
-        for key in ("t_warmup",) if is_constant else ("t_warmup", "t_max"):
-            span: Duration = getattr(self.schedule, key)
-            if span.value > 0 and (run.unit, span.unit) in (("ep", "ba"), ("ep", "dur"), ("ba", "ep")):
+        units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))
+        keys = ("t_warmup", "t_max")
+        if self.schedule.name == "constant_with_warmup":  # which does not use t_max
+            keys = ("t_warmup",)
+        for key in keys:
+            duration: Duration = getattr(self.schedule, key)
+            if duration.value > 0 and (self.max_duration.unit, duration.unit) in units_to_convert:
                 raise ConfigError(
-                    f"scheduler.{key}: {span} of a run of {run} needs the number of batches in an epoch, and "
-                    f"train_loader does not tell it; write both in ba"
+                    f"scheduler.{key}: {duration} of a run of {self.max_duration} needs the number of batches in an "
+                    f"epoch, and train_loader does not tell it; write both in ba"
                 )
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        num_batches = int(state.dataloader_len or 1)
+        """Set the learning rate of each group of parameters for the batch that begins."""
+        batches_per_epoch = int(state.dataloader_len or 1)
         multiplier = learning_rate_multiplier(
-            self.schedule, self.max_duration, lambda unit: elapsed(state, unit), num_batches
+            self.schedule, self.max_duration, lambda unit: elapsed(state, unit), batches_per_epoch
         )
         for group in state.optimizers[0].param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * multiplier
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * multiplier
 
 
 def progress_of(state: State, max_duration: Duration) -> float:
-    """Return the fraction of the run that is done."""
+    """Return the fraction of the run that is done; 1 at its end."""
     return elapsed(state, max_duration.unit) / max_duration.value
 
 
 def is_evaluation_due(config: TrainConfig, state: State) -> bool:
-    """Return whether an evaluation follows this batch: every `eval_interval`, and after the last batch."""
+    """Return whether an evaluation follows the last batch: every `eval_interval`, and after the run's last batch."""
     if not config.evaluates or not (config.validation or config.icl_tasks):
         return False
     is_over = progress_of(state, config.max_duration) >= 1
@@ -133,18 +172,23 @@ def is_evaluation_due(config: TrainConfig, state: State) -> bool:
 
 
 def has_passed(state: State, span: Duration) -> bool:
-    """Return whether a multiple of the span was reached in the last batch."""
+    """Return whether the run has reached a multiple of `span` in its last batch."""
     before = elapsed(state, span.unit, state.previous_timestamp) // span.value
     return elapsed(state, span.unit) // span.value > before
 
 
 def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
-    """Return how much has been trained, in `unit`, now or `at` a time. Epochs count in fractions."""
-    stamp = at or state.timestamp
-    if unit == "ep":
-        epoch, length = int(stamp.epoch), state.dataloader_len
-        if length is None:  # with stages, each epoch has a length of its own
-            dataset = getattr(state.train_dataloader, "dataset", None)
-            length = dataset.stages.num_batches(epoch) if isinstance(dataset, TextDataset) else None
-        return epoch + int(stamp.batch_in_epoch) / int(length or 1)
-    return int(stamp.get(unit))
+    """Return how much has been trained, in `unit` (ba, ep, sp or tok): until now, or until `at`, a time of the run.
+
+    Epochs are counted in fractions, if the number of their batches is known.
+    """
+    timestamp = at or state.timestamp
+    if unit != "ep":
+        return int(timestamp.get(unit))
+    epoch = int(timestamp.epoch)
+    num_batches = state.dataloader_len
+    if num_batches is None:  # each epoch of a run with stages has a length of its own
+        dataset = getattr(state.train_dataloader, "dataset", None)
+        if isinstance(dataset, TextDataset):
+            num_batches = dataset.stages.num_batches(epoch)
+    return epoch + int(timestamp.batch_in_epoch) / int(num_batches or 1)

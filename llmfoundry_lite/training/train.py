@@ -115,7 +115,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         if reported is error:
             raise
         raise reported from error
-    preemption.consume_stop_file()
+    preemption.remove_stop_file()
     trainer.close()
     preemption.stop_polling_store()
 
@@ -143,7 +143,7 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
         run_folder.folder,
         config.preemption_grace_seconds,
         max_wall_seconds,
-        on_request=run_folder.note_request,
+        on_reason=run_folder.note_leave_reason,
         on_leave=run_folder.leave,
     )
     return Launch(config=config, run_folder=run_folder, preemption=preemption, partners=partners)
@@ -250,14 +250,14 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
     ignore_leaving_signals()
     trainer, checkpointing = launch.trainer, launch.checkpointing
     if trainer is not None and checkpointing is not None and isinstance(error, Exception):
-        checkpointing.keep_batches(error, trainer, launch.run_folder)
+        checkpointing.save_unsaved_batches(error, trainer, launch.run_folder)
     launch.partners.close()
     reported = record_end(error, launch)
     if not isinstance(reported, Preempted):
         launch.preemption.release_lease()
         return reported
 
-    launch.preemption.consume_stop_file()
+    launch.preemption.remove_stop_file()
     if reported.is_orderly and trainer is not None:
         trainer.close()
     launch.preemption.release_lease()
@@ -303,7 +303,7 @@ def has_lost_work(launch: Launch) -> bool:
         return has_lost_batches(read_status(launch.run_folder.folder) or {})
     if launch.trainer is None or launch.checkpointing is None:
         return False
-    return launch.checkpointing.would_lose(launch.trainer.state)
+    return launch.checkpointing.has_unsaved_batches(launch.trainer.state)
 
 
 def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:

@@ -67,7 +67,7 @@ class ParallelTrainer(Trainer):
         device_batch_size: int,
         **options: Any,
     ):
-        """Build the trainer. Composer restores the run in here, by the event AFTER_LOAD.
+        """Build the trainer. Meanwhile Composer fires AFTER_LOAD, at which `Checkpointing.after_load` restores the run.
 
         `ranks` tells which part of each global batch this rank reads, `device_batch_size` how many samples that is.
         `options` are those of Composer's Trainer.
@@ -78,8 +78,8 @@ class ParallelTrainer(Trainer):
         self.partners = partners
         self.device_batch_size = device_batch_size
         self.last_stepped_batch = 0
-        """The last batch whose optimizer step has begun. Until Composer counts that batch, the state is between two
-        batches."""
+        """The last batch whose optimizer step has begun. Until Composer counts that batch, weights and clock do not
+        belong together, so the state must not be saved."""
         super().__init__(**options)
         # Composer warns so when a run carries on from the end of an epoch. Data without batches are an error before.
         warnings.filterwarnings("ignore", message="No batches were trained", category=UserWarning)

@@ -328,7 +328,7 @@ def test_documents_of_a_sample_do_not_see_each_other_where_training_keeps_them_a
     """The number is eval/loss's: the same samples, through the model that is trained."""
     from llmfoundry_lite.parallel.precision import PRECISIONS
     from llmfoundry_lite.training.adapter import LanguageModel
-    from llmfoundry_lite.training.in_context import InTraining
+    from llmfoundry_lite.training.in_context import ModelInTraining
 
     attention = AttentionConfig(alibi=True, attn_uses_sequence_id=True)
     config = ModelConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=16, vocab_size=280, attn_config=attention)
@@ -349,5 +349,5 @@ def test_documents_of_a_sample_do_not_see_each_other_where_training_keeps_them_a
     loss, other = (float(outputs["loss_sum"] / outputs["num_tokens"]) for outputs in both)
     assert abs(loss - other) > 1e-3, "the samples are chosen for this"
     assert math.log(found["perplexity"]) == pytest.approx(loss, rel=1e-6)
-    while_training = measure(InTraining(trained[0], CPU), tokenizer, tmp_path / "val")
+    while_training = measure(ModelInTraining(trained[0], CPU), tokenizer, tmp_path / "val")
     assert math.log(while_training["perplexity"]) == pytest.approx(loss, rel=1e-6)

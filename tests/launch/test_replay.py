@@ -467,7 +467,7 @@ def command(run, monkeypatch, capfd, tmp_path):
 def test_the_command_ends_with_0_for_equal_3_for_a_difference_and_else_with_the_ranks_code(command):
     code, programs, told = command()
     assert code == 0 and "training batches 5 to 6 of" in told and "bit-equal: 2 of data/digest" in told
-    assert programs == [("llmfoundry_lite.training.replay", 1)]
+    assert programs == [("llmfoundry_lite.launch_replay", 1)]
 
 
 def test_the_command_ends_with_3_where_it_does_not_fit(command):

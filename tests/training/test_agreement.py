@@ -19,13 +19,13 @@ class Preempted:
     """A rank that knows of one reason to leave."""
 
     def __init__(self, reason=0):
-        self.reason, self.agreed = reason, 0
+        self.reason, self.agreed_reason = reason, 0
 
     def find_reason(self):
         return self.reason
 
     def set_agreed(self, reason):
-        self.agreed = reason
+        self.agreed_reason = reason
 
 
 def rank(batches, *, number=0, is_counted=True, reason=0):
@@ -75,13 +75,13 @@ def test_the_highest_reason_that_any_rank_has_is_every_ranks(monkeypatch):
     low, high = REASONS.index("SIGTERM"), REASONS.index("the file STOP")
     ranks = rank([BATCH], reason=low), rank([BATCH], number=1, reason=high), rank([BATCH], number=2)
     end_batch(monkeypatch, *ranks)
-    assert [cast(Any, one.preemption).agreed for one in ranks] == [high] * 3
+    assert [cast(Any, one.preemption).agreed_reason for one in ranks] == [high] * 3
 
 
 def test_no_rank_leaves_without_a_reason(monkeypatch):
     ranks = rank([BATCH]), rank([BATCH], number=1)
     end_batch(monkeypatch, *ranks)
-    assert [cast(Any, one.preemption).agreed for one in ranks] == [0, 0]
+    assert [cast(Any, one.preemption).agreed_reason for one in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize(("number", "is_due"), [(0, True), (1, False)])

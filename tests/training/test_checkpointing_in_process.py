@@ -72,8 +72,8 @@ def test_a_launch_that_leaves_at_once_names_only_a_checkpoint_of_its_own_folder(
     assert parts.preempted_text(state) == f"preempted by SIGTERM at batch {batch}, {saved}; {again}"
     assert parts.preemption.describe_saves() == stands
     assert parts.describe_saves()["last_saved"] == ("ba4" if saved == "saved as ba4" else None)
-    assert not parts.would_lose(state), "nothing was trained"
-    assert parts.would_lose(SimpleNamespace(timestamp=Timestamp(batch=batch + 1)))  # type: ignore[arg-type]
+    assert not parts.has_unsaved_batches(state), "nothing was trained"
+    assert parts.has_unsaved_batches(SimpleNamespace(timestamp=Timestamp(batch=batch + 1)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

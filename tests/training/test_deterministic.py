@@ -8,7 +8,7 @@ from torch._inductor import config as inductor_config
 
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.training.replay import with_equal_digits
+from llmfoundry_lite.launch_replay import with_equal_digits
 from llmfoundry_lite.training.train import choose_kernels
 
 EXACT = load_train_config(["mpt-quickstart"]).config

@@ -29,7 +29,7 @@ from llmfoundry_lite.training.mirrors import (
     foundry_names,
     wandb_run_id,
 )
-from llmfoundry_lite.training.run_folder import last_launch, log_until, take_over
+from llmfoundry_lite.training.run_folder import append_missing_records, last_launch, log_until
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, write_config
 
@@ -372,7 +372,7 @@ def test_a_log_that_a_crash_has_torn_is_read_around(tmp_path):
     log.write_bytes(b"\0\0\0\n" + good + b'{"batch": 2, "launch": 2}\n[1]\n{"batch": 3, "lau')
     assert last_launch(log) == 2
     assert log_until(log, 1) == good
-    assert take_over(log, good + b'{"batch": 2, "launch": 3}\n') == [{"batch": 2, "launch": 3}]
+    assert append_missing_records(log, good + b'{"batch": 2, "launch": 3}\n') == [{"batch": 2, "launch": 3}]
 
 
 def test_a_log_that_came_along_voids_what_was_trained_here_instead(tmp_path):
@@ -381,9 +381,9 @@ def test_a_log_that_came_along_voids_what_was_trained_here_instead(tmp_path):
     shared, ours = b'{"batch": 1, "launch": 1}\n', b'{"batch": 2, "launch": 2}\n{"batch": 3, "launch": 2}\n'
     log.write_bytes(shared + ours)
     theirs = [b'{"batch": 2, "launch": 2, "lr": 1}\n', ours.splitlines(keepends=True)[1]]
-    assert take_over(log, shared + b"".join(theirs)) == [
+    assert append_missing_records(log, shared + b"".join(theirs)) == [
         {"batch": 2, "launch": 2, "lr": 1},
         {"batch": 3, "launch": 2},
     ]
     assert log.read_bytes() == shared + ours + b"".join(theirs)
-    assert take_over(log, shared + b"".join(theirs)) == []
+    assert append_missing_records(log, shared + b"".join(theirs)) == []

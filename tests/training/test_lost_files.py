@@ -11,7 +11,7 @@ from composer.core import Callback
 
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.training.log_file import LogFile
-from llmfoundry_lite.training.run_folder import last_launch, take_over
+from llmfoundry_lite.training.run_folder import append_missing_records, last_launch
 from tests.helpers.runs import attempt, metrics, run, status
 from tests.helpers.tiny import tiny_config
 
@@ -223,7 +223,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_neither_read_nor_written(tmp_path):
     for place, message in (("kept.txt", "a link, which would be written through; remove it"), ("pipe", "a link")):
         log = tmp_path / f"{place}.jsonl"
         log.symlink_to(tmp_path / place)
-        for write in (last_launch, LogFile, lambda path: take_over(path, b'{"batch": 1}\n')):
+        for write in (last_launch, LogFile, lambda path: append_missing_records(path, b'{"batch": 1}\n')):
             with pytest.raises(OSError, match=message):
                 write(log)
     with pytest.raises(OSError, match="not a regular file"):

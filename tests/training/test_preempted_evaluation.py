@@ -17,7 +17,7 @@ class SignalInTasks(Signal):
     """Sends the signal during the tasks after that batch; the rest of them is not run."""
 
     def fit_start(self, state, logger):
-        score, num_scored = in_context.InTraining.score, 0
+        score, num_scored = in_context.ModelInTraining.score, 0
 
         def signal_once(model, *arguments):
             nonlocal num_scored
@@ -28,7 +28,7 @@ class SignalInTasks(Signal):
                 wait_until_told(state)
             return score(model, *arguments)
 
-        in_context.InTraining.score = signal_once  # pyright: ignore[reportAttributeAccessIssue]
+        in_context.ModelInTraining.score = signal_once  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SignalInManyRows(SignalInEvaluation):

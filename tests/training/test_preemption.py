@@ -286,7 +286,7 @@ def test_a_stop_file_that_cannot_be_removed_is_no_failure(tmp_path, capsys):
     preemption._is_main = True
     (tmp_path / "STOP").mkdir()
     preemption.set_agreed(REASONS.index("the file STOP"))
-    preemption.consume_stop_file()
+    preemption.remove_stop_file()
     assert "STOP cannot be removed: Is a directory" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ from llmfoundry_lite.checkpoint.shards import hash_blocks, hash_buffers
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch.replay import Outcome, compare_replay, plan_replay, write_replay
-from llmfoundry_lite.training.replay import main
+from llmfoundry_lite.launch_replay import main
 from tests.helpers.launch import launch
 from tests.helpers.present import needs
 from tests.helpers.runs import run, saves

@@ -10,7 +10,7 @@ from composer.core import Timestamp
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.training.gradient_step import LossScaler
-from llmfoundry_lite.training.run_state import RunState, _data_state, find_differences
+from llmfoundry_lite.training.run_state import RunState, _collect_data_state, find_differences
 
 
 def test_each_setting_that_changes_digits_is_named():
@@ -46,10 +46,10 @@ def test_the_place_in_the_data_counts_the_padding_of_an_epoch_s_last_batch(monke
     monkeypatch.setattr(TextDataset, "state_dict", lambda self, num_samples, *_: {"samples": num_samples})
     timestamp = Timestamp(batch=13, batch_in_epoch=3, sample_in_epoch=21)
     state: Any = SimpleNamespace(train_dataloader=SimpleNamespace(dataset=dataset), timestamp=timestamp)
-    assert _data_state(state) == {"samples": 24}
+    assert _collect_data_state(state) == {"samples": 24}
     others = SimpleNamespace(state_dict=lambda num_samples, *_: {"samples": num_samples})
     state.train_dataloader.dataset = others
-    assert _data_state(state) == {"samples": 21}
+    assert _collect_data_state(state) == {"samples": 21}
 
 
 def test_restored_scalars_are_those_that_were_collected(tmp_path):

@@ -39,7 +39,7 @@ def decide(batch, *, agreed=0, save_interval="100ba", stop_after=None, stop_at=N
         validation={"": "val"},
         icl_tasks=[],
     )
-    asked: Any = SimpleNamespace(agreed=agreed)
+    asked: Any = SimpleNamespace(agreed_reason=agreed)
     policy = SavePolicy(config, asked, agreement=SimpleNamespace(save_is_due=False))  # type: ignore[arg-type]
     policy.start(Timestamp(batch=began))
     state: Any = SimpleNamespace(timestamp=Timestamp(batch=batch), previous_timestamp=Timestamp(batch=batch - 1))
@@ -107,7 +107,7 @@ def test_who_sends_a_signal_kills_soon(asked):
 def test_a_launcher_that_ends_this_rank_because_another_has_failed_does_not_preempt_it(asked, monkeypatch):
     one, clock = asked
     told, failure = [], FirstError(3, 2, "error: a shard is damaged")
-    one.on_request = one.on_leave = lambda *words: told.append(words)
+    one.on_reason = one.on_leave = lambda *words: told.append(words)
     monkeypatch.setattr(preemption, "find_failure_of_other_rank", lambda: failure)
     one._handle_signal(signal.SIGTERM)
     assert (one.failure, told, one.leave_by) == (failure, [], clock.now + 20)

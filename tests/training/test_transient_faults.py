@@ -103,7 +103,7 @@ def test_a_last_save_that_this_machine_refuses_fails_the_run_and_is_no_mistake(m
     run = Run(monkeypatch, *[not_written(REFUSED) for _ in range(5)], retry_for="10s")
     with pytest.raises(CheckpointError) as caught:
         run.finish()
-    caught.value.has_lost = run.parts.would_lose(run.state)
+    caught.value.has_lost = run.parts.has_unsaved_batches(run.state)
     assert caught.value.exit_code == 1
     told = "; give this user the right to write there; this may pass: run the same command again"
     assert describe_error(caught.value).endswith(told)
@@ -138,7 +138,7 @@ def test_the_last_save_is_given_up_when_the_time_is_spent(monkeypatch):
 def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch, expected):
     run = Run(monkeypatch)
     run.parts.published_batch, run.state.timestamp.batch = published_batch, batch
-    assert run.parts.would_lose(run.state) is expected
+    assert run.parts.has_unsaved_batches(run.state) is expected
 
 
 def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_it_came_from(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_last_save_whose_credentials_stay_refused_fails_the_run_and_is_no_mist
     run = Run(monkeypatch, *[refused_by_s3("AccessDenied") for _ in range(5)], retry_for="10s")
     with pytest.raises(CheckpointError) as caught:
         run.finish()
-    caught.value.has_lost = run.parts.would_lose(run.state)
+    caught.value.has_lost = run.parts.has_unsaved_batches(run.state)
     assert caught.value.exit_code == 1
     assert describe_error(caught.value).endswith("; renew the credentials, then run the same command again")
 

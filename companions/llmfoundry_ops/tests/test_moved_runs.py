@@ -10,7 +10,7 @@ import pytest
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import report
-from llmfoundry_lite.training.run_folder import last_launch, log_until, take_over
+from llmfoundry_lite.training.run_folder import append_missing_records, last_launch, log_until
 from llmfoundry_ops.journal import append
 from llmfoundry_ops.launches import ELSEWHERE, KILLED, describe_failures
 from tests.helpers.reported import on_cpu, record, save
@@ -47,7 +47,7 @@ class Moving:
         path.mkdir(exist_ok=True)
         write_config(path / "config.yaml", {"run_name": "moving", "save_folder": str(self.root / "shared")})
         log, begun, who = path / "metrics.jsonl", self.saved, len(self.launches)
-        take_over(log, self.carried)
+        append_missing_records(log, self.carried)
         number = 1 + last_launch(log)
         write_status(path, "running", begun, launch=number if self.has_numbers else None)
         is_orderly = ended not in ("failed", KILLED)

@@ -1,0 +1,111 @@
+"""Train some batches of a run again, as one rank of `llmfoundry-lite replay`. Nothing is saved.
+
+The command (`cli/run.py`) starts the ranks in a temporary run folder, and compares what they find with the run's own
+records (`launch/replay.py`).
+"""
+
+if __name__ == "__main__":  # before the imports below, which take long
+    from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
+    from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
+
+    leave_with_75_when_asked()
+    import_lean(*HEAVY)
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llmfoundry_lite import devices
+from llmfoundry_lite.checkpoint.manifest import Segment, decode_segment
+from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.errors import OtherDataError
+from llmfoundry_lite.launch.replay import BEGUN, DETERMINISTIC, RECORDED
+from llmfoundry_lite.launch_train import check, prepare_environment
+from llmfoundry_lite.ranks.codec import Item
+from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
+from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
+from llmfoundry_lite.training.partners import Partners
+from llmfoundry_lite.training.run_handle import RunHandle
+from llmfoundry_lite.training.run_state import find_differences
+from llmfoundry_lite.training.train import train
+
+
+class Replay(Partners):
+    """The partners of a replay: no other launch, and no saves."""
+
+    writes_checkpoints = False
+    takes_lease_at_start = False
+    instead_of_saving = "a replay saves nothing"
+
+    def __init__(self, folder: Path):
+        """Prepare a replay whose files are in `folder`."""
+        self.folder = folder
+
+    def join_run(self, run: RunHandle) -> None:
+        """Write the digest of the restored state, and what may change the last digits on this machine. Collective."""
+        digest = run.digest()
+        this_segment = run.segment()
+        if dist.get_rank() != 0:
+            return
+        differences: dict[str, None] = {}  # in order, each once
+        for segment in read_segments(self.folder):
+            differences |= dict.fromkeys(find_differences(segment, this_segment))
+        begun = {"digest": digest, "differences": list(differences), DETERMINISTIC: run.config.deterministic}
+        (self.folder / BEGUN).write_text(json.dumps(begun))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train the batches that a configuration of `write_replay` asks for. `arguments` is its path.
+
+    If the data here are not those of the run, rank 0 writes that as the outcome.
+    """
+    with sigterm_delayed():
+        config = check(arguments).invocation.config
+    prepare_environment(config)
+    folder = Path(config.run_folder)
+    use_recorded_threads(folder)
+    try:
+        train(with_equal_digits(config, devices.device_type()), Replay(folder))
+    except OtherDataError as error:  # the same on every rank
+        if this_rank().rank == 0:
+            (folder / BEGUN).write_text(json.dumps({"other_data": error.difference}))
+
+
+def use_recorded_threads(folder: Path) -> None:
+    """Compute on as many threads as the run's last launch, if it has recorded their number and this machine has cores
+    for them.
+
+    Each thread adds up a part of its own, so their number changes the last digits. `folder` has the run's segments.
+    """
+    segments = read_segments(folder)
+    if not segments or segments[-1].num_threads is None:
+        return
+    num_threads = segments[-1].num_threads
+    num_needed_cores = num_threads * this_rank().local_world_size
+    if 0 < num_needed_cores <= count_usable_cores():
+        # A user who has set the variable gets that number.
+        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))))
+
+
+def with_equal_digits(config: TrainConfig, device_type: str) -> TrainConfig:
+    """Return the configuration with deterministic kernels on a GPU, so that any difference comes from the run."""
+    if device_type != "cuda" or config.deterministic:
+        return config
+    if this_rank().rank == 0:
+        print(f"deterministic: true, for a replay on {devices.device_name()}", flush=True)
+    return replace(config, deterministic=True)
+
+
+def read_segments(folder: Path) -> list[Segment]:
+    """Return where the run trained these batches, from the file that `write_replay` has written into `folder`."""
+    recorded = json.loads((folder / RECORDED).read_text())
+    return [decode_segment(Item(segment, RECORDED)) for segment in recorded]
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
