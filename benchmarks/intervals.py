@@ -44,7 +44,7 @@ def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
     levels = list(texts_among_others(max(1, num_draws // TEXT_DRAWS)))
     tables = table_of_cases(rows), table_of_levels(levels)
     report = describe_conditions() | {"cases": [row._asdict() for row in rows], "levels": levels}
-    heading = "What intervals and verdicts of `compare` keep of what they promise"
+    heading = "How reliable the intervals and decisions of `compare` are"
     command = "python -m benchmarks intervals"
     tell(report, *tables, [PROMISE], name="intervals", heading=heading, command=command, out=out)
     return rows
@@ -225,10 +225,10 @@ def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
 
 
 PROMISE = (
-    "By simulation. An interval should cover the true difference in 95 % of draws. Where there is no difference, one "
-    "may be claimed in at most 5 %. A contradiction is an interval that excludes 0 beside a verdict that claims "
-    f"nothing, or the reverse. Below {MIN_UNITS} items or clusters, or {MIN_DOCUMENTS} documents, "
-    "nothing is claimed."
+    "These figures come from simulation. An interval should contain the true difference in 95 % of draws. If "
+    "there is no difference, at most 5 % of draws may report one. A contradiction is an interval that excludes 0 "
+    f"although no difference is reported, or the reverse. Below {MIN_UNITS} items or clusters, or {MIN_DOCUMENTS} "
+    "documents, no difference is reported."
 )
 
 
@@ -250,4 +250,4 @@ def table_of_levels(levels: list[tuple[int, int, float, int]]) -> Table:
         [str(n), str(tests), f"{LEVEL / tests:.4f}", f"{share:.4f}", f"{share * tests / LEVEL:.1f}", f"{num:,}"]
         for n, tests, share, num in levels
     ]
-    return measured_table(title, ["documents", "tests", "promised", "found", "found over promised", "draws"], rows)
+    return measured_table(title, ["documents", "tests", "level", "found", "found / level", "draws"], rows)

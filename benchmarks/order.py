@@ -45,10 +45,12 @@ def run(*, num_shards: int = 1_560_000, num_workers: int = 2, out: Path | None =
 
 
 HOW = (
-    f"{NUM_DOMAINS} domains of {SHARDS_PER_DOMAIN} shards of {SAMPLES_PER_SHARD:,} samples, batches of {BATCH_SIZE}. "
-    "The variance of a domain's samples in a batch, over that of a binomial: 1 is a blind draw, more is waves."
+    f"{NUM_DOMAINS} domains of {SHARDS_PER_DOMAIN} shards of {SAMPLES_PER_SHARD:,} samples, in batches of "
+    f"{BATCH_SIZE}. The table has the variance of the number of a domain's samples in a batch, divided by that of "
+    "a binomial distribution. 1 means that batches mix like independent draws; a higher value means that domains "
+    "come in waves."
 )
-WINDOW = "The window is `shuffle_block_size`: the samples that batches are drawn from at any time."
+WINDOW = "The window is `shuffle_block_size`: the number of samples from which batches are drawn at any time."
 
 
 def table_of_mixing(report: dict[str, Any]) -> Table:
@@ -69,10 +71,10 @@ def table_of_opening(report: dict[str, Any]) -> Table:
 def opening_in_words(report: dict[str, Any]) -> str:
     opening = report["opening"]
     return (
-        f"Opening took {opening['open_seconds']:.1f} s of it. Processor time was {opening['cpu_seconds']:.1f} s in the "
-        f"rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average was "
-        f"{opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers have more "
-        "than the rank had before, shared pages counted once."
+        f"Opening took {opening['open_seconds']:.1f} s of that time. Processor time was {opening['cpu_seconds']:.1f} "
+        f"s in the rank and {opening['workers_cpu_seconds']:.1f} s in its workers together; before, the load average "
+        f"was {opening['load_average']:.1f} on {opening['num_cores']} cores. Memory is what rank and workers use "
+        "beyond what the rank used before; shared pages are counted once."
     )
 
 

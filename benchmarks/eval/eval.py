@@ -163,11 +163,12 @@ COLUMNS: list[frame.Column] = [
     ("with logits", "{of_the_floor_with_logits:.0%}"),
     ("other decisions", lambda row: str(sum(row["num_different"].values())) if "num_different" in row else ""),
 ]
-HEADING, COMMAND = "Evaluation in context, beside lm-evaluation-harness", "python -m benchmarks eval"
+HEADING, COMMAND = "Evaluation in context, compared with lm-evaluation-harness", "python -m benchmarks eval"
 FLOOR = (
-    "The floor: tokens that must be computed, once each, at the rate of a forward pass over plain text without logits. "
-    "With logits: and the plain product of the answers' tokens with the unembedding, without which nothing is scored. "
-    "Where the load average is more than there are cores, CPU time is the column to read."
+    "Columns: `of the floor` compares with the rate at which a forward pass computes the same tokens once, as "
+    "plain text without logits. `with logits` also counts the plain product that computes the logits of the "
+    "answers' tokens, without which nothing can be scored. If the load average is higher than the number of "
+    "cores, read the column of CPU time."
 )
 
 

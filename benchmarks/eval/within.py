@@ -17,7 +17,10 @@ from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES
 
-HEADING, COMMAND = "Our model inside lm-evaluation-harness, beside its own", "python -m benchmarks eval-within"
+HEADING, COMMAND = (
+    "This package's model inside lm-evaluation-harness, compared with its own",
+    "python -m benchmarks eval-within",
+)
 COLUMNS: list[frame.Column] = [
     ("items", "{name}"),
     ("--model llmfoundry_lite", "{items_per_second:.2f}"),

@@ -527,31 +527,32 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
     if "num_lost" in report:
         compared = [
-            f"batches that are missing: {names(report['missing'])}; outer steps with rows that are neither trained nor "
-            f"named as lost: {names(report['other_data'])}",
-            f"samples that are named as lost: {report['num_lost']} of {8 * report['num_batches']}, of which "
+            f"missing batches: {names(report['missing'])}; outer steps with rows that are neither trained nor reported "
+            f"as lost: {names(report['other_data'])}",
+            f"samples reported as lost: {report['num_lost']} of {8 * report['num_batches']}, of which "
             f"{report['num_again']} were trained in a later round; islands whose weights differed after an outer step: "
             f"{report['num_drifts']}",
         ]
     else:
         compared = [
-            f"batches that are missing: {names(report['missing'])}; with other data than a single world's: "
+            f"missing batches: {names(report['missing'])}; batches with other data than in a single launch: "
             f"{names(report['other_data'])}",
-            f"batches whose loss has other bits than that of a single world of {WORLDS[0]} rank: "
+            f"batches whose loss differs in a bit from that of a single launch on {WORLDS[0]} rank: "
             f"{len(report['other_bits'])} of {report['num_batches']}",
-            f"the loss is at most {report['bands']:.2f} bands from that of {len(WORLDS)} single worlds, {MAX_BANDS:g} "
-            f"are allowed: rows are divided in more ways; after the last batch {report['deviation']:.1e} nats",
+            f"the loss differs from that of {len(WORLDS)} single launches by at most {report['bands']:.2f} of their "
+            f"band ({MAX_BANDS:g} are allowed, because rows are divided in more ways), after the last batch by "
+            f"{report['deviation']:.1e} nats",
         ]
     return [
-        f"the longest that anything hung: {report['longest_hang_seconds']:.1f} s; the deadline is "
+        f"the longest time that anything hung: {report['longest_hang_seconds']:.1f} s; the limit is "
         f"{DEADLINE_SECONDS:g} s",
         *compared,
-        f"the coordinator leaves out who is silent for {SILENCE_SECONDS:g} s; ranks leave a coordinator that is silent "
-        "for 4 s",
-        f"links between islands have {LINK_BITS / 1e6:g} Mbit/s, so that a gradient is under way while ranks compute",
-        "an island that has just been launched may wait a minute for the coordinator, which is not counted",
-        "a way that is half-open passes nothing back, or nothing at all; links between islands are as they should be "
+        f"the coordinator leaves out islands that are silent for {SILENCE_SECONDS:g} s; ranks exit if the coordinator "
+        "is silent for 4 s",
+        f"links between islands have {LINK_BITS / 1e6:g} Mbit/s, so that gradients are sent while ranks compute",
+        "not counted: an island that has just been launched may wait a minute for the coordinator",
+        "a half-open connection passes nothing back, or nothing at all; links between islands are repaired "
         f"after {', '.join(f'{seconds:g}' for seconds in LINK_SECONDS)} s",
-        f"load average during the faults at most {report['load_during']:.1f}; islands launch again as forks of a "
-        "process that has imported the code",
+        f"load average during the faults at most {report['load_during']:.1f}; islands are launched again as forks "
+        "of a process that has imported the code",
     ]

@@ -210,22 +210,22 @@ def table_of(report: dict[str, Any]) -> Table:
     names = {name: words for name, (words, _) in CONTROLS.items()} | {ISLANDS: "A and B, B dies and comes back"}
     columns = list(VERDICT_COLUMNS.items())
     columns.insert(1, ("batches", "{num_batches}"))
-    return tabulate("beside the run of one world", columns, rows_of_verdicts(report, names))
+    return tabulate("compared with a single launch", columns, rows_of_verdicts(report, names))
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     story = report[ISLANDS]
     return [
         f"band: {report['band'][-1]:.1e} nats per token after {report['num_batches']} batches, the largest distance "
-        f"between two of {len(report['worlds'])} single worlds (running root mean square)",
-        f"B was killed after batch {story['killed_after']} and trained again from batch {story['back_from']} on",
-        f"from the kill to the next finished batch {story['seconds_to_go_on']:.1f} s; from B's command to its first "
-        f"batch {story['seconds_to_come_back']:.1f} s (mostly imports, beside A's training)",
-        f"batches that both islands have recorded and that differ in loss, norm or digest to the bit: "
-        f"{report['differing']}",
-        f"islands that had drifted when weights were compared, every 100 batches: {story['drifts']}. Unlike kernels "
-        "round apart; the weights of the island that saves replace the other's",
-        f"wrong runs end after {CONTROL_BATCHES} batches; where B dies, it dies in batch {DIES_AT + 1}",
+        f"between two of {len(report['worlds'])} single launches (running root mean square)",
+        f"B was killed after batch {story['killed_after']}, and trained again from batch {story['back_from']}",
+        f"time from the kill to the next finished batch: {story['seconds_to_go_on']:.1f} s; time from B's command to "
+        f"its first batch: {story['seconds_to_come_back']:.1f} s (mostly imports, while A trains)",
+        f"batches that both islands recorded and that differ in any bit of loss, norm or digest: {report['differing']}",
+        f"islands whose weights differed when they were compared, every 100 batches: {story['drifts']}. Different "
+        "kernels round differently; the weights of the island that saves then replace the other's",
+        f"runs with a wrong exchange end after {CONTROL_BATCHES} batches; if B dies in them, it dies in batch "
+        f"{DIES_AT + 1}",
     ]
 
 

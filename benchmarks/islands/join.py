@@ -19,16 +19,17 @@ GIGABITS = (1, 10, 100)
 FORMATS = {"fp32": 4, "bf16": 2, "int8": 1}
 LOCAL = EVERY[2]
 HOW = (
-    "The run's own batch on a cluster of A100-80GB and one of as many halves of MI250 cards, divided by their speed. "
-    "Nothing of this has been measured: rates are those of [`plan`](../plan.md), formulas those of `plan/join.py`. "
-    "Rates are multiples of the faster cluster alone; `both` is their sum, without any link. Local steps exchange fp32 "
-    "every so many batches as hide it. They are another algorithm ([local steps](../local-steps.md)): at equal tokens "
-    "the loss is another, which nothing here predicts."
+    "A cluster of A100-80GB and a cluster of as many halves of MI250 cards divide the run's own batch by their speed. "
+    "Nothing here was measured: the rates are those of [`plan`](../plan.md), the formulas those of `plan/join.py`. "
+    "Rates are multiples of the faster cluster's alone; `both` is the sum of both clusters, as if no link were needed. "
+    "Local steps exchange fp32 at the shortest interval that hides the exchange. They are another algorithm "
+    "([local steps](../local-steps.md)): after the same tokens the loss differs, which nothing here predicts."
 )
 NEEDS = (
-    "The slowest link, in each direction, from which on a way is faster than the faster cluster alone, and from which "
-    f"on it loses less than {LOST:.0%} of both. Local steps are every {LOCAL} batches here. `plan --join` names them "
-    "below the link from which on exact sums with overlap lose less than that."
+    "For each way: the slowest link, in each direction, with which it is faster than the faster cluster alone "
+    f"(pays), and with which it loses less than {LOST:.0%} of both. Local steps are every {LOCAL} batches in this "
+    "table. `plan --join` chooses local steps on links that are too slow for exact sums with overlap to lose less "
+    "than that."
 )
 
 

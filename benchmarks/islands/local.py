@@ -273,15 +273,17 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     exact = report["exact"]
     per_batch = exact["seconds"] / exact["num_batches"]
     return [
-        "loss: of the validation data after the last outer step; its difference to one world of the same seeds, with a "
-        "95 % interval where there are several seeds. The islands' learning rate is the one world's, untuned",
-        "MB: sent and received by one island; times fewer: than a gradient of every batch, both ways, to all others",
-        f"exact islands, two, over the same link: {per_batch:.1f} s a batch, over {exact['num_batches']} batches; "
+        "loss: on the validation data after the last outer step, and its difference to a single launch with the same "
+        "seeds, with a 95 % interval if there are several seeds. The islands use the single launch's learning rate, "
+        "untuned",
+        "MB: sent and received by one island; times fewer: compared with a gradient of every batch, both ways, to all "
+        "others",
+        f"two exact islands over the same link: {per_batch:.1f} s per batch, over {exact['num_batches']} batches; "
         f"{report['num_batches']} would take {per_batch * report['num_batches'] / 60:.0f} minutes",
-        "computing: the slowest island's share of the time. All ranks share two cores with other work, so seconds "
-        f"are for comparison within this table alone; load average before it {report['load_average']:.1f}",
-        "s of an exchange: from the arrival of its last island to the commit. Fragments have travelled by then, and an "
-        "exchange is of one of them",
+        "computing: the slowest island's share of the time. All ranks share two cores with other work, so compare "
+        f"seconds only within this table; load average before the run {report['load_average']:.1f}",
+        "s of an exchange: from the arrival of the last island to the commit. Fragments have been sent by then, and an "
+        "exchange is of one fragment",
         *([f"the time was not enough for {report['num_left']} runs more"] if report["num_left"] else ()),
     ]
 

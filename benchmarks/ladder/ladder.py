@@ -233,12 +233,13 @@ def words_of(report: dict[str, Any]) -> str:
     train_on, split, domain = (report["bytes"][part] / 1e6 for part in ("train", "split", "domain"))
     tokens, read = report["tokens"] / 1e6, report["runs"][-1]["tokens"] / report["tokens"]
     return (
-        f"Sources and prose of installed packages: {train_on:.0f} MB to train on, {tokens:.1f} M tokens, of which the "
-        f"largest model reads {read:.0%}. {split:.1f} MB of files of the same packages are the held-out split, "
-        f"{domain:.0f} MB with {' or '.join(DOMAIN)} in the path the held-out domain. Near copies may lie on both "
-        f"sides of the split. Models: tied embeddings, RMSNorm, RoPE, heads of {plan.HEAD}, an MLP of 4 d, "
-        f"{plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens a batch. Muon at {report['rate']:g} "
-        "trains the blocks' matrices, AdamW at half of it the rest; both fall to 0. Parameters include the embedding."
+        f"The texts are sources and prose of installed packages. The training data has {train_on:.0f} MB or "
+        f"{tokens:.1f} M tokens, of which the largest model reads {read:.0%}. Two sets are held out: {split:.1f} MB "
+        f"of files of the same packages (the split), and {domain:.0f} MB with {' or '.join(DOMAIN)} in the path (the "
+        "domain). Near copies of a file may be on both sides of the split. Models: tied embeddings, RMSNorm, RoPE, "
+        f"heads of {plan.HEAD}, an MLP of 4 d, {plan.VOCAB_SIZE:,} tokens; fp32, {plan.BATCH} x {plan.SEQ_LEN} tokens "
+        f"a batch. Muon at {report['rate']:g} trains the blocks' matrices, AdamW at half that rate everything else; "
+        "both rates fall to 0. Parameters include the embedding."
     )
 
 
@@ -276,7 +277,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
     title = "bits per byte of the held-out split, predicted by floor + scale N^-exponent (95 % intervals)"
     untrained = [{**one, **one["predicted"]} for one in report["untrained"]]
     columns = (laws[0], ("parameters", "{parameters:,}"), *laws[1:])
-    more = "the same of sizes that nobody has trained"
+    more = "the same for sizes that were not trained"
     return [
         tabulate("the runs", runs, report["runs"]),
         tabulate(title, (*laws, *came), rows),
@@ -295,13 +296,14 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     moved = [*report["runs"][1]["validation"].values()][-1]
     gap = abs(moved - report["rates"][report["rate"]])
     return [
-        f"validation loss of {report['sizes'][1]} by learning rate: {rates}; within {TIE} the lower one is taken",
-        f"the same run of {report['sizes'][1]} that never moved: {gap:.1e} nats from the one that did",
+        f"validation loss of {report['sizes'][1]} by learning rate: {rates}; if losses differ by at most {TIE}, the "
+        "lower rate is taken",
+        f"the run of {report['sizes'][1]} that never moved ends {gap:.1e} nats from the one that moved",
         f"{report['sizes'][1]} with {len(SEEDS)} seeds: {', '.join(f'{bits:.4f}' for bits in seeds)} bits per byte",
-        "intervals: held-out files drawn anew, and all runs, the next one too, as far from the law as seeds put them; "
-        "that the law may be of another form is not in them",
-        f"{last['name']} had {speeds[0] / 1e9:.1f} GFLOP/s of a shared machine, its fastest batches "
-        f"{speeds[1] / 1e9:.0f}; at these rates 120 N² FLOPs take hours: {hours}",
+        "intervals: include the choice of held-out files, and the deviation of every run from the law by its seed; "
+        "they do not include that the law may have another form",
+        f"{last['name']} reached {speeds[0] / 1e9:.1f} GFLOP/s on a shared machine, in its fastest batches "
+        f"{speeds[1] / 1e9:.0f}; hours that 120 N² FLOPs take at these rates, by N: {hours}",
     ]
 
 
@@ -320,9 +322,16 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
         ("verdict", "{verdict}"),
         ("p", lambda row: format_p(row["p"])),
     ]
-    read = f"bits per byte of {NUM_PIECES} held-out files' beginnings; the n-gram has read as much as the largest model"
+    read = (
+        f"bits per byte of {NUM_PIECES} beginnings of held-out files; the n-gram model has read as much as the largest"
+    )
     return [
         tabulate(read, texts, [*report["text"], *report["tasks"]]),
-        tabulate("accuracy on tasks from held-out files; guessing has 0.250", tasks, report["tasks"]),
-        tabulate("each size and the one before, in pairs; p by Holm over a pair's tasks", pairs, report["pairs"], 2),
+        tabulate("accuracy on tasks from held-out files; guessing gives 0.250", tasks, report["tasks"]),
+        tabulate(
+            "each size compared with the one before; p corrected by Holm over the tasks of a pair",
+            pairs,
+            report["pairs"],
+            2,
+        ),
     ]

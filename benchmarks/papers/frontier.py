@@ -66,9 +66,10 @@ def run(out: Path | None = None) -> dict[str, Any]:
         frame.tabulate(rates, RATES, models, num_keys=4),
         frame.tabulate(f"strong scaling, about {BATCH_SIZE:,} samples a batch", SCALING, scaling, num_keys=2),
         [
-            "Predicted are model FLOPs. The rate of products and the jitter of nodes are fitted to the 175 billion.",
-            "A batch is the largest that the copies of the model divide.",
-            "The paper's layout of its 22 billion is not known here: it is the planner's choice with ZERO_1.",
+            "The predictions are of model FLOPs. The rate of products and the jitter of nodes are fitted to the 175 "
+            "billion.",
+            "The batch is the largest one that the copies of the model divide.",
+            "The paper does not give the layout of its 22 billion; the planner's choice with ZERO_1 was taken.",
         ],
         name="frontier",
         heading="Frontier's runs, predicted",

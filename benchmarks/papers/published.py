@@ -206,16 +206,17 @@ HOW = (
     "`plan` prints."
 )
 FAR = (
-    "What `plan --calibrate` makes of a few devices. Rows are written as `bench scaling --out` writes its own, the "
-    "planner takes its rates from that file, and predicts rows on more devices. `interval`: multiples of the rate "
-    "predicted for the most of them, as `plan` prints it; `within`: the share of rows inside theirs. The constants of "
-    "any device stay those that half of all rows were fitted to."
+    "What `plan --calibrate` predicts after measuring a few devices. Some published rows are written as `bench "
+    "scaling --out` writes its own; the planner takes its rates from that file and predicts the rows with more "
+    "devices. `interval`: the interval that `plan` prints for the largest number of devices, as multiples of the "
+    "predicted rate. `within`: the share of rows inside their interval. Constants that apply to all devices stay "
+    "those that were fitted to half of all rows."
 )
 PAPERS = (
-    "Figures of papers. A hit is within 5 % (of shares: 5 points). `fitted`: a constant was chosen by this figure, so "
-    "that it proves nothing. Layouts that a paper does not give are in words. Rates are those of 2023's software; on "
-    "H200 today's, which one H100 gave. KempnerForge's tensor parallelism gathers whole logits, unlike ours, and is "
-    "left out."
+    "Figures of papers. A hit is within 5 %, or 5 points if the figure is a share. `fitted`: a constant was "
+    "chosen by this figure, so it proves nothing. If a paper does not give a layout, the row says which one was "
+    "taken. The rates are those of 2023's software, except on H200, which has the rates measured on one H100 in "
+    "2026. KempnerForge's tensor parallelism is left out, because it gathers whole logits, unlike this package's."
 )
 
 # ------------------------------------------------------------------------------------------------------- the fit

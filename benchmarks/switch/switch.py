@@ -481,34 +481,35 @@ def notes_of(report: dict[str, Any]) -> list[str]:
     )
     if report["exact_sums"]:
         num_unlike = sum(run != runs[0] for run in runs)
-        found = f"band: a line. {num_unlike} of {len(runs)} uninterrupted runs differ from the first in a bit of a loss"
-        found += f"; the switching run {'does' if report[SWITCHING] != runs[0] else 'does not'}. Ratios are to the "
-        found += f"distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
+        found = f"band: its width is 0. {num_unlike} of {len(runs)} uninterrupted runs differ from the first in a bit"
+        found += f" of a loss; the switching run {'does' if report[SWITCHING] != runs[0] else 'does not'}. Ratios are "
+        found += f"to the distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
     notes = [
         found,
-        f"switched by one relay: {len(report['launches'][SWITCHING])} allocations of "
+        f"moved by one relay, in {len(report['launches'][SWITCHING])} allocations: "
         f"`llmfoundry-lite relay {SWITCHING}.yaml`",
-        f"data: {len(digests)} digests for {batches} batches in all runs together that should have the same",
+        f"data: {len(digests)} different digests for {batches} batches, over all runs that should have the same data",
     ]
     if report["leave_one_out"]:
         ratios = ", ".join(f"{ratio:.2f}" for ratio in report["leave_one_out"])
         num_outside = sum(ratio > 1 for ratio in report["leave_one_out"])
         notes.append(
-            f"each uninterrupted run beside the others, deviation of the band: {ratios}. Above 1 a sound run leaves "
-            f"the band of the others: {num_outside} of {len(runs)} do"
+            f"distance of each uninterrupted run from the others, divided by their band: {ratios}. Above 1, a run "
+            f"without any mistake leaves the band of the others: {num_outside} of {len(runs)} do"
         )
     share = report["verdicts"][SWITCHING]["share_outside"]
-    notes.append(f"single batches at which the switching run is outside of the widest difference so far: {share:.0%}")
+    notes.append(f"share of batches at which the switching run is farther off than any two others so far: {share:.0%}")
     alike, unlike = band.measure_pairs(report["uninterrupted"])
     if alike:
         notes.append(
-            "uninterrupted: a run of each cluster, and runs that moved each weight by at most one fp32 number after "
-            f"batch 1. Median distance after {batches} batches: {median(alike):.1e} between two runs of one cluster, "
-            f"{median(unlike):.1e} between runs of unlike clusters. Runs that moved weights share their first batch"
+            "uninterrupted: a run on each cluster, and runs in which each weight was changed by at most one fp32 "
+            f"number after batch 1. Median distance after {batches} batches: {median(alike):.1e} between two runs of "
+            f"one cluster, {median(unlike):.1e} between runs of different clusters. The runs with changed weights "
+            "share their first batch"
         )
     resumes = [
         f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
-        f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s once restored"
+        f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s after the restore"
         for r in report["resumes"]
     ]
     if resumes:
@@ -517,9 +518,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
             f"was {report['load_average']:.0f})"
         )
     if any(cluster["emulated"] for cluster in report["clusters"]):
-        notes.append(
-            "emulated: the same machine, held to an instruction set below its own, standing for another vendor"
-        )
+        notes.append("emulated: the same machine, limited to an older instruction set, in place of another vendor")
     return notes
 
 
@@ -534,7 +533,7 @@ def write(report: dict[str, Any], out: Path | None) -> None:
     options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
     how = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
-        f"{report['every']} batches; controls are tampered with at batch {report['tampered_at']}."
+        f"{report['every']} batches; the controls get a deliberate mistake at batch {report['tampered_at']}."
     )
     name, kind = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
     if report["changed"]:

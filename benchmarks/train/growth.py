@@ -84,8 +84,9 @@ def run(dtype: str = "bf16", num_steps: int = 3, num_rounds: int = 2, out: Path 
 
 
 LINE = (
-    "The line goes through the first, smallest point, which bears most of what does not grow with FLOPs (the "
-    "optimizer's passes over all parameters, the embedding's gradient, the loop itself): larger points lie below."
+    "The line goes through the smallest point, in which work that does not grow with the FLOPs has the largest "
+    "share: the optimizer's passes over all parameters, the embedding's gradient, the loop itself. Larger points "
+    "therefore lie below the line."
 )
 
 

@@ -50,7 +50,7 @@ def test_a_sound_run_passes_and_what_is_wrong_is_caught(tmp_path):
     islands.write(report, tmp_path)
     told = (tmp_path / "islands.md").read_text()
     assert "caught by digest, batch 21" in told and "caught by loss, batch 1" in told
-    assert "B was killed after batch 20 and trained again from batch 41 on" in told
+    assert "B was killed after batch 20, and trained again from batch 41" in told
     assert (tmp_path / "islands.png").stat().st_size > 10_000
 
 

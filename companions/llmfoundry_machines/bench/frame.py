@@ -206,7 +206,7 @@ def tell(
             frame = {"schema": REPORT_SCHEMA, "bench": name, "asked": chosen, "tables": tables}
             figure = f"![the figure]({name}.png)" if plot is not None else ()
             conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
-            conditions += f"; load average before it {report['load_average']:.1f}."
+            conditions += f"; load average before the run {report['load_average']:.1f}."
 
             out.mkdir(parents=True, exist_ok=True)
             check_answer_replaceable(out, name)

@@ -44,7 +44,7 @@ def test_a_report_says_where_it_was_measured_and_puts_numbers_to_the_right(tmp_p
     assert json.loads((tmp_path / "new/name.json").read_text())["found"] == [1.0, 1.5, 2.0]
     blocks = (tmp_path / "new/name.md").read_text().split("\n\n")
     assert re.fullmatch(
-        r"`bench`, [\d-]{10}, .* cores, \d+ GiB, torch [\d.]+.*; load average before it [\d.]+\.", blocks[1]
+        r"`bench`, [\d-]{10}, .* cores, \d+ GiB, torch [\d.]+.*; load average before the run [\d.]+\.", blocks[1]
     )
     lines = ["| side | seconds | words |", "|---|---:|---|", "| ours | 1.5 | all |", "| peer |  | none |"]
     assert blocks[2:] == ["The rounds:", "\n".join(lines), "- a note", "A paragraph.\n"]
