@@ -351,7 +351,7 @@ def mesh_dims_that_cut(mesh_shape: Sequence[int], placements: Sequence[Sequence[
     those to its right that together cut as many ways as its factor says. Raises CheckpointError if no mesh dimensions
     to its right cut just that many ways.
 
-    >>> mesh_dims_that_cut((2, 4), [[0, 4], [0]], 0)  # FSDP2 over tensor parallelism on 4 devices, which cuts first
+    >>> mesh_dims_that_cut((2, 4), [[0, 4], [0]], 0)  # tensor parallelism over 4 devices cuts first, then FSDP2 over 2
     [1, 0]
     """
     order: list[int] = []
