@@ -228,7 +228,7 @@ def measure_resume(figures: dict[str, float], model: Any, optimizer: Any, folder
 
     def prepare() -> dict[str, float]:
         started = time.perf_counter()
-        manifest = decode(checkpoint.raw, "manifest")
+        manifest = decode(checkpoint.manifest_bytes, "manifest")
         decoded = time.perf_counter()
         _, by_file = find_reads(manifest, tensors)
         for index, reads in by_file.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.local_folder import LocalFolder
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, MAX_BYTES, Head, Manifest, decode, read_head
-from llmfoundry_lite.checkpoint.open_folder import unreadable
+from llmfoundry_lite.checkpoint.open_folder import unreadable_file_error
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.retry import retry_on_damage
@@ -41,8 +41,8 @@ class Checkpoint:
     name: str
     folder: Folder
     manifest: Manifest
-    raw: bytes = field(default=b"", repr=False, compare=False)
-    """The manifest's bytes."""
+    manifest_bytes: bytes = field(default=b"", repr=False, compare=False)
+    """The manifest as it was read. Empty for a checkpoint that was made in memory."""
 
     @property
     def url(self) -> str:
@@ -67,7 +67,7 @@ def _read_once(folder: Folder) -> Checkpoint:
             hint = f"; did you mean {folder.url}/{max(checkpoints, key=batch_of)}?"
         raise CheckpointError(f"{folder.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
-        raise unreadable(folder, MANIFEST, error) from error
+        raise unreadable_file_error(folder, MANIFEST, error) from error
     manifest = decode(raw, f"{folder.url}/{MANIFEST}")
     _, _, name = folder.url.rstrip("/").rpartition("/")
     return Checkpoint(name, folder, manifest, raw)

@@ -91,7 +91,8 @@ def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Differenc
 
     # Different large integers may be equal as float64, so they are compared before.
     is_exactly_same = (a == b) if has_one_dtype else True
-    a, b = a.double(), b.double()
+    a = a.double()
+    b = b.double()
     is_same = ((a == b) & is_exactly_same) | (a.isnan() & b.isnan())
     if bool(is_same.all()):
         return Difference(name, note)

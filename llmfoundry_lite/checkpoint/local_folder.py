@@ -244,6 +244,7 @@ def _transfer(
         num_moved = call(descriptor, rest[:MAX_VECTORS], offset)
         if num_moved == 0:
             raise error_at_end
+        # Drop the buffers that are done, and the beginning of the one that is partly done.
         offset += num_moved
         while num_moved and num_moved >= len(rest[0]):
             num_moved -= len(rest.pop(0))

@@ -130,7 +130,7 @@ def _user_sets_attempts() -> bool:
         return "AWS_MAX_ATTEMPTS" in os.environ
 
 
-def unreadable(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
+def unreadable_file_error(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
     """Return the error for a file that is absent (IncompleteCheckpointError), or that this machine cannot read
     (UnreadableCheckpointError). Neither means that the file is damaged."""
     reason = error.strerror or str(error)

@@ -134,7 +134,7 @@ def _load_together(
     changes its model.
     """
     url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
-    raw_manifest = exchange.broadcast_bytes(checkpoint.raw if checkpoint else b"")
+    raw_manifest = exchange.broadcast_bytes(checkpoint.manifest_bytes if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # a node may lack a package that the URL needs
         if checkpoint is None:
             checkpoint = Checkpoint(url, open_folder(url), decode(raw_manifest, url))
@@ -300,7 +300,7 @@ def find_targets(
             f"{checkpoint.url}: holds no optimizer state; load_weights_only: true starts a new optimizer"
         )
     state.check_optimizer(optimizer, names.groups, manifest.optimizer, checkpoint.url)
-    without_state = state.without_slots(manifest, ignore)
+    without_state = state.parameters_without_state(manifest, ignore)
     slots, parameters = state.optimizer_targets(model, optimizer, manifest, without_state)
     tensors |= slots
     numbers = {name: slots for name, slots in manifest.optimizer["state"].items() if name not in without_state}

@@ -19,7 +19,7 @@ import xxhash
 from llmfoundry_lite.checkpoint.folder import Buffer, Folder, Source
 from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Chunk
 from llmfoundry_lite.checkpoint.manifest import HASH_BYTES, FileRecord, LogPart, TensorRecord
-from llmfoundry_lite.checkpoint.open_folder import unreadable
+from llmfoundry_lite.checkpoint.open_folder import unreadable_file_error
 from llmfoundry_lite.errors import DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 from llmfoundry_lite.retry import T, retry_on_damage
@@ -348,7 +348,7 @@ def read_file(
         except EOFError as error:
             raise DamagedCheckpointError(f"{folder.url}/{file.name}: {error}", file.name) from None
         except OSError as error:
-            raise unreadable(folder, file.name, error) from error
+            raise unreadable_file_error(folder, file.name, error) from error
         finally:
             if source is not opened:
                 source.close()
@@ -374,7 +374,7 @@ def _open_once(folder: Folder, file: FileRecord | LogPart, bypass_cache: bool) -
     try:
         source = folder.source(file.name, bypass_cache=bypass_cache)
     except OSError as error:
-        raise unreadable(folder, file.name, error) from error
+        raise unreadable_file_error(folder, file.name, error) from error
     if source.num_bytes != file.num_bytes:
         source.close()
         sizes = f"{source.num_bytes:,} bytes, expected {file.num_bytes:,}"
@@ -403,6 +403,7 @@ def _cut_buffers(buffers: Sequence[Buffer], starts: Sequence[int], begin: int, e
 def _block_ranges(file: FileRecord, requests: Sequence[ReadRequest]) -> list[BlockRange]:
     """Return the blocks that `requests`, sorted by their begins, touch. Adjacent blocks are joined into ranges that are
     read at once."""
+    # First join requests that touch the same or adjacent blocks; then split what is too long for one thread.
     spans: list[tuple[int, int]] = []
     for request in requests:
         begin = request.begin // file.block_bytes * file.block_bytes

@@ -259,7 +259,7 @@ def _in_model_order(names: Sequence[str]) -> list[str]:
     return [*before, *in_blocks, *after]
 
 
-def without_slots(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
+def parameters_without_state(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
     """Return the names of parameters that start without optimizer state, if a load leaves out what matches `ignore`.
 
     That is every parameter of which a tensor is left out. Moments belong to the weights that they were saved with, and

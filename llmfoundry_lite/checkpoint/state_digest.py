@@ -45,12 +45,15 @@ def sum_keyed(
         return 0
     values = values.detach().contiguous()
     if not shape:
-        values, offset, shape = values.view(1), (0,), (1,)
+        values = values.view(1)
+        offset = (0,)
+        shape = (1,)
     parts = values.view(len(values), -1)
     if values.element_size() == 8:
         # An element of 8 bytes counts as two of 4, in two columns. Its product modulo 2^64 would lose the upper bits.
         values = values.view(torch.int32).view(*values.shape, 2)
-        offset, shape = (*offset, 0), (*shape, 2)
+        offset = (*offset, 0)
+        shape = (*shape, 2)
 
     lengths = tuple(values.shape)
     rows = values.view(lengths[0], -1)

@@ -311,7 +311,8 @@ class CheckpointStore:
     def abandon(self, save_id: str) -> None:
         """Remove a draft that will not be published; do nothing if that fails.
 
-        A put whose answer got lost may have committed it after all. Then it stays.
+        On an object store, the manifest may have been put although the answer to that was lost. Then the save is
+        committed, and stays.
         """
         folder = self.root.child(committed_name(save_id))
         with contextlib.suppress(OSError, CheckpointError):
@@ -457,17 +458,21 @@ class CheckpointStore:
             set_aside_to_remove = [name for name in set_aside if batch_of_set_aside(name) < first_batch]
 
         if not dry_run:
-            for candidate in to_remove:
-                assert candidate.head is not None
-                self.remove(candidate.name, candidate.head.save_id)
-            for name in set_aside_to_remove:
-                with _os_errors_as_checkpoint_errors(f"{self.root.url}/{name}: cannot be removed"):
-                    self.root.child(name).remove_all()
+            self._remove_saves(to_remove, set_aside_to_remove)
             with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
                 self.commits.finish_removals(has_lease=lease is not None, newest=listed[0].recency)
             with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
                 self._remove_unused_log([one for one in candidates if one not in to_remove], newest=listed[0])
         return [*(candidate.name for candidate in to_remove), *set_aside_to_remove]
+
+    def _remove_saves(self, candidates: Sequence[Candidate], set_aside_names: Sequence[str]) -> None:
+        """Remove checkpoints, and saves that were set aside as damaged. Raises CheckpointError."""
+        for candidate in candidates:
+            assert candidate.head is not None
+            self.remove(candidate.name, candidate.head.save_id)
+        for name in set_aside_names:
+            with _os_errors_as_checkpoint_errors(f"{self.root.url}/{name}: cannot be removed"):
+                self.root.child(name).remove_all()
 
     def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
         """Remove parts of the log that none of the `kept` checkpoints has; none if one of these cannot be read.

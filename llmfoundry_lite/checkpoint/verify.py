@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from llmfoundry_lite.checkpoint.commit import Checkpoint
 from llmfoundry_lite.checkpoint.grid import Box
-from llmfoundry_lite.checkpoint.open_folder import check_files, unreadable
+from llmfoundry_lite.checkpoint.open_folder import check_files, unreadable_file_error
 from llmfoundry_lite.checkpoint.shards import open_shard, verify_file
 from llmfoundry_lite.errors import DamagedCheckpointError
 
@@ -14,7 +14,7 @@ def check_present(checkpoint: Checkpoint) -> None:
     try:
         check_files(checkpoint.folder, {file.name: file.num_bytes for file in checkpoint.manifest.files})
     except OSError as error:
-        raise unreadable(checkpoint.folder.parent(), checkpoint.name, error) from error
+        raise unreadable_file_error(checkpoint.folder.parent(), checkpoint.name, error) from error
 
 
 def check_structure(checkpoint: Checkpoint) -> None:
