@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 
 from llmfoundry_layouts.context import Context
-from llmfoundry_layouts.stages import Stage, stages_of
+from llmfoundry_layouts.stages import Stage, assign_stages
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 from llmfoundry_lite.models.mpt import MPT, Head, KeyValueCache
@@ -58,7 +58,7 @@ def build_pipeline(
     `options` are those of `build_parallel_model`, which builds each stage. Raises ConfigError as it does.
     """
     options |= {"precision": precision, "mesh": mesh, "sequence_parallel": sequence_parallel}
-    stages = stages_of(config, pipeline)[mesh["pipeline"].get_local_rank()]
+    stages = assign_stages(config, pipeline)[mesh["pipeline"].get_local_rank()]
     kinds = [partial(StageModel, stage=stage, loss=loss, precision=precision, context=context) for stage in stages]
     models = [build_parallel_model(config, model_class=kind, **options) for kind in kinds]
     degree = mesh["tensor"].size() if sequence_parallel else 1

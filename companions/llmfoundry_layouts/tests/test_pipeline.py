@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_layouts.pipeline import Pipeline, StageModel
-from llmfoundry_layouts.stages import stages_of
+from llmfoundry_layouts.stages import assign_stages
 from llmfoundry_lite.checkpoint.full_tensors import diff, open_checkpoint
 from llmfoundry_lite.checkpoint.state import join_optimizers
 from llmfoundry_lite.config.check import check_batch
@@ -300,7 +300,7 @@ def test_stages_have_the_names_of_the_whole_model():
     kind = PipelineConfig(pipeline_parallel_degree=2, schedule="interleaved")
     names: list[str] = []
     with torch.device("meta"):
-        for parts in stages_of(config, kind):
+        for parts in assign_stages(config, kind):
             models = [StageModel(config, "sdpa", part, cross_entropy_sum, PRECISIONS["fp32", "PURE"]) for part in parts]
             pipeline = Pipeline.__new__(Pipeline)
             nn.Module.__init__(pipeline)
@@ -327,7 +327,9 @@ def test_all_ranks_meet_before_any_batch_of_sends(monkeypatch, schedule):
         monkeypatch.setattr(PipelineStage, name, lambda *args, **options: torch.ones(1), raising=False)
     dist.init_process_group("fake", rank=0, world_size=3, store=dist.HashStore())
     try:
-        models = [StageModel(config, "sdpa", part, cross_entropy_sum, precision) for part in stages_of(config, kind)[0]]
+        models = [
+            StageModel(config, "sdpa", part, cross_entropy_sum, precision) for part in assign_stages(config, kind)[0]
+        ]
         for parameter in (parameter for model in models for parameter in model.parameters()):
             nn.init.zeros_(parameter)
         pipeline = Pipeline(models, kind, precision, dist.group.WORLD)

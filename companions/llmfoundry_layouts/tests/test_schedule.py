@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 from llmfoundry_layouts.pipeline import SCHEDULES as SCHEDULE_OF_TORCH
-from llmfoundry_layouts.schedule import order_of
+from llmfoundry_layouts.schedule import list_passes
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
 
@@ -24,8 +24,8 @@ def test_devices_do_what_they_do_in_torchs_schedules(schedule, num_runs):
         for num_microbatches in filter(pipeline.takes_microbatches, range(num_stages, 4 * num_stages)):
             for rank in range(num_stages):
                 theirs = order_of_torch(schedule, rank, num_stages, num_microbatches, num_runs)
-                ours = order_of(schedule, rank, num_stages, num_microbatches, num_runs)
-                assert [(one.kind, one.run, one.microbatch) for one in ours] == theirs
+                ours = list_passes(schedule, rank, num_stages, num_microbatches, num_runs)
+                assert [(one.kind, one.stage, one.microbatch) for one in ours] == theirs
 
 
 def order_of_torch(schedule, rank, num_stages, num_microbatches, num_runs) -> list[tuple[str, int, int]]:
@@ -52,7 +52,7 @@ def test_so_many_microbatches_are_kept_until_their_last_pass(schedule, num_runs,
     """Counted in runs of blocks, of which zbv and interleaved have two on each device."""
     last = "W" if schedule in ("zero_bubble", "zbv") else "B"
     kept = [
-        list(accumulate((one.kind == "F") - (one.kind == last) for one in order_of(schedule, rank, 4, 8, num_runs)))
+        list(accumulate((one.kind == "F") - (one.kind == last) for one in list_passes(schedule, rank, 4, 8, num_runs)))
         for rank in range(4)
     ]
     assert [max(counts) for counts in kept] == expected

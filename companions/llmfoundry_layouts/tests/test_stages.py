@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmfoundry_layouts.stages import block_and_head, divide_blocks, stages_of
+from llmfoundry_layouts.stages import assign_stages, count_block_and_head_parameters, divide_blocks
 from llmfoundry_lite.config.model_schema import FFNConfig, ModelConfig
 from llmfoundry_lite.config.sharding_schema import PipelineConfig
 
@@ -19,7 +19,7 @@ def test_every_block_is_on_one_stage_in_order_and_each_rank_has_as_many_stages(k
     schedule, num_runs = kind
     pipeline = PipelineConfig(pipeline_parallel_degree=degree, schedule=schedule, virtual_stages=num_runs)
     model = ModelConfig(d_model=64, n_heads=4, n_layers=degree * num_runs + more, vocab_size=vocab_size)
-    ranks = stages_of(model, pipeline)
+    ranks = assign_stages(model, pipeline)
     assert {len(stages) for stages in ranks} == {num_runs}
     stages = sorted(itertools.chain(*ranks), key=lambda stage: stage.index)
     assert [stage.index for stage in stages] == list(range(degree * num_runs))
@@ -37,12 +37,12 @@ def test_the_ends_get_fewer_blocks_for_their_embedding_and_head():
 @pytest.mark.parametrize(("ffn_type", "num_matrices"), [("mptmlp", 2), ("mptglu", 3)])
 def test_a_block_costs_the_parameters_of_its_matrices(ffn_type, num_matrices):
     model = ModelConfig(d_model=64, n_heads=4, vocab_size=95, ffn_config=FFNConfig(ffn_type=ffn_type))
-    assert block_and_head(model) == (4 * 64**2 + num_matrices * 64 * 256, 64 * 95)
+    assert count_block_and_head_parameters(model) == (4 * 64**2 + num_matrices * 64 * 256, 64 * 95)
 
 
 def test_blocks_are_divided_as_given():
     given = PipelineConfig(pipeline_parallel_degree=2, schedule="interleaved", blocks=[1, 2, 20, 9])
-    assert [[stage.blocks for stage in stages] for stages in stages_of(MPT_7B, given)] == [
+    assert [[stage.blocks for stage in stages] for stages in assign_stages(MPT_7B, given)] == [
         [range(1), range(3, 23)],
         [range(1, 3), range(23, 32)],
     ]

@@ -10,7 +10,7 @@ formula: it is played.
 from collections.abc import Sequence
 from functools import cache
 
-from llmfoundry_layouts.schedule import few_rounds, order_of
+from llmfoundry_layouts.schedule import limit_rounds, list_passes
 from llmfoundry_lite.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -39,7 +39,7 @@ def simulate_bubble(
         """Return the wait, in units of one microbatch's computing."""
         return _play(schedule, num_stages, count, num_runs, loads) * count
 
-    few, more = (few_rounds(num_stages, num_microbatches, rounds) for rounds in (4, 6))
+    few, more = (limit_rounds(num_stages, num_microbatches, rounds) for rounds in (4, 6))
     if not in_few_rounds or more == num_microbatches:
         return wait(num_microbatches) / num_microbatches
     each = (wait(more) - wait(few)) / (more - few)
@@ -48,7 +48,7 @@ def simulate_bubble(
 
 @cache
 def _play(schedule: str, num_stages: int, num_microbatches: int, num_runs: int, loads: tuple[float, ...]) -> float:
-    orders = [order_of(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
+    orders = [list_passes(schedule, rank, num_stages, num_microbatches, num_runs) for rank in range(num_stages)]
     seconds = {"F": 1.0, "B": 1.0 if schedule in ("zero_bubble", "zbv") else 2.0, "W": 1.0}
     last_run = num_stages * num_runs - 1
     ends: dict[tuple[str, int, int], float] = {}
@@ -72,7 +72,7 @@ def _play(schedule: str, num_stages: int, num_microbatches: int, num_runs: int, 
                 positions[rank] += 1
                 remaining -= 1
         assert remaining < before, f"{schedule} waits for itself"
-    busiest = max(sum(seconds[one.kind] * loads[one.run] for one in order) for order in orders) / num_runs
+    busiest = max(sum(seconds[one.kind] * loads[one.stage] for one in order) for order in orders) / num_runs
     return max(clocks) / busiest - 1
 
 

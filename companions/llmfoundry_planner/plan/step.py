@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from llmfoundry_layouts.stages import block_and_head, stages_of
+from llmfoundry_layouts.stages import assign_stages, count_block_and_head_parameters
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import NEWTON_SCHULZ_STEPS, TrainConfig
@@ -304,8 +304,8 @@ def find_loads(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
 
 @functools.cache  # a search asks thousands of times
 def _loads_of_stages(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
-    block, head = block_and_head(model)
-    ranks = stages_of(model, pipeline)
+    block, head = count_block_and_head_parameters(model)
+    ranks = assign_stages(model, pipeline)
     loads = {
         stage.index: len(stage.blocks) + (head / block if stage.is_last else 0) for stages in ranks for stage in stages
     }

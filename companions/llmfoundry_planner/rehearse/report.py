@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from llmfoundry_layouts.stage_memory import estimate_stages
-from llmfoundry_layouts.stages import Stage, describe_stages, stages_of
+from llmfoundry_layouts.stages import Stage, assign_stages, describe_stages
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
@@ -29,7 +29,7 @@ def describe(job: Job, rank: int, outcome: Outcome) -> str:
     layout = layout_of(config, job.num_devices, job.per_node)
     num_samples = config.global_train_batch_size // layout.num_data_ranks
     place = layout.coordinates(rank).pipeline
-    stages, stage_lines = stages_of(config.model, config.pipeline)[place], []
+    stages, stage_lines = assign_stages(config.model, config.pipeline)[place], []
     if layout.pipeline == 1:
         estimate = estimate_training_memory(config, layout, device)
     else:

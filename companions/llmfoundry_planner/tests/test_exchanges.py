@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmfoundry_layouts.stages import Stage, stages_of
+from llmfoundry_layouts.stages import Stage, assign_stages
 from llmfoundry_lite.config.layout import Coordinates, Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -89,7 +89,7 @@ def expected_of(config: TrainConfig, layout: Layout, place: Coordinates) -> Exch
     assert p.microbatch_size == 1
     dtype, num_bytes = ("bfloat16", 2) if p.dtype == "bf16" else ("float32", 4)
     reduced_as = {2: dtype, 4: "float32", 8: "float64"}[p.reduction_bytes]
-    stages = stages_of(model, config.pipeline)[place.pipeline]
+    stages = assign_stages(model, config.pipeline)[place.pipeline]
     num_blocks = sum(len(stage.blocks) for stage in stages)
     num_block, num_outside = (count_parameters_of(model, stages)[key] for key in ("block", "outside"))
     num_microbatches = count_microbatches(p)
