@@ -61,36 +61,55 @@ MIN_SECRET_LENGTH = 4
 _known_secrets: set[str] = set()
 
 
-def learn_secret(text: str) -> None:
-    """Let `mask_credentials` hide `text` wherever it stands, as itself or percent-decoded."""
-    _known_secrets.update(one for one in (text, unquote(text)) if len(one) >= MIN_SECRET_LENGTH and "***" not in one)
+def remember_secret(text: str) -> None:
+    """Remember a secret, so that `mask_credentials` replaces it by `***` in every later message of this process.
+
+    Its percent-decoded form is remembered too. Texts of fewer than MIN_SECRET_LENGTH characters, and texts that are
+    masked already, are ignored.
+    """
+    for secret in (text, unquote(text)):
+        if len(secret) >= MIN_SECRET_LENGTH and "***" not in secret:
+            _known_secrets.add(secret)
 
 
-def learn_credentials(text: str) -> None:
-    """Learn the secrets of URLs in `text`, which a user has given: a client's error may quote one without its URL, as
-    botocore does in `Invalid bucket name "user:password@bucket"`."""
-    for pattern in (PASSWORD, TOKEN, PARAMETER) if "://" in text else ():
-        for found in pattern.finditer(text):
-            learn_secret(found[2])
+def remember_url_secrets(text: str) -> None:
+    """Remember the passwords, tokens and signatures of URLs in `text`, so that later messages mask them.
+
+    Masking URLs does not suffice, because a client's error may quote a secret without its URL, as botocore does in
+    `Invalid bucket name "user:password@bucket"`.
+    """
+    if "://" not in text:
+        return
+    for pattern in (PASSWORD, TOKEN, PARAMETER):
+        for match in pattern.finditer(text):
+            remember_secret(match[2])
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key or an environment variable of this name holds a secret."""
+    """Return whether a key or an environment variable of this name holds a secret: HF_TOKEN does, eos_token not."""
     return SECRET_NAME.search(name) is not None
 
 
 def mask_urls(text: str) -> str:
-    """Return `text` with `***` for passwords, tokens and signatures in URLs. For JSON and other records with a form of
-    their own, in which a known secret could be part of a key."""
+    """Return `text` with `***` for passwords, tokens and signatures in URLs.
+
+    Unlike `mask_credentials`, this leaves secrets outside of URLs alone. It is meant for JSON and other structured
+    records, in which a known secret could happen to be part of a key.
+    """
     if "://" not in text:
         return text
-    return PARAMETER.sub(r"\1***", TOKEN.sub(r"\1***", PASSWORD.sub(r"\1***", text)))
+    text = PASSWORD.sub(r"\1***", text)
+    text = TOKEN.sub(r"\1***", text)
+    return PARAMETER.sub(r"\1***", text)
 
 
 def mask_credentials(text: str) -> str:
-    """Return `text` with `***` for secrets in URLs, and for known secrets outside of them. Every message goes through
-    this, and every text that a record quotes."""
+    """Return `text` with `***` for secrets in URLs, and for secrets that `remember_secret` was given.
+
+    Every message to a user goes through this function, and so does every text that a record quotes.
+    """
     text = mask_urls(text)
+    # Longest first, because one secret may be part of another.
     for secret in sorted(_known_secrets, key=len, reverse=True):
         if secret in text:
             text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text)
@@ -98,33 +117,44 @@ def mask_credentials(text: str) -> str:
 
 
 def is_masked(text: str) -> bool:
-    """Return whether `text` has a URL whose credentials were masked, so that it opens nothing."""
+    """Return whether `text` has a URL with `***` in place of its credentials, which therefore cannot be opened."""
     return "://" in text and MASKED.search(text) is not None
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return `text` for a terminal: control characters escaped, except those in `keep`, and credentials masked. Names
-    of runs and files may come from anybody, and a terminal obeys control characters."""
-    text = mask_credentials(text)
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape", "backslashreplace").decode() for c in text
-    )
+    """Return `text` in a form that is safe to print: control characters escaped, credentials masked.
+
+    Names of runs and files may come from other people, and a terminal obeys control characters. Those in `keep`, such
+    as a line end, stay as they are.
+    """
+
+    def escape(character: str) -> str:
+        if character.isprintable() or character in keep:
+            return character
+        return character.encode("unicode_escape", "backslashreplace").decode()
+
+    return "".join(map(escape, mask_credentials(text)))
 
 
 def list_names(names: Iterable[object]) -> str:
-    """Write `a, b`. A name with white space, quotes or commas is quoted, since ` text` looks like `text`."""
-    return ", ".join(name if re.fullmatch(r"[^\s,'\"]+", name) else repr(name) for name in map(str, names))
+    """Return names as `a, b`. Those with white space, quotes or commas are quoted: ` text` differs from `text`."""
+    texts = map(str, names)
+    return ", ".join(text if re.fullmatch(r"[^\s,'\"]+", text) else repr(text) for text in texts)
 
 
 def either(options: Sequence[object]) -> str:
-    """Write `a, b or c`."""
+    """Return the options as a phrase for a message: `a`, `a or b`, `a, b or c`. There has to be at least one."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known word that was probably meant; empty if no spelling is near. `cutoff`: difflib's ratio."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known word that is spelt most like `word`, to suggest it in a message; empty if none is similar.
+
+    `cutoff` is the least similarity, from 0 to 1, by `difflib.get_close_matches`.
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else ""
 
 
 BRIEF_ERRNOS = (
@@ -163,35 +193,49 @@ TRANSIENT_CLASSES = {
 
 
 class TransientError(OSError):
-    """A fault on another rank that may pass. The original error cannot be sent between ranks."""
+    """A fault on another rank that may pass. It replaces that rank's error, which cannot be sent between ranks."""
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether the causes of `error` may pass without a change of the command. A server's answer decides if there
-    is one, else the operating system's error."""
-    chain = _causes(error)
-    answers = [answer for one in chain if (answer := _answer_of(one)) is not None]
-    return answers[0] if answers else any(_is_transient_here(one) for one in chain)
+    """Return whether an error may go away without any change, so that the same command can succeed later.
+
+    `error` and the errors that it was raised `from` are examined. If one of them is a server's answer, the first such
+    answer decides. Otherwise one transient error of the operating system or of a network client suffices.
+    """
+    causes = _chain_of_causes(error)
+    for cause in causes:
+        is_transient_answer = _is_transient_answer(cause)
+        if is_transient_answer is not None:
+            return is_transient_answer
+    return any(_is_transient_local_error(cause) for cause in causes)
 
 
 def has_expired(error: BaseException | None) -> bool:
-    """Return whether a server has refused credentials that have expired."""
-    return any(_code_of(one) in EXPIRED_CODES for one in _causes(error))
+    """Return whether a server has refused credentials because they have expired, by `error` or one of its causes."""
+    return any(_s3_code_of(cause) in EXPIRED_CODES for cause in _chain_of_causes(error))
 
 
 def needs_credentials(error: BaseException | None) -> bool:
     """Return whether a server has refused the credentials: they have expired, are unknown, or do not suffice."""
     if has_expired(error):
         return True
-    return any(_code_of(one) in REFUSED_CODES or _status_of(one) in (401, 403) for one in _causes(error))
+    for cause in _chain_of_causes(error):
+        if _s3_code_of(cause) in REFUSED_CODES or _http_status_of(cause) in (401, 403):
+            return True
+    return False
 
 
 def lacks_permission(error: BaseException | None) -> bool:
-    """Return whether this machine's system has refused a file to the user. A server's refusal is about credentials."""
-    return any(isinstance(one, PermissionError) for one in _causes(error)) and not needs_credentials(error)
+    """Return whether this machine's file system has refused a file to the user.
+
+    It is false if a server has refused the credentials, because then `needs_credentials` is true.
+    """
+    has_permission_error = any(isinstance(cause, PermissionError) for cause in _chain_of_causes(error))
+    return has_permission_error and not needs_credentials(error)
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
+def _chain_of_causes(error: BaseException | None) -> list[BaseException]:
+    """Return `error`, the error that it was raised `from`, that one's cause, and so on; empty for None."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
@@ -199,39 +243,64 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-def _code_of(error: BaseException) -> str | None:
-    """Return the code of botocore's ClientError, such as SlowDown."""
+def _s3_code_of(error: BaseException) -> str | None:
+    """Return the code in the response of a botocore ClientError, such as `SlowDown`; None for other errors."""
     response: Any = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else None
+    if not isinstance(response, dict):
+        return None
+    return str(response.get("Error", {}).get("Code"))
 
 
-def _answer_of(error: BaseException) -> bool | None:
-    """Return whether a server's answer is transient; None if `error` is no server's answer."""
-    if any(kind.__name__ == "HttpProcessingError" for kind in type(error).__mro__):
+def _is_transient_answer(error: BaseException) -> bool | None:
+    """Return whether `error` is a server's answer that may change later; None if it is not a server's answer.
+
+    S3's code counts before the HTTP status. Transient statuses are those of TRANSIENT_STATUSES, and 5xx except 501 (not
+    implemented).
+    """
+    if any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__):
         return None  # aiohttp gives a truncated answer the code 400, which no server has sent
-    code, status = _code_of(error), _status_of(error)
+
+    code = _s3_code_of(error)
     if code is not None and (code in TRANSIENT_CODES or "Throttl" in code):
         return True
+
+    status = _http_status_of(error)
     if status is None or not 400 <= status < 600:
         return None
-    return status in TRANSIENT_STATUSES or (status >= 500 and status != 501)
+    is_server_error = status >= 500 and status != 501
+    return is_server_error or status in TRANSIENT_STATUSES
 
 
-def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a server's answer."""
+def _http_status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of a network client carries; None if it carries none.
+
+    botocore has it in a dictionary `response`, requests and httpx in `response.status_code`, huggingface_hub, aiohttp
+    and urllib in an attribute of the error itself.
+    """
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
-    asked = ((response, "status_code"), (error, "status_code"), (error, "status"), (error, "code"))
-    return next((found for where, name in asked if isinstance(found := getattr(where, name, None), int)), None)
+
+    attributes = ((response, "status_code"), (error, "status_code"), (error, "status"), (error, "code"))
+    for holder, name in attributes:
+        status = getattr(holder, name, None)
+        if isinstance(status, int):
+            return status
+    return None
 
 
-def _is_transient_here(error: BaseException) -> bool:
+def _is_transient_local_error(error: BaseException) -> bool:
+    """Return whether this single error, without its causes, is a fault of a disk, a link or credentials that may pass.
+
+    Errors of network clients are recognised by the names of their classes, so that no client has to be imported.
+    """
     if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
         return True
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, (TransientError, TimeoutError)) or bool(names & TRANSIENT_CLASSES)
+    if isinstance(error, (TransientError, TimeoutError)):
+        return True
+    class_names = {base.__name__ for base in type(error).__mro__}
+    return bool(class_names & TRANSIENT_CLASSES)
 
 
 class UserError(ValueError):
@@ -258,11 +327,15 @@ class UserError(ValueError):
 
     @property
     def is_transient(self) -> bool:
+        """Whether the same command may succeed later without any change, by the error it was raised `from`."""
         return is_transient(self.__cause__)
 
     @property
     def needs_credentials(self) -> bool:
-        """Whether new credentials may mend it."""
+        """Whether a server has refused the credentials, so that the user has to renew them or ask for access.
+
+        It follows from the error that this was raised `from`, unless it was set to true.
+        """
         return self._needs_credentials or needs_credentials(self.__cause__)
 
     @needs_credentials.setter
@@ -271,7 +344,10 @@ class UserError(ValueError):
 
     @property
     def lacks_permission(self) -> bool:
-        """Whether it is mended when somebody gives the user the right to a file here."""
+        """Whether this machine's file system has refused a file, so that somebody has to grant the user a permission.
+
+        It follows from the error that this was raised `from`, unless it was set to true.
+        """
         return self._lacks_permission or lacks_permission(self.__cause__)
 
     @lacks_permission.setter
@@ -280,7 +356,7 @@ class UserError(ValueError):
 
     @property
     def remedy(self) -> str:
-        """What follows from the cause, for the end of a message; empty if nothing does."""
+        """What the user can do, to be appended to a message: it begins with `; `, or is empty where nothing follows."""
         if self.needs_credentials and self.is_transient:
             return "; renew the credentials, then run the same command again"
         if self.needs_credentials:
@@ -291,6 +367,11 @@ class UserError(ValueError):
 
     @property
     def exit_code(self) -> int:
+        """Exit code of a process that ends with this error, unless another one was set.
+
+        EXIT_USER if the error would occur again. Otherwise EXIT_PREEMPTED, so that a scheduler runs the command
+        again, or EXIT_FAILURE if trained batches were lost (`has_lost`).
+        """
         if self._exit_code is not None:
             return self._exit_code
         if not self.is_transient:
@@ -303,8 +384,9 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error without line ends, or its type if it has no message."""
-    return mask_credentials(" ".join(str(error).split())) or type(error).__name__
+    """Return the message of an error in one line, credentials masked, or the error's type if it has no message."""
+    message = " ".join(str(error).split())
+    return mask_credentials(message) or type(error).__name__
 
 
 class ConfigError(UserError):
@@ -321,6 +403,7 @@ class OtherDataError(DataError):
     def __init__(self, text: str, difference: str = ""):
         super().__init__(text)
         self.difference = difference
+        """What differs, without the advice that follows it in the message."""
 
 
 class TransientDataError(DataError):

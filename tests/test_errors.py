@@ -18,10 +18,10 @@ from llmfoundry_lite.errors import (
     is_masked,
     is_secret_name,
     is_transient,
-    learn_credentials,
     mask_credentials,
     one_line,
     printable,
+    remember_url_secrets,
 )
 from llmfoundry_lite.ranks.ending import describe_error
 from llmfoundry_lite.ranks.status import write_status
@@ -230,7 +230,7 @@ QUOTED = 'Invalid bucket name "user:{}@bucket": it must match'
     ],
 )
 def test_a_secret_that_an_error_quotes_without_its_url_is_masked(tmp_path, url, quoted):
-    learn_credentials(f"save_folder={url}")
+    remember_url_secrets(f"save_folder={url}")
     text = QUOTED.format(quoted)
     masked = QUOTED.format("***")
     assert mask_credentials(text) == printable(text) == str(UserError(text)) == one_line(ValueError(text)) == masked
@@ -242,7 +242,7 @@ def test_a_secret_that_an_error_quotes_without_its_url_is_masked(tmp_path, url, 
 
 
 def test_what_is_too_short_to_be_told_from_other_text_is_masked_in_its_url_alone():
-    learn_credentials("s3://user:a/b@c s3://user:abc@bucket")
+    remember_url_secrets("s3://user:a/b@c s3://user:abc@bucket")
     assert mask_credentials("s3://user:abc@bucket, abc") == "s3://user:***@bucket, abc"
 
 

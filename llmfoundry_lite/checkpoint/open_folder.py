@@ -19,7 +19,7 @@ from llmfoundry_lite.errors import (
     UnsoundCheckpointError,
     is_masked,
     is_transient,
-    learn_credentials,
+    remember_url_secrets,
 )
 from llmfoundry_lite.files import check_url_spelling
 from llmfoundry_lite.retry import first_line
@@ -45,7 +45,7 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         raise CheckpointError(
             f"{text}: credentials are not recorded; give the URL with them, in a YAML by ${{oc.env:NAME}}"
         )
-    learn_credentials(text)
+    remember_url_secrets(text)
     check_url_spelling(text)
 
     protocol, separator, rest = text.partition("://")

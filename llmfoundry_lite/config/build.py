@@ -19,7 +19,7 @@ from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of
 from llmfoundry_lite.config.layers import Layer, naming_source, source_of
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import ConfigError, either, nearest
+from llmfoundry_lite.errors import ConfigError, either, find_nearest
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
@@ -301,7 +301,7 @@ def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
         if value.lower() in OTHER_WORDS.get(choice, ()):
             return choice
     begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
-    return begun[0] if len(begun) == 1 else nearest(value, choices, cutoff)
+    return begun[0] if len(begun) == 1 else find_nearest(value, choices, cutoff)
 
 
 def check_import_path(place: str, value: str) -> None:
@@ -334,7 +334,7 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
         others = [other for other in others if "." not in other or _section(other) == _section(path)]
     is_anothers = any(_last(other) == word for other in others)
 
-    near = nearest(word, keys)
+    near = find_nearest(word, keys)
     if near and (near == word or not is_anothers):
         return f"did you mean {join(path, near)}?"
     if path == "callbacks":
@@ -342,7 +342,7 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     if path == "loggers":
         return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
 
-    near = word if is_anothers else nearest(word, map(_last, others), cutoff=0.8)
+    near = word if is_anothers else find_nearest(word, map(_last, others), cutoff=0.8)
     if near:
         of_this_name = [other for other in others if _last(other) == near]
         closest = min(of_this_name, key=lambda other: (-_num_shared_blocks(other, path), other.count(".")))

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, Parsed, Scalar, describe_span
-from llmfoundry_lite.errors import REFERENCE, nearest
+from llmfoundry_lite.errors import REFERENCE, find_nearest
 from llmfoundry_lite.files import meant_url
 
 Rule = Literal["freely", "logged", "never"]
@@ -183,7 +183,7 @@ def check_place(value: str, kind: str = "a folder or a URL") -> None:
             continue
         word = re.sub(r"[\W_]", "", placeholder).lower()
         hint = ""
-        if placeholder != RUN_NAME and nearest(word, ["runname"]):
+        if placeholder != RUN_NAME and find_nearest(word, ["runname"]):
             hint = f"; did you mean {RUN_NAME}?"
         raise ValueError(f"{kind}, in which nothing replaces {placeholder}{hint}")
 

@@ -26,7 +26,7 @@ from llmfoundry_lite.config.scalars import read_scalars
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.shipped import find_yaml, near_name, shipped_folder
 from llmfoundry_lite.config.yaml_text import read_yaml
-from llmfoundry_lite.errors import ConfigError, nearest
+from llmfoundry_lite.errors import ConfigError, find_nearest
 
 
 class Layer(NamedTuple):
@@ -164,7 +164,7 @@ def read_file(name: str) -> Layer:
 def _suggest_file(name: str) -> str:
     """Return the end of the error about a file that does not exist: a file of a similar name, if there is one."""
     names_beside_it = [other.name for other in Path(name).parent.glob("*.y*ml")]
-    near = nearest(Path(name).name, names_beside_it)
+    near = find_nearest(Path(name).name, names_beside_it)
     if near:
         return f"; did you mean {Path(name).with_name(near)}?"
     shipped = near_name(name, cutoff=0.8)
@@ -358,7 +358,7 @@ def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[Layer])
     missing_key = re.search(r"Interpolation key '(.+)' not found", str(error))
     if missing_key:
         known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-        near = nearest(missing_key[1], known)
+        near = find_nearest(missing_key[1], known)
         hint = f"; did you mean ${{{near}}}?" if near else ""
         return f"${{{missing_key[1]}}} names nothing{hint}"
     unset_variable = re.search(r"Environment variable '(.+)' not found", str(error))
@@ -400,7 +400,7 @@ def _refuse_unused_variables(layers: Sequence[Layer]) -> None:
         if is_named or key in VARIABLES_OF_OURS:
             continue
         named_variables = [name for text in references for name in re.findall(r"variables\.([\w.-]+)", text)]
-        near = nearest(key, named_variables)
+        near = find_nearest(key, named_variables)
         hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
         raise ConfigError(
             f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"

@@ -29,7 +29,7 @@ from llmfoundry_lite.config.scalars import EVAL_SYNONYMS, TASK_SYNONYMS
 from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.config.yaml_text import read_record
-from llmfoundry_lite.errors import ConfigError, nearest
+from llmfoundry_lite.errors import ConfigError, find_nearest
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 THEIR_METRICS = {
@@ -418,7 +418,7 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
-    near = nearest(label, names)
+    near = find_nearest(label, names)
     hint = "one of your own says icl_task_type and dataset_uri"
     if near:
         hint = f"did you mean {near}?"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.fields import Rule, Setting, join, keys_of
-from llmfoundry_lite.errors import ConfigError, is_masked, is_secret_name, learn_credentials, learn_secret
+from llmfoundry_lite.errors import ConfigError, is_masked, is_secret_name, remember_secret, remember_url_secrets
 
 
 class PlainScalar(str):
@@ -164,7 +164,7 @@ def _read(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> Any
 
     if is_masked(value):
         raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
-    learn_credentials(value)
+    remember_url_secrets(value)
     if setting.is_place:
         value = expand_home(value)
     if isinstance(value, FromEnvironment):
@@ -177,7 +177,7 @@ def _read_variable(options: tuple[Any, ...], value: FromEnvironment, path: str, 
     variables = VARIABLE.findall(value.written)
     is_secret = is_secret_name(path) or any(is_secret_name(variable) for variable in variables)
     if is_secret:
-        learn_secret(value)
+        remember_secret(value)
     if str not in options and Any not in options:
         return value  # `build.py` refuses it, and quotes it as it was written
 

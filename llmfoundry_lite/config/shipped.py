@@ -7,7 +7,7 @@ They lie inside an installed package, and at the top of a clone. A file of the u
 import os
 from pathlib import Path
 
-from llmfoundry_lite.errors import nearest
+from llmfoundry_lite.errors import find_nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -42,4 +42,4 @@ def find_task_folder(folder: str) -> Path:
 def near_name(argument: str, cutoff: float = 0.6) -> str:
     """Return the shipped name nearest to `argument`, a name or file that does not exist; empty if none is near."""
     argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
-    return nearest(argument, shipped_yamls(), cutoff)
+    return find_nearest(argument, shipped_yamls(), cutoff)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.callbacks_schema import WandbConfig
-from llmfoundry_lite.errors import ConfigError, list_names, nearest
+from llmfoundry_lite.errors import ConfigError, find_nearest, list_names
 
 RUN_ID = "WANDB_RUN_ID"
 VARIABLES = {
@@ -69,6 +69,6 @@ def check_wandb(config: WandbConfig) -> None:
     known = [*inspect.signature(wandb.init).parameters]
     for name in config.init_kwargs:
         if name not in known:
-            near = nearest(name, known)
+            near = find_nearest(name, known)
             hint = f"did you mean {near}?" if near else f"it has {list_names(known)}"
             raise ConfigError(f"loggers.wandb.init_kwargs.{name}: wandb.init has no such argument; {hint}")

@@ -29,7 +29,7 @@ from streaming.base.util import retry
 from llmfoundry_lite.bounded import unpack_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import streams_of_stages
-from llmfoundry_lite.errors import DataError, learn_credentials, one_line
+from llmfoundry_lite.errors import DataError, one_line, remember_url_secrets
 from llmfoundry_lite.files import open_regular, write_atomically
 
 INDEX = "index.json"
@@ -58,7 +58,7 @@ class ShardFolder:
         self.name = name
         self.stream = stream
         self.remote = stream.remote
-        learn_credentials(self.remote or "")
+        remember_url_secrets(self.remote or "")
         self.path = _folder_of_split(stream.local, stream.split)
         self._downloader = CloudDownloader.get(stream.remote)
 
