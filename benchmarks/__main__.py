@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER, UserError, printable
-from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.files import check_result_replaceable
 from llmfoundry_lite.ranks.output import prepare_output
 
 BENCHMARKS = {
@@ -58,7 +58,7 @@ def run_benchmark(arguments: Sequence[str]) -> int:
     try:
         options = vars(build_parser(name, module.run).parse_args(arguments[1:]))
         if options.get("out") is not None:
-            check_answer_replaceable(options["out"], name)
+            check_result_replaceable(options["out"], name)
         found = module.run(**options)
         if options.get("out") is not None:
             print(f"written: {printable(str(options['out']))}")

@@ -38,101 +38,139 @@ class TooLargeError(OSError, DataError):
     """A file has more bytes than are read of its kind. As an OSError, it is handled where a file may be unreadable."""
 
 
-def too_large(where: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> TooLargeError:
-    reason = f"has more than {max_bytes:,} bytes, the most that are read of {what}"
-    error = TooLargeError(f"{where} {reason}; {remedy}")
-    error.strerror = reason
+def too_large(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOTHER) -> TooLargeError:
+    """Return the error for a file of more than `max_bytes`, of a kind that a message names: `a log`, `an index`."""
+    reason = f"has more than {max_bytes:,} bytes, the most that are read of {kind}"
+    error = TooLargeError(f"{path} {reason}; {remedy}")
+    error.strerror = reason  # for callers that handle it as any OSError
     return error
 
 
-def read_at_most(path: str | Path, max_bytes: int, what: str, remedy: str = ANOTHER) -> bytes:
-    """Read a whole regular file. Raises OSError: TooLargeError, for more than `max_bytes`, is one too."""
+def read_at_most(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOTHER) -> bytes:
+    """Read a whole regular file that somebody else may have written.
+
+    `kind` and `remedy` are for the message: `a log`, `give another file`. Raises OSError, of which TooLargeError, for
+    more than `max_bytes`, is a subclass.
+    """
     with open(path, "rb", opener=open_regular) as file:
-        return read_file_at_most(file, max_bytes, str(path), what, remedy)
+        return read_file_at_most(file, max_bytes, str(path), kind, remedy)
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON document. Raises OSError, TooLargeError, and ValueError for bad JSON or one nested too deeply."""
-    return parse_json(read_at_most(path, MAX_JSON_BYTES, what))
+def read_json(path: str | Path, kind: str) -> Any:
+    """Read a JSON document of at most MAX_JSON_BYTES that somebody else may have written.
+
+    `kind` names it in messages: `an index`. Raises OSError, TooLargeError, and ValueError for bad JSON or one that is
+    nested too deeply.
+    """
+    return parse_json(read_at_most(path, MAX_JSON_BYTES, kind))
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, even for a thousand brackets, where Python's parser raises RecursionError."""
+    """Parse JSON. Raises ValueError for any bad content.
+
+    That includes a thousand nested brackets, for which Python's parser raises RecursionError.
+    """
     try:
         return json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def read_file_at_most(file: IO[bytes], max_bytes: int, where: str, what: str, remedy: str = ANOTHER) -> bytes:
-    """Read the rest of an open file, such as one of an archive. Raises TooLargeError for more than `max_bytes`."""
+def read_file_at_most(file: IO[bytes], max_bytes: int, path: str, kind: str, remedy: str = ANOTHER) -> bytes:
+    """Read the rest of an open file, such as a member of an archive. `path`, `kind` and `remedy` are for the message.
+
+    Raises TooLargeError if there are more than `max_bytes`.
+    """
     content = read_up_to(file, max_bytes + 1)
     if len(content) > max_bytes:
-        raise too_large(where, max_bytes, what, remedy)
+        raise too_large(path, max_bytes, kind, remedy)
     return content
 
 
-def read_up_to(file: IO[bytes], num_bytes: int) -> bytes:
-    """Read at most `num_bytes`, a piece at a time. A single read would allocate all of it, even for one byte."""
+def read_up_to(file: IO[bytes], max_bytes: int) -> bytes:
+    """Read `max_bytes` of an open file, or all that it has if that is less.
+
+    It is read in blocks, because a single read would allocate `max_bytes` of memory even for a file of one byte.
+    """
     content = io.BytesIO()
-    while (room := num_bytes - content.tell()) and (piece := file.read(min(room, BLOCK_BYTES))):
-        content.write(piece)
+    while content.tell() < max_bytes:
+        block = file.read(min(max_bytes - content.tell(), BLOCK_BYTES))
+        if not block:
+            break
+        content.write(block)
     return content.getvalue()
 
 
-def read_lines_at_most(path: str | Path, max_bytes: int, what: str, begin: int = 0) -> Iterator[bytes]:
-    """Yield the lines of a regular file from an offset on, with their line ends. Raises OSError: TooLargeError, for a
-    line of more than MAX_LINE_BYTES or for more than `max_bytes` in all, is one too."""
-    number, room = 0, max_bytes
+def read_lines_at_most(path: str | Path, max_bytes: int, kind: str, begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a regular file, with their line ends, from the byte offset `begin` on.
+
+    `kind` names the file in messages: `a log`. Raises OSError, of which TooLargeError is a subclass: for a line of more
+    than MAX_LINE_BYTES, or when the lines have more than `max_bytes` in all.
+    """
+    num_lines = 0
+    num_bytes = 0
     with open(path, "rb", opener=open_regular) as file:
         file.seek(begin)
         while line := file.readline(MAX_LINE_BYTES + 1):
-            number, room = number + 1, room - len(line)
+            num_lines += 1
+            num_bytes += len(line)
             if len(line) > MAX_LINE_BYTES:
-                raise too_large(f"{path}, line {number}", MAX_LINE_BYTES, "a line")
-            if room < 0:
-                raise too_large(path, max_bytes, what)
+                raise too_large(f"{path}, line {num_lines}", MAX_LINE_BYTES, "a line")
+            if num_bytes > max_bytes:
+                raise too_large(path, max_bytes, kind)
             yield line
 
 
 @contextmanager
-def open_unpacked(file: IO[bytes], compression: str) -> Iterator[BinaryIO]:
-    """Yield the content of a compressed file, a piece at a time. Reading it raises OSError where it is damaged."""
+def open_unpacked(packed: IO[bytes], compression: str) -> Iterator[BinaryIO]:
+    """Open a compressed file, and yield a file of its uncompressed content, which is unpacked while it is read.
+
+    `compression` is a key of CODECS, such as `zstd` or `gz`. Reading raises OSError where the file is damaged.
+    """
     import pyarrow as pa
 
-    with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), CODECS[compression]) as content:
+    with pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), CODECS[compression]) as content:
         yield io.BufferedReader(content, BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
 
 
 def unpack_at_most(source: str | Path, compression: str, target: str | Path, max_bytes: int) -> None:
-    """Unpack a file into a new one. `compression` is named as in an index: `zstd:9`, `gz`, `snappy`.
+    """Unpack the file `source` into a new file `target` of at most `max_bytes`.
 
-    Raises DataError as soon as there are more than `max_bytes`, ValueError or OSError where it does not unpack; then
-    the new file is gone.
+    `compression` is as an index of a data set names it: `zstd:9` with a level, `gz`, `snappy`.
+
+    Raises DataError as soon as there are more than `max_bytes`, and ValueError or OSError if `source` is damaged or
+    `target` exists. After an error there is no `target`.
     """
     try:
         with open(source, "rb", opener=open_regular) as packed, open(target, "xb") as unpacked:
             if compression == "snappy":
-                unpacked.write(_from_snappy(packed.read(), max_bytes, source))
+                unpacked.write(_unpack_snappy(packed.read(), max_bytes, source))
                 return
-            with open_unpacked(packed, compression.partition(":")[0]) as content:
-                while piece := content.read(BLOCK_BYTES):
-                    if unpacked.tell() + len(piece) > max_bytes:
+
+            codec, _, _ = compression.partition(":")
+            with open_unpacked(packed, codec) as content:
+                while block := content.read(BLOCK_BYTES):
+                    if unpacked.tell() + len(block) > max_bytes:
                         raise _unpacks_to_more(source, max_bytes)
-                    unpacked.write(piece)
-    except BaseException:
+                    unpacked.write(block)
+    except BaseException:  # Ctrl-C too
         Path(target).unlink(missing_ok=True)
         raise
 
 
-def _from_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
-    """Unpack raw snappy, which cannot be read in pieces. It begins with its size (seven bits a byte), checked first."""
+def _unpack_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
+    """Unpack raw snappy, which cannot be read in blocks. Raises DataError if it has more than `max_bytes`.
+
+    The format begins with the unpacked size, so the size is checked before any memory is allocated for it. It has seven
+    bits in each byte, the lowest first, and the eighth bit says that another byte follows: five bytes for 32 bits.
+    """
     import snappy
 
     size = 0
-    for place, byte in enumerate(packed[:5]):
-        size |= (byte & 127) << 7 * place
-        if byte < 128:
+    for position, byte in enumerate(packed[:5]):
+        size |= (byte & 0x7F) << (7 * position)
+        is_last = byte < 0x80
+        if is_last:
             break
     if size > max_bytes:
         raise _unpacks_to_more(source, max_bytes)
@@ -140,4 +178,5 @@ def _from_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
 
 
 def _unpacks_to_more(source: str | Path, max_bytes: int) -> DataError:
+    """Return the error for a file that has more content than its data set's index says."""
     return DataError(f"{source} unpacks to more than {max_bytes:,} bytes, its size according to index.json")

@@ -8,15 +8,14 @@ import re
 import stat
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
 
-ANSWERS = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
+RESULT_SUFFIXES = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files with a command's result. The JSON file is its record."""
-MAX_RECORD_BYTES = 128 << 20
-RECORDS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
+MAX_RESULT_BYTES = 128 << 20
+RESULT_KEYS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
 """Keys by which the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor` are recognised."""
 
 
@@ -32,86 +31,111 @@ LOCAL_WORDS = ("file", "memory", "ssh", "azure")
 """Schemes that are also usual names of folders, so that `file//x` is one."""
 
 
-def meant_url(text: str) -> str:
-    """Return the URL that a text probably means, if its scheme is misspelt and it would be taken for a local folder, as
-    `s3:/bucket`, `gs//bucket` or `S3://bucket`; else empty.
+def guess_url(text: str) -> str:
+    """Return the URL that a misspelt text probably means; empty if it is a correct URL or the name of a local folder.
 
-    A folder of such a name is given as `./s3:/bucket`.
+    `s3:/bucket`, `gs//bucket` and `S3://bucket` would be taken for local folders without this check. A folder that
+    really has such a name can be given as `./s3:/bucket`.
     """
-    found = re.match(r"([A-Za-z][A-Za-z0-9-]*)([:;][/\\]*|//+)(.*)", text, re.DOTALL)
-    if found is None:
+    match = re.match(r"([A-Za-z][A-Za-z0-9-]*)([:;][/\\]*|//+)(.*)", text, re.DOTALL)
+    if match is None:
         return ""
-    word, separator, rest = found.groups()
+    word, separator, path = match.groups()
+
     scheme = word.lower()
     has_colon = separator[0] in ":;"
-    if scheme not in URL_SCHEMES or (scheme in LOCAL_WORDS and not has_colon):
+    may_be_folder = scheme in LOCAL_WORDS and not has_colon
+    if scheme not in URL_SCHEMES or may_be_folder:
         return ""
+
     right_separators = RIGHT_SEPARATORS.get(scheme, ("://",))
-    if separator in right_separators:
-        return "" if word == scheme else f"{scheme}{separator}{rest}"
-    return f"{scheme}{right_separators[0]}{rest}"
+    if separator not in right_separators:
+        return f"{scheme}{right_separators[0]}{path}"
+    is_correct = word == scheme  # not in upper case
+    return "" if is_correct else f"{scheme}{separator}{path}"
 
 
 def check_url_spelling(text: str) -> None:
-    """Raise ConfigError for a URL whose scheme is misspelt."""
-    if url := meant_url(text):
+    """Raise ConfigError, which suggests the right spelling, for a URL whose scheme or separator is misspelt."""
+    url = guess_url(text)
+    if url:
         raise ConfigError(f"did you mean {url}? For a local folder of the name that was given, write ./ before it")
 
 
 def check_is_path(path: Path | str) -> None:
-    """Raise ConfigError for a URL, because as a path `s3://b/x` is a local folder named `s3:`."""
-    if meant_url(str(path)) or re.match(r"\w[\w+.-]+:/", str(path)):
+    """Raise ConfigError for a URL where only a local path can be written.
+
+    As a path, `s3://b/x` would be a local folder named `s3:`.
+    """
+    has_scheme = re.match(r"\w[\w+.-]+:/", str(path)) is not None
+    if has_scheme or guess_url(str(path)):
         raise ConfigError(f"{path}: a URL given, expected a path of this machine; a folder of that name is ./{path}")
 
 
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
-    """Raise ConfigError if one of the files exists and `record`, the JSON file, is no earlier result of a command.
+    """Check that a command may write its result over existing files, so that it never destroys a user's own file.
 
-    The folder may be another user's, so a link is refused too, which may lead anywhere, and a pipe, which would be
-    waited for.
+    `record` is the JSON file of the result, and `others` are the files written beside it. If any of them exists,
+    `record` has to be an earlier result of a command.
+
+    Raises ConfigError otherwise, and for links and anything but regular files. The folder may belong to another user:
+    writing through a link could change any file, and opening a pipe would block.
     """
     check_is_path(record)
-    there = [path for path in (record, *others) if os.path.lexists(path)]
-    if link := next((path for path in there if path.is_symlink()), None):
-        raise ConfigError(f"{link}: a link, which would be written through; name another folder, or remove it")
-    if other := next((path for path in there if not path.is_file()), None):
-        raise ConfigError(f"{other}: exists and is no regular file; name another folder, or remove it")
-    if there and not _is_record(record):
-        raise ConfigError(f"{there[0]}: exists and is no earlier answer of this command; name another, or remove it")
+    existing = [path for path in (record, *others) if os.path.lexists(path)]
+    for path in existing:
+        if path.is_symlink():
+            raise ConfigError(f"{path}: a link, which would be written through; name another folder, or remove it")
+    for path in existing:
+        if not path.is_file():
+            raise ConfigError(f"{path}: exists and is no regular file; name another folder, or remove it")
+    if existing and not _is_result(record):
+        raise ConfigError(f"{existing[0]}: exists and is no earlier answer of this command; name another, or remove it")
 
 
-def check_answer_replaceable(folder: Path, name: str) -> None:
-    """Check NAME.json, NAME.md, NAME.png and the like, as `check_replaceable` does."""
-    check_replaceable(folder / f"{name}.json", [folder / f"{name}{suffix}" for suffix in ANSWERS])
+def check_result_replaceable(folder: Path, name: str) -> None:
+    """Check that NAME.json, NAME.md, NAME.png and the like may be written in `folder`, as `check_replaceable` does."""
+    check_replaceable(folder / f"{name}.json", [folder / f"{name}{suffix}" for suffix in RESULT_SUFFIXES])
 
 
-def _is_record(path: Path) -> bool:
-    with suppress(OSError, ValueError, RecursionError), open(path, "rb", opener=open_regular) as file:
-        content = json.loads(file.read(MAX_RECORD_BYTES))
-        return isinstance(content, dict) and any(keys <= content.keys() for keys in RECORDS)
-    return False
+def _is_result(path: Path) -> bool:
+    """Return whether a file is the JSON result of one of our commands, which `RESULT_KEYS` identify."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            content = json.loads(file.read(MAX_RESULT_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and any(keys <= content.keys() for keys in RESULT_KEYS)
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file and return its descriptor, as an `opener` for `open`. Raises IsADirectoryError for anything but a
-    regular file, because a pipe would make its reader wait for ever."""
+    """Open a regular file and return its descriptor. Pass this as `opener` to `open`.
+
+    Raises IsADirectoryError for anything else, because reading a pipe would block without end, and OSError.
+    """
     return _open_regular(path, flags, 0o666)
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file, as `open_regular` does, in a folder that others write into. A new file is private to this user.
-    Raises OSError for a link, which may lead anywhere, and PermissionError for another user's file."""
+    """Open a regular file that belongs to this user, in a folder such as /tmp into which other users write.
+
+    A file that this creates can be read by this user alone. Raises OSError for a link, which another user may have made
+    to lead anywhere, PermissionError for another user's file, and IsADirectoryError for anything but a regular file.
+    """
     descriptor = _open_regular(path, flags | os.O_NOFOLLOW, 0o600)
-    if (owner := os.fstat(descriptor).st_uid) == os.geteuid():
-        return descriptor
-    os.close(descriptor)
-    raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
+    owner = os.fstat(descriptor).st_uid
+    if owner != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, f"belongs to user {owner}", str(path))
+    return descriptor
 
 
 def open_no_link(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file, as `open_regular` does, to write into a run folder, which somebody else may have made.
+    """Open a regular file, but do not follow a link. Use this to write into a run folder that somebody else may have
+    made.
 
-    Raises OSError for a link, which may lead to any file of this user. The folder itself may be a link.
+    Raises OSError for a link, because it may lead to any file of this user, and IsADirectoryError for anything but a
+    regular file. The folder itself may be a link.
     """
     try:
         return _open_regular(path, flags | os.O_NOFOLLOW, 0o666)
@@ -122,25 +146,35 @@ def open_no_link(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _open_regular(path: str | Path, flags: int, mode: int) -> int:
-    kind = 0
+    """Open a regular file with flags and mode of `os.open`. Raises IsADirectoryError for anything else, and OSError."""
+    explanation = "not a regular file"
     try:
+        # O_NONBLOCK, because opening a pipe would otherwise wait for its other end.
         descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
-        if stat.S_ISREG(kind := os.fstat(descriptor).st_mode):
+        file_type = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(file_type):
             return descriptor
         os.close(descriptor)
+        if stat.S_ISDIR(file_type):
+            explanation = os.strerror(errno.EISDIR)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # a socket
+        is_socket = error.errno == errno.ENXIO
+        if not is_socket:
             raise
-    what = os.strerror(errno.EISDIR) if stat.S_ISDIR(kind) else "not a regular file"
-    raise IsADirectoryError(errno.EISDIR, what, str(path))
+    raise IsADirectoryError(errno.EISDIR, explanation, str(path))
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
-    """Replace `path` by `content` (text as UTF-8), entirely or not at all. Raises OSError."""
+    """Replace a file, so that readers see either the old content or all of the new, even after a crash.
+
+    Text is written as UTF-8. The new content is synced to disk under a temporary name, which is then renamed. Raises
+    OSError, and then the old file is unchanged.
+    """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
+    encoded = content.encode() if isinstance(content, str) else content
     try:
         with open(unfinished, "wb", opener=open_no_link) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(encoded)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -150,27 +184,30 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Open a folder and lock it, if its file system can lock. Raises BlockingIOError if another process holds the lock.
-    The lock ends with the returned descriptor, however this process ends."""
+    """Lock a folder for this process, and return the descriptor that holds the lock until it is closed.
+
+    The system closes the descriptor however this process ends. Raises BlockingIOError if another process holds the
+    lock. On a file system without locks, the folder is only opened.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise
-    except OSError:  # the file system has no locks
-        pass
+    except OSError:
+        pass  # the file system has no locks
     return descriptor
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the files of a folder, and the folder itself, to disk. Call this before it is renamed."""
+    """Sync the files of a folder, then the folder itself, to disk, so that a rename of it publishes whole files."""
     for path in [*folder.iterdir(), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to disk."""
+    """Write a file's content, or the list of a folder's files, from the system's cache to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

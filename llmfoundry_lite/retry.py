@@ -13,63 +13,93 @@ T = TypeVar("T")
 
 PAUSES_SECONDS = (0.2, 0.6, 1.8)
 """Pauses before each further attempt at a file."""
-LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+LASTING_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors of a disk that do not pass in a moment."""
 
 
 @dataclass
 class Budget:
-    """Budget of further attempts after a failed one, by number or by time. Progress begins a new budget."""
+    """How many more attempts a failing operation gets, limited by their number, by time, or both.
+
+    A caller that makes progress creates a new budget.
+    """
 
     pauses: Sequence[float]
-    """Seconds before each further attempt; the last one repeats."""
+    """Seconds before each further attempt. The last value repeats."""
     attempts: float = math.inf
-    """Number of further attempts."""
+    """Maximum number of further attempts."""
     seconds: float = math.inf
-    """Time from `began` to the last attempt."""
+    """Maximum time from `began` to the last attempt."""
     began: float = 0.0
+    """When the first attempt failed, by the clock that is passed to `pause`, such as `time.monotonic()`."""
     num_paused: int = 0
+    """Number of further attempts that `pause` has granted so far."""
 
     def pause(self, now: float = 0.0) -> float | None:
-        """Return the seconds until the next attempt; None if there is none. `now` is by the clock of `began`."""
-        left = self.began + self.seconds - now
-        if self.num_paused >= self.attempts or left <= 0:
+        """Grant one more attempt: return the seconds to wait before it, or None if the budget is used up.
+
+        `now` is a time by the clock of `began`. Counts the attempt in `num_paused`.
+        """
+        seconds_left = self.began + self.seconds - now
+        if self.num_paused >= self.attempts or seconds_left <= 0:
             return None
         self.num_paused += 1
-        return min(self.pauses[min(self.num_paused, len(self.pauses)) - 1], left)
+        index = min(self.num_paused, len(self.pauses)) - 1
+        return min(self.pauses[index], seconds_left)
 
 
 def keep_trying(call: Callable[[], T], budget: Budget, may_pass: Callable[[OSError], bool]) -> T:
-    """Repeat a call until it succeeds. Raises an error that does not pass, or the last error of the budget."""
+    """Call a function until it succeeds, with pauses, and return its result.
+
+    Raises an OSError that `may_pass` says will not pass, or the last one when the budget is used up.
+    """
     while True:
         try:
             return call()
         except OSError as error:
-            if not may_pass(error) or (pause := budget.pause(time.monotonic())) is None:
+            if not may_pass(error):
+                raise
+            pause = budget.pause(time.monotonic())
+            if pause is None:
                 raise
         time.sleep(pause)
 
 
 def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
-    """Repeat a call after an error that may pass: any OSError of disk or network, or with `only` those errnos."""
+    """Call a function up to four times, with the pauses of PAUSES_SECONDS, and return its result.
+
+    It is called again after any OSError of a disk or a network that may pass. With `only`, those are the errors whose
+    errno is in it. Raises the last error, and other errors at once.
+    """
 
     def may_pass(error: OSError) -> bool:
-        return not isinstance(error, LASTING) and (only is None or error.errno in only)
+        is_lasting = isinstance(error, LASTING_ERRORS)
+        is_listed = only is None or error.errno in only
+        return is_listed and not is_lasting
 
-    return keep_trying(as_os_errors()(call), Budget(PAUSES_SECONDS, attempts=len(PAUSES_SECONDS)), may_pass)
+    call_with_os_errors = as_os_errors()(call)
+    budget = Budget(PAUSES_SECONDS, attempts=len(PAUSES_SECONDS))
+    return keep_trying(call_with_os_errors, budget, may_pass)
 
 
-def retry_on_damage(look: Callable[[bool], T]) -> T:
-    """Call `look(bypass_cache=False)`; if it finds damage, `look(True)`, as a transfer or a cache may be at fault."""
+def retry_on_damage(read: Callable[[bool], T]) -> T:
+    """Read something, and read it a second time if it seems damaged, because a transfer or a cache may be at fault.
+
+    `read` takes `bypass_cache`, which is True at the second call. Raises DamagedCheckpointError if both find damage.
+    """
     try:
-        return look(False)
+        return read(False)
     except DamagedCheckpointError:
-        return look(True)
+        return read(True)
 
 
 @contextlib.contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Raise OSError for errors of object stores' clients, such as botocore's without credentials."""
+    """Turn errors of object stores' clients into OSError, such as botocore's error for missing credentials.
+
+    Errors that callers handle by their type pass unchanged: a client without conditional writes, for example, raises
+    TypeError, NotImplementedError or ValueError.
+    """
     try:
         yield
     except (OSError, EOFError, TypeError, NotImplementedError, ValueError):
@@ -79,4 +109,6 @@ def as_os_errors() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+    """Return the first line of an error's message, or the error's type if it has no message."""
+    message = str(error).strip() or type(error).__name__
+    return message.split("\n")[0]

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.files import check_result_replaceable
 
 
 def refuse_beside(
@@ -54,7 +54,7 @@ def _check_folder(context: typer.Context, path: Path | None) -> Path | None:
         raise ConfigError(f"--out: {place} is a file, expected a folder")
     if not os.access(place, os.W_OK):
         raise ConfigError(f"--out: {place} cannot be written; name another folder")
-    check_answer_replaceable(path, context.info_name or "")
+    check_result_replaceable(path, context.info_name or "")
     return path
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration, Parsed, Scalar, describe_span
 from llmfoundry_lite.errors import REFERENCE, find_nearest
-from llmfoundry_lite.files import meant_url
+from llmfoundry_lite.files import guess_url
 
 Rule = Literal["freely", "logged", "never"]
 """How a key may change in mid-run. logged: a change takes effect, is printed, and is recorded in the new segment."""
@@ -172,7 +172,7 @@ def check_place(value: str, kind: str = "a folder or a URL") -> None:
     """
     # The text of an environment variable may be a secret, so messages quote the value as it was written.
     written = getattr(value, "written", value)
-    url = meant_url(value)
+    url = guess_url(value)
     if url:
         meant = url if written == value else f"{url.partition('://')[0]}://…"
         raise ValueError(f"{kind}; did you mean {meant}? A folder of that name is given as ./{written}")
@@ -193,7 +193,7 @@ def check_source(value: str) -> None:
 
     Raises ValueError as `check_place` does.
     """
-    if meant_url(value) or not os.path.exists(os.path.expanduser(value)):
+    if guess_url(value) or not os.path.exists(os.path.expanduser(value)):
         check_place(value)
 
 
@@ -209,7 +209,7 @@ def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
     def check(value: str) -> None:
         if "://" in value:
             raise ValueError(kind)
-        if not is_read or meant_url(value) or not os.path.exists(value):
+        if not is_read or guess_url(value) or not os.path.exists(value):
             check_place(value, kind)
 
     return check

@@ -18,7 +18,7 @@ from typing import Any
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import meant_url
+from llmfoundry_lite.files import guess_url
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size
 from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
@@ -72,7 +72,7 @@ class Source:
 
 def _check_spelling(source: str) -> None:
     """Raise DataError for a URL, also a misspelt one, unless it is the name of something here."""
-    url = meant_url(source) or source
+    url = guess_url(source) or source
     hub_folder = source.removeprefix(HUB_PREFIX)  # `hf:` may name a folder here, by its absolute path too
     exists = os.path.exists(source) or os.path.exists(hub_folder)
     if "://" not in url or exists:

@@ -12,7 +12,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.cli.options import expand_home
 from llmfoundry_lite.cli.run import read_prompts
 from llmfoundry_lite.errors import ConfigError, UserError
-from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.files import check_result_replaceable
 from tests.helpers.present import needs, present
 
 
@@ -149,7 +149,7 @@ def test_no_command_writes_over_a_file_that_is_not_its_own(tmp_path, monkeypatch
 def test_an_earlier_answer_is_replaced(tmp_path, content):
     for name in ("mfu.json", "mfu.md", "notes.md"):
         (tmp_path / name).write_text(content)
-    check_answer_replaceable(tmp_path, "mfu")
+    check_result_replaceable(tmp_path, "mfu")
 
 
 def test_an_answer_is_not_written_through_a_link(tmp_path):
@@ -157,7 +157,7 @@ def test_an_answer_is_not_written_through_a_link(tmp_path):
     (tmp_path / "mfu.json").write_text('{"rows": []}')
     (tmp_path / "mfu.md").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"mfu\.md: a link, which would be written through; name another folder"):
-        check_answer_replaceable(tmp_path, "mfu")
+        check_result_replaceable(tmp_path, "mfu")
 
 
 def test_an_answer_is_not_written_into_a_pipe(tmp_path):
@@ -165,7 +165,7 @@ def test_an_answer_is_not_written_into_a_pipe(tmp_path):
     (tmp_path / "mfu.json").write_text('{"rows": []}')
     os.mkfifo(tmp_path / "mfu.csv")
     with pytest.raises(ConfigError, match=r"mfu\.csv: exists and is no regular file; name another folder"):
-        check_answer_replaceable(tmp_path, "mfu")
+        check_result_replaceable(tmp_path, "mfu")
 
 
 PRESSES_CTRL_C = """

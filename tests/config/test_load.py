@@ -803,7 +803,7 @@ def test_the_quickstart_says_how_many_ranks_can_carry_it_on():
     path = find_yaml("mpt-quickstart")
     assert path is not None
     text = path.read_text()
-    assert "so 2 ranks are the most" in text and "every number of ranks" not in text
+    assert "so at most 2 ranks can share one" in text and "every number of ranks" not in text
 
 
 # --------------------------------------------------------------------------------- LLM Foundry's shipped MPT runs

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llmfoundry_lite.devices import device_name
 from llmfoundry_lite.errors import ConfigError, printable
-from llmfoundry_lite.files import check_answer_replaceable, write_atomically
+from llmfoundry_lite.files import check_result_replaceable, write_atomically
 from llmfoundry_lite.hardware import GIB, REPORT_SCHEMA
 from llmfoundry_lite.tables import Table, markdown_list
 
@@ -209,7 +209,7 @@ def tell(
             conditions += f"; load average before the run {report['load_average']:.1f}."
 
             out.mkdir(parents=True, exist_ok=True)
-            check_answer_replaceable(out, name)
+            check_result_replaceable(out, name)
             # The record first: by it the next bench knows that the other files are its own.
             write_atomically(out / f"{name}.json", json.dumps(frame | report) + "\n")
             write_atomically(out / f"{name}.md", markdown_page(f"# {heading}", conditions, *parts, figure))

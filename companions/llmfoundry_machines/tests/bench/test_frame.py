@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.files import check_answer_replaceable
+from llmfoundry_lite.files import check_result_replaceable
 from llmfoundry_machines.bench import frame, steps
 from tests.helpers.interrupted import call_again_after_each_write
 
@@ -58,7 +58,7 @@ def test_a_bench_that_ended_midway_does_not_block_the_next_one(tmp_path):
     report = frame.describe_conditions()
 
     def tell(folder):
-        check_answer_replaceable(folder, "name")
+        check_result_replaceable(folder, "name")
         frame.tell(report, "A paragraph.", name="name", heading="A heading", command="bench", plot=draw, out=folder)
 
     def draw(report, path):
