@@ -73,7 +73,7 @@ def run(shape: str = "10m", seq_len: int = 128, num_rounds: int = 5, out: Path |
     drawn, _ = frame.take_turns(turns, num_rounds, console)
     report = conditions | settings | {"num_rounds": num_rounds, "seconds": found, "weights_seconds": drawn}
     table = frame.measured_table(
-        "From the command to the first batch of a run that is carried on, 2 ranks",
+        "Time from the command to the first batch of a resumed run, 2 ranks",
         ("", "seconds", "times the import"),
         [(name, str(frame.spread(some)), str(frame.ratios(some, found[IMPORT]))) for name, some in found.items()],
     )
