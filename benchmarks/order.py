@@ -103,13 +103,13 @@ def variance_over_binomial(domains_bl: NDArray[np.int64]) -> float:
 def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
     order = SampleOrder(
         shard_sizes_per_stream=[_shard_sizes()],
-        choose_per_stream=[int(_shard_sizes().sum())],
+        epoch_samples_per_stream=[int(_shard_sizes().sum())],
         batch_size=BATCH_SIZE,
         seed=9176,
         shuffle=True,
         window_samples=window_samples,
     )
-    return order.epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches))
+    return order.build_epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches))
 
 
 def streaming_batches(algorithm: str, num_canonical_nodes: int, window_samples: int) -> NDArray[np.int64]:
@@ -167,13 +167,13 @@ def write_index(folder: Path, num_shards: int) -> None:
         file.write('], "version": 2}')
     order = SampleOrder(
         shard_sizes_per_stream=[np.full(num_shards, samples_per_shard)],
-        choose_per_stream=[num_shards * samples_per_shard],
+        epoch_samples_per_stream=[num_shards * samples_per_shard],
         batch_size=SCALE_BATCH,
         seed=9176,
         shuffle=True,
     )
     steps = range(min(order.num_batches, order.block_samples))
-    for shard in np.unique(order.epoch(0).sample_ids(range(SCALE_BATCH), steps) // samples_per_shard):
+    for shard in np.unique(order.build_epoch(0).sample_ids(range(SCALE_BATCH), steps) // samples_per_shard):
         (folder / f"shard.{shard:05d}.mds").symlink_to(folder / "one" / "shard.00000.mds")
 
 

@@ -38,7 +38,7 @@ from llmfoundry_lite.data.order import (
     EpochOrder,
     SampleOrder,
     ceil_divide,
-    share_of_worker,
+    rows_and_steps_of_worker,
 )
 from llmfoundry_lite.data.rows import PAD_TOKEN, RowReader, Tokenizer, check_length, tokens_per_sample
 from llmfoundry_lite.data.shard_table import read_indexes
@@ -137,7 +137,7 @@ class TextDataset(IterableDataset):
             raise
 
     def _open(self, *, drop_last: bool) -> None:
-        """Open folders, table, cache and order. Sets `folders`, `cache`, `stages` and `_shard_begins`.
+        """Open folders, table, cache and order. Sets `folders`, `cache`, `stages` and `_first_sample_of_shard`.
 
         Collective: each `data_errors_on_all_ranks` ends with an exchange, so that the error of one rank ends all. The
         first rank of each node reads the indexes and writes the node's table, and the others map it.
@@ -174,7 +174,9 @@ class TextDataset(IterableDataset):
             orders = [self._build_order(streams, drop_last) for streams in streams_of_stages]
             self.stages = StagedOrder(orders, self.first_batches)
             # Shards are numbered alike in all stages, so the order that has most of them numbers those of all.
-            self._shard_begins = max(orders, key=lambda order: len(order.shard_begins)).shard_begins
+            self._first_sample_of_shard = max(
+                orders, key=lambda order: len(order.first_sample_of_shard)
+            ).first_sample_of_shard
 
         check_same_on_all_ranks(all_gather_json(self._describe_data()))
         if table_file is not None:
@@ -216,10 +218,10 @@ class TextDataset(IterableDataset):
 
         Streams that only later stages have are left out, so that they do not change its fingerprint.
         """
-        choose_per_stream = self._choose_samples(streams)
+        epoch_samples_per_stream = self._choose_samples(streams)
         order = SampleOrder(
-            shard_sizes_per_stream=[self._shard_sizes(stream) for stream in range(len(choose_per_stream))],
-            choose_per_stream=choose_per_stream,
+            shard_sizes_per_stream=[self._shard_sizes(stream) for stream in range(len(epoch_samples_per_stream))],
+            epoch_samples_per_stream=epoch_samples_per_stream,
             batch_size=self.global_batch_size,
             seed=self.config.shuffle_seed,
             shuffle=self.config.shuffle and not self.same_every_epoch,
@@ -238,7 +240,7 @@ class TextDataset(IterableDataset):
                 f"{order.max_units} pieces would have to be shuffled, at most {MAX_UNITS} can be; use a smaller "
                 "epoch_size or repeat, and more epochs"
             )
-        order.shard_begins.setflags(write=False)  # computed before the fork, so that workers share it
+        order.first_sample_of_shard.setflags(write=False)  # computed before the fork, so that workers share it
         return order
 
     def _shard_sizes(self, stream: int) -> np.ndarray:
@@ -314,8 +316,8 @@ class TextDataset(IterableDataset):
         assert from_beginning
         if epoch is None:
             epoch = self._epoch
-        batch = self.stages.batch_at(epoch, num_samples // self.global_batch_size)
-        num_streams = self.stages.num_streams(batch)
+        batch = self.stages.batches_before(epoch, num_samples // self.global_batch_size)
+        num_streams = self.stages.num_streams_read(batch)
         state = {
             "epoch": epoch,
             "sample_in_epoch": num_samples,
@@ -328,7 +330,7 @@ class TextDataset(IterableDataset):
         }
         if len(self.first_batches) > 1:
             state["batch"] = batch
-            state["stages"] = self.stages.stages_begun(batch)
+            state["stages"] = self.stages.describe_begun_stages(batch)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -341,12 +343,12 @@ class TextDataset(IterableDataset):
         # A state without stages is that of a run with one stage, which begins at batch 0.
         steps = state["sample_in_epoch"] // self.global_batch_size
         batch = state.get("batch", state["epoch"] * self.order.num_batches + steps)
-        stages = self.stages.stages_begun(batch)
+        stages = self.stages.describe_begun_stages(batch)
         saved_stages = [list(stage) for stage in state.get("stages", [[0, state["order"]]])]
         if [first_batch for first_batch, _ in stages] != [first_batch for first_batch, _ in saved_stages]:
             raise self._stages_error(batch, saved_stages)
 
-        self._check_content(state, self.stages.num_streams(batch))
+        self._check_content(state, self.stages.num_streams_read(batch))
         if stages != saved_stages:  # their orders differ
             raise DataError(
                 f"the data (shards, streams, epoch size) or the shuffling is not what the checkpoint was trained with "
@@ -359,7 +361,7 @@ class TextDataset(IterableDataset):
                 f"global batches of {self.global_batch_size}"
             )
         is_in_epoch = steps <= self.stages.num_batches(state["epoch"])
-        if self.stages.batch_at(state["epoch"], steps) != batch or not is_in_epoch:
+        if self.stages.batches_before(state["epoch"], steps) != batch or not is_in_epoch:
             raise self._stages_error(batch, saved_stages)
         self.begin_at(state["epoch"], state["sample_in_epoch"])
 
@@ -470,7 +472,7 @@ class TextDataset(IterableDataset):
         if self.same_every_epoch:
             epoch = 0
         if self._laid_out is None or self._laid_out[0] != epoch:
-            self._laid_out = (epoch, self.stages.epoch(epoch))
+            self._laid_out = (epoch, self.stages.build_epoch(epoch))
         return self._laid_out[1]
 
     @property
@@ -505,8 +507,8 @@ class TextDataset(IterableDataset):
 
     def locate_sample(self, sample_id: int) -> tuple[int, int]:
         """Return the shard of a sample, and the sample's place in it."""
-        shard = int(self._shard_begins.searchsorted(sample_id, "right")) - 1
-        return shard, sample_id - int(self._shard_begins[shard])
+        shard = int(self._first_sample_of_shard.searchsorted(sample_id, "right")) - 1
+        return shard, sample_id - int(self._first_sample_of_shard[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
         """Return a row [max_seq_len], fetching its shard if needed. Raises DataError."""
@@ -529,7 +531,7 @@ class TextDataset(IterableDataset):
         if self.same_every_epoch:
             num_batches = self.order.num_batches
         epoch_order = self._lay_out(epoch)
-        row_indices, steps = share_of_worker(
+        row_indices, steps = rows_and_steps_of_worker(
             epoch_order.order,
             rank=self.data_rank,
             world_size=self.num_data_ranks,

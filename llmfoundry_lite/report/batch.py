@@ -119,7 +119,7 @@ def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch
     stages = data.dataset.stages
     epoch, step = stages.locate_batch(number - 1)
     all_rows = range(data.dataset.global_batch_size)
-    sample_ids = stages.epoch(epoch).sample_ids(all_rows, range(step, step + 1))[0]
+    sample_ids = stages.build_epoch(epoch).sample_ids(all_rows, range(step, step + 1))[0]
 
     # As in training, the batch's digest is the sum of its rows' digests, padding included.
     rows: list[Row] = []

@@ -49,7 +49,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 def expected_numbers(dataset: TextDataset, epoch: int = 0) -> list[list[int]]:
     order = dataset.order
-    return order.epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches)).tolist()
+    return order.build_epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches)).tolist()
 
 
 @pytest.fixture

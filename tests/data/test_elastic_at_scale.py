@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmfoundry_lite.data.loader import batch_digest, format_digest
-from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, rows_and_steps_of_worker
 from llmfoundry_lite.data.rows import PAD_TOKEN
 from tests.helpers.data import slices_of_workers
 
@@ -46,7 +46,7 @@ def mixtures(draw):
     sizes = draw(st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=6), min_size=1, max_size=3))
     return SampleOrder(
         shard_sizes_per_stream=sizes,
-        choose_per_stream=[BATCH_SIZE + draw(st.integers(0, 2 * sum(stream))) for stream in sizes],
+        epoch_samples_per_stream=[BATCH_SIZE + draw(st.integers(0, 2 * sum(stream))) for stream in sizes],
         batch_size=BATCH_SIZE,
         seed=draw(st.integers(0, 2**40)),
         shuffle=draw(st.booleans()),
@@ -59,7 +59,7 @@ def mixtures(draw):
 @given(data=st.data(), order=mixtures())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests(data, order):
-    whole = [order.epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches)) for epoch in range(3)]
+    whole = [order.build_epoch(epoch).sample_ids(range(BATCH_SIZE), range(order.num_batches)) for epoch in range(3)]
     expected = [global_digest([ids]) for epoch in whole for ids in epoch]
     found, seen = [], [Counter() for _ in whole]
     while len(found) < len(expected):
@@ -75,7 +75,7 @@ def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests
     assert found == expected
 
     begin = 0
-    for sizes, choose in zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True):
+    for sizes, choose in zip(order.shard_sizes_per_stream, order.epoch_samples_per_stream, strict=True):
         for counts in seen:
             of_stream = [counts[sample] for sample in range(begin, begin + sum(sizes))]
             assert max(of_stream) <= -(-choose // sum(sizes))  # none more often than the mixture says
@@ -86,9 +86,13 @@ def test_any_number_of_stops_on_any_layouts_across_epochs_gives_the_same_digests
 def test_a_skipped_a_repeated_and_a_torn_batch_each_change_the_digests():
     """The test above would notice each of these."""
     order = SampleOrder(
-        shard_sizes_per_stream=[[500, 900]], choose_per_stream=[1400], batch_size=BATCH_SIZE, seed=1, shuffle=True
+        shard_sizes_per_stream=[[500, 900]],
+        epoch_samples_per_stream=[1400],
+        batch_size=BATCH_SIZE,
+        seed=1,
+        shuffle=True,
     )
-    ids = order.epoch(0).sample_ids(range(BATCH_SIZE), range(order.num_batches))
+    ids = order.build_epoch(0).sample_ids(range(BATCH_SIZE), range(order.num_batches))
     digests = [global_digest([row]) for row in ids]
     assert len(set(digests)) == len(digests)
     torn = np.concatenate([ids[2][:100], ids[3][100:]])
@@ -101,7 +105,7 @@ def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_
     inside, and one at either end that it shares with its neighbour."""
     order = SampleOrder(
         shard_sizes_per_stream=[[500] * 1920],
-        choose_per_stream=[500 * 1920],
+        epoch_samples_per_stream=[500 * 1920],
         batch_size=BATCH_SIZE,
         seed=4,
         shuffle=True,
@@ -109,12 +113,14 @@ def test_a_node_needs_its_share_of_the_shards_and_two_more(num_nodes, ranks_per_
     shards_of_nodes = []
     for node in range(num_nodes):
         indices = [
-            share_of_worker(order, rank=node * ranks_per_node + local, world_size=num_nodes * ranks_per_node)[0]
+            rows_and_steps_of_worker(order, rank=node * ranks_per_node + local, world_size=num_nodes * ranks_per_node)[
+                0
+            ]
             for local in range(ranks_per_node)
         ]
         of_node = range(indices[0].start, indices[-1].stop)
         assert [index for part in indices for index in part] == list(of_node)
-        ids = order.epoch(1).sample_ids(of_node, range(order.num_batches))
+        ids = order.build_epoch(1).sample_ids(of_node, range(order.num_batches))
         shards_of_nodes.append(set((ids // 500).ravel().tolist()))
     assert max(map(len, shards_of_nodes)) <= 1920 / num_nodes + 2
     assert sum(map(len, shards_of_nodes)) <= 1920 + 2 * num_nodes
@@ -129,7 +135,7 @@ def test_stops_cost_a_node_few_shards_twice():
     size, batches_per_launch, window = 500, 500, BATCH_SIZE * 100
     order = SampleOrder(
         shard_sizes_per_stream=[[size] * 1920],
-        choose_per_stream=[size * 1920],
+        epoch_samples_per_stream=[size * 1920],
         batch_size=BATCH_SIZE,
         seed=4,
         shuffle=True,
@@ -137,7 +143,7 @@ def test_stops_cost_a_node_few_shards_twice():
     )
     for first_batch, num_nodes in zip(range(0, order.num_batches, batches_per_launch), itertools.cycle([8, 2, 64, 3])):
         steps = range(first_batch, min(first_batch + batches_per_launch, order.num_batches))
-        ids = order.epoch(0).sample_ids(range(BATCH_SIZE), steps)
+        ids = order.build_epoch(0).sample_ids(range(BATCH_SIZE), steps)
         indices_per_node = BATCH_SIZE // num_nodes
         for node in range(num_nodes):
             shards = np.unique(ids[:, node * indices_per_node : (node + 1) * indices_per_node] // size)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmfoundry_lite.data import order as order_module
-from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, share_of_worker
+from llmfoundry_lite.data.order import NO_SAMPLE, SampleOrder, rows_and_steps_of_worker
 from tests.helpers.data import slices_of_workers
 
 
 def make_order(shard_sizes=(40, 7, 1, 52), choose=None, batch_size=8, seed=17, shuffle=True, **settings) -> SampleOrder:
     return SampleOrder(
         shard_sizes_per_stream=[list(shard_sizes)],
-        choose_per_stream=[sum(shard_sizes) if choose is None else choose],
+        epoch_samples_per_stream=[sum(shard_sizes) if choose is None else choose],
         batch_size=batch_size,
         seed=seed,
         shuffle=shuffle,
@@ -26,7 +26,7 @@ def make_order(shard_sizes=(40, 7, 1, 52), choose=None, batch_size=8, seed=17, s
 
 def whole_epoch(order: SampleOrder, epoch: int = 0) -> np.ndarray:
     """[num_batches, batch_size]"""
-    return order.epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches))
+    return order.build_epoch(epoch).sample_ids(range(order.batch_size), range(order.num_batches))
 
 
 def epoch_as_read(order: SampleOrder, epoch: int, world_size: int, num_workers: int, first_batch: int) -> np.ndarray:
@@ -79,7 +79,7 @@ def orders(draw):
     shard_sizes = draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=3))
     return SampleOrder(
         shard_sizes_per_stream=shard_sizes,
-        choose_per_stream=[draw(st.integers(0, 3 * sum(sizes))) for sizes in shard_sizes],
+        epoch_samples_per_stream=[draw(st.integers(0, 3 * sum(sizes))) for sizes in shard_sizes],
         batch_size=draw(st.sampled_from([1, 2, 4, 6, 12, 24])),
         seed=draw(st.integers(0, 2**62)),
         shuffle=draw(st.booleans()),
@@ -102,7 +102,7 @@ def test_any_order_survives_any_world_and_repeats_what_it_should(data, order, ep
     num_dropped = order.num_samples % order.batch_size if order.drop_last else 0
     assert counts.total() == order.num_samples - num_dropped
     begin = 0
-    for sizes, choose in zip(order.shard_sizes_per_stream, order.choose_per_stream, strict=True):
+    for sizes, choose in zip(order.shard_sizes_per_stream, order.epoch_samples_per_stream, strict=True):
         of_stream = [counts[sample_id] for sample_id in range(begin, begin + sum(sizes))]
         assert max(of_stream) <= -(-choose // sum(sizes))
         assert min(of_stream) >= choose // sum(sizes) - num_dropped
@@ -116,7 +116,7 @@ def test_units_add_up_to_what_was_asked_for_at_any_size(data, epoch):
     sizes = data.draw(st.lists(st.integers(1, 10 ** data.draw(st.integers(0, 15))), min_size=1, max_size=8))
     choose = data.draw(st.integers(0, 3 * sum(sizes)))
     order = make_order(shard_sizes=sizes, choose=choose, batch_size=data.draw(st.sampled_from([1, 8, 4096])))
-    shards, unit_sizes = order_module._lay_out_units(order, (order.seed, epoch))
+    shards, unit_sizes = order_module._build_units(order, (order.seed, epoch))
     assert sum(map(int, unit_sizes)) == choose
     num_repeats, rest = divmod(choose, sum(sizes))
     for shard, size in enumerate(sizes):
@@ -132,7 +132,7 @@ def test_shares_are_exact_beyond_64_bits(data):
     part, shift = data.draw(st.integers(0, whole)), data.draw(st.integers(0, whole - 1))
     count = data.draw(st.integers(0, 10 ** data.draw(st.integers(0, 15))))
     if part * count // whole < 2**62:
-        assert order_module._floor_share(np.array([part]), count, whole, shift).tolist() == [
+        assert order_module._scale_and_floor(np.array([part]), count, whole, shift).tolist() == [
             (part * count + shift) // whole
         ]
 
@@ -140,8 +140,8 @@ def test_shares_are_exact_beyond_64_bits(data):
 def test_five_thousand_million_samples_and_a_half_are_all_there():
     """With 64 bits, a partial repeat above 3 thousand million samples used to lose whole shards."""
     order = make_order(shard_sizes=[50_000] * 100_000, choose=7_500_000_000, batch_size=65_536, window_samples=1 << 20)
-    assert order.epoch(3)._unit_bounds[-1] == 7_500_000_000
-    last = order.epoch(3).sample_ids(range(65_530, 65_536), range(order.num_batches - 1, order.num_batches))
+    assert order.build_epoch(3)._unit_bounds[-1] == 7_500_000_000
+    last = order.build_epoch(3).sample_ids(range(65_530, 65_536), range(order.num_batches - 1, order.num_batches))
     assert ((last >= 0) & (last < 5_000_000_000)).all()
 
 
@@ -155,7 +155,7 @@ def test_epochs_and_seeds_differ_and_the_dropped_samples_move():
 
 def test_a_slice_does_not_depend_on_what_was_asked_before():
     order = make_order(batch_size=8, window_samples=40)
-    epoch_order = order.epoch(4)
+    epoch_order = order.build_epoch(4)
     epoch_order.sample_ids(range(3, 5), range(7, 9))
     assert (epoch_order.sample_ids(range(8), range(12)) == whole_epoch(order, 4)).all()
     assert epoch_order.sample_ids(range(8), range(0)).shape == (0, 8)
@@ -164,7 +164,7 @@ def test_a_slice_does_not_depend_on_what_was_asked_before():
 def test_the_order_is_this_one_for_ever():
     """Runs are carried on by later versions of this package, on other machines, with other releases of numpy."""
     order = SampleOrder(
-        shard_sizes_per_stream=[[5, 9], [11]], choose_per_stream=[14, 16], batch_size=6, seed=9176, shuffle=True
+        shard_sizes_per_stream=[[5, 9], [11]], epoch_samples_per_stream=[14, 16], batch_size=6, seed=9176, shuffle=True
     )
     assert whole_epoch(order, 2).tolist() == [
         [17, 1, 2, 11, 12, 14],
@@ -194,7 +194,7 @@ def test_every_block_of_every_row_index_is_shuffled_in_its_own_way():
 def test_streams_are_mixed_in_proportion_from_the_first_batch_to_the_last():
     order = SampleOrder(
         shard_sizes_per_stream=[[100] * 60, [100] * 20],
-        choose_per_stream=[2_000, 6_000],
+        epoch_samples_per_stream=[2_000, 6_000],
         batch_size=40,
         seed=5,
         shuffle=True,
@@ -225,8 +225,8 @@ def test_a_worker_of_a_c4_sized_run_needs_little_memory():
     numbers would be 136 MB."""
     tracemalloc.start()
     order = make_order(shard_sizes=[4_050] * 4_200, batch_size=512)
-    row_indices, steps = share_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
-    ids_si = order.epoch(1).sample_ids(row_indices, steps)
+    row_indices, steps = rows_and_steps_of_worker(order, rank=3, world_size=8, worker=2, num_workers=8)
+    ids_si = order.build_epoch(1).sample_ids(row_indices, steps)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(np.unique(ids_si)) == ids_si.size == len(steps) * 64
@@ -253,6 +253,6 @@ def test_the_fingerprint_tells_orders_apart():
 @pytest.mark.parametrize(("choose", "num_units"), [(5, 2), (6, 2), (7, 4), (13, 6)])
 def test_an_epoch_has_each_shard_as_often_as_it_is_begun(choose, num_units):
     order = SampleOrder(
-        shard_sizes_per_stream=[[3, 3]], choose_per_stream=[choose], batch_size=1, seed=1, shuffle=False
+        shard_sizes_per_stream=[[3, 3]], epoch_samples_per_stream=[choose], batch_size=1, seed=1, shuffle=False
     )
     assert order.max_units == num_units

@@ -26,7 +26,11 @@ BATCH = 12
 def order_of(num_samples: int, batch_size: int = 2) -> SampleOrder:
     sizes = [[num_samples]]
     return SampleOrder(
-        shard_sizes_per_stream=sizes, choose_per_stream=[num_samples], batch_size=batch_size, seed=1, shuffle=True
+        shard_sizes_per_stream=sizes,
+        epoch_samples_per_stream=[num_samples],
+        batch_size=batch_size,
+        seed=1,
+        shuffle=True,
     )
 
 
@@ -37,13 +41,13 @@ def test_epochs_of_all_stages_are_every_batch_once(stages, more):
     staged = StagedOrder([order_of(2 * full) for full, _ in stages], begins)
     batch, epoch = 0, 0
     while batch < begins[-1] + more:
-        assert staged.batch_at(epoch, 0) == batch and staged.num_batches(epoch) > 0
+        assert staged.batches_before(epoch, 0) == batch and staged.num_batches(epoch) > 0
         for step in range(staged.num_batches(epoch)):
             assert staged.locate_batch(batch + step) == (epoch, step)
         batch, epoch = batch + staged.num_batches(epoch), epoch + 1
-    ends = {staged.batch_at(number, staged.num_batches(number)) for number in range(epoch)}
+    ends = {staged.batches_before(number, staged.num_batches(number)) for number in range(epoch)}
     assert ends >= {end for _, end in pairwise(begins)}
-    assert [begin for begin, _ in staged.stages_begun(begins[-1])] == (begins[:-1] or [0])
+    assert [begin for begin, _ in staged.describe_begun_stages(begins[-1])] == (begins[:-1] or [0])
 
 
 @pytest.fixture

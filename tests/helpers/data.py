@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmfoundry_lite.data.order import SampleOrder, share_of_worker
+from llmfoundry_lite.data.order import SampleOrder, rows_and_steps_of_worker
 from llmfoundry_lite.data.streams import ShardFolder
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -75,9 +75,9 @@ def slices_of_workers(
     """Return the ids that each worker of a simulated rank reads: all its batches, or its share of `num_batches`."""
     slices, num_workers = [], max(1, num_workers)
     for worker in range(num_workers):
-        row_indices, steps = share_of_worker(
+        row_indices, steps = rows_and_steps_of_worker(
             order, rank=rank, world_size=world_size, worker=worker, num_workers=num_workers, first_batch=first_batch
         )
         steps = steps if num_batches is None else steps[: -(-num_batches // num_workers)]
-        slices.append(iter(order.epoch(epoch).sample_ids(row_indices, steps)))
+        slices.append(iter(order.build_epoch(epoch).sample_ids(row_indices, steps)))
     return slices
