@@ -142,8 +142,11 @@ def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> C
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """Set the variables that torch reads when it is imported. If the run uses code of the user's, also ask for modules
-    to be imported whole, because that code may need what our own does not."""
+    """Set the variables that torch reads when it is imported.
+
+    If the run uses code of the user's, also ask for modules to be imported whole, because that code may need what our
+    own does not.
+    """
     set_environment(config.environment)
     if config.has_own_components:
         os.environ.setdefault(FULL_IMPORTS, "1")

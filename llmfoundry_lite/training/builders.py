@@ -142,8 +142,11 @@ def build_callbacks(
 
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
-    """Build LLM Foundry's callbacks that the configuration asks for. They come after `Checkpointing`, because they
-    follow the restored run and its saves. Raises ConfigError if the companion that has them is not installed."""
+    """Build LLM Foundry's callbacks that the configuration asks for.
+
+    They come after `Checkpointing`, because they follow the restored run and its saves. Raises ConfigError if the
+    companion that has them is not installed.
+    """
     wanted = config.callbacks
     builders: list[Any] = []
     if wanted.hf_checkpointer is not None:

@@ -465,8 +465,11 @@ class Checkpointing(Callback):
         self.finish_saves(state, logger)
 
     def _save(self, state: State, logger: Logger, *, waits: bool = True) -> None:
-        """Begin to save this batch, once the save before it is published. With `waits` false, skip this save if the one
-        before is not published yet. Returns once the state is copied to the host."""
+        """Begin to save this batch, once the save before it is published.
+
+        With `waits` false, skip this save if the one before is not published yet. Returns once the state is copied to
+        the host.
+        """
         timer = self.policy.timer
         if self.saver.has_save_in_flight and not waits:
             return
@@ -538,10 +541,10 @@ class Checkpointing(Callback):
             f"max_unsaved: saves have failed for {self.config.max_unsaved.written}; unsaved batches {num_unsaved}, "
             f"failed saves {self.failed_saves.count}, the last one: {self.failed_saves.reason}"
         )
-        raise self._transient_error(text)
+        raise self._give_up_saving(text)
 
-    def _transient_error(self, text: str) -> CheckpointError:
-        """Return the error that ends a launch whose saves fail, and prevent further saves.
+    def _give_up_saving(self, text: str) -> CheckpointError:
+        """Return the error that ends a launch whose saves fail, and note that it tries no other save.
 
         The fault may pass, so a launcher may try again: an earlier save succeeded, or this launch could not have taken
         the lease.
@@ -565,7 +568,7 @@ class Checkpointing(Callback):
         while self._advance_save(self.saver.wait, state, logger) is not None:
             pause_seconds = broadcast_json(budget.pause(time.monotonic()))  # None once `retry_for` is over
             if pause_seconds is None:
-                raise self._transient_error(self.failed_saves.reason)
+                raise self._give_up_saving(self.failed_saves.reason)
             self.print_on_rank_0(
                 f"the next save is in {pause_seconds:.3g} s; retry_for is {self.config.retry_for.written}"
             )
@@ -654,8 +657,10 @@ class Checkpointing(Callback):
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
     def _after_publish(self, lease: Lease) -> None:
-        """Copy the tokenizer and remove old checkpoints. The saver's thread calls this on rank 0 for each published
-        save."""
+        """Copy the tokenizer and remove old checkpoints.
+
+        The saver's thread calls this on rank 0 for each published save.
+        """
         self.durable_batch = self.begun_batch
         self.preemption.note_saved(f"ba{self.begun_batch}")
         self._copy_tokenizer()
@@ -718,8 +723,10 @@ def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
 
 
 def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
-    """Return how this launch asks for the run's lease. `dead_holder` is a holder that was found dead before; empty if
-    none."""
+    """Return how this launch asks for the run's lease.
+
+    `dead_holder` is a holder that was found dead before; empty if none.
+    """
     return LeaseRequest(
         run_name=config.run_name,
         takes_over=config.takeover,

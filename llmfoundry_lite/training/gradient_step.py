@@ -126,6 +126,21 @@ class GradientStep:
         self.measured_by_partners = None
         renew_copies(self.model.model)
 
+    def begin_exact_sums(
+        self, full_weight: int, weight: int, parameters: list[torch.nn.Parameter], num_microbatches: int
+    ) -> None:
+        """Begin to add up this batch's gradients of `parameters` exactly.
+
+        Call it after `begin`, if `exact_sums` is set.
+
+        `weight` is the number of tokens or samples that have a loss in this batch, and `full_weight` in a batch without
+        padding. `num_microbatches` counts those of all ranks.
+        """
+        assert self.exact_sums is not None
+        self.full_weight = full_weight
+        self.weight = weight
+        self.exact_sums.begin_batch(parameters, num_microbatches)
+
     def before_forward(self) -> None:
         """Tell FSDP2 whether to sum this microbatch's gradients over devices; by default it would after each one.
 
@@ -148,11 +163,10 @@ class GradientStep:
 
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
         """Unscale and clip the gradient, or drop it if it is not finite, and log loss, norm and learning rate.
-        Collective.
 
-        `loss` is this rank's weighted loss, a scalar on the device. `digest` identifies the batch's data in messages.
-        Returns the global batch's loss. Raises NonFiniteError on all ranks if the batch is not finite and must not be
-        skipped.
+        Collective. `loss` is this rank's weighted loss, a scalar on the device. `digest` identifies the batch's data in
+        messages. Returns the global batch's loss. Raises NonFiniteError on all ranks if the batch is not finite and
+        must not be skipped.
         """
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         measured = self.measured_by_partners

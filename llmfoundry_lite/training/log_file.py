@@ -88,11 +88,10 @@ class LogFile:
         return "" if is_same else f"{self.path} was {what_happened} while the run trained; {outcome}"
 
     def _open_with(self, our_lines: list[bytes]) -> tuple[BinaryIO, int]:
-        """Open the file at `path`, and append those of `our_lines` that it lacks. Returns the file and the number of
-        these.
+        """Open the file at `path`, and append those of `our_lines` that it lacks.
 
-        If that fails, the file at `path` is left as it was, and `self.file` stays open, so that the next attempt can
-        read all lines again.
+        Returns the file and the number of these. If that fails, the file at `path` is left as it was, and `self.file`
+        stays open, so that the next attempt can read all lines again.
         """
         file = open(self.path, "a+b", opener=open_no_link)  # noqa: SIM115 (becomes self.file)
         original_size = os.fstat(file.fileno()).st_size

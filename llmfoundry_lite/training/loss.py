@@ -102,8 +102,10 @@ def cross_entropy_sum(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The autograd function of `cross_entropy_sum`, for n tokens in one dimension. The forward pass computes the
-    gradients."""
+    """The autograd function of `cross_entropy_sum`, for n tokens in one dimension.
+
+    The forward pass computes the gradients.
+    """
 
     @staticmethod
     def forward(

@@ -80,8 +80,10 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
 
 @dataclass
 class Search:
-    """Finds the largest microbatch that fits on every rank's device. All methods are collective, unless they say
-    otherwise."""
+    """Finds the largest microbatch that fits on every rank's device.
+
+    All methods are collective, unless they say otherwise.
+    """
 
     model: LanguageModel
     optimizer: Optimizer
@@ -96,11 +98,10 @@ class Search:
     """Returns settings that need less memory, for the error."""
 
     def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
-        """Return the number of samples in a microbatch, and what was measured, in words. Both are the same on every
-        rank.
+        """Return the number of samples in a microbatch, and what was measured, in words.
 
-        `num_optimizer_slots` are the numbers that the optimizer keeps for a parameter, by group; the last one counts
-        for all later groups too. Raises ConfigError if not even the smallest size fits.
+        Both are the same on every rank. `num_optimizer_slots` are the numbers that the optimizer keeps for a parameter,
+        by group; the last one counts for all later groups too. Raises ConfigError if not even the smallest size fits.
         """
         self.peaks: dict[int, int] = {}
         """Size -> peak in bytes, as it was measured."""
@@ -172,8 +173,10 @@ class Search:
         return self.meter.peak_bytes()
 
     def expect(self, size: int) -> int:
-        """Return the peak in bytes for a size: as measured, or on the line through the last two measurements. No
-        collective."""
+        """Return the peak in bytes for a size: as measured, or on the line through the last two measurements.
+
+        This is not collective.
+        """
         if size in self.peaks:
             return self.peaks[size]
         (earlier_size, earlier_peak), (last_size, last_peak) = list(self.peaks.items())[-2:]
@@ -181,7 +184,7 @@ class Search:
         return last_peak + growth * (size - last_size) // (last_size - earlier_size)
 
     def refuse(self, needed: str) -> ConfigError:
-        """Return the error that one sample does not fit. `needed` says how much memory it needs. No collective."""
+        """Return the error that one sample does not fit. `needed` says how much memory it needs. Not collective."""
         return ConfigError(
             f"device_train_microbatch_size: auto: one sample of {self.seq_len} tokens needs {needed}, and this device "
             f"can give {self.available_bytes / GIB:.2f} GiB{self.advise()}"
@@ -218,8 +221,10 @@ def _device() -> torch.device:
 
 
 def _state_bytes(optimizer: Optimizer, num_slots: Sequence[int]) -> int:
-    """Return the bytes of this rank's optimizer state. `num_slots` are the numbers that it keeps for a parameter, by
-    group; the last one counts for all later groups too."""
+    """Return the bytes of this rank's optimizer state.
+
+    `num_slots` are the numbers that it keeps for a parameter, by group; the last one counts for all later groups too.
+    """
     total = 0
     for index, group in enumerate(optimizer.param_groups):
         total += _bytes(group["params"]) * num_slots[min(index, len(num_slots) - 1)]

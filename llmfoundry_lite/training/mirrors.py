@@ -65,8 +65,11 @@ class Mirror:
     """Converts a record to the numbers that are written, by name."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Prepare for the first record of this launch. `log` is the run's log so far, and `missed` those of its records
-        that the checkpoint has brought from another machine, in order of batch."""
+        """Prepare for the first record of this launch.
+
+        `log` is the run's log so far, and `missed` those of its records that the checkpoint has brought from another
+        machine, in order of batch.
+        """
 
     def __call__(self, record: Record) -> None:
         """Write a record."""
@@ -173,8 +176,11 @@ class TensorboardMirror(Mirror):
         """None until a record is written."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Write the records that another machine has trained. This launch's first record gets a writer of its own,
-        because it may be of an earlier batch, and only a new writer can void later ones."""
+        """Write the records that another machine has trained.
+
+        This launch's first record gets a writer of its own, because it may be of an earlier batch, and only a new
+        writer can void later ones.
+        """
         for record in missed:
             self(record)
         self.close()

@@ -187,8 +187,10 @@ class Profiler(Callback):
             running.stop()
 
     def _write(self, state: State, finished: profile) -> None:
-        """Write the trace of a `finished` profile to a file that is named for this rank and its last batch. Rank 0
-        prints where."""
+        """Write the trace of a `finished` profile to a file that is named for this rank and its last batch.
+
+        Rank 0 prints where.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank{dist.get_rank()}.ba{int(state.timestamp.batch)}.json"
         path.unlink(missing_ok=True)  # a link would be written through

@@ -84,8 +84,10 @@ class Muon(Optimizer):
         *,
         fused: bool = True,
     ):
-        """Prepare to update `matrices` by Muon and `others` by AdamW; see `build_muon`. The first group of parameters
-        is Muon's."""
+        """Prepare to update `matrices` by Muon and `others` by AdamW; see `build_muon`.
+
+        The first group of parameters is Muon's.
+        """
         self.matrices = matrices
         self.dtype = DTYPES[config.ns_dtype or "bf16"]
         self.group = group
@@ -114,8 +116,10 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters. Collective over the group. Without gradients, as after a skipped batch, does
-        nothing."""
+        """Update all parameters.
+
+        Collective over the group. Without gradients, as after a skipped batch, does nothing.
+        """
         if any(matrix.parameter.grad is not None for matrix in self.matrices):
             self._step_matrices()
         self.adamw.step()
@@ -144,8 +148,10 @@ class Muon(Optimizer):
             weight.mul_(1 - lr * options["weight_decay"]).add_(update, alpha=-lr)
 
     def _update_momentum(self, index: int) -> torch.Tensor:
-        """Add the gradient to the momentum of matrix `index`. Return this rank's part of it, with Nesterov's
-        look-ahead."""
+        """Add the gradient to the momentum of matrix `index`.
+
+        Return this rank's part of it, with Nesterov's look-ahead.
+        """
         momentum = self.param_groups[0]["momentum"]
         parameter = self.matrices[index].parameter
         assert parameter.grad is not None
@@ -158,10 +164,10 @@ class Muon(Optimizer):
 
 
 def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Return a matrix near U V^T, given U S V^T, the singular value decomposition of `matrix`. It has the dtype of
-    `matrix`.
+    """Return a matrix near U V^T, given U S V^T, the singular value decomposition of `matrix`.
 
-    `num_steps` are the iterations of Newton and Schulz, with the polynomial a x + b (x x^T) x + c (x x^T)^2 x.
+    It has the dtype of `matrix`. `num_steps` are the iterations of Newton and Schulz, with the polynomial a x + b (x
+    x^T) x + c (x x^T)^2 x.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
@@ -201,8 +207,9 @@ class Owners:
         """For each rank, the part that it has of each parameter."""
         for boxes in all_gather_json([box_of(parameter) for parameter in parameters], group):
             self.boxes.append([Box(tuple(offset), tuple(lengths)) for offset, lengths in boxes])
-        largest_first = sorted(range(len(parameters)), key=lambda index: (-math.prod(self.shapes[index]), index))
-        self.rounds = [largest_first[first : first + self.size] for first in range(0, len(largest_first), self.size)]
+        indices = range(len(parameters))
+        largest_first = sorted(indices, key=lambda index: (-math.prod(self.shapes[index]), index))
+        self.rounds = [largest_first[begin : begin + self.size] for begin in indices[:: self.size]]
         """Indices of the matrices of each round. Rank r owns the r-th one."""
 
     def apply(
@@ -233,10 +240,10 @@ class Owners:
     def _send_parts(
         self, indices: Sequence[int], parts: Sequence[torch.Tensor], owned: int | None
     ) -> list[torch.Tensor]:
-        """Send this rank's parts of the matrices `indices` to their owners. Returns, by rank, the parts of matrix
-        `owned`.
+        """Send this rank's parts of the matrices `indices` to their owners.
 
-        Of several ranks that hold the same part, the first one sends it. Collective over the group.
+        Returns, by rank, the parts of matrix `owned`. Of several ranks that hold the same part, the first one sends it.
+        Collective over the group.
         """
         to_send: list[torch.Tensor] = []
         for index, part in zip(indices, parts, strict=True):

@@ -16,11 +16,11 @@ LION_BETAS = (0.9, 0.99)
 
 
 def build_adamw(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, *, fused: bool = True) -> Optimizer:
-    """Build torch's AdamW, in one fused kernel, or operation by operation. On a CPU, the fused kernel's last digits
-    depend on where a shard ends.
+    """Build torch's AdamW, in one fused kernel, or operation by operation.
 
-    `decoupled_adamw` shrinks weights by weight_decay * (lr / initial lr) in a step (Loshchilov and Hutter 2019, with
-    the schedule alone as multiplier). torch shrinks them by lr * weight_decay, so it gets weight_decay / initial lr.
+    On a CPU, the fused kernel's last digits depend on where a shard ends. `decoupled_adamw` shrinks weights by
+    weight_decay * (lr / initial lr) in a step (Loshchilov and Hutter 2019, with the schedule alone as multiplier).
+    torch shrinks them by lr * weight_decay, so it gets weight_decay / initial lr.
     """
     decay = config.decay / config.lr if config.name == "decoupled_adamw" else config.decay
     return AdamW(

@@ -83,7 +83,8 @@ class Preemption:
     saved: str | None = None
     """On rank 0: name of the checkpoint that was published after the first reason to leave."""
     describe_saves: Callable[[], str] = lambda: "nothing was trained yet"
-    """Returns which batches no save holds and which checkpoint remains, if the process ends now. From any thread."""
+    """Returns which batches no save holds and which checkpoint remains, if the process ends now. Called from any
+    thread."""
     describe_failed_save: Callable[[], str] = lambda: ""
     """Returns why the last save failed; empty if it did not."""
     release_lease: Callable[[], None] = lambda: None
@@ -114,8 +115,10 @@ class Preemption:
     # ---------------------------------------------------------------------------------------------- the main thread
 
     def listen(self) -> None:
-        """Start the two threads. Call this once, after Composer has installed its signal handlers: these replace
-        them."""
+        """Start the two threads.
+
+        Call this once, after Composer has installed its signal handlers: these replace them.
+        """
         self._is_main = dist.get_rank() == 0
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -154,11 +157,11 @@ class Preemption:
         return REASONS[self.agreed_reason]
 
     def describe_reason(self, agreed_reason: str) -> str:
-        """Return why this launch leaves, for its exit message. `agreed_reason` is what the ranks have agreed on, in
-        words.
+        """Return why this launch leaves, for its exit message.
 
-        A launcher answers Ctrl-C by sending SIGTERM, and the kernel decides which of them a thread hears first. So
-        Ctrl-C is named if this rank has heard of it, even if the ranks had agreed on SIGTERM before.
+        `agreed_reason` is what the ranks have agreed on, in words. A launcher answers Ctrl-C by sending SIGTERM, and
+        the kernel decides which of them a thread hears first. So Ctrl-C is named if this rank has heard of it, even if
+        the ranks had agreed on SIGTERM before.
         """
         if self.reason == SIGINT_REASON:
             return describe_reason_to_leave(REASONS[SIGINT_REASON])
@@ -179,7 +182,7 @@ class Preemption:
             self._store_lock.release()
 
     def remove_stop_file(self) -> None:
-        """Remove the file STOP if this launch leaves, so that the next launch does not find it. On rank 0."""
+        """Remove the file STOP if this launch leaves, so that the next launch does not find it. Rank 0 removes it."""
         is_leaving = self.agreed_reason or self.reason
         if not self._is_main or not is_leaving:
             return
@@ -266,15 +269,16 @@ class Preemption:
             time.sleep(POLL_SECONDS)
 
     def _look_for_stop_file(self) -> None:
-        """Note the reason if rank 0 finds the file STOP in the run folder. From any thread."""
+        """Note the reason if rank 0 finds the file STOP in the run folder. It may be called from any thread."""
         if self._is_main and not self.reason and self.stop_file.exists():
             self._note_reason(STOP_FILE_REASON)
 
     def _note_reason(self, reason: int) -> None:
-        """Note a reason to leave, start the clock, and announce the reason to the other ranks. From any thread.
+        """Note a reason to leave, start the clock, and announce the reason to the other ranks.
 
-        The first reason counts, with one exception. A launcher answers Ctrl-C by sending SIGTERM, and the kernel runs
-        the handler of the later of two waiting signals first. So Ctrl-C replaces another reason.
+        It may be called from any thread. The first reason counts, with one exception. A launcher answers Ctrl-C by
+        sending SIGTERM, and the kernel runs the handler of the later of two waiting signals first. So Ctrl-C replaces
+        another reason.
         """
         is_later_ctrl_c = reason == SIGINT_REASON and self.reason != SIGINT_REASON
         if self.reason and not is_later_ctrl_c:

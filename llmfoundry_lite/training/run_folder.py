@@ -115,10 +115,10 @@ class RunFolder(LoggerDestination):
     # ------------------------------------------------------------------------------------------------------- the log
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Collect metrics for the next record, on rank 0. Composer calls this many times in a batch, with its own
-        `step`.
+        """Collect metrics for the next record, on rank 0.
 
-        Composer's own clocks are dropped, because it logs them before it counts the batch.
+        Composer calls this many times in a batch, with its own `step`. Composer's own clocks are dropped, because it
+        logs them before it counts the batch.
         """
         if not self.is_main:
             return
@@ -130,8 +130,10 @@ class RunFolder(LoggerDestination):
             self.metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Write the batch's record, and update status.json from time to time. Composer calls this after the
-        callbacks."""
+        """Write the batch's record, and update status.json from time to time.
+
+        Composer calls this after the callbacks.
+        """
         self.write(state)
         if self.is_running and time.monotonic() - self._status_updated_at >= STATUS_SECONDS:
             self._update_status()
@@ -155,14 +157,16 @@ class RunFolder(LoggerDestination):
             self.write(state)
 
     def record_of(self, batch: int) -> Record:
-        """Return the log's newest record of a batch, or one without metrics if there is none. On rank 0."""
+        """Return the log's newest record of a batch, or one without metrics if there is none. For rank 0."""
         self._mend_files()
         records = [record for _, record in read_lines(self.log_path.read_bytes()) if record["batch"] == batch]
         return records[-1] if records else {"batch": batch, "launch": self.launch}
 
     def add_to(self, batch: int) -> None:
-        """Write the record of a batch that an earlier launch has trained again, with the collected metrics. On rank
-        0."""
+        """Write the record of a batch that an earlier launch has trained again, with the collected metrics.
+
+        Only rank 0 calls this.
+        """
         self._publish({**self.record_of(batch), **self.metrics})
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -183,7 +187,10 @@ class RunFolder(LoggerDestination):
         self.mirrors = []
 
     def _publish(self, record: Record) -> None:
-        """Append a record to the log, pass it to the mirrors, and begin to collect for the next one. On rank 0."""
+        """Append a record to the log, pass it to the mirrors, and begin to collect for the next one.
+
+        Ranks other than 0 do nothing.
+        """
         if self.is_main:
             self.metrics = {}
             self._append(record)
@@ -191,8 +198,10 @@ class RunFolder(LoggerDestination):
                 mirror(record)
 
     def _append(self, record: Record) -> None:
-        """Append a record to the log as a line of JSON, with null for NaN and infinity. Raises UserError if the disk
-        fails."""
+        """Append a record to the log as a line of JSON, with null for NaN and infinity.
+
+        Raises UserError if the disk fails.
+        """
         assert self.log_file is not None
         plain: Record = {}
         for key, value in record.items():
@@ -203,8 +212,10 @@ class RunFolder(LoggerDestination):
             self.log_file.append(mask_urls(json.dumps(plain, allow_nan=False)))
 
     def _mend_files(self) -> None:
-        """Write files again that somebody has removed while the run trains, and print that. On rank 0. Raises
-        OSError."""
+        """Write files again that somebody has removed while the run trains, and print that.
+
+        Only rank 0 does this. Raises OSError.
+        """
         if self.log_file is None:
             return
         note = self.log_file.mend()
@@ -224,10 +235,10 @@ class RunFolder(LoggerDestination):
     # ---------------------------------------------------------------------------------------------------- the status
 
     def note_leave_reason(self, reason: str) -> None:
-        """Write to status.json why the launch is asked to leave, in case rank 0 is killed before it can. From any
-        thread.
+        """Write to status.json why the launch is asked to leave, in case rank 0 is killed before it can.
 
-        A thread writes, and this waits for it one second at most, so that the caller does not hang if the disk does.
+        It may be called from any thread. A new thread writes, and this waits for it one second at most, so that the
+        caller does not hang if the disk does.
         """
         self.leave_reason = reason
         writer = threading.Thread(target=self._update_status, daemon=True)
@@ -235,8 +246,10 @@ class RunFolder(LoggerDestination):
         writer.join(1.0)
 
     def note_saves(self, saves: dict[str, Any]) -> None:
-        """Write to status.json which save is the newest, or that saves fail. `saves` are
-        `Checkpointing.describe_saves`."""
+        """Write to status.json which save is the newest, or that saves fail.
+
+        `saves` are `Checkpointing.describe_saves`.
+        """
         is_first_report = not self.saves
         if not is_first_report and saves.get("last_saved") != self.saves.get("last_saved"):
             self.has_saved = True
@@ -244,7 +257,10 @@ class RunFolder(LoggerDestination):
         self._update_status()
 
     def _update_status(self) -> None:
-        """Write batch, reason and saves to status.json while the launch runs. From any thread. Ignores disk errors."""
+        """Write batch, reason and saves to status.json while the launch runs.
+
+        Ignores disk errors. It may be called from any thread.
+        """
         if not self.is_running:
             return
         with contextlib.suppress(OSError), self._status_lock:
@@ -286,8 +302,10 @@ class RunFolder(LoggerDestination):
             self._status_lock.release()
 
     def _write_reason(self, status: str, reason: str, *, may_pass: bool = False) -> None:
-        """Write to status.json that the launch has "failed" or was "preempted", why, and whether to try again. On rank
-        0."""
+        """Write to status.json that the launch has "failed" or was "preempted", why, and whether to try again.
+
+        Only rank 0 calls this.
+        """
         if self.trainer is None:
             write_ended_early(self.folder, "preempted" if may_pass else status, reason)
             return
@@ -314,8 +332,10 @@ def disk_errors_as_user_errors(path: Path) -> Iterator[None]:
 
 
 def last_launch(path: Path) -> int:
-    """Return the number of the last launch in the log at `path`, 0 if there is none. Cuts off an incomplete last
-    line."""
+    """Return the number of the last launch in the log at `path`, 0 if there is none.
+
+    Cuts off an incomplete last line.
+    """
     content = _read_log(path)
     if content and not content.endswith(b"\n"):
         content = content[: content.rfind(b"\n") + 1]
@@ -344,8 +364,10 @@ def append_missing_records(path: Path, history: bytes) -> list[Record]:
 
 
 def _read_log(path: Path) -> bytes:
-    """Return the content of the log at `path`; nothing if there is none. Raises OSError for a link or a pipe, before
-    anything is cut off."""
+    """Return the content of the log at `path`; nothing if there is none.
+
+    Raises OSError for a link or a pipe, before anything is cut off.
+    """
     try:
         with open(path, "rb", opener=open_no_link) as file:
             return file.read()

@@ -78,8 +78,10 @@ class SavePolicy:
         return elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
 
     def decide(self, state: State) -> Decision:
-        """Return what follows the last batch. All ranks have the same numbers, so they decide the same without an
-        exchange."""
+        """Return what follows the last batch.
+
+        All ranks have the same numbers, so they decide the same without an exchange.
+        """
         is_last = self.is_last(state)
         is_launch_over = self.is_launch_over(state)
         is_save_due = self.agreement.save_is_due
@@ -129,8 +131,10 @@ class SaveTimer:
         self._batch_ended_at = self._began_at
 
     def note_batch_end(self, is_saving: bool) -> bool:
-        """Note the length of the batch that ends, during which a save was in progress or not. Return whether a save is
-        due."""
+        """Note the length of the batch that ends, during which a save was in progress or not.
+
+        Return whether a save is due.
+        """
         now = time.monotonic()
         batch_seconds = now - self._batch_ended_at
         self._batch_ended_at = now

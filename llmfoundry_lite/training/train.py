@@ -220,7 +220,9 @@ def evaluate_first(
     config: TrainConfig, trainer: ParallelTrainer, run_folder: RunFolder, checkpointing: Checkpointing
 ) -> None:
     """Evaluate before batch 1 if `eval_first` is set, and let rank 0 log the metrics as those of batch 0.
-    Collective."""
+
+    Collective.
+    """
     if not config.eval_first or run_folder.batch != 0:
         return
     has_evaluated = evaluate(trainer, checkpointing)
@@ -229,8 +231,10 @@ def evaluate_first(
 
 
 def evaluate(trainer: ParallelTrainer, checkpointing: Checkpointing) -> bool:
-    """Run the in-context tasks and the validation sets outside of the training loop. Collective. Returns whether the
-    run has any; their metrics wait in the logger for the next record."""
+    """Run the in-context tasks and the validation sets outside of the training loop.
+
+    Collective. Returns whether the run has any; their metrics wait in the logger for the next record.
+    """
     checkpointing.evaluate_tasks(trainer.state, trainer.logger)
     if trainer.state.evaluators:
         trainer.eval()
@@ -241,11 +245,10 @@ def evaluate(trainer: ParallelTrainer, checkpointing: Checkpointing) -> bool:
 
 
 def end_with_error(error: BaseException, launch: Launch) -> BaseException:
-    """Save what can be saved, record in status.json how the launch ends, and release what it holds. Returns what to
-    raise.
+    """Save what can be saved, record in status.json how the launch ends, and release what it holds.
 
-    Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for other ranks only where they
-    are known to be there, and only for a limited time. Signals are ignored from here on.
+    Returns what to raise. Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for
+    other ranks only where they are known to be there, and only for a limited time. Signals are ignored from here on.
     """
     ignore_leaving_signals()
     trainer, checkpointing = launch.trainer, launch.checkpointing
@@ -307,8 +310,7 @@ def has_lost_work(launch: Launch) -> bool:
 
 
 def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:
-    """Return why another rank was asked to leave, if `error` is the connection that broke because it did not wait for
-    this one.
+    """Return why another rank was leaving when this rank lost its connection to it, which is `error`.
 
     Returns an empty text for any other error, and also if a rank has failed or saves fail: the launch then ends with
     that failure.

@@ -87,8 +87,10 @@ class ParallelTrainer(Trainer):
         devices.set_tf32(options["model"].precision.tf32)
 
     def close(self) -> None:
-        """Close the callbacks and loggers now. Composer would do so again when Python exits, where no thread can
-        start."""
+        """Close the callbacks and loggers now.
+
+        Composer would do so again when Python exits, where no thread can start.
+        """
         super().close()
         atexit.unregister(self.engine._close)
 
@@ -184,8 +186,9 @@ class ParallelTrainer(Trainer):
     def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
         """Divide this rank's `rows` into microbatches, clear the gradients, and prepare the gradient step.
 
-        Returns the microbatches, and the `loss_divisor` of the table above. A pipeline divides its rows itself, so it
-        gets one microbatch. They stay on the host, where counting their tokens does not wait for the device.
+        Returns the microbatches, and the `loss_divisor` of the table at the top of this file. A pipeline divides its
+        rows itself, so it gets one microbatch. They stay on the host, where counting their tokens does not wait for the
+        device.
         """
         state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
         microbatch_size, device = state.device_train_microbatch_size, state.device._device
@@ -208,19 +211,18 @@ class ParallelTrainer(Trainer):
             full_weight = num_rows
             if by_tokens:
                 full_weight = num_rows * max(rows["input_ids"].size(1) - 1, 1)
-            step.full_weight = full_weight
-            step.weight = weight
+            parameters = whole_parameters(state.optimizers[0])
+            step.begin_exact_sums(full_weight, weight, parameters, num_rows // microbatch_size)
             loss_divisor = full_weight
-            step.exact_sums.begin_batch(whole_parameters(state.optimizers[0]), num_rows // microbatch_size)
         return microbatches, loss_divisor
 
     def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:
-        """Compute a microbatch, and add its gradient to the parameters'. A pipeline computes all microbatches in one
-        pass.
+        """Compute a microbatch, and add its gradient to the parameters'.
 
-        `microbatch` is on the host, `state.batch` is the same on the device, and `loss_divisor` is that of the table
-        above. Fires Composer's events where Composer's own step does. Returns a scalar, this rank's weighted loss. Its
-        mean over ranks, or its sum with exact sums, is the global batch's loss.
+        A pipeline computes all microbatches in one pass. `microbatch` is on the host, `state.batch` is the same on the
+        device, and `loss_divisor` is explained by the table at the top of this file. Fires Composer's events where
+        Composer's own step does. Returns a scalar, this rank's weighted loss. Its mean over ranks, or its sum with
+        exact sums, is the global batch's loss.
         """
         state, step, run_event = self.state, self.gradient_step, self.engine.run_event
         model: Any = self._original_model
