@@ -362,7 +362,7 @@ def test_the_stages_of_a_rank_begin_at_one_place_in_the_cache():
             return x
 
     ends = [SimpleNamespace(index=i, is_first=i == 0, is_last=i == 2) for i in range(3)]
-    rank: Any = SimpleNamespace(stages=[Block(stage=stage) for stage in ends], rank=0, _rank_of=lambda index: 0)
+    rank: Any = SimpleNamespace(stages=[Block(stage=stage) for stage in ends], rank=0, _rank_of_stage=lambda index: 0)
     cache: Any = SimpleNamespace(length=5)
     tokens_bt = torch.zeros(1, 4)
     assert Pipeline.run_forward(rank, tokens_bt, cache=cache) is tokens_bt
