@@ -46,18 +46,24 @@ _HOMES = {
 """Name -> its module, and its name there."""
 
 
-def _bring(name: str) -> _typing.Any:
+def _import_name(name: str) -> _typing.Any:
+    """Import and return a public name when a program first uses it; Python calls this as the module's `__getattr__`.
+
+    The name is then set in this module, so that later uses do not come here. Raises AttributeError for a name that this
+    library does not have, and ImportError, which says what to install, if a package that the name needs is missing.
+    """
     if name == "__version__":
         from llmfoundry_lite.release import read_release
 
         return read_release().version
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home, there = _HOMES[name]
+    module_name, name_in_module = _HOMES[name]
     try:
-        found = getattr(_importlib.import_module(f"{__name__}.{home}"), there)
+        value = getattr(_importlib.import_module(f"{__name__}.{module_name}"), name_in_module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == __name__:
+        is_own_module = error.name is None or error.name.partition(".")[0] == __name__
+        if is_own_module:
             raise
         from llmfoundry_lite.errors import SECOND_STEP
 
@@ -67,13 +73,14 @@ def _bring(name: str) -> _typing.Any:
         raise ImportError(
             f"{__name__}.{name} needs {error.name}, which is not installed; `{remedy}`", name=error.name
         ) from error
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept any name
-    __getattr__ = _bring
+    __getattr__ = _import_name
 
 
 def __dir__() -> list[str]:
+    """List the public names, which are not in the module's dictionary until they are used."""
     return __all__

@@ -42,6 +42,7 @@ Example: llmfoundry-lite eval -n 8 icl-zero-shot models.ours=runs/mpt-1b models.
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Evaluate models as the arguments of the command line say, or print the help, on rank 0."""
     if {"-h", "--help"} & set(arguments):
         if this_rank().rank == 0:
             print(HELP, end="")
@@ -50,18 +51,24 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
-    """Check the configuration, then evaluate as one rank."""
+    """Check the configuration, then evaluate its models as one rank, and return the results of each model.
+
+    `arguments` are those of the command line: YAML files and `key=value` pairs. They override `given`, the
+    configuration of a program. Every rank of a launch calls this. Raises ConfigError, DataError or CheckpointError.
+    """
     with sigterm_delayed():
         check_launch()
         config, tasks, notes = load_eval_config(arguments, given)
+
+    # torch, which the suite imports, reads the environment when it is imported.
     prepare_environment(config)
-    from llmfoundry_lite.evaluation.suite import run_suite  # imports torch
+    from llmfoundry_lite.evaluation.suite import run_suite
 
     return run_suite(config, tasks, notes)
 
 
 def prepare_environment(config: EvalConfig) -> None:
-    """Set the variables that torch reads when it is imported."""
+    """Set the configuration's environment variables. Call this before torch is imported, which reads some of them."""
     set_environment(config.environment)
 
 

@@ -46,10 +46,14 @@ def train(config: Configuration, **overrides: Any) -> Run:
     from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS
 
     os.environ.setdefault(FULL_IMPORTS, "1")  # the program may need modules that a launch skips
-    given, arguments = _read(config, overrides)
-    if given is not None and not (given.get("run_name") or "run_name" in overrides or os.environ.get("RUN_NAME")):
-        raise ConfigError("the configuration: run_name: none given, and the run's folder is named for it")
-    trained = _as_rank(lambda: launch(arguments, given))
+    given, arguments = _arguments_of_launch(config, overrides)
+    if given is not None:
+        # A YAML file's name is the default, which a mapping does not have.
+        has_name = given.get("run_name") or "run_name" in overrides or os.environ.get("RUN_NAME")
+        if not has_name:
+            raise ConfigError("the configuration: run_name: none given, and the run's folder is named for it")
+
+    trained = _call_as_rank(lambda: launch(arguments, given))
     assert trained is not None, "no dry run was asked for"
     return read_run(trained.run_folder)
 
@@ -73,8 +77,9 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
     """
     from llmfoundry_lite.launch_eval import launch
 
-    given, arguments = _read(config, overrides)
-    return {one.model: one for one in _as_rank(lambda: launch(arguments, given))}
+    given, arguments = _arguments_of_launch(config, overrides)
+    results = _call_as_rank(lambda: launch(arguments, given))
+    return {result.model: result for result in results}
 
 
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
@@ -96,32 +101,48 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     return companions.load("llmfoundry_ops.runs:list_runs", "lf.runs")(folder)
 
 
-def _read(config: Configuration, overrides: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the mapping, if one is given, and the arguments of a launch."""
+def _arguments_of_launch(
+    config: Configuration, overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Turn the arguments of `lf.train` or `lf.evaluate` into those of a launch.
+
+    Returns the configuration if `config` is a mapping, else None; and the arguments of a command line, which are the
+    paths of YAML files, followed by a `key=value` for each override.
+
+    Raises ConfigError for values that YAML cannot hold.
+    """
     try:
-        changes = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
+        settings = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
         if isinstance(config, DictConfig):
             config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type] - a mapping is no list
         if isinstance(config, Mapping):
-            return read_yaml(json.dumps(config, default=os.fspath)), changes
+            # Through text, so that a mapping is read by the same rules as a YAML file.
+            return read_yaml(json.dumps(config, default=os.fspath)), settings
     except TypeError as error:
         raise ConfigError(f"the configuration: {error}; expected what YAML can hold") from None
+
     files = [config] if isinstance(config, str | os.PathLike) else config
-    return None, [*(str(os.fspath(file)) for file in files), *changes]
+    paths = [str(os.fspath(file)) for file in files]
+    return None, [*paths, *settings]
 
 
-def _as_rank(call: Callable[[], T]) -> T:
-    """Call `call` as one rank of a launch, then restore the handlers of signals.
+def _call_as_rank(call: Callable[[], T]) -> T:
+    """Call a launch as one rank within the user's program, and return its result.
 
-    A process group of several ranks stays for the next call, because they could not meet again on the same store.
+    Afterwards the program has the signal handlers that it had before. The process group of a single rank is destroyed,
+    unless the program had made it. One of several ranks stays for the next call, because the ranks could not meet again
+    on the same store.
+
+    Collective, if the program runs under a launcher. Raises SystemExit with code 75 if the run was asked to stop.
     """
     import torch.distributed as dist
 
-    had_group, handlers = dist.is_initialized(), {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    had_process_group = dist.is_initialized()
+    handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
     try:
         adopt_srun()
         with ignoring_output_errors():
-            found = call()
+            result = call()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()  # until rank 0 has written the end of the run
     except Preempted as error:
@@ -129,9 +150,11 @@ def _as_rank(call: Callable[[], T]) -> T:
             print(printable(str(error)), file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     finally:
-        for number, handler in handlers.items():
-            if handler is not None:  # None: set by C code
+        for number, handler in handlers_before.items():
+            if handler is not None:  # None: C code has set the handler, which Python cannot set again
                 signal.signal(number, handler)
-    if dist.is_initialized() and dist.get_world_size() == 1 and not had_group:
+
+    is_single_rank = dist.is_initialized() and dist.get_world_size() == 1
+    if is_single_rank and not had_process_group:
         dist.destroy_process_group()
-    return found
+    return result

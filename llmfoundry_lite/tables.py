@@ -25,103 +25,140 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns of text under a title."""
+    """A table of text under a title, which can be shown on a console and as Markdown, CSV and JSON."""
 
     title: str
     columns: Sequence[str]
+    """Headings."""
     rows: Sequence[Sequence[str]]
+    """Cells, as many in a row as there are columns."""
     right: Collection[int] | None = None
-    """Columns set to the right; None: all but the first."""
+    """Indices of the columns that are aligned to the right; None: all but the first."""
     num_keys: int = 1
-    """Leading columns that identify a row. The others were measured."""
+    """Number of leading columns that identify a row. The others were measured."""
 
     def is_right(self, column: int) -> bool:
-        return column > 0 if self.right is None else column in self.right
+        """Return whether the column of this index is aligned to the right."""
+        if self.right is None:
+            return column > 0
+        return column in self.right
 
     def print(self, console: "Console", unbroken: Collection[int] | None = None) -> None:
-        """Print the rows without the title, in long lines rather than with a word or number cut in two.
+        """Print the headings and rows, without the title. Control characters and credentials are not printed.
 
-        With `unbroken`, cells may have several lines, columns stand close together, and those named in it alone are
-        never folded.
+        By default, long cells are folded between words, and lines become wider than the console if a single word or
+        number would not fit. With `unbroken`, cells may have several lines, the columns stand closer together, and only
+        the columns with an index in `unbroken` keep their lines whole.
         """
         from rich import box
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        keep, gap = ("", 1) if unbroken is None else ("\n", 0)
+        keeps_words_whole = unbroken is None
+        line_ends = "" if keeps_words_whole else "\n"
+        gap = 1 if keeps_words_whole else 0
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
-        for i, heading in enumerate(self.columns):
-            words = " ".join([heading, *(row[i] for row in self.rows)]).split()
+        for index, heading in enumerate(self.columns):
+            min_width = None
+            if keeps_words_whole:
+                cells = [heading, *(row[index] for row in self.rows)]
+                words = " ".join(cells).split()
+                min_width = max(map(len, words), default=0)
             table.add_column(
-                Text(printable(heading, keep=keep)),
-                justify="right" if self.is_right(i) else "left",
+                Text(printable(heading, keep=line_ends)),
+                justify="right" if self.is_right(index) else "left",
                 overflow="fold",
-                no_wrap=i in (unbroken or ()),
-                min_width=max(map(len, words), default=0) if unbroken is None else None,
+                no_wrap=index in (unbroken or ()),
+                min_width=min_width,
             )
         for row in self.rows:
-            table.add_row(*(Text(printable(cell, keep=keep)) for cell in row))
-        if unbroken is None:
+            table.add_row(*(Text(printable(cell, keep=line_ends)) for cell in row))
+
+        if keeps_words_whole:
             # Rich's measure leaves out the padding at the edges.
-            least = Console(width=1000).measure(table).minimum + len(self.columns)
-            console = console if least <= console.width else Console(width=least, file=console.file, highlight=False)
+            needed_width = Console(width=1000).measure(table).minimum + len(self.columns)
+            if needed_width > console.width:
+                console = Console(width=needed_width, file=console.file, highlight=False)
         console.print(table)
 
     def print_blocks(self, console: "Console") -> None:
-        """Print the title, and the columns that fit; the others follow below, with the first column repeated."""
+        """Print the title, then as many columns as fit on the console.
+
+        The others follow in further blocks below, each of which repeats the first column.
+        """
         from rich.text import Text
 
-        columns = zip(self.columns, *self.rows, strict=True)
-        widths = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
-        room = console.width - min(widths[0], max(12, console.width // 3))
-        blocks: list[list[int]] = [[]]
-        for i, width in enumerate(widths[1:], start=1):
-            if blocks[-1] and sum(1 + widths[j] for j in blocks[-1]) + 1 + width > room:
+        widths = []
+        for cells in zip(self.columns, *self.rows, strict=True):
+            widths.append(max(len(line) for cell in cells for line in cell.split("\n")))
+        first_column_width = min(widths[0], max(12, console.width // 3))
+        available_width = console.width - first_column_width
+
+        blocks: list[list[int]] = [[]]  # indices of columns
+        for index, width in enumerate(widths[1:], start=1):
+            width_so_far = sum(1 + widths[other] for other in blocks[-1])
+            is_full = width_so_far + 1 + width > available_width
+            if blocks[-1] and is_full:
                 blocks.append([])
-            blocks[-1].append(i)
+            blocks[-1].append(index)
+
         console.print(Text(printable(self.title), style="italic"))
         for number, block in enumerate(blocks):
-            if number:
+            if number > 0:
                 console.print()
-            columns, *rows = [[cells[i] for i in (0, *block)] for cells in (self.columns, *self.rows)]
-            Table("", columns, rows).print(console, block and range(1, len(block) + 1))
+            indices = [0, *block]
+            headings = [self.columns[index] for index in indices]
+            rows = [[row[index] for index in indices] for row in self.rows]
+            Table("", headings, rows).print(console, block and range(1, len(indices)))
 
     def markdown(self) -> list[str]:
         """Return the lines of a Markdown table, without the title."""
-        rule = ["---:" if self.is_right(i) else "---" for i in range(len(self.columns))]
-        lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (self.columns, *self.rows)]
-        return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+        heading, *rows = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (self.columns, *self.rows)]
+        rules = ["---:" if self.is_right(index) else "---" for index in range(len(self.columns))]
+        return [heading, f"|{'|'.join(rules)}|", *rows]
 
     def csv(self) -> str:
+        """Return the headings and rows as CSV, in which no cell can be run as a spreadsheet's formula."""
         content = io.StringIO(newline="")
-        csv.writer(content).writerows([csv_text(cell) for cell in row] for row in (self.columns, *self.rows))
+        writer = csv.writer(content)
+        for row in (self.columns, *self.rows):
+            writer.writerow([csv_text(cell) for cell in row])
         return content.getvalue()
 
     def json(self) -> dict[str, Any]:
-        facts = asdict(self)
-        del facts["right"]
-        return facts
+        """Return the title, the headings, the rows and the number of identifying columns, for a JSON record."""
+        record = asdict(self)
+        del record["right"]
+        return record
 
 
 def console() -> "Console":
-    """Return standard output as a console: as wide as its terminal, or PIPE_WIDTH."""
+    """Return a console for standard output: as wide as its terminal, or PIPE_WIDTH if it goes to a file or a pipe."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False)
 
 
 def csv_text(text: str) -> str:
-    """Return text for a cell of a CSV file. What a spreadsheet would run as a formula begins with an apostrophe, which
-    makes it text. Names may come from anybody. Numbers stay numbers."""
-    return f"'{text}" if text.startswith(FORMULA_SIGNS) and not NUMBER.fullmatch(text) else text
+    """Return text for a cell of a CSV file that no spreadsheet runs as a formula.
+
+    Names may come from other people, so text that begins like a formula gets an apostrophe before it, which makes it
+    text to a spreadsheet. Numbers, which may begin with a minus, stay as they are.
+    """
+    may_be_formula = text.startswith(FORMULA_SIGNS)
+    is_number = NUMBER.fullmatch(text) is not None
+    return f"'{text}" if may_be_formula and not is_number else text
 
 
 def markdown_list(texts: Sequence[str]) -> list[str]:
+    """Return a Markdown line `- text` for each text, escaped."""
     return [f"- {markdown_text(text)}" for text in texts]
 
 
 def markdown_text(text: str) -> str:
-    """Escape text for a cell or a line: no HTML, no links, no further columns or lines."""
-    # A backslash before one of these would take away what is put there to make it text.
-    return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", html.escape(printable(text), quote=False))
+    """Escape text for Markdown, so that it cannot make HTML, links, or further columns or lines of a table."""
+    escaped = html.escape(printable(text), quote=False)
+    # `|` and `[` get a backslash. Backslashes right before them are doubled, because one would undo the other.
+    return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", escaped)

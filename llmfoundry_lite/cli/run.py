@@ -188,7 +188,7 @@ def replay_command(
     from llmfoundry_lite.config.replayed import find_callbacks, find_code
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.launch.ranks import refuse_other_launchers, run_ranks
-    from llmfoundry_lite.launch.replay import compare_replay, for_a_replay, plan_replay, write_replay
+    from llmfoundry_lite.launch.replay import adapt_advice, compare_replay, plan_replay, write_replay
     from llmfoundry_lite.launch_train import check, prepare_environment
     from llmfoundry_lite.ranks.rank import rank_variables
 
@@ -206,7 +206,7 @@ def replay_command(
         try:
             config = check([path]).invocation.config
         except UserError as error:
-            raise for_a_replay(error) from error.__cause__
+            raise adapt_advice(error) from error.__cause__
         prepare_environment(config)
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))

@@ -21,8 +21,11 @@ EMPTY_BLOCK = re.compile(
 show it twice; or a standard output without anything in it."""
 
 
-def print_what_says_something(text: str) -> None:
-    """Take the place of `print` in Composer's launcher."""
+def print_without_noise(text: str) -> None:
+    """Print a message of Composer's launcher, in place of its `print`, but without what tells a user nothing.
+
+    Left out are messages that it waits for ranks which it has told to end, and empty blocks of a rank's output.
+    """
     if text.startswith("Waiting up to"):
         return
     print(EMPTY_BLOCK.sub("", text).rstrip())
@@ -30,5 +33,5 @@ def print_what_says_something(text: str) -> None:
 
 if __name__ == "__main__":
     ignore_output_errors()
-    launcher.print = print_what_says_something  # type: ignore[attr-defined] - the module has no `print` of its own
+    launcher.print = print_without_noise  # type: ignore[attr-defined] - the module has no `print` of its own
     sys.exit(launcher.main())

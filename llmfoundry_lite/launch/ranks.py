@@ -23,10 +23,12 @@ from llmfoundry_lite.search_path import SAFE_PATH, SET_BY_US
 
 
 def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if another launcher has started this process, because each of its ranks would start all ranks
-    again."""
-    is_under_srun = (environment.get("SLURM_STEP_NUM_TASKS") or "1") != "1"
-    if is_under_srun:
+    """Raise ConfigError if srun, torchrun or composer has started this process, which is about to start ranks itself.
+
+    Otherwise each of the other launcher's ranks would start all ranks again.
+    """
+    num_slurm_tasks = environment.get("SLURM_STEP_NUM_TASKS") or "1"
+    if num_slurm_tasks != "1":
         launcher = "srun"
     elif "RANK" not in environment:
         return
@@ -55,6 +57,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
     has_passed_on_signals = False
 
     def pass_on(number: int, frame: object) -> None:
+        """Send the signal of this number to the ranks. A signal handler, which Python calls in the main thread."""
         nonlocal has_passed_on_signals
         has_passed_on_signals = True
         _send(number, _find_ranks(process.pid, num_ranks))
@@ -74,7 +77,11 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
 
 
 def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
-    """Return the arguments of Python that start this many ranks of what follows them; none for one rank."""
+    """Return the arguments of Python that start ranks of the module named after them; empty for one rank.
+
+    They name Composer's launcher, or torchrun where Composer is not installed. With Composer's, creates the folder
+    `logs`, and removes links of the names that rank logs will have. Raises ConfigError if that fails.
+    """
     if num_ranks == 1:
         return []
     if find_spec("composer") is None:
@@ -88,6 +95,7 @@ def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
                 log.unlink()
     except OSError as error:
         raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
+
     # Composer fills in {rank} by `str.format`, so braces of the folder's own name are doubled.
     log_file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"
     launcher = ["-m", "llmfoundry_lite.launch.composer_launcher", "-n", str(num_ranks)]
@@ -95,17 +103,25 @@ def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
 
 
 def _build_environment() -> dict[str, str]:
-    """Return this process's environment for the launcher and its ranks."""
-    ours = rank_variables(0, 1)  # the command line has set them for checks; the launcher sets each rank's own
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    """Return the environment for a launcher and its ranks: this process's, without the variables that name a rank.
+
+    The command line has set those for its checks, and the launcher sets them for each rank. PYTHONPATH names this
+    clone, because `python -P` leaves out the working directory. PYTHONSAFEPATH does the same for the ranks, which
+    `-P` does not reach.
+    """
+    variables_of_rank = rank_variables(0, 1).keys()
+    environment = {name: value for name, value in os.environ.items() if name not in variables_of_rank}
     environment |= search_path()
-    environment.setdefault(SAFE_PATH, SET_BY_US)  # -P holds for the launcher alone, and this for its ranks too
+    environment.setdefault(SAFE_PATH, SET_BY_US)
     return environment
 
 
 def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
-    """Return the processes to send a signal to: the launcher's ranks, or the one process if there is no launcher or it
-    has not started its ranks yet. Empty if the process has ended."""
+    """Return the processes to send a signal to, of a launch whose first process is `pid`.
+
+    They are the launcher's children, or the first process itself if there is one rank, which has no launcher, or if the
+    launcher has not started its ranks yet. Empty if the process has ended.
+    """
     try:
         process = psutil.Process(pid)
         ranks = process.children() if num_ranks > 1 else []
@@ -115,7 +131,7 @@ def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
 
 
 def _send(number: int, processes: Sequence[psutil.Process]) -> None:
-    """Send a signal to processes, some of which may have ended meanwhile."""
+    """Send the signal of this number to processes. Those that have ended meanwhile are passed over."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)

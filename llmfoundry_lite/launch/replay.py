@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ RECORDED, BEGUN = "recorded-segments.json", "begun.json"
 """Files in the replay's folder: the run's segments, and what the ranks say before the first batch."""
 DETERMINISTIC = "deterministic"
 """Key that a replay's ranks decide: true on a GPU, elsewhere as the run had it."""
-OWN: dict[str, Any] = {
+REPLAY_VALUES: dict[str, Any] = {
     "save_folder": None,
     "autoresume": False,
     "export_at_end": False,
@@ -60,109 +60,179 @@ MAX_RATE_DIFFERENCE = 1e-9
 class ReplayPlan:
     """Batches to train again, and what the run recorded of them."""
 
-    where: str
+    location: str
+    """Path or URL of the run, as the user gave it."""
     config: dict[str, Any]
     """The run's configuration while it trained these batches."""
     start: Checkpoint | None
-    """None: the replay starts at batch 1, from the seed."""
+    """Checkpoint that the replay begins from; None if it begins at batch 1, from the seed."""
     first_batch: int
     last_batch: int
     segments: tuple[Segment, ...]
-    """Where the run trained these batches."""
+    """On which devices, and with how many ranks, the run trained these batches."""
     records: dict[int, Record]
-    """Batch -> its record in the log."""
+    """Batch -> its record in the run's log."""
     digests: dict[int, str]
-    """Batch -> the state's digest after it, in a manifest or in the log."""
+    """Batch -> digest of the state after it, from a manifest or from the log."""
 
 
-class Misfit(NamedTuple):
+class Mismatch(NamedTuple):
+    """A quantity of a batch that is not bit-equal in the run and in its replay."""
+
     batch: int
     quantity: str
-    there: Any
-    here: Any
+    """One of QUANTITIES."""
+    recorded: Any
+    """Value in the run's log; None if absent."""
+    replayed: Any
+    """Value in the replay's log; None if absent."""
 
     @property
-    def relative(self) -> float:
-        """Return the relative difference of two numbers; infinite for anything else."""
-        there, here = number_of(self.there), number_of(self.here)
-        if there is None or here is None or there == here:  # the last: equal as fp32
+    def relative_difference(self) -> float:
+        """The difference of two numbers, divided by the larger one's magnitude; infinite for anything else."""
+        recorded = number_of(self.recorded)
+        replayed = number_of(self.replayed)
+        # Large integers can differ and still be equal as floats.
+        if recorded is None or replayed is None or recorded == replayed:
             return float("inf")
-        return abs(there - here) / max(abs(there), abs(here))
+        return abs(recorded - replayed) / max(abs(recorded), abs(replayed))
 
     def __str__(self) -> str:
-        return f"batch {self.batch}: {self.quantity} is {self.here} here and {self.there} in the run"
+        return f"batch {self.batch}: {self.quantity} is {self.replayed} here and {self.recorded} in the run"
 
 
 class Outcome(NamedTuple):
+    """Result of comparing a replay with its run."""
+
     text: str
+    """One line to print: `bit-equal: …`, `within a band: …` or `does not fit: …`."""
     is_equal: bool
-    """Bit for bit."""
+    """Whether every compared quantity is equal bit for bit."""
 
 
 # ------------------------------------------------------------------------------------------------------ what to train
 
 
-def plan_replay(where: str, states: str | None, *, uses_recorded_remote: bool = False) -> ReplayPlan:
-    """Choose the checkpoint, and read what the run recorded. Raises ConfigError, DataError and CheckpointError.
-    `states` is ba100..ba110; None: from the last checkpoint but one to the last."""
-    bounds = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states or "ba0..ba1")
-    if bounds is None or int(bounds[1]) >= int(bounds[2]):
-        raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
-    run = read_recorded(where, OBJECT_STORES if uses_recorded_remote else ())
-    if run.saved_in is None:
-        is_url = "://" in str((run.config or {}).get("save_folder")) and not uses_recorded_remote
-        option = ", or read it with --use-recorded-remote" if is_url else ""
-        raise ConfigError(f"{where}: {explain_unopened_folder(run.config)}{option}")
-    store = CheckpointStore(run.saved_in)
-    saves = sorted((one for one in store.candidates() if one.head is not None), key=lambda one: one.batch)
-    first, last = int(bounds[1]), int(bounds[2])
-    if states is None:
-        first, last = [0, int(run.log.batch[-1]), *(one.batch for one in saves)][-2:]
-    start = next((one.open() for one in reversed(saves) if one.batch <= first), None)
-    begin = start.manifest.timestamp.batch if start is not None else 0
-    records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
-    missing = next((batch for batch in range(begin + 1, last + 1) if LOSS not in records.get(batch, {})), None)
-    if missing is not None:
-        raise DataError(f"{where}: {METRICS} has no loss of batch {missing}; it ends with {int(run.log.batch[-1])}")
-    later = [one.open() for one in saves if one.batch > begin]
-    config = later[0].manifest.config if later else run.config
+def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool = False) -> ReplayPlan:
+    """Choose the batches to train again and the checkpoint to begin from, and read what the run recorded of them.
+
+    `location` is the path or URL of a run or of a folder of checkpoints. `states` is such as `ba100..ba110`: from the
+    state after batch 100 to the one after batch 110. By default it goes from the last checkpoint but one to the last.
+    With `uses_recorded_remote`, the run's checkpoints may be read from the object store that it recorded.
+
+    Raises ConfigError for states that cannot be replayed, DataError if the log or the configuration lacks something,
+    and CheckpointError.
+    """
+    requested_states = None if states is None else _parse_states(states)
+    run = _read_saved_run(location, uses_recorded_remote)
+    assert run.saved_in is not None
+    readable_saves = [save for save in CheckpointStore(run.saved_in).candidates() if save.head is not None]
+    saves = sorted(readable_saves, key=lambda save: save.batch)
+    last_logged_batch = int(run.log.batch[-1])
+    if requested_states is None:
+        first_state, last_state = [0, last_logged_batch, *(save.batch for save in saves)][-2:]
+    else:
+        first_state, last_state = requested_states
+
+    # The replay begins at the newest save that is not after its first state.
+    earlier_saves = [save for save in saves if save.batch <= first_state]
+    start = earlier_saves[-1].open() if earlier_saves else None
+    first_batch = 1 if start is None else start.manifest.timestamp.batch + 1
+    later_checkpoints = [save.open() for save in saves if save.batch >= first_batch]
+
+    all_records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
+    for batch in range(first_batch, last_state + 1):
+        if LOSS not in all_records.get(batch, {}):
+            raise DataError(f"{location}: {METRICS} has no loss of batch {batch}; it ends with {last_logged_batch}")
+
+    # A checkpoint's manifest has the configuration of the batches before it.
+    config = later_checkpoints[0].manifest.config if later_checkpoints else run.config
     if not isinstance(config, dict):
-        raise DataError(f"{where}: the run's configuration is not there")
-    for checkpoint in later or ([] if start is None else [start]):
-        read_model(checkpoint)  # its tensors say how large the model can be that the ranks will build
-    logged = [record for record in records.values() if STATE in record and "state/batch" in record]
-    digests = {record["state/batch"]: record[STATE] for record in logged}
-    saved = {one.manifest.timestamp.batch: one.manifest.state_digest for one in [*later, *([start] if start else [])]}
-    digests |= {batch: digest for batch, digest in saved.items() if digest is not None}
+        raise DataError(f"{location}: the run's configuration is not there")
+    start_checkpoints = [] if start is None else [start]
+    for checkpoint in later_checkpoints or start_checkpoints:
+        # Raises for a configuration of a larger model than the checkpoint's tensors belong to, before ranks build it.
+        read_model(checkpoint)
+
     return ReplayPlan(
-        where=where,
+        location=location,
         config=config,
         start=start,
-        first_batch=begin + 1,
-        last_batch=last,
-        segments=_segments_of(run, later, begin + 1, last),
-        records={batch: records[batch] for batch in range(begin + 1, last + 1)},
-        digests=digests,
+        first_batch=first_batch,
+        last_batch=last_state,
+        segments=_find_segments(run, later_checkpoints, first_batch, last_state),
+        records={batch: all_records[batch] for batch in range(first_batch, last_state + 1)},
+        digests=_collect_state_digests(all_records.values(), [*later_checkpoints, *start_checkpoints]),
     )
 
 
-def _segments_of(run: Run, later: list[Checkpoint], first: int, last: int) -> tuple[Segment, ...]:
-    """Return where these batches ran. Raises ConfigError if the configuration changed within them."""
-    known = next((one.manifest.segments for one in later if one.manifest.timestamp.batch >= last), run.segments)
-    found = [one for one in known if one.first_batch <= last and one.last_batch >= first] or list(known[-1:])
-    for segment in found:
+def _parse_states(states: str) -> tuple[int, int]:
+    """Parse `ba100..ba110` as (100, 110). Raises ConfigError, also if the first state is not the earlier one."""
+    match = re.fullmatch(r"ba(\d+)\.\.ba(\d+)", states)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ConfigError(f"{states} given, expected two states of the run, the earlier first: ba100..ba110")
+    return int(match[1]), int(match[2])
+
+
+def _read_saved_run(location: str, uses_recorded_remote: bool) -> Run:
+    """Read a run's records. Raises ConfigError if its checkpoints are not here, or in an object store that it recorded
+    but that must not be read without `uses_recorded_remote`."""
+    run = read_recorded(location, OBJECT_STORES if uses_recorded_remote else ())
+    if run.saved_in is None:
+        recorded_folder = str((run.config or {}).get("save_folder"))
+        advice = ""
+        if "://" in recorded_folder and not uses_recorded_remote:
+            advice = ", or read it with --use-recorded-remote"
+        raise ConfigError(f"{location}: {explain_unopened_folder(run.config)}{advice}")
+    return run
+
+
+def _collect_state_digests(records: Iterable[Record], checkpoints: Iterable[Checkpoint]) -> dict[int, str]:
+    """Return batch -> digest of the state after it, where the log or a checkpoint's manifest has one.
+
+    A manifest's digest takes precedence.
+    """
+    digests = {}
+    for record in records:
+        if STATE in record and "state/batch" in record:
+            digests[record["state/batch"]] = record[STATE]
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.state_digest is not None:
+            digests[checkpoint.manifest.timestamp.batch] = checkpoint.manifest.state_digest
+    return digests
+
+
+def _find_segments(run: Run, checkpoints: list[Checkpoint], first_batch: int, last_batch: int) -> tuple[Segment, ...]:
+    """Return the segments of the run that trained these batches: a segment is a stretch on the same devices.
+
+    `checkpoints` are those after `first_batch`, whose manifests list segments. Raises ConfigError if the configuration
+    changed within these batches, or if several launches trained them together.
+    """
+    known_segments = run.segments
+    for checkpoint in checkpoints:
+        if checkpoint.manifest.timestamp.batch >= last_batch:
+            known_segments = checkpoint.manifest.segments
+            break
+    segments = []
+    for segment in known_segments:
+        if segment.first_batch <= last_batch and segment.last_batch >= first_batch:
+            segments.append(segment)
+    if not segments:
+        segments = list(known_segments[-1:])
+
+    for segment in segments:
         if segment.sync is not None:
             raise ConfigError(
                 f"{run.location}: islands trained batches {segment.span} with {segment.sync}, which one world does not "
                 "repeat; replay batches that were trained without islands.sync"
             )
-        if segment.changes and segment.first_batch > first:
-            at = segment.first_batch - 1
+        if segment.changes and segment.first_batch > first_batch:
+            last_before = segment.first_batch - 1
             raise ConfigError(
-                f"{run.location}: {', '.join(segment.changes)} changed after ba{at}; replay ba{first - 1}..ba{at} and "
-                f"ba{at}..ba{last}"
+                f"{run.location}: {', '.join(segment.changes)} changed after ba{last_before}; replay "
+                f"ba{first_batch - 1}..ba{last_before} and ba{last_before}..ba{last_batch}"
             )
-    return tuple(found)
+    return tuple(segments)
 
 
 def write_replay(
@@ -174,147 +244,246 @@ def write_replay(
     trusts_code: bool = False,
     uses_recorded_remote: bool = False,
 ) -> str:
-    """Write the configuration of a replay, and what its ranks need to know. Returns the path of the YAML, which is all
-    that they are given.
+    """Write the configuration of a replay, and the run's segments, into a new folder that only this user can read.
 
-    `changes`: `key=value` of the command line. Raises ConfigError and DataError, before anything heavy starts.
+    Returns the path of the YAML file, which is the only argument that the ranks get. `changes` are `key=value` of the
+    command line, such as the places of data and tokenizer on this machine. With `trusts_code`, the code and the
+    environment variables that the run recorded take part. With `uses_recorded_remote`, its data may be downloaded from
+    where it recorded.
+
+    Raises ConfigError and DataError for what the ranks would refuse, before any of them starts.
     """
-    given = [key for layer in read_layers(changes, for_training=False) for key in leaf_keys(layer.values)]
-    own = {"run_folder": str(folder), **OWN, "stop_after": f"{plan.last_batch - plan.first_batch + 1}ba"}
-    if plan.start is not None:
-        own |= {"load_path": plan.start.url}
-    if fixed := [key for key in given if key.partition(".")[0] in {*own, "load_path", DETERMINISTIC, *find_blocks()}]:
-        raise ConfigError(f"replay: {fixed[0]} is set by the replay itself; leave it out")
-    values = select_recorded(plan.config, given, trusts_code=trusts_code)
+    given_keys = [key for layer in read_layers(changes, for_training=False) for key in leaf_keys(layer.values)]
+    replay_values = _values_of_replay(plan, folder, given_keys)
+    values = select_recorded(plan.config, given_keys, trusts_code=trusts_code)
     values |= _layout_for(plan, values, num_ranks)
+
     folder.mkdir(parents=True)
-    recorded = folder / "recorded.yaml"
-    recorded.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
+    recorded_yaml = folder / "recorded.yaml"
+    recorded_yaml.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
     try:
-        config = load_train_config([str(recorded), *changes]).config
+        config = load_train_config([str(recorded_yaml), *changes]).config
     except ConfigError as error:
-        raise ConfigError(str(error).replace(str(recorded), f"{plan.where}: its configuration")) from None
-    _refuse_another_run(plan, as_dict(config), given)
+        raise ConfigError(str(error).replace(str(recorded_yaml), f"{plan.location}: its configuration")) from None
+    _refuse_another_run(plan, as_dict(config), given_keys)
     layout = _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
-    values = with_keys(config)  # with the text of variables, and credentials: the folder is this user's alone
-    if isinstance(size := config.device_train_microbatch_size, int):
-        values["device_train_microbatch_size"] = min(size, config.global_train_batch_size // layout.num_data_ranks)
+
+    values = with_keys(config)  # with the text of variables, and credentials
+    microbatch_size = config.device_train_microbatch_size
+    if isinstance(microbatch_size, int):
+        samples_per_data_rank = config.global_train_batch_size // layout.num_data_ranks
+        values["device_train_microbatch_size"] = min(microbatch_size, samples_per_data_rank)
     if config.train_loader.name == "text":
         locations = DataLocations(
             download_folder=folder.with_name("data"),
-            named_by_user=locations_at(values, given),
+            named_by_user=locations_at(values, given_keys),
             uses_recorded_remote=uses_recorded_remote,
             advice=", or use what it recorded with --use-recorded-remote",
         )
         values["train_loader"]["dataset"] = asdict(locations.choose_for(config.train_loader.dataset))
+
     (folder / RECORDED).write_text(json.dumps([encode_record(segment) for segment in plan.segments]))
     path = folder / "replay.yaml"
-    path.write_text(dump_record(as_given(values | own), keep_variables=False), encoding="utf-8")
+    path.write_text(dump_record(as_given(values | replay_values), keep_variables=False), encoding="utf-8")
     return str(path)
 
 
+def _values_of_replay(plan: ReplayPlan, folder: Path, given_keys: Sequence[str]) -> dict[str, Any]:
+    """Return the values of keys that a replay sets itself. Raises ConfigError if the command line gives one of them."""
+    num_batches = plan.last_batch - plan.first_batch + 1
+    values = {"run_folder": str(folder), **REPLAY_VALUES, "stop_after": f"{num_batches}ba"}
+    if plan.start is not None:
+        values["load_path"] = plan.start.url
+
+    reserved_blocks = {*values, "load_path", DETERMINISTIC, *find_blocks()}
+    for key in given_keys:
+        if key.partition(".")[0] in reserved_blocks:
+            raise ConfigError(f"replay: {key} is set by the replay itself; leave it out")
+    return values
+
+
 def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return keys that the number of ranks here decides, and the size of the run's microbatches."""
-    last = plan.segments[-1] if plan.segments else None
-    found: dict[str, Any] = {}
-    if last is not None:
-        found["device_train_microbatch_size"] = last.device_train_microbatch_size
-    if last is None or last.world_size != num_ranks:
-        found |= {"tp_config": None, "cp_config": None, "pp_config": None}
-        fsdp = values.get("fsdp_config")
-        if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") in ("HYBRID_SHARD", "ZERO_1"):
-            found["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
-    return found
+    """Return the keys that depend on the number of ranks here, and the size of the run's microbatches.
+
+    `values` is the run's configuration. With another number of ranks than the run's, nothing is parallel but the data,
+    and shard degrees are dropped, because the recorded ones may not divide the ranks.
+    """
+    changed: dict[str, Any] = {}
+    segment = plan.segments[-1] if plan.segments else None
+    if segment is not None:
+        changed["device_train_microbatch_size"] = segment.device_train_microbatch_size
+        if segment.world_size == num_ranks:
+            return changed
+
+    changed |= {"tp_config": None, "cp_config": None, "pp_config": None}
+    fsdp = values.get("fsdp_config")
+    if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") in ("HYBRID_SHARD", "ZERO_1"):
+        changed["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
+    return changed
 
 
-def _refuse_another_run(plan: ReplayPlan, here: dict[str, Any], given: Sequence[str]) -> None:
-    """Raise ConfigError for a key of the command line that makes it another run."""
-    found = find_changes(plan.config, here)
-    for change in (*found["never"], *found["logged"]):
-        is_given = any(f"{change.key}.".startswith(f"{key}.") or key.startswith(f"{change.key}.") for key in given)
-        if is_given and "${" not in str(change.before):
-            raise ConfigError(f"replay: {change} would be another run; leave it out")
+def _refuse_another_run(plan: ReplayPlan, config: dict[str, Any], given_keys: Sequence[str]) -> None:
+    """Raise ConfigError if a key given on the command line changes what is trained, so that nothing is comparable.
+
+    `config` is the replay's configuration. A recorded value with a variable in it is not compared.
+    """
+    changes = find_changes(plan.config, config)
+    for change in (*changes["never"], *changes["logged"]):
+        has_variable = "${" in str(change.before)
+        if has_variable:
+            continue
+        for key in given_keys:
+            is_inside = key.startswith(f"{change.key}.")
+            is_around = f"{change.key}.".startswith(f"{key}.")  # or the key itself
+            if is_inside or is_around:
+                raise ConfigError(f"replay: {change} would be another run; leave it out")
 
 
 def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layout:
-    """Return the layout. Raises ConfigError for ranks that cannot share a batch, or not in the run's microbatches."""
-    batch, size = config.global_train_batch_size, 1
+    """Return the layout of the replay's ranks, after a check that they can divide the run's batches evenly.
+
+    With `exact_sums`, a microbatch has to have the run's number of samples, because the order of sums depends on it.
+    Raises ConfigError, which names numbers of ranks that fit, and DataError for a record that contradicts itself.
+    """
+    batch_size = config.global_train_batch_size
+    microbatch_size = 1  # samples that are kept together
     if config.exact_sums and plan.segments:
-        size = plan.segments[-1].device_train_microbatch_size or 1
-        if (here := config.device_train_microbatch_size) not in (size, "auto", None):
+        microbatch_size = plan.segments[-1].device_train_microbatch_size or 1
+        given_size = config.device_train_microbatch_size
+        if given_size not in (microbatch_size, "auto", None):
             raise ConfigError(
-                f"replay: device_train_microbatch_size {size} -> {here} would be another run, for exact_sums makes it "
-                "a part of the run; leave it out"
+                f"replay: device_train_microbatch_size {microbatch_size} -> {given_size} would be another run, for "
+                "exact_sums makes it a part of the run; leave it out"
             )
-        if size < 1 or batch % size:
-            raise DataError(f"{plan.where}: its microbatches of {size} samples do not divide its batches of {batch}")
+        if microbatch_size < 1 or batch_size % microbatch_size:
+            raise DataError(
+                f"{plan.location}: its microbatches of {microbatch_size} samples do not divide its batches of "
+                f"{batch_size}"
+            )
+
     layout = layout_of(config, num_ranks, num_ranks)
-    if batch % (layout.num_data_ranks * size):
-        parts = f"microbatches of {size} samples, which exact_sums keeps" if size > 1 else "samples"
-        fitting = find_data_ranks(config, size if config.exact_sums else None) or divisors(batch // size)
-        counts = [number * layout.ranks_per_data_rank for number in fitting]
+    is_even = batch_size % (layout.num_data_ranks * microbatch_size) == 0
+    if not is_even:
+        fitting_data_ranks = find_data_ranks(config, microbatch_size if config.exact_sums else None)
+        if not fitting_data_ranks:
+            fitting_data_ranks = divisors(batch_size // microbatch_size)
+        fitting_ranks = [number * layout.ranks_per_data_rank for number in fitting_data_ranks]
+        suggested_ranks = [number for number in fitting_ranks if number <= 4 * num_ranks] or fitting_ranks
+        parts = "samples"
+        if microbatch_size > 1:
+            parts = f"microbatches of {microbatch_size} samples, which exact_sums keeps"
         raise ConfigError(
-            f"replay: -n {num_ranks}: the run's batches of {batch} cannot be shared evenly in {parts}; start "
-            f"{either([count for count in counts if count <= 4 * num_ranks] or counts)} ranks"
+            f"replay: -n {num_ranks}: the run's batches of {batch_size} cannot be shared evenly in {parts}; start "
+            f"{either(suggested_ranks)} ranks"
         )
     return layout
 
 
 def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
-    """Raise ConfigError for a tokenizer here that is not the run's."""
-    name, there = config.tokenizer.name, plan.start and plan.start.manifest.fingerprints.get("tokenizer")
-    if there and is_local_or_cached(name) and (here := load_tokenizer(name).fingerprint) != there:
+    """Raise ConfigError if the configured tokenizer is not the run's, by its fingerprint in the start checkpoint.
+
+    Without such a checkpoint, or without the tokenizer on this machine, nothing is compared.
+    """
+    name = config.tokenizer.name
+    recorded = None if plan.start is None else plan.start.manifest.fingerprints.get("tokenizer")
+    if not recorded or not is_local_or_cached(name):
+        return
+    fingerprint = load_tokenizer(name).fingerprint
+    if fingerprint != recorded:
         raise ConfigError(
-            f"replay: {name} is not the run's tokenizer ({here} here, {there} there); give the one that it was trained "
-            "with: tokenizer.name=FOLDER"
+            f"replay: {name} is not the run's tokenizer ({fingerprint} here, {recorded} there); give the one that it "
+            "was trained with: tokenizer.name=FOLDER"
         )
 
 
-def for_a_replay(error: UserError) -> UserError:
-    """Replace advice to prepare data again or to change the run by advice that a replay can follow."""
+def adapt_advice(error: UserError) -> UserError:
+    """Return an error of the configuration's checks with advice that somebody who replays a run can follow.
+
+    Advice to prepare the data again or to change the model, after the last `; `, is replaced by advice to give the data
+    and the tokenizer that the run was trained with. Other errors are returned as they are.
+    """
     text = str(error)
-    if not isinstance(error, DataError) and not text.startswith("model.vocab_size"):
+    is_about_data = isinstance(error, DataError) or text.startswith("model.vocab_size")
+    if not is_about_data:
         return error
-    found = text.rpartition("; ")[0] or text
-    own = "train_loader.dataset.local=FOLDER tokenizer.name=FOLDER"
-    return type(error)(f"replay: {found}; give the data and the tokenizer that the run was trained with: {own}")
+    fault = text.rpartition("; ")[0] or text
+    settings = "train_loader.dataset.local=FOLDER tokenizer.name=FOLDER"
+    return type(error)(f"replay: {fault}; give the data and the tokenizer that the run was trained with: {settings}")
 
 
 # --------------------------------------------------------------------------------------------------- what came of it
 
 
 def compare_replay(plan: ReplayPlan, folder: Path) -> Outcome:
-    """Compare the records of a replay that has ended well with the run's."""
+    """Compare the log of a finished replay in `folder` with what its run recorded.
+
+    The outcome is `bit-equal`, or `within a band` where devices, kernels or layout differ from the run's and the
+    numbers differ no more than those explain. Otherwise it `does not fit`, and its text names the first difference.
+    """
     begun = json.loads((folder / BEGUN).read_text())
-    if other := begun.get("other_data"):
-        return Outcome(f"does not fit: the data is not what the run was trained with: {other}", False)
-    differences, is_exact = begun["differences"], bool(plan.config.get("exact_sums"))
+    other_data = begun.get("other_data")
+    if other_data:
+        return Outcome(f"does not fit: the data is not what the run was trained with: {other_data}", False)
+
+    differences = begun["differences"]
     if begun[DETERMINISTIC] and not plan.config.get(DETERMINISTIC):
         differences.append("deterministic false -> true")
-    here = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
-    start = plan.start.manifest.state_digest if plan.start is not None else None
-    is_wrong_start, num_compared = start not in (None, begun["digest"]), dict.fromkeys(QUANTITIES, 0)
-    misfits = [Misfit(plan.first_batch - 1, STATE, start, begun["digest"])] if is_wrong_start else []
+    suffix = f"; beside the run: {', '.join(differences)}" if differences else ""
+
+    recorded_start = plan.start.manifest.state_digest if plan.start is not None else None
+    has_other_start = recorded_start is not None and recorded_start != begun["digest"]
+    mismatches, num_compared = _compare_records(plan, folder)
+    if has_other_start:
+        mismatches.insert(0, Mismatch(plan.first_batch - 1, STATE, recorded_start, begun["digest"]))
+    if not mismatches:
+        counts = ", ".join(f"{count} of {quantity}" for quantity, count in num_compared.items())
+        return Outcome(f"bit-equal: {counts}{suffix}", True)
+
+    # Only a difference of devices, kernels or layout can explain other numbers, and only within limits.
+    has_exact_sums = bool(plan.config.get("exact_sums"))
+    explanations = [text for text in differences if not (has_exact_sums and text.startswith(WITHOUT_EFFECT))]
+    if has_other_start or not explanations:
+        return Outcome(f"does not fit: {mismatches[0]}{suffix}", False)
+    max_loss_difference = MAX_BAND.get(plan.config.get("precision", ""), MAX_BAND_16_BITS)
+    max_differences = {
+        LOSS: max_loss_difference,
+        NORM: NORM_FACTOR * max_loss_difference,
+        RATE: MAX_RATE_DIFFERENCE,
+        DATA: 0.0,
+        STATE: float("inf"),
+    }
+    for mismatch in mismatches:
+        is_within = mismatch.relative_difference <= max_differences[mismatch.quantity]
+        if not is_within:
+            return Outcome(f"does not fit: {mismatch}{suffix}", False)
+
+    widths = []
+    for quantity in (LOSS, NORM, RATE):
+        found = [mismatch.relative_difference for mismatch in mismatches if mismatch.quantity == quantity]
+        if found:
+            widths.append(f"{quantity} within {max(found):.1e}")
+    band = ", ".join(widths) or "only state/digest differs"
+    return Outcome(f"within a band: {band}; {', '.join(explanations)}", False)
+
+
+def _compare_records(plan: ReplayPlan, folder: Path) -> tuple[list[Mismatch], dict[str, int]]:
+    """Compare each batch's QUANTITIES in the run's log with those in the replay's log, bit for bit.
+
+    Returns the mismatches, in the order in which they arose, and quantity -> number of compared values. A quantity that
+    the run did not record is not compared.
+    """
+    replayed_records = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
+    num_compared: dict[str, int] = dict.fromkeys(QUANTITIES, 0)
+    mismatches = []
     for batch, record in plan.records.items():
-        there = {**record, STATE: plan.digests.get(batch)}
+        recorded_values = {**record, STATE: plan.digests.get(batch)}
         for quantity in QUANTITIES:
-            if there.get(quantity) is not None:
-                num_compared[quantity] += 1
-                if there[quantity] != here[batch].get(quantity):
-                    misfits.append(Misfit(batch, quantity, there[quantity], here[batch].get(quantity)))
-    explained = [text for text in differences if not (is_exact and text.startswith(WITHOUT_EFFECT))]
-    beside = f"; beside the run: {', '.join(differences)}" if differences else ""
-    if not misfits:
-        counts = ", ".join(f"{number} of {quantity}" for quantity, number in num_compared.items())
-        return Outcome(f"bit-equal: {counts}{beside}", True)
-    limit = MAX_BAND.get(plan.config.get("precision", ""), MAX_BAND_16_BITS)
-    if is_wrong_start or not explained:
-        return Outcome(f"does not fit: {misfits[0]}{beside}", False)
-    limits = {LOSS: limit, NORM: NORM_FACTOR * limit, RATE: MAX_RATE_DIFFERENCE, DATA: 0.0, STATE: float("inf")}
-    outside = [misfit for misfit in misfits if not misfit.relative <= limits[misfit.quantity]]
-    if outside:
-        return Outcome(f"does not fit: {outside[0]}{beside}", False)
-    found = {quantity: [one.relative for one in misfits if one.quantity == quantity] for quantity in (LOSS, NORM, RATE)}
-    widths = ", ".join(f"{quantity} within {max(band):.1e}" for quantity, band in found.items() if band)
-    return Outcome(f"within a band: {widths or 'only state/digest differs'}; {', '.join(explained)}", False)
+            recorded = recorded_values.get(quantity)
+            if recorded is None:
+                continue
+            num_compared[quantity] += 1
+            replayed = replayed_records[batch].get(quantity)
+            if recorded != replayed:
+                mismatches.append(Mismatch(batch, quantity, recorded, replayed))
+    return mismatches, num_compared

@@ -14,7 +14,7 @@ from llmfoundry_lite.config.replayed import find_code
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.launch import replay
-from llmfoundry_lite.launch.replay import compare_replay, for_a_replay, plan_replay, write_replay
+from llmfoundry_lite.launch.replay import adapt_advice, compare_replay, plan_replay, write_replay
 from llmfoundry_lite.report import reading
 from tests.helpers.recorded import HERE, record_of, rewrite, write_run
 from tests.helpers.tiny import tiny_config, write_data
@@ -317,15 +317,15 @@ def test_another_tokenizer_is_named(run, tmp_path):
 
 
 def test_advice_to_change_the_run_becomes_advice_to_give_its_data():
-    error = for_a_replay(DataError("key: samples have 32 tokens, max_seq_len is 64; set max_seq_len to 32"))
+    error = adapt_advice(DataError("key: samples have 32 tokens, max_seq_len is 64; set max_seq_len to 32"))
     own = "train_loader.dataset.local=FOLDER tokenizer.name=FOLDER"
     assert str(error) == (
         "replay: key: samples have 32 tokens, max_seq_len is 64; give the data and the tokenizer that the run was "
         f"trained with: {own}"
     )
-    assert "give the data" in str(for_a_replay(ConfigError("model.vocab_size: 9 is less than 10; set it to 128")))
+    assert "give the data" in str(adapt_advice(ConfigError("model.vocab_size: 9 is less than 10; set it to 128")))
     other = ConfigError("dist_timeout: 0 given, expected more; give more")
-    assert for_a_replay(other) is other
+    assert adapt_advice(other) is other
 
 
 # ---------------------------------------------------------------------------------------------------- what came of it
