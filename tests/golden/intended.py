@@ -2,7 +2,7 @@
 
 _SEQUENTIAL = "sequential tests are deleted, and the number of items needed; a comparison is one table"
 INTENDED: dict[str, str] = {
-    "commands/help/*": "help begins with a verb; commands of companions come last; options are deleted",
+    "commands/help/*": "help says what an option takes; arguments have names; options are deleted",
     "commands/checkpoint/inspect": "a part of a tensor is called chunk everywhere",
     "commands/report/keys": "--to-loss is deleted",
     "errors/command/plan-hardware": "it names the file of nodes, which has moved",
@@ -12,7 +12,7 @@ INTENDED: dict[str, str] = {
     "commands/config.yaml": "LLM Foundry's callbacks and names of metrics are keys",
     "commands/rehearse": "the overlay compiles",
     "commands/plan/*": "a dimension has one name; days are said to be of steps, saves and failures",
-    "commands/init/*": "intervals, the launch and the log follow the length of the run",
+    "commands/init/*": "intervals, the launch and the log follow the length of the run; comments are rewritten",
     "data/*/files": "val/text.jsonl is written",
     "errors/command/eval-no*": "a run's own text is a task; fetching is a script",
     "errors/command/init-size": "other sizes are taken",
