@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from llmfoundry_layouts.pieces import count_pieces, pieces_of
-from llmfoundry_layouts.tensor import exchange, mirrored
+from llmfoundry_layouts.tensor import collectives, make_autograd_function
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import AttentionConfig
 from llmfoundry_lite.config.sharding_schema import ContextParallelConfig
@@ -120,10 +120,10 @@ def _exchange(x_n: Tensor, group: str, size: int) -> Tensor:
     Waits for the result. torch's functional collectives return tensors that are still awaited. With one sample all
     three parts stay views of such a tensor, on which the compiler, and so FlexAttention, fails.
     """
-    return exchange.wait_tensor(exchange.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
+    return collectives.wait_tensor(collectives.all_to_all_single(x_n.contiguous(), [1] * size, [1] * size, group))
 
 
-_Exchange = mirrored(_exchange, _exchange)
+_Exchange = make_autograd_function(_exchange, _exchange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
