@@ -237,7 +237,7 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
     lines = ",\n".join(json.dumps(row) for row in rows)  # a line for each, so that a diff of two can be read
     write_atomically(folder / "memory.json", f'{{"rows": [\n{lines}\n]}}\n')
     lines = [
-        "# Memory: the estimate beside the rehearsal",
+        "# Memory: the estimate compared with the rehearsal",
         "",
         "`python -m benchmarks memory --out results`, without a GPU. Each run has the largest microbatch that fits",
         "by the estimate: on the fewest devices on which one sample fits (rank 0), and on 1,024 devices (the last",

@@ -109,7 +109,7 @@ def run(
         table_of(report),
         notes_of(report),
         name="prepare",
-        heading="`data prepare`, beside LLM Foundry's converter",
+        heading="`data prepare`, compared with LLM Foundry's converter",
         command="python -m benchmarks prepare",
         asked=("text_bytes", "max_seq_len", "num_cores"),
         out=out,

@@ -101,7 +101,10 @@ def run(
             missing = _missing_memory(name)
             report["growth"][name] = {"left_out": missing} if missing else measure("growth", name, GROWTH_ROUNDS)
     tables = table_of_sides(report), table_of_targets(report), table_of_intervals(report), table_of_growth(report)
-    about = {"heading": "Saves and loads, beside peers and this machine's limits", "asked": ["num_ranks"]}
+    about = {
+        "heading": "Saves and loads, compared with other tools and with this machine's limits",
+        "asked": ["num_ranks"],
+    }
     tell(report, *tables, name="checkpoint", command="python -m benchmarks checkpoint", **about, out=out)
     return report
 

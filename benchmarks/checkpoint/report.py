@@ -75,9 +75,9 @@ def table_of_sides(report: dict[str, Any]) -> Table:
         rows.append([name, "", f"{first[key]:.3f}", "", spread(seconds), rate(seconds), ""])
     title = (
         f"{report['parameters']:,} parameters, {total / GIB:.2f} GiB with AdamW's state on {report['num_ranks']} "
-        f"ranks, {max(report['local_bytes']) / GIB:.2f} GiB on one; seconds, {len(warm)} warm rounds; before loads "
-        f"posix_fadvise dropped the files from the page cache, where mincore then found "
-        f"{report['resident_after_drop']:.1%} of them"
+        f"ranks, {max(report['local_bytes']) / GIB:.2f} GiB on one; times in seconds, over {len(warm)} warm rounds. "
+        "Before each load, the files were dropped from the page cache (posix_fadvise), in which "
+        f"{report['resident_after_drop']:.1%} of them were left (mincore)"
     )
     headings = ["", "first stall", "first durable", "stall: min / median", "durable: min / median"]
     headings += ["GiB/s", "extra GiB a rank"]

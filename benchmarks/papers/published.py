@@ -1,4 +1,4 @@
-"""The planner beside what was published: rows that it was fitted to, rows held out, and figures of papers.
+"""The planner, compared with published figures: rows that it was fitted to, rows held out, and figures of papers.
 
 python -m benchmarks published --out benchmarks/results
 python -m benchmarks published --fit        the constants of plan/rates.py, fitted anew: 1 minute
@@ -195,7 +195,7 @@ def run(*, fit: bool = False, out: Path | None = None) -> dict[str, Any]:
     report["papers"] = [list(figure) for figure in figures()]
     report["passed"] = all(kind["within"] >= 0.8 for kind in report["errors"] if kind["kind"] in FAMILIES)
     parts = HOW, table_of_errors(report), FAR, table_of_far(report), PAPERS, table_of_papers(report)
-    heading, command = "The planner beside what was published", "python -m benchmarks published"
+    heading, command = "The planner, compared with published figures", "python -m benchmarks published"
     tell(report, *parts, name="published", heading=heading, command=command, out=out)
     return report
 

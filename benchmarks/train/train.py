@@ -87,7 +87,7 @@ def run(
         table_of(report),
         notes_of(report),
         name=f"train-{shape}-{seq_len}",
-        heading="A training step, beside its peers and its own matrix products",
+        heading="A training step, compared with other tools and with its own matrix products",
         command="python -m benchmarks train",
         asked=("shape", "seq_len", "batch_size"),
         out=out,
