@@ -60,16 +60,18 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 C_COMPILERS = ("gcc", "clang", "g++")
 MANY_EPOCHS = 100
 """Number of epochs from which a dry run warns."""
+FAST_MULTIPLE = 128
+"""A vocabulary is suggested as a multiple of this, for which matrix products are fast on accelerators."""
 MAX_LISTED = 8
 """Most streams, stages or ranks of a context group that a dry run lists."""
 
 
 @dataclass(kw_only=True)
 class Preflight:
-    """Findings of the checks."""
+    """What the checks of a configuration have found out, for a launch and for the output of a dry run."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
-    """train, eval, eval/<label> -> number of samples on this disk."""
+    """Data set (`train`, `eval` or `eval/<label>`) -> its number of samples, if all of it is on this disk."""
     text_keys: list[str] = field(default_factory=list)
     """Keys of data sets that hold text rather than tokens, so that reading them needs the tokenizer."""
     not_checked: list[str] = field(default_factory=list)
@@ -85,25 +87,30 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     """
     _check_companions(config, layout)
     check_batch(config, layout)
-    for block in given_blocks(config.blocks).values() if must_exist else ():
-        block.check_here(config)
-    if must_exist and config.fuses_loss:
-        check_compiler()
+    if must_exist:
+        for block in given_blocks(config.blocks).values():
+            block.check_here(config)
+        if config.fuses_loss:
+            check_compiler()
     _check_import_paths(config)
-    found = Preflight()
+
+    result = Preflight()
     for key, loader in config.loaders.items():
         if loader.name == "text":
-            _check_data(key, loader, config, found, must_exist=must_exist)
-    _check_tokenizer(config, found, must_exist=must_exist)
-    _check_tasks(config, found, must_exist=must_exist)
-    _check_loggers(config, found, must_exist=must_exist)
-    num_samples, batch = _samples_per_epoch(config, found), config.global_train_batch_size
-    if num_samples is not None and num_samples < batch and config.train_loader.drop_last:
+            _check_data(key, loader, config, result, must_exist=must_exist)
+    _check_tokenizer(config, result, must_exist=must_exist)
+    _check_tasks(config, result, must_exist=must_exist)
+    _check_loggers(config, result, must_exist=must_exist)
+
+    num_samples = _samples_per_epoch(config, result)
+    batch_size = config.global_train_batch_size
+    has_no_batch = num_samples is not None and num_samples < batch_size and config.train_loader.drop_last
+    if has_no_batch:
         raise DataError(
-            f"train_loader.dataset: {num_samples} samples do not make one batch of {batch} (global_train_batch_size); "
-            "use more data or a smaller batch"
+            f"train_loader.dataset: {num_samples} samples do not make one batch of {batch_size} "
+            "(global_train_batch_size); use more data or a smaller batch"
         )
-    return found
+    return result
 
 
 def _check_companions(config: TrainConfig, layout: Layout) -> None:
@@ -128,84 +135,112 @@ def check_installed(*packages: str) -> None:
 
 
 def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def check_compiler() -> None:
-    """Raise ConfigError where torch.compile would fail at the first batch: Triton needs to build a C program."""
-    needs, chosen = [], os.environ.get("CC")
-    if chosen and not shutil.which(chosen):
-        needs.append(f"a C compiler (CC: {chosen} is none)")
-    if not chosen and not any(map(shutil.which, C_COMPILERS)):
-        needs.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
+    """Raise ConfigError if torch.compile would fail at the first batch, because Triton cannot build a C program.
+
+    Triton needs a C compiler, which the environment variable CC may name, and the header files of Python.
+    """
+    missing = []
+    chosen_compiler = os.environ.get("CC")
+    if chosen_compiler:
+        if not shutil.which(chosen_compiler):
+            missing.append(f"a C compiler (CC: {chosen_compiler} is none)")
+    elif not any(map(shutil.which, C_COMPILERS)):
+        missing.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
-        needs.append(f"{header} (`apt-get install python3-dev`)")
-    if needs:
+        missing.append(f"{header} (`apt-get install python3-dev`)")
+    if missing:
         raise ConfigError(
-            f"compile_config: torch.compile needs {' and '.join(needs)}; install it, or leave compiling out: "
+            f"compile_config: torch.compile needs {' and '.join(missing)}; install it, or leave compiling out: "
             "compile_config=null"
         )
 
 
 def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
-    """Check the tokenizer and the memory that a launch on this machine needs. Raises ConfigError.
+    """Check that this machine has the tokenizer and the memory that a launch needs. Raises ConfigError.
 
-    `devices` are this machine's, in order. Each rank takes one, or all ranks share a single one.
+    `devices` are this machine's, in order. Each rank of this machine takes one. Without accelerators there is a single
+    device, the RAM, which all of its ranks share.
     """
     name = config.tokenizer.name
     if not is_local_or_cached(name):
-        raise ConfigError(f"{_not_here(name)}; {_fetch(name)}")
-    is_cpu, num_here = devices[0].is_shared, layout.node_size
-    needed = estimate_training_memory(with_cpu_attention(config) if is_cpu else config, layout).total_bytes
-    asking = "each rank needs"
+        raise ConfigError(f"{_describe_missing_tokenizer(name)}; {_fetch_advice(name)}")
+
+    is_cpu = devices[0].is_shared
+    num_ranks_here = layout.node_size
     if is_cpu:
-        needed *= num_here
-        asking = "one rank needs" if num_here == 1 else f"{num_here} ranks need"
-    elif len(devices) < num_here:
-        raise ConfigError(f"{num_here} ranks given, and this machine has {len(devices)} devices; start as many")
-    least = min(devices[:num_here], key=lambda device: device.free_bytes)
-    if needed > least.free_bytes:
+        needed_by_rank = estimate_training_memory(with_cpu_attention(config), layout).total_bytes
+        needed_bytes = needed_by_rank * num_ranks_here
+        subject = "one rank needs" if num_ranks_here == 1 else f"{num_ranks_here} ranks need"
+    else:
+        needed_bytes = estimate_training_memory(config, layout).total_bytes
+        subject = "each rank needs"
+        if len(devices) < num_ranks_here:
+            raise ConfigError(
+                f"{num_ranks_here} ranks given, and this machine has {len(devices)} devices; start as many"
+            )
+
+    fullest = min(devices[:num_ranks_here], key=lambda device: device.free_bytes)
+    if needed_bytes > fullest.free_bytes:
         raise ConfigError(
-            f"memory: {asking} about {needed / GIB:,.1f} GiB by the estimate, and {least.name} has "
-            f"{least.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
+            f"memory: {subject} about {needed_bytes / GIB:,.1f} GiB by the estimate, and {fullest.name} has "
+            f"{fullest.free_bytes / GIB:,.1f} GiB free; use more devices, a smaller device_train_microbatch_size or "
             "model, or fsdp_config with FULL_SHARD or activation_checkpointing"
         )
 
 
-def _samples_per_epoch(config: TrainConfig, found: Preflight) -> int | None:
-    """Return the samples of an epoch; None where only the opened data set can tell: with streams or an epoch_size."""
+def _samples_per_epoch(config: TrainConfig, result: Preflight) -> int | None:
+    """Return the number of training samples of an epoch, or None if it cannot be told by counting samples on disk.
+
+    With streams, stages or an epoch_size, only the opened data set knows it.
+    """
     dataset = config.train_loader.dataset
-    is_plain = not (dataset.streams or dataset.stages) and dataset.epoch_size is None
-    return found.num_samples.get("train") if is_plain else None
+    is_whole_dataset = not (dataset.streams or dataset.stages) and dataset.epoch_size is None
+    return result.num_samples.get("train") if is_whole_dataset else None
 
 
-def _check_tasks(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
-    """Check that the run can ask all of its tasks. Else an evaluation in mid-run would meet the mistake."""
-    tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=found.notes)
+def _check_tasks(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+    """Check that every in-context task can be evaluated, because otherwise the run would fail at its first evaluation.
+
+    With `must_exist`, a missing tokenizer or task file is an error: ConfigError or DataError. Otherwise it is added to
+    the `result`, as not checked.
+    """
+    tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=result.notes)
     has_tokenizer = is_local_or_cached(config.tokenizer.name)
     if tasks and must_exist and not has_tokenizer:
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
-    tokenizer: Tokenizer | None = None
+
+    tokenizer: Tokenizer | None = None  # loaded once, because a large one takes a second
     for task in tasks:
-        is_local = not task.dataset_uri.startswith("hf://")
-        if not is_local:
+        is_on_hub = task.dataset_uri.startswith("hf://")
+        if is_on_hub:
             companions.require("llmfoundry_formats", f"icl_tasks: {task.label}: {task.dataset_uri}")
-        is_here = is_local and Path(task.dataset_uri).exists()
-        if must_exist and is_local and not is_here:
+        has_file = not is_on_hub and Path(task.dataset_uri).exists()
+        if must_exist and not is_on_hub and not has_file:
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
                 "`python scripts/fetch_tasks.py` fetches it"
             )
-        if not has_tokenizer or not (is_here or must_exist):
+
+        can_be_checked = has_tokenizer and (has_file or must_exist)
+        if not can_be_checked:
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
-            found.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
+            result.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
         elif config.evaluates:
-            tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)  # once: a large one takes a second
+            tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)
             _check_task(task, config, tokenizer)
 
 
 def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Check that a task's rows can be read and turned into prompts. Raises DataError.
+
+    For a perplexity task on an MDS split, only the split's index is checked.
+    """
     index = Path(task.dataset_uri, "index.json")
     if task.icl_task_type == "perplexity" and index.is_file():
         _check_split(task, index)
@@ -223,51 +258,69 @@ def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> 
 
 
 def _check_split(task: TaskConfig, index: Path) -> None:
-    """Check an MDS split by its index alone, because only a launch can read shards."""
+    """Raise DataError unless an MDS split has samples of tokens, by its index alone, because only a launch reads
+    shards."""
     try:
-        num_samples, types = _count_samples(index)
+        num_samples, columns = _count_samples(index)
     except ValueError as error:
         raise DataError(f"icl_tasks: {task.label}: {index} is not an MDS index ({error}); make it again") from None
-    if not num_samples or "tokens" not in types:
-        found = f"{num_samples} samples of {list_names(types)}"
-        raise DataError(f"icl_tasks: {task.label}: {index.parent} has {found}; expected samples of tokens")
+    if num_samples == 0 or "tokens" not in columns:
+        contents = f"{num_samples} samples of {list_names(columns)}"
+        raise DataError(f"icl_tasks: {task.label}: {index.parent} has {contents}; expected samples of tokens")
 
 
-def _check_loggers(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+def _check_loggers(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+    """Check the arguments of wandb, if the run logs to it, and note its environment variables that have no effect.
+
+    Raises ConfigError. Without wandb installed, a dry run notes that nothing was checked.
+    """
     wandb = config.loggers.wandb
     if wandb is None:
         return
     arguments = init_arguments(wandb, config.run_name, config.run_folder, known_id=None)
-    found.notes.extend(line for variable, line in describe_unused_variables(arguments) if variable != RUN_ID)
+    for variable, note in describe_unused_variables(arguments):
+        if variable != RUN_ID:
+            result.notes.append(note)
     if must_exist or is_installed("wandb"):
         check_wandb(wandb)
     else:
-        found.not_checked.append("loggers.wandb: wandb is not installed")
+        result.not_checked.append("loggers.wandb: wandb is not installed")
 
 
 def _check_import_paths(config: TrainConfig) -> None:
+    """Raise ConfigError if the module of a `python:module:Thing` cannot be found. Nothing is imported.
+
+    Such a name may stand for an optimizer, a loader or a callback of the user's own.
+    """
     names = [("optimizer.name", config.optimizer.name)]
     names += [(f"{key}.name", loader.name) for key, loader in config.loaders.items()]
-    for key, name in (*names, *(("callbacks", name) for name in config.callbacks.extra)):
-        missing = _find_missing_module(name.removeprefix("python:").partition(":")[0])
-        if name.startswith("python:") and missing:
+    names += [("callbacks", name) for name in config.callbacks.extra]
+    for key, name in names:
+        if not name.startswith("python:"):
+            continue
+        module, _, _ = name.removeprefix("python:").partition(":")
+        missing = _find_missing_module(module)
+        if missing:
             raise ConfigError(f"{key}: {name}: No module named {missing!r}; is its folder on PYTHONPATH?")
 
 
 def _find_missing_module(module: str) -> str | None:
-    """Return the first package of a dotted name that is missing, also in the working directory, where a module of the
-    user's own may lie. Looks at files only; nothing is imported."""
+    """Return the first part of a dotted module name that does not exist; None if the module exists.
+
+    For `package.inner.module` that may be `package` or `package.inner`. The working directory is searched too, because
+    a module of the user's own may be there. Only files are looked for; nothing is imported.
+    """
     if module in sys.modules:
         return None
-    path, *below = module.split(".")
+    path, *inner_names = module.split(".")
     try:
         spec = importlib.util.find_spec(path) or PathFinder.find_spec(path, [os.getcwd()])
     except ValueError:  # a module that was put into sys.modules by hand
         return None
-    for name in below:
+    for name in inner_names:
         if spec is None:
             break
-        # Only the last part of the name, because a dotted name might import its parents.
+        # Only the last part of the name, because `importlib.util.find_spec` would import the parents of a dotted one.
         spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
         path += f".{name}"
     return path if spec is None else None
@@ -276,138 +329,203 @@ def _find_missing_module(module: str) -> str | None:
 # ---------------------------------------------------------------------------------------- data, tokenizer
 
 
-def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
+def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+    """Check the indexes of a loader's data set, and count its samples. `block` is the loader's key.
+
+    Folders that will be filled from a remote are noted as not checked, and so are missing ones in a dry run. With
+    `must_exist` a missing one raises DataError.
+    """
     dataset = loader.dataset
-    folders, counts = places_of(dataset), []
-    for place, stream in folders.items():
-        key = f"{block}.dataset{place}"
+    streams = places_of(dataset)
+    counts = []
+    for stream_key, stream in streams.items():
+        key = f"{block}.dataset{stream_key}"
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
         if index.is_file():
-            counts.append(_check_index(index, key, dataset, config, found))
+            counts.append(_check_index(index, key, dataset, config, result))
         elif remote and remote != stream.local:
-            found.not_checked.append(f"{key}: {folder} will be filled from {remote}")
+            result.not_checked.append(f"{key}: {folder} will be filled from {remote}")
         elif must_exist:
             raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
         else:
-            found.not_checked.append(f"{key}: {index} is not there")
-    if len(counts) == len(folders):
-        found.num_samples[data_label(block)] = sum(counts)
+            result.not_checked.append(f"{key}: {index} is not there")
+
+    are_all_counted = len(counts) == len(streams)
+    if are_all_counted:
+        result.num_samples[data_label(block)] = sum(counts)
 
 
-def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, found: Preflight) -> int:
+def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, result: Preflight) -> int:
+    """Check an MDS split by its index.json and by the summary that `data prepare` wrote beside it.
+
+    Compares the length of samples with max_seq_len, and the tokenizer with the configured one. Returns the number of
+    samples. `key` names the data set in messages. Raises DataError or ConfigError.
+    """
     max_seq_len = dataset.max_seq_len or config.max_seq_len
     try:
-        total, types = _count_samples(index)
+        num_samples, columns = _count_samples(index)
     except ValueError as error:
         raise DataError(f"{key}: {index} is not an MDS index ({error}); make it again") from None
-    if not {"tokens", "text"} & types.keys():
-        raise DataError(f"{key}: {index} has columns {list_names(types)}; expected tokens or text")
-    if "tokens" not in types:
-        found.text_keys.append(key)
-        found.notes.append(
+    if "tokens" not in columns and "text" not in columns:
+        raise DataError(f"{key}: {index} has columns {list_names(columns)}; expected tokens or text")
+    if "tokens" not in columns:
+        result.text_keys.append(key)
+        result.notes.append(
             f"{key}: a text of more than {max_seq_len} tokens is cut there; `data prepare` keeps it whole"
         )
-    recorded = _read_summary(index.parent.parent / "summary.json")
-    length = tokens_per_sample(types.get("tokens", "")) or recorded.get("max_seq_len")
+
+    summary = _read_summary(index.parent.parent / "summary.json")
+    length = tokens_per_sample(columns.get("tokens", "")) or summary.get("max_seq_len")
     if length is not None:
-        what = f"{key}: samples of {index.parent} have"
-        check_length(length, max_seq_len, what, allow_truncation=dataset.allow_truncation)
+        subject = f"{key}: samples of {index.parent} have"
+        check_length(length, max_seq_len, subject, allow_truncation=dataset.allow_truncation)
         if length > max_seq_len:
             left_out = percent_left_out(length, max_seq_len)
-            found.notes.append(f"{what} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out")
-    if recorded:
-        _check_fingerprint(recorded["tokenizer"], key, config)
-    return total
+            result.notes.append(
+                f"{subject} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out"
+            )
+    if summary:
+        _check_fingerprint(summary["tokenizer"], key, config)
+    return num_samples
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Return what `data prepare` recorded beside the splits; {} without it, or where another tool wrote the file."""
+    """Read the summary.json that `data prepare` wrote beside its splits: its max_seq_len, and facts of the tokenizer.
+
+    Returns {} if the file does not exist, cannot be read, or was written by another tool.
+    """
     try:
-        found = read_json(path, "a summary")
+        summary = read_json(path, "a summary")
     except (OSError, ValueError):
         return {}
-    tokenizer = found.get("tokenizer") if isinstance(found, dict) else None
-    kinds = {"vocab_size": int, "fingerprint": str, "name": str}
-    is_ours = isinstance(tokenizer, dict) and all(type(tokenizer.get(key)) is kind for key, kind in kinds.items())
-    return found if is_ours and type(found.get("max_seq_len")) is int else {}
+    if not isinstance(summary, dict) or type(summary.get("max_seq_len")) is not int:
+        return {}
+
+    tokenizer = summary.get("tokenizer")
+    if not isinstance(tokenizer, dict):
+        return {}
+    types = {"vocab_size": int, "fingerprint": str, "name": str}
+    is_ours = all(type(tokenizer.get(key)) is expected for key, expected in types.items())
+    return summary if is_ours else {}
 
 
 def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
-    """Return the samples of all shards, and the columns of the first one with their types. The file is searched, not
-    parsed, because every rank does this, and Python's objects take eight times its size."""
+    """Return the number of samples of all shards of an MDS split, and name -> type of the columns of its first shard.
+
+    The index is searched by regular expressions instead of being parsed, because every rank does this, and as Python
+    objects the index takes eight times its size. Raises ValueError if it is not an MDS index.
+    """
     with (
         open(index, "rb", opener=open_regular) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        names, types = (re.search(rb'"column_%s":\s*(\[[^\]]*\])' % key, content) for key in (b"names", b"encodings"))
-        if names is None or types is None:
+        names = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
+        encodings = re.search(rb'"column_encodings":\s*(\[[^\]]*\])', content)
+        if names is None or encodings is None:
             raise ValueError("it names no columns")
-        total = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d{1,18})', content))
-        columns = dict(zip(*(map(str, parse_json(found[1])) for found in (names, types)), strict=True))
-        return total, columns
+        num_samples = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d{1,18})', content))
+        columns = zip(map(str, parse_json(names[1])), map(str, parse_json(encodings[1])), strict=True)
+        return num_samples, dict(columns)
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
-    """Compare the tokenizer with the data's record of its tokenizer. This never needs a network."""
+    """Compare the configured tokenizer with the one that made a data set. No network is needed.
+
+    `recorded` has the data set's vocab_size, fingerprint and name of its tokenizer, and `key` names the data set in
+    messages. Raises ConfigError if the model's vocabulary is too small, and DataError for another tokenizer.
+    """
     name = config.tokenizer.name
     _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
-    if is_local_or_cached(name) and (ours := load_tokenizer(name).fingerprint) != recorded["fingerprint"]:
+    if not is_local_or_cached(name):
+        return
+    fingerprint = load_tokenizer(name).fingerprint
+    if fingerprint != recorded["fingerprint"]:
         raise DataError(
-            f"tokenizer.name: {name} is not the tokenizer that made {key} ({ours}, not {recorded['fingerprint']}, "
-            f"{recorded['name']}); prepare the data again"
+            f"tokenizer.name: {name} is not the tokenizer that made {key} ({fingerprint}, not "
+            f"{recorded['fingerprint']}, {recorded['name']}); prepare the data again"
         )
 
 
-def _check_vocabulary(config: TrainConfig, needed: int, what: str) -> None:
-    if needed > config.model.vocab_size:
-        rounded = -(-needed // 128) * 128  # multiples of 128 are fast
-        raise ConfigError(f"model.vocab_size: {config.model.vocab_size} is less than {what}; set it to {rounded}")
+def _check_vocabulary(config: TrainConfig, num_tokens: int, description: str) -> None:
+    """Raise ConfigError if the model has embeddings for fewer than `num_tokens` tokens.
+
+    `description` says in the message where the tokens come from.
+    """
+    if num_tokens > config.model.vocab_size:
+        rounded = -(-num_tokens // FAST_MULTIPLE) * FAST_MULTIPLE  # rounded up
+        raise ConfigError(
+            f"model.vocab_size: {config.model.vocab_size} is less than {description}; set it to {rounded}"
+        )
 
 
-def _check_tokenizer(config: TrainConfig, found: Preflight, *, must_exist: bool) -> None:
-    name, dataset = config.tokenizer.name, config.train_loader.dataset
-    given = {"eos": dataset.eos_token_id, "bos": dataset.bos_token_id}
+def _check_tokenizer(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+    """Compare the tokenizer with the model's vocabulary and with the data set's special tokens. Raises ConfigError.
+
+    If the tokenizer is not on this machine, that is noted. With `must_exist`, it is an error if the run needs it.
+    """
+    name = config.tokenizer.name
     if not is_local_or_cached(name):
-        if must_exist and config.model.attn_config.attn_uses_sequence_id and set(given.values()) == {None}:
-            raise ConfigError(
-                f"tokenizer.name: {name} is not on this machine, and model.attn_config.attn_uses_sequence_id needs its "
-                f"end of text; {_fetch(name)}"
-            )
-        message = _not_here(name)
-        # transformers may be able to convert a folder without tokenizer.json.
-        if found.text_keys and not Path(name).is_dir():
-            message += f", and {found.text_keys[0]} is text that needs it"
-            if must_exist:
-                raise ConfigError(f"{message}; {_fetch(name)}")
-        elif found.text_keys:
-            needed_for = f"tokenizer.name: {name}: tokenizers without {TOKENIZER_FILE}"
-            companions.require("llmfoundry_formats", needed_for)
-        found.not_checked.append(message)
+        _handle_missing_tokenizer(config, result, must_exist=must_exist)
         return
+
     tokenizer = load_tokenizer(name)
-    theirs = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
-    for token, token_id in given.items():
+    dataset = config.train_loader.dataset
+    for token, given_id, own_id in (
+        ("eos", dataset.eos_token_id, tokenizer.eos_token_id),
+        ("bos", dataset.bos_token_id, tokenizer.bos_token_id),
+    ):
         override = f"override_{token}_token_id_mismatch_error"
-        if token_id not in (None, theirs[token]) and not getattr(dataset, override):
+        differs = given_id is not None and given_id != own_id
+        if differs and not getattr(dataset, override):
             raise ConfigError(
-                f"train_loader.dataset.{token}_token_id: {token_id} is not the tokenizer's, {theirs[token]} ({name}); "
+                f"train_loader.dataset.{token}_token_id: {given_id} is not the tokenizer's, {own_id} ({name}); "
                 f"change it, or set train_loader.dataset.{override}: true"
             )
     _check_vocabulary(config, tokenizer.vocab_size, f"the tokenizer's {tokenizer.vocab_size} ({name})")
-    if config.tokenizer.kwargs.get("pad_token", tokenizer.pad_token) == tokenizer.eos_token:
-        found.notes.append(
+
+    padding = config.tokenizer.kwargs.get("pad_token", tokenizer.pad_token)
+    if padding == tokenizer.eos_token:
+        result.notes.append(
             f"tokenizer.name: {name} pads with its end of text, {tokenizer.eos_token}; it is learned here like any "
             "token, and LLM Foundry computes no loss on it"
         )
 
 
-def _not_here(name: str) -> str:
+def _handle_missing_tokenizer(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+    """Add to the `result` that the tokenizer is not on this machine. With `must_exist`, raise ConfigError if the run
+    needs it: for data sets of text, or for the token that ends a text, by which attention keeps texts apart."""
+    name = config.tokenizer.name
+    dataset = config.train_loader.dataset
+    has_given_tokens = dataset.eos_token_id is not None or dataset.bos_token_id is not None
+    needs_end_of_text = config.model.attn_config.attn_uses_sequence_id and not has_given_tokens
+    if must_exist and needs_end_of_text:
+        raise ConfigError(
+            f"tokenizer.name: {name} is not on this machine, and model.attn_config.attn_uses_sequence_id needs its "
+            f"end of text; {_fetch_advice(name)}"
+        )
+
+    message = _describe_missing_tokenizer(name)
+    if result.text_keys:
+        if Path(name).is_dir():
+            # transformers may be able to convert a folder without tokenizer.json, which the companion uses.
+            needed_for = f"tokenizer.name: {name}: tokenizers without {TOKENIZER_FILE}"
+            companions.require("llmfoundry_formats", needed_for)
+        else:
+            message += f", and {result.text_keys[0]} is text that needs it"
+            if must_exist:
+                raise ConfigError(f"{message}; {_fetch_advice(name)}")
+    result.not_checked.append(message)
+
+
+def _describe_missing_tokenizer(name: str) -> str:
+    """Say that a tokenizer is not on this machine, for a message."""
     return f"tokenizer.name: {name} is neither a local folder nor in the Hub's cache"
 
 
-def _fetch(name: str) -> str:
+def _fetch_advice(name: str) -> str:
+    """Say how to get a tokenizer that is not on this machine, for the end of a message."""
     return f"fetch it first (`hf download {name}`) or name a local folder"
 
 
@@ -415,69 +533,88 @@ def _fetch(name: str) -> str:
 
 
 def describe(
-    config: TrainConfig, layout: Layout, found: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
+    config: TrainConfig, layout: Layout, result: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
 ) -> str:
-    """Describe what a launch would do, in lines of a name and a value.
+    """Describe what a launch would do, in lines of a name and a value: the output of `--dry-run`.
 
-    With `is_for_here` this machine has been checked too. With `with_yaml` the resolved configuration comes first.
+    `result` is that of `check`. `is_for_here` says that this machine has been checked too. With `with_yaml` the
+    resolved configuration comes first.
     """
-    model, length = config.model, config.max_seq_len
-    batch_tokens, flops = config.global_train_batch_size * length, count_flops_per_token(model, length)
-    start, not_looked_at = _describe_start(config, is_for_here=is_for_here)
-    among = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
+    model = config.model
+    tokens_per_batch = config.global_train_batch_size * config.max_seq_len
+    flops_per_token = count_flops_per_token(model, config.max_seq_len)
+    flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_token * tokens_per_batch)} per batch"
+    start, not_checked_at_start = _describe_start(config, is_for_here=is_for_here)
+    other_launches = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
     lines = [
-        f"run            {config.run_name} in {config.run_folder}{among}",
+        f"run            {config.run_name} in {config.run_folder}{other_launches}",
         f"start          {start}",
         f"model          {count_parameters(model):,} parameters, {model.n_layers} blocks of width {model.d_model}",
-        f"model FLOPs    {_with_prefix(flops)} per token, {_with_prefix(flops * batch_tokens)} per batch",
-        *_under("devices", describe_layout(layout)),
-        *_under("batch", _describe_batch(config, layout)),
-        *_under("samples", describe_division("samples", config, layout)),
-        *_under("stages", describe_division("stages", config, layout)),
-        f"duration       {config.max_duration.written}{_describe_duration(config, found)}",
-        *_describe_data(config, found),
+        f"model FLOPs    {flops}",
+        *_with_heading("devices", describe_layout(layout)),
+        *_with_heading("batch", _describe_batch(config, layout)),
+        *_with_heading("samples", describe_division("samples", config, layout)),
+        *_with_heading("stages", describe_division("stages", config, layout)),
+        f"duration       {config.max_duration.written}{_describe_duration(config, result)}",
+        *_describe_data(config, result),
         f"precision      {_describe_precision(config)}",
         f"optimizer      {_describe_optimizer(config)}",
-        *_under("memory", _describe_memory(config, layout)),
+        *_with_heading("memory", _describe_memory(config, layout)),
         f"saves          {_describe_saves(config)}",
         f"logs           {_describe_logs(config)}",
     ]
     lines += [f"warning        {text}" for text in describe_division("warning", config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
-    not_checked = [*found.not_checked, *not_looked_at]
+
+    not_checked = [*result.not_checked, *not_checked_at_start]
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
-    head = [dump_record(as_dict(config))] if with_yaml else []
-    return "\n".join([*head, *map(printable, lines)])
+
+    paragraphs = [printable(line) for line in lines]
+    if with_yaml:
+        paragraphs.insert(0, dump_record(as_dict(config)))
+    return "\n".join(paragraphs)
 
 
 def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, list[str]]:
-    """Describe where a launch begins, with a line for each thing that is not on this machine. Reads no tensor.
+    """Describe where a launch begins: at a save of this run, at `load_path`, or at batch 1. Reads no tensor.
 
-    With `is_for_here`, raises CheckpointError where a launch would be refused.
+    Returns the description, and a line for each thing that could not be checked. If a launch would be refused, the
+    description says why; with `is_for_here`, raises CheckpointError instead.
     """
-    folder, where = config.checkpoint_folder, config.load_path
-    begins = "batch 1, from initial weights"
-    if where is not None:
-        begins = f"the {'weights' if config.load_weights_only else 'whole state'} of {where}"
-    if "://" in folder:
-        unseen = [f"{folder}: what it holds, and whether that fits this configuration"]
-        return f"the newest save in {folder}, else {begins}" if config.autoresume else begins, unseen
-    is_elsewhere = where is not None and not os.path.exists(os.path.expanduser(where.removeprefix("file://")))
+    folder = config.checkpoint_folder
+    load_path = config.load_path
+    beginning = "batch 1, from initial weights"
+    if load_path is not None:
+        state = "weights" if config.load_weights_only else "whole state"
+        beginning = f"the {state} of {load_path}"
+
+    is_remote = "://" in folder
+    if is_remote:
+        not_checked = [f"{folder}: what it holds, and whether that fits this configuration"]
+        description = f"the newest save in {folder}, else {beginning}" if config.autoresume else beginning
+        return description, not_checked
+
+    is_missing = load_path is not None and not os.path.exists(os.path.expanduser(load_path.removeprefix("file://")))
     try:
-        here = replace(config, load_path=None) if is_elsewhere else config
-        start = choose_start(here, find_fingerprints(config.tokenizer.name))
+        # A load_path of another machine is left out, so that the saves of this run can be looked at.
+        config_here = replace(config, load_path=None) if is_missing else config
+        start = choose_start(config_here, find_fingerprints(config.tokenizer.name))
         if start.is_run_folder and not start.checkpoint_name:
             raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
     except CheckpointError as error:
         if is_for_here:
             raise
         return f"refused: {error}", []
+
     if start.is_run_folder:
-        unseen = [f"the tensors and the data of {start.checkpoint_name}: the launch compares them with what is here"]
-        return f"carries on from {folder}/{start.checkpoint_name}{_describe_end(config, start)}", unseen
-    return begins, [f"load_path: {where}, and whether it fits this configuration"] if is_elsewhere else []
+        not_checked = [
+            f"the tensors and the data of {start.checkpoint_name}: the launch compares them with what is here"
+        ]
+        return f"carries on from {folder}/{start.checkpoint_name}{_describe_end(config, start)}", not_checked
+    not_checked = [f"load_path: {load_path}, and whether it fits this configuration"] if is_missing else []
+    return beginning, not_checked
 
 
 def _describe_end(config: TrainConfig, start: Start) -> str:
@@ -490,69 +627,114 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
-    batch, length = config.global_train_batch_size, config.max_seq_len
-    num_ranks, degree = layout.num_data_ranks, layout.ranks_per_data_rank
-    device_batch = batch // num_ranks
-    groups = f"{num_ranks} group(s) of {degree} devices" if degree > 1 else f"{num_ranks} device(s)"
-    microbatch = config.first_microbatch_size(device_batch)
-    division = f"{-(-device_batch // microbatch)} microbatch(es) of up to {microbatch}"
+    """Return two lines for a dry run: the size of a batch, and how devices and microbatches divide it."""
+    batch_size = config.global_train_batch_size
+    length = config.max_seq_len
+    num_groups = layout.num_data_ranks
+    group_size = layout.ranks_per_data_rank
+    device_batch_size = batch_size // num_groups
+
+    groups = f"{num_groups} group(s) of {group_size} devices" if group_size > 1 else f"{num_groups} device(s)"
     if config.device_train_microbatch_size == "auto":
-        division = "microbatches as large as fit"
-    total = f"{batch} samples x {length} tokens = {batch * length:,} tokens"
-    return [total, f"{groups} x {device_batch} samples in {division}"]
+        microbatches = "microbatches as large as fit"
+    else:
+        microbatch_size = config.first_microbatch_size(device_batch_size)
+        num_microbatches = -(-device_batch_size // microbatch_size)  # rounded up
+        microbatches = f"{num_microbatches} microbatch(es) of up to {microbatch_size}"
+    return [
+        f"{batch_size} samples x {length} tokens = {batch_size * length:,} tokens",
+        f"{groups} x {device_batch_size} samples in {microbatches}",
+    ]
 
 
-def _describe_data(config: TrainConfig, found: Preflight) -> list[str]:
-    lines, batch = [], config.global_train_batch_size
+def _describe_data(config: TrainConfig, result: Preflight) -> list[str]:
+    """Return a line for each data set for a dry run: its samples, its folders, and how they are used."""
+    batch_size = config.global_train_batch_size
+    lines = []
     for key, loader in config.loaders.items():
-        dataset, label = loader.dataset, data_label(key)
-        streams = places_of(dataset).values()
-        facts = ["/".join(filter(None, (s.local or s.remote, s.split or dataset.split))) for s in streams]
-        if loader.name != "text" or len(facts) > MAX_LISTED:
-            facts = [loader.name if loader.name != "text" else f"{len(facts)} streams"]
-        if label in found.num_samples:
-            facts.insert(0, f"{found.num_samples[label]:,} samples")
+        label = data_label(key)
+        facts = _describe_source(loader)
+        if label in result.num_samples:
+            facts.insert(0, f"{result.num_samples[label]:,} samples")
+
         if label != "train":
-            first = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
-            often = f"every {config.eval_interval}{first}"
-            facts.append(often if config.evaluates else "never evaluated")
-        elif (count := _samples_per_epoch(config, found)) is not None and loader.drop_last:
-            facts.append(f"{count % batch} of them left out of each epoch")
-        if dataset.stages:
-            begins = first_batches(dataset, f"{key}.dataset", config.max_duration, batch, config.max_seq_len)
-            facts.append(f"{len(begins)} stages, from batches {' and '.join(f'{begin + 1:,}' for begin in begins)}")
+            facts.append(_describe_evaluation_interval(config))
+        else:
+            num_samples = _samples_per_epoch(config, result)
+            if num_samples is not None and loader.drop_last:
+                facts.append(f"{num_samples % batch_size} of them left out of each epoch")
+        if loader.dataset.stages:
+            begins = first_batches(
+                loader.dataset, f"{key}.dataset", config.max_duration, batch_size, config.max_seq_len
+            )
+            numbers = " and ".join(f"{begin + 1:,}" for begin in begins)
+            facts.append(f"{len(begins)} stages, from batches {numbers}")
         lines.append(f"{label + ' data':<14} {', '.join(facts)}")
     return lines
 
 
+def _describe_source(loader: LoaderConfig) -> list[str]:
+    """Return the folders of a loader's data set, their number if there are many, or the name of a user's own loader."""
+    if loader.name != "text":
+        return [loader.name]
+    dataset = loader.dataset
+    streams = places_of(dataset).values()
+    if len(streams) > MAX_LISTED:
+        return [f"{len(streams)} streams"]
+    folders = []
+    for stream in streams:
+        parts = (stream.local or stream.remote, stream.split or dataset.split)
+        folders.append("/".join(part for part in parts if part))
+    return folders
+
+
+def _describe_evaluation_interval(config: TrainConfig) -> str:
+    """Say how often the validation loss is computed, and on how many samples if not on all."""
+    if not config.evaluates:
+        return "never evaluated"
+    subset = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
+    return f"every {config.eval_interval}{subset}"
+
+
 def _describe_precision(config: TrainConfig) -> str:
-    options = {
-        "exact sums": config.exact_sums,
-        "deterministic kernels": config.deterministic,
-        "compiled blocks": config.compile_config is not None,
-    }
-    mixed = f"mixed_precision {config.sharding.mixed_precision}"
-    return ", ".join([config.precision, mixed, *(name for name, is_on in options.items() if is_on)])
+    """Describe the precision, mixed precision and exactness of a run, for a dry run."""
+    facts = [config.precision, f"mixed_precision {config.sharding.mixed_precision}"]
+    if config.exact_sums:
+        facts.append("exact sums")
+    if config.deterministic:
+        facts.append("deterministic kernels")
+    if config.compile_config is not None:
+        facts.append("compiled blocks")
+    return ", ".join(facts)
 
 
 def _describe_optimizer(config: TrainConfig) -> str:
-    optimizer, clipping = config.optimizer, config.algorithms.gradient_clipping
+    """Describe the optimizer, the learning rate and its schedule, and gradient clipping, for a dry run."""
+    optimizer = config.optimizer
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
-    facts += [] if optimizer.adamw_lr is None else [f"adamw_lr {optimizer.adamw_lr:g}"]
+    if optimizer.adamw_lr is not None:
+        facts.append(f"adamw_lr {optimizer.adamw_lr:g}")
     if optimizer.name.startswith("python:"):
-        given = [f"{key} {value}" for key, value in as_dict(config)["optimizer"]["kwargs"].items()]
-        facts += [*given, "its own defaults for all else", config.scheduler.name]
+        arguments = as_dict(config)["optimizer"]["kwargs"]
+        facts += [f"{key} {value}" for key, value in arguments.items()]
+        facts.append("its own defaults for all else")
     else:
-        facts += [f"weight decay {optimizer.decay:g}", config.scheduler.name]
-    facts += [f"warm-up {config.scheduler.t_warmup.written}"] if config.scheduler.t_warmup.value else []
-    facts += [f"gradients clipped at {clipping.clipping_threshold:g}"] if clipping else []
+        facts.append(f"weight decay {optimizer.decay:g}")
+
+    facts.append(config.scheduler.name)
+    if config.scheduler.t_warmup.value:
+        facts.append(f"warm-up {config.scheduler.t_warmup.written}")
+    clipping = config.algorithms.gradient_clipping
+    if clipping:
+        facts.append(f"gradients clipped at {clipping.clipping_threshold:g}")
     return ", ".join(facts)
 
 
 def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
-    estimate = estimate_training_memory(config, layout)
-    at = " (microbatches of 1 sample)" if config.device_train_microbatch_size == "auto" else ""
-    lines = [f"{estimate}{at}"]
+    """Return lines for a dry run with the estimated memory of a device, and what the estimate assumes."""
+    is_measured_later = config.device_train_microbatch_size == "auto"
+    assumption = " (microbatches of 1 sample)" if is_measured_later else ""
+    lines = [f"{estimate_training_memory(config, layout)}{assumption}"]
     if not knows_optimizer(config):
         lines.append(
             f"how much {config.optimizer.name} keeps is not known; `optimizer` is assumed to be two numbers for each "
@@ -562,67 +744,97 @@ def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_saves(config: TrainConfig) -> str:
-    interval, kept = config.save_interval, config.save_num_checkpoints_to_keep
-    often = "as often as costs 2 %" if interval.is_auto else f"every {interval.span or interval.written}"
-    how_many = "all" if kept == -1 else f"the newest {kept}"
+    """Describe for a dry run where and how often a run saves, how many saves stay, and when failing saves end it."""
+    interval = config.save_interval
+    num_kept = config.save_num_checkpoints_to_keep
+    frequency = "as often as costs 2 %" if interval.is_auto else f"every {interval.span or interval.written}"
+    kept = "all" if num_kept == -1 else f"the newest {num_kept}"
     limit = f"the run ends when saves fail for {config.max_unsaved.written}"
-    return f"{config.checkpoint_folder}, {often} and at the end, {how_many} kept; {limit}"
+    return f"{config.checkpoint_folder}, {frequency} and at the end, {kept} kept; {limit}"
 
 
 def _describe_logs(config: TrainConfig) -> str:
+    """List for a dry run where a run logs: its metrics.jsonl, the terminal, and trackers."""
     names = [f"{config.run_folder}/metrics.jsonl"]
-    names += ["progress bar"] if config.progress_bar else ["console"] if config.log_to_console else []
-    return ", ".join(names + [name for name in ("wandb", "tensorboard") if getattr(config.loggers, name) is not None])
+    if config.progress_bar:
+        names.append("progress bar")
+    elif config.log_to_console:
+        names.append("console")
+    for tracker in ("wandb", "tensorboard"):
+        if getattr(config.loggers, tracker) is not None:
+            names.append(tracker)
+    return ", ".join(names)
 
 
-def _under(heading: str, lines: Sequence[str]) -> list[str]:
-    return [f"{'' if i else heading:<15}{line}" for i, line in enumerate(lines)]
+def _with_heading(heading: str, lines: Sequence[str]) -> list[str]:
+    """Indent lines by 15 columns, the width of a dry run's headings, and write the heading before the first line."""
+    return [f"{'' if number else heading:<15}{line}" for number, line in enumerate(lines)]
 
 
-def describe_division(heading: str, config: TrainConfig, layout: Layout) -> list[str]:
-    """Describe ranks that see the same samples: `samples`, which tokens each has; `stages`, which blocks; `warning`,
-    where they exchange across nodes in every block."""
+def describe_division(topic: str, config: TrainConfig, layout: Layout) -> list[str]:
+    """Describe how ranks that see the same samples divide the work; empty if there are none.
+
+    The topic `samples` says which tokens each rank has, `stages` which blocks, and `warning` warns of ranks that
+    exchange data across nodes in every block.
+    """
     if layout.ranks_per_data_rank == 1:
         return []
     needed_for = "tp_config, cp_config and pp_config"
     descriptions = companions.load("llmfoundry_layouts.description:DESCRIPTIONS", needed_for)
-    return descriptions[heading](config, layout)
+    return descriptions[topic](config, layout)
 
 
 def _describe_variable(name: str, value: str) -> str:
+    """Describe an environment variable that the configuration sets to `value`, as NAME=VALUE, secrets hidden.
+
+    A variable that the shell has set keeps the shell's value, which the description then says.
+    """
     if isinstance(value, FromEnvironment):
         return f"{name}={value.written}"
-    found = os.environ.get(name, value)
+    value_in_effect = os.environ.get(name, value)
+    is_as_configured = value_in_effect == value
     if is_secret_name(name):
-        return f"{name}={HIDDEN}" + ("" if found == value else ", as the shell has it")
-    if found == value:
+        origin = "" if is_as_configured else ", as the shell has it"
+        return f"{name}={HIDDEN}{origin}"
+    if is_as_configured:
         return f"{name}={value}"
-    return f"{name}={found}, as the shell has it, not {value}"
+    return f"{name}={value_in_effect}, as the shell has it, not {value}"
 
 
-def _describe_duration(config: TrainConfig, found: Preflight) -> str:
-    duration, batch = config.max_duration, config.global_train_batch_size
-    batch_tokens = batch * config.max_seq_len
-    samples = _samples_per_epoch(config, found) or 0
+def _describe_duration(config: TrainConfig, result: Preflight) -> str:
+    """Return max_duration in batches, tokens, epochs and hours, to be appended to its own text; empty if unknown.
+
+    Epochs are known where the samples could be counted, and hours where the YAML has a variable tokens_per_second.
+    """
+    duration = config.max_duration
+    batch_size = config.global_train_batch_size
+    tokens_per_batch = batch_size * config.max_seq_len
+    num_samples = _samples_per_epoch(config, result) or 0
+    batches_per_epoch = num_samples // batch_size if config.train_loader.drop_last else -(-num_samples // batch_size)
     num_batches = {
         "ba": duration.value,
-        "sp": -(-duration.value // batch),
-        "tok": -(-duration.value // batch_tokens),
-        "ep": duration.value * (samples // batch if config.train_loader.drop_last else -(-samples // batch)),
+        "sp": -(-duration.value // batch_size),
+        "tok": -(-duration.value // tokens_per_batch),
+        "ep": duration.value * batches_per_epoch,
     }[duration.unit]
     if not num_batches:
         return ""
-    num_epochs = num_batches * batch / samples if samples else 0
-    epochs = f", {num_epochs:,.2f} epochs" if samples else ""
-    epochs += ", which learn this text by heart: it is too short for the run" if num_epochs > MANY_EPOCHS else ""
-    rate = config.variables.get("tokens_per_second")  # `init --hours` has measured it
-    if isinstance(rate, int | float) and rate > 0:
-        epochs += f", {num_batches * batch_tokens / rate / 3600:,.2g} hours at {rate:,} tokens per second"
-    return f" = {int(num_batches):,} batches, {_with_prefix(num_batches * batch_tokens)} tokens{epochs}"
+
+    description = f" = {int(num_batches):,} batches, {_with_prefix(num_batches * tokens_per_batch)} tokens"
+    if num_samples:
+        num_epochs = num_batches * batch_size / num_samples
+        description += f", {num_epochs:,.2f} epochs"
+        if num_epochs > MANY_EPOCHS:
+            description += ", which learn this text by heart: it is too short for the run"
+    tokens_per_second = config.variables.get("tokens_per_second")  # `init --hours` has measured it
+    if isinstance(tokens_per_second, int | float) and tokens_per_second > 0:
+        num_hours = num_batches * tokens_per_batch / tokens_per_second / 3600
+        description += f", {num_hours:,.2g} hours at {tokens_per_second:,} tokens per second"
+    return description
 
 
 def _with_prefix(number: float) -> str:
-    """Write 1234567 as 1.23 M."""
+    """Write a number with a metric prefix and two decimals: 1234567 as `1.23 M`."""
     for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= factor:
             return f"{number / factor:,.2f} {prefix}"
