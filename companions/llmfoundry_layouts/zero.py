@@ -18,110 +18,166 @@ from torch.optim import Optimizer
 from llmfoundry_lite.ranks.exchange import all_gather_single
 
 REPLICATE = "replicate"
+"""Name of the mesh dimension along which parameters have replicas."""
 GATHER_BYTES = 1 << 27
-"""Size of the parameters that are gathered in one collective."""
+"""Parameters are gathered in collectives of up to this size. `estimate/memory.py` counts on it."""
 
 
 def share_optimizer(
     parameters: Mapping[str, nn.Parameter], build: Callable[[dict[str, nn.Parameter]], Optimizer]
 ) -> Optimizer:
-    """Return the optimizer that `build` makes of this rank's rows of the named parameters, and that replicas share."""
-    optimizer = build(dict(zip(parameters, rows_of(list(parameters.values())), strict=True)))
+    """Build an optimizer whose state and step replicas divide among themselves.
+
+    parameters: name -> whole parameter.
+    build: makes an optimizer of named parameters. It gets this rank's rows of each.
+
+    Returns the optimizer. Its `step` is collective over the replicas, and updates the whole parameters.
+    """
+    rows = rows_of(list(parameters.values()))
+    optimizer = build(dict(zip(parameters, rows, strict=True)))
     step_together(optimizer)
     return optimizer
 
 
 def rows_of(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the rows of each parameter that this rank updates, divided as torch.chunk does.
+    """Return the rows of each parameter that this rank updates, as new parameters which share its memory.
 
-    A parameter without replicas, as on one device, is returned unchanged.
+    The whole parameter is an attribute of its rows, `share_of`. Replicas divide the rows as `torch.chunk` does. A
+    parameter without replicas, as on one device, is returned itself.
     """
-    return [parameter if _replicate_dim(parameter) is None else _rows_of(parameter) for parameter in parameters]
+    all_rows: list[nn.Parameter] = []
+    for parameter in parameters:
+        if _replicate_dim(parameter) is None:
+            all_rows.append(parameter)
+        else:
+            rows = nn.Parameter(_cut_rows(parameter.detach()))
+            rows.share_of = parameter  # type: ignore[attr-defined]
+            all_rows.append(rows)
+    return all_rows
 
 
 def step_together(optimizer: Optimizer) -> None:
-    """Make an optimizer over `rows_of` parameters take gradients' rows before each step, and gather rows after it."""
-    rows = [row for group in optimizer.param_groups for row in group["params"] if hasattr(row, "share_of")]
+    """Make the steps of an optimizer of `rows_of` parameters update the whole parameters on all replicas.
 
-    def before(*_: Any) -> None:
-        for row in rows:
-            gradient = row.share_of.grad
-            row.grad = None if gradient is None else _cut(gradient)
+    Hooks give each of the rows its part of the whole gradient before a step, and gather the new rows of all replicas
+    after it. From then on, every replica must call `step` together.
+    """
+    all_rows: list[Any] = []
+    for group in optimizer.param_groups:
+        all_rows += [rows for rows in group["params"] if hasattr(rows, "share_of")]
 
-    def after(*_: Any) -> None:
-        trained = [row.share_of for row in rows if row.grad is not None]
-        for row in rows:
-            row.grad = None
-        for bucket in _buckets(trained):
-            _gather(bucket)
+    def set_gradients(*_: Any) -> None:
+        """Make the gradients of rows views of the whole gradients."""
+        for rows in all_rows:
+            gradient = rows.share_of.grad
+            rows.grad = None if gradient is None else _cut_rows(gradient)
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    def gather_parameters(*_: Any) -> None:
+        """Gather the parameters that have changed, and drop the views, which would keep the gradients' memory alive."""
+        changed = [rows.share_of for rows in all_rows if rows.grad is not None]
+        for rows in all_rows:
+            rows.grad = None
+        for bucket in _divide_into_buckets(changed):
+            _gather_rows(bucket)
+
+    optimizer.register_step_pre_hook(set_gradients)
+    optimizer.register_step_post_hook(gather_parameters)
 
 
 def _replicate_dim(parameter: Tensor) -> int | None:
-    """Return the dimension of a parameter's mesh along which it has replicas, if it has any."""
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    if mesh is None or REPLICATE not in (mesh.mesh_dim_names or ()):
+    """Return the index of the mesh dimension along which a DTensor has replicas, or None if there is only one copy."""
+    if not isinstance(parameter, DTensor):
         return None
-    dim = (mesh.mesh_dim_names or ()).index(REPLICATE)
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    if REPLICATE not in names:
+        return None
+    dim = names.index(REPLICATE)
     return dim if mesh.size(dim) > 1 else None
 
 
-def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
-    rows = nn.Parameter(_cut(parameter.detach()))
-    rows.share_of = parameter  # type: ignore[attr-defined]
-    return rows
+def _cut_rows(tensor: Tensor) -> Tensor:
+    """Return the rows of a DTensor that this replica updates, as a DTensor which is a view of the same memory.
 
-
-def _cut(tensor: Tensor) -> Tensor:
-    """Return a view of this rank's rows."""
+    Other dimensions of the mesh, such as tensor parallelism, may have divided the tensor before. The replicas divide
+    what this rank has of it.
+    """
     tensor = cast(DTensor, tensor)
-    mesh, dim, local = tensor.device_mesh, _replicate_dim(tensor), tensor.to_local()
+    mesh = tensor.device_mesh
+    dim = _replicate_dim(tensor)
     assert dim is not None
-    chunk = math.ceil(local.size(0) / mesh.size(dim))
-    begin = min(mesh.get_local_rank(dim) * chunk, local.size(0))
-    # Replicas divide the rows that are left after other dimensions of the mesh have divided them.
-    placed: list[Any] = list(tensor.placements)
-    cuts = [mesh.size(i) for i, kind in enumerate(placed) if not kind.is_replicate() and kind.dim == 0]
-    placements = list(tensor.placements)
-    placements[dim] = _StridedShard(0, split_factor=math.prod(cuts)) if math.prod(cuts) > 1 else Shard(0)
-    return DTensor.from_local(
-        local[begin : begin + chunk], mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    local = tensor.to_local()
+    num_rows = math.ceil(local.size(0) / mesh.size(dim))
+    begin = min(mesh.get_local_rank(dim) * num_rows, local.size(0))
+
+    # If rows are divided twice, a rank has a part of a part. torch describes this by a strided shard, whose split
+    # factor is the number of parts into which the other dimensions of the mesh divide the rows.
+    placements: list[Any] = list(tensor.placements)
+    split_factor = 1
+    for mesh_dim, placement in enumerate(placements):
+        divides_rows = not placement.is_replicate() and placement.dim == 0
+        if divides_rows:
+            split_factor *= mesh.size(mesh_dim)
+    placements[dim] = Shard(0) if split_factor == 1 else _StridedShard(0, split_factor=split_factor)
+
+    rows = local[begin : begin + num_rows]
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[DTensor]]:
-    """Join successive parameters of one mesh, dtype and device, up to GATHER_BYTES. A larger parameter is alone."""
+def _divide_into_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[DTensor]]:
+    """Yield lists of successive parameters that one collective can gather.
+
+    The parameters of a bucket have the same mesh, dtype and device, and up to GATHER_BYTES on this rank together. A
+    larger parameter is in a bucket of its own.
+    """
     bucket: list[DTensor] = []
+    bucket_bytes = 0
     for parameter in cast(Sequence[DTensor], parameters):
-        together = [*bucket, parameter]
-        num_bytes = sum(one.to_local().numel() * one.element_size() for one in together)
-        if bucket and (num_bytes > GATHER_BYTES or _kind(bucket[0]) != _kind(parameter)):
+        num_bytes = parameter.to_local().numel() * parameter.element_size()
+        fits = bucket_bytes + num_bytes <= GATHER_BYTES
+        if bucket and not (fits and _can_join(bucket[0], parameter)):
             yield bucket
-            together = [parameter]
-        bucket = together
+            bucket = []
+            bucket_bytes = 0
+        bucket.append(parameter)
+        bucket_bytes += num_bytes
     if bucket:
         yield bucket
 
 
-def _kind(parameter: DTensor) -> tuple[Any, ...]:
-    return id(parameter.device_mesh), parameter.dtype, parameter.device
+def _can_join(a: DTensor, b: DTensor) -> bool:
+    """Return whether one collective can gather both parameters: on the same mesh and device, and of one dtype."""
+    return a.device_mesh is b.device_mesh and a.dtype == b.dtype and a.device == b.device
 
 
 @torch.no_grad()
-def _gather(parameters: Sequence[DTensor]) -> None:
-    """Gather all replicas' rows on every replica, in one collective. The last replicas' rows are padded."""
-    mesh, dim = parameters[0].device_mesh, _replicate_dim(parameters[0])
+def _gather_rows(parameters: Sequence[DTensor]) -> None:
+    """Replace the rows that other replicas have updated, in place. One collective over the replicas.
+
+    All replicas send equally many elements, so the rows of the last ones are padded with zeros.
+    """
+    mesh = parameters[0].device_mesh
+    dim = _replicate_dim(parameters[0])
     assert dim is not None
-    num_replicas, rank = mesh.size(dim), mesh.get_local_rank(dim)
+    num_replicas = mesh.size(dim)
+    rank = mesh.get_local_rank(dim)
     wholes = [parameter.to_local() for parameter in parameters]
-    sizes = [math.ceil(whole.size(0) / num_replicas) * whole[:1].numel() for whole in wholes]
-    mine = torch.zeros(sum(sizes), dtype=wholes[0].dtype, device=wholes[0].device)
-    for whole, place, size in zip(wholes, mine.split(sizes), sizes, strict=True):
+
+    # Copy this replica's rows of all parameters into one buffer, one parameter after the other.
+    sizes: list[int] = []
+    for whole in wholes:
+        num_rows = math.ceil(whole.size(0) / num_replicas)
+        elements_per_row = whole[:1].numel()
+        sizes.append(num_rows * elements_per_row)
+    sent = torch.zeros(sum(sizes), dtype=wholes[0].dtype, device=wholes[0].device)
+    for whole, size, sent_part in zip(wholes, sizes, sent.split(sizes), strict=True):
         rows = whole.flatten()[rank * size : (rank + 1) * size]
-        place[: rows.numel()] = rows
-    everything = mine.new_empty(num_replicas, mine.numel())
-    all_gather_single(everything.view(-1), mine, group=mesh.get_group(dim))
-    for whole, part in zip(wholes, everything.split(sizes, dim=1), strict=True):
-        whole.copy_(part.flatten()[: whole.numel()].view_as(whole))
+        sent_part[: rows.numel()] = rows
+
+    received = sent.new_empty(num_replicas, sent.numel())
+    all_gather_single(received.view(-1), sent, group=mesh.get_group(dim))
+
+    # For each parameter, the replicas' rows follow each other, and the padding is at the end.
+    for whole, received_part in zip(wholes, received.split(sizes, dim=1), strict=True):
+        elements = received_part.flatten()[: whole.numel()]
+        whole.copy_(elements.view_as(whole))

@@ -189,7 +189,7 @@ def test_parameters_of_another_mesh_or_dtype_are_gathered_apart(monkeypatch):
     fp32, bf16 = torch.float32, torch.bfloat16
     whole = [parameter("a", fp32), parameter("a", fp32), parameter("a", bf16), parameter("b", bf16)]
     whole += [parameter("b", bf16, 18), parameter("b", bf16, 1)]
-    buckets = list(zero._buckets(whole))
+    buckets = list(zero._divide_into_buckets(whole))
     assert [[whole.index(one) for one in bucket] for bucket in buckets] == [[0, 1], [2], [3], [4, 5]]
 
 
