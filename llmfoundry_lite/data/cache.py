@@ -1,13 +1,14 @@
 """The cache of shards on a node: downloads them when needed, verifies each once, and evicts beyond `cache_limit`.
 
-The ranks and loader workers of a node share four columns of the shard table, which is a file mapped into memory:
+The ranks and loader workers of a node share four columns of the shard table, which is a memory-mapped file:
 
 - `state`: ABSENT, FETCHING or PRESENT. Only the process that set it to FETCHING changes it back.
-- `is_copy`: whether a shard here is a copy from the remote. Only copies are evicted, and count for `cache_limit`.
-- `verified_status`: a hash of the file's status when it was found whole, or 0.
-- `last_read_ns`: when the shard was last read or asked for.
+- `is_copy`: whether the shard in the folder is a copy from the remote. Only copies count for `cache_limit` and are
+  evicted.
+- `verified_status`: a hash of the file's inode, size and modification time when it was verified, or 0.
+- `last_read_ns`: time at which the shard was last read or requested.
 
-`streams.py` does what this module decides: it downloads, unpacks, checks and removes files.
+This module decides which shards to fetch and evict. `streams.py` downloads, unpacks, checks and removes the files.
 """
 
 import fcntl
@@ -33,91 +34,109 @@ log = logging.getLogger(__name__)
 
 ABSENT = 0
 FETCHING = 1
-"""A process of this node downloads or unpacks the shard, and the others wait for it."""
+"""A process of this node is downloading or unpacking the shard, and the others wait for it."""
 PRESENT = 2
-"""The shard's file is in its folder, raw or packed. It may still have to be verified."""
+"""The shard's file is in its folder, compressed or not. It may still have to be verified."""
 
-TICK_SECONDS = 0.01
-"""Time between two looks at a shard that another process fetches."""
-NOTE_SECONDS = 10.0
-"""Time after which a read says which shard it waits for."""
-MAX_TRIES = 8
-"""Times that one read fetches a shard, where other processes keep removing it."""
+POLL_SECONDS = 0.01
+"""Time between two checks whether another process has fetched a shard."""
+WAIT_MESSAGE_SECONDS = 10.0
+"""Time after which a read prints which shard it is waiting for."""
+MAX_FETCH_ATTEMPTS = 8
+"""How often one read fetches a shard that other processes keep removing."""
 MIN_LIMIT_IN_SHARDS = 4
-"""Largest shards that a `cache_limit` has to hold: some are read while the next ones are downloaded and unpacked."""
+"""How often the largest shard has to fit into `cache_limit`: some shards are read while others are being downloaded and
+unpacked."""
 
 
 class ShardCache:
-    """Reader of samples that fetches their shards when needed.
+    """Reader of samples, which fetches their shards when needed.
 
-    A process that waits for another's download tries it itself when that one fails, so that no process waits without
-    end.
+    Every process of a node has an object of its own, and all of them share one table of the shards' states. If a
+    process waits for the download of another and that one fails, it tries the download itself, so that no process waits
+    forever.
     """
 
-    def __init__(self, folders: Sequence[ShardFolder], path: str, facts: dict[str, Any], cache_limit: int | None):
-        """Map the table at `path`, whose facts were returned by `read_indexes`. `cache_limit` is in bytes."""
+    def __init__(
+        self, folders: Sequence[ShardFolder], table_path: str, metadata: dict[str, Any], cache_limit: int | None
+    ):
+        """Map the table of shards at `table_path` into memory.
+
+        `metadata` is what `read_indexes` returned with the table. `cache_limit` is in bytes; None is no limit.
+        """
         self.folders = folders
-        self.table = ShardTable(np.load(path, mmap_mode="r+"), facts)
+        self.table = ShardTable(np.load(table_path, mmap_mode="r+"), metadata)
         self.cache_limit = cache_limit
         self._state = self.table.rows["state"]
         self._is_copy = self.table.rows["is_copy"]
         self._verified_status = self.table.rows["verified_status"]
         self._last_read_ns = self.table.rows["last_read_ns"]
-        self._lock_file = open(path, "r+b")  # noqa: SIM115 (as long as this lives)
+        self._lock_file = open(table_path, "r+b")  # noqa: SIM115 (open as long as this object lives)
         self._thread_lock = Lock()
 
-    def find_present(self) -> None:
-        """Note which shards are in their folders. One process of a node does that, before any reads."""
+    def find_present_shards(self) -> None:
+        """Look for shards in the folders, and record their states in the shared table.
+
+        One process of each node calls this, before any process reads.
+        """
         for index, folder in enumerate(self.folders):
             rows = self.table.rows_of_stream(index)
-            is_present = folder.find_present(rows)
+            is_present = folder.find_present_shards(rows)
             rows["state"] = np.where(is_present, PRESENT, ABSENT)
             rows["is_copy"] = is_present & folder.holds_only_downloads
 
-    def check_limit(self) -> None:
-        """Raise DataError for a `cache_limit` that is too small for these shards."""
+    def check_cache_limit(self) -> None:
+        """Raise DataError if `cache_limit` is too small for the indexes and MIN_LIMIT_IN_SHARDS largest shards."""
         has_remote = any(folder.remote for folder in self.folders)
         if not self.cache_limit or not has_remote:
             return
         largest_shard = int((self.table.rows["raw_bytes"] + self.table.rows["zip_bytes"]).max())
-        least = self._index_bytes + MIN_LIMIT_IN_SHARDS * largest_shard
-        if self.cache_limit < least:
+        min_limit = self._index_bytes + MIN_LIMIT_IN_SHARDS * largest_shard
+        if self.cache_limit < min_limit:
             raise DataError(
-                f"cache_limit is {self.cache_limit} bytes, expected at least {least}: the indexes and four times the "
-                "largest shard, compressed and not"
+                f"cache_limit is {self.cache_limit} bytes, expected at least {min_limit}: the indexes and four times "
+                "the largest shard, compressed and not"
             )
 
     def is_ready(self, shard: int) -> bool:
-        """Return whether `read` most likely finds the shard here and whole. Marks it as read, so that it is kept."""
+        """Return whether the shard is in the cache and verified, so that `read` most likely need not wait.
+
+        Marks the shard as recently read, so that it is evicted later.
+        """
         self._last_read_ns[shard] = time_ns()
         return bool(self._verified_status[shard]) and self._state[shard] == PRESENT
 
     def read(self, shard: int, sample: int) -> dict[str, Any]:
-        """Return the columns of a sample, fetching its shard if needed. Raises DataError."""
-        for _ in range(MAX_TRIES):
+        """Return the columns of a sample by name, fetching its shard if needed. Raises DataError.
+
+        `sample` is the index of the sample in its shard.
+        """
+        for _ in range(MAX_FETCH_ATTEMPTS):
             if self._state[shard] == PRESENT:
                 self.ensure_present(shard)
             else:
-                with self._noting_a_wait(shard):
+                with self._reporting_a_long_wait(shard):
                     self.ensure_present(shard)
             try:
                 return self._reader(shard)[sample]
             except FileNotFoundError:
-                continue  # another process has evicted it since
+                continue  # another process has evicted the shard in the meantime
             except Exception as error:
-                # If the file is damaged, that explains the error: verifying it again raises what should be reported.
+                # The file may be damaged. Then verifying it again raises an error that says so.
                 self._verified_status[shard] = 0
-                self._is_whole(shard)
+                self._verify(shard)
                 raise DataError(f"{self.path(shard)}, sample {sample}: {one_line(error)}") from error
         raise self._evicted_too_often(shard)
 
     @contextmanager
-    def _noting_a_wait(self, shard: int) -> Iterator[None]:
-        """Say which shard training waits for, if it is not here after NOTE_SECONDS. Downloads ahead of need say
-        nothing."""
+    def _reporting_a_long_wait(self, shard: int) -> Iterator[None]:
+        """Context manager: print which shard training is waiting for, if the block takes WAIT_MESSAGE_SECONDS or more.
+
+        A timer thread prints. Shards that are fetched ahead of need are not waited for, so they are not reported.
+        """
         source = mask_credentials(self._folder(shard).remote or self._folder(shard).path)
-        text = f"waiting for {source}: {self.table.name(shard)} is not here after {NOTE_SECONDS:.0f} s"
-        timer = Timer(NOTE_SECONDS, lambda: print(printable(text), flush=True))
+        message = f"waiting for {source}: {self.table.name(shard)} is not here after {WAIT_MESSAGE_SECONDS:.0f} s"
+        timer = Timer(WAIT_MESSAGE_SECONDS, lambda: print(printable(message), flush=True))
         timer.daemon = True
         timer.start()
         try:
@@ -126,37 +145,40 @@ class ShardCache:
             timer.cancel()
 
     def ensure_present(self, shard: int) -> None:
-        """Wait until the file of a shard is here and whole; fetch it if need be. Raises DataError."""
-        for _ in range(MAX_TRIES):
+        """Fetch a shard if it is not in its folder, and verify it, or wait until another process has done so.
+
+        Raises DataError if the shard cannot be fetched, is damaged, or is evicted again and again.
+        """
+        for _ in range(MAX_FETCH_ATTEMPTS):
             self._last_read_ns[shard] = time_ns()
-            if self._state[shard] == PRESENT and self._is_whole(shard):
+            if self._state[shard] == PRESENT and self._verify(shard):
                 return
             self._fetch(shard)
         raise self._evicted_too_often(shard)
 
     def path(self, shard: int) -> str:
-        """Return the path of a shard's raw file, which may be absent."""
+        """Return the path of a shard's uncompressed file, whether it exists or not."""
         return os.path.join(self._folder(shard).path, self.table.name(shard))
 
     def _folder(self, shard: int) -> ShardFolder:
-        """Return the folder that a shard belongs to."""
+        """Return the folder of the stream that a shard belongs to."""
         return self.folders[self.table.stream_of(shard)]
 
     def _reader(self, shard: int) -> MDSReader:
-        """Build a reader of a shard, which opens the raw file each time that a sample is read."""
+        """Build a reader of a shard. It opens the uncompressed file each time that a sample is read."""
         return self.table.reader(shard, self._folder(shard).path)
 
     def _evicted_too_often(self, shard: int) -> DataError:
-        """Return the error for a shard that other processes remove faster than this one reads it."""
+        """Return the error for a shard that other processes remove again before this one can read it."""
         return DataError(
             f"{self.path(shard)} is removed each time it has been downloaded; give each run a `local` of its own"
         )
 
-    def _is_whole(self, shard: int) -> bool:
-        """Return whether the file is here, after verifying it. False means that it has been removed.
+    def _verify(self, shard: int) -> bool:
+        """Verify a shard's file against the index. Returns False if the file has been removed, and True otherwise.
 
-        A file is hashed once on each node, and again if it is replaced. A damaged one is fetched again once. Raises
-        DataError if it is still damaged, or has no remote.
+        Each file is hashed only once on a node, unless it is replaced. A damaged file that has a remote is fetched
+        again, once. Raises DataError if the file is still damaged, has no remote, or cannot be read.
         """
         path = self.path(shard)
         folder = self._folder(shard)
@@ -180,41 +202,45 @@ class ShardCache:
         return True
 
     def _find_damage(self, shard: int) -> str:
-        """Describe how the file, or its number of samples, differs from the index; empty if it does not."""
+        """Describe how a shard's file differs from the index in size, hashes or samples; empty if it does not differ.
+
+        Raises FileNotFoundError.
+        """
         path = self.path(shard)
         reader = self._reader(shard)
         damage = find_damage(path, reader.raw_data)
         if damage:
             return damage
-        num_samples = int(np.fromfile(path, "<u4", 1)[0])  # an MDS shard begins with it
+        num_samples = int(np.fromfile(path, "<u4", 1)[0])  # an MDS shard begins with this number
         if num_samples != reader.samples:
             return f"it holds {num_samples} samples, {reader.samples} by its index.json"
         return ""
 
     def _fetch(self, shard: int, damage: str = "") -> None:
-        """Fetch a shard that is missing, or that has `damage`; or wait for another process that is fetching it.
+        """Fetch a shard that is missing, or wait for another process that is fetching it.
 
-        Changes the shard's columns of the shared table. If the fetch of another process fails, this returns all the
-        same, and the caller tries again. Raises DataError if the fetch of this process fails.
+        `damage` describes what is wrong with the shard's file, which is then replaced; empty if the file is missing.
+        Changes the shard's row in the table that all processes of the node share. Raises DataError if the fetch of
+        this process fails. If another process's fetch fails, this returns, and the caller has to try again.
         """
         with self._locked():
             is_fetched_elsewhere = self._state[shard] == FETCHING
             if not is_fetched_elsewhere:
                 if self._state[shard] == ABSENT and self.cache_limit:
-                    self._make_room(shard)
-                # A shard that is being fetched counts for `cache_limit` already.
+                    self._evict_until_it_fits(shard)
+                # From now on the shard counts for `cache_limit`.
                 self._state[shard] = FETCHING
                 self._is_copy[shard] = bool(self._folder(shard).remote)
         if is_fetched_elsewhere:
             while self._state[shard] == FETCHING:
-                sleep(TICK_SECONDS)
+                sleep(POLL_SECONDS)
             return
 
         folder = self._folder(shard)
         state_afterwards = ABSENT
         try:
             if damage:
-                damage = self._find_damage(shard)  # another process may have replaced it since
+                damage = self._find_damage(shard)  # another process may have replaced the file by now
             self._verified_status[shard] = 0
             was_downloaded = folder.fetch_shard(self._reader(shard), again=bool(damage))
             self._is_copy[shard] = was_downloaded or folder.holds_only_downloads
@@ -226,11 +252,15 @@ class ShardCache:
                 problem = f"{self.path(shard)} is damaged: {damage}; cannot get it again"
             raise DataError(f"{problem} {source}: {one_line(error)}") from error
         finally:
-            self._state[shard] = state_afterwards  # after a failure too, so that a process that waits tries next
+            # Set after a failure too, so that a process that is waiting tries the download itself.
+            self._state[shard] = state_afterwards
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep out other threads, and other processes of the node. (A lock of `lockf` holds for a whole process.)"""
+        """Context manager: hold the lock of the shared table against other threads and other processes of the node.
+
+        `lockf` locks for a whole process, so threads need a lock of their own.
+        """
         with self._thread_lock:
             fcntl.lockf(self._lock_file, fcntl.LOCK_EX)
             try:
@@ -241,8 +271,11 @@ class ShardCache:
     # Eviction: the caller holds the lock ------------------------------------------------------------------------------
 
     @cached_property
-    def _limited_bytes(self) -> NDArray[np.int64]:
-        """Bytes of each shard that count for `cache_limit` [num_shards]: 0 for shards without a remote."""
+    def _bytes_in_cache(self) -> NDArray[np.int64]:
+        """Number of bytes that each shard takes of `cache_limit` when it is present [num_shards].
+
+        A shard without a remote takes 0. Compressed files count only if the stream keeps them after unpacking.
+        """
         bytes_of_streams = []
         for index, folder in enumerate(self.folders):
             rows = self.table.rows_of_stream(index)
@@ -252,16 +285,20 @@ class ShardCache:
 
     @cached_property
     def _index_bytes(self) -> int:
-        """Bytes of the indexes of all folders with a remote, which count for `cache_limit` and are never evicted."""
+        """Bytes of the indexes of all folders with a remote. They count for `cache_limit` and are never evicted."""
         paths = [os.path.join(folder.path, INDEX) for folder in self.folders if folder.remote]
         return sum(os.stat(path).st_size for path in paths)
 
-    def _make_room(self, shard: int) -> None:
-        """Evict the copies that were read longest ago, until this shard fits, or none is left to evict."""
+    def _evict_until_it_fits(self, shard: int) -> None:
+        """Evict shards, those that were read longest ago first, until `shard` fits into `cache_limit`.
+
+        Only copies of shards that the remote still has are removed. Returns when none is left, even if the shard does
+        not fit. The caller holds the lock of the table.
+        """
         assert self.cache_limit
-        used_bytes = self._limited_bytes[self._is_copy & (self._state != ABSENT)]
+        used_bytes = self._bytes_in_cache[self._is_copy & (self._state != ABSENT)]
         free_bytes = self.cache_limit - self._index_bytes - int(used_bytes.sum())
-        while free_bytes < self._limited_bytes[shard]:
+        while free_bytes < self._bytes_in_cache[shard]:
             evictable = np.flatnonzero(self._is_copy & (self._state == PRESENT))
             if not len(evictable):
                 return
@@ -272,11 +309,15 @@ class ShardCache:
                 self._state[oldest] = ABSENT
                 self._verified_status[oldest] = 0
             else:
-                self._is_copy[oldest] = False  # the only one now: it stays, and does not count
-            free_bytes += int(self._limited_bytes[oldest])
+                # The remote has lost this shard, so the file is not removed, and does not count any more.
+                self._is_copy[oldest] = False
+            free_bytes += int(self._bytes_in_cache[oldest])
 
 
 def _hash_status(path: str) -> int:
-    """Hash inode, size and time of modification of a file to a number above 0. Raises FileNotFoundError."""
+    """Return a hash above 0 of a file's inode, size and modification time, which changes when the file is replaced.
+
+    Raises FileNotFoundError.
+    """
     status = os.stat(path)
     return hash((status.st_ino, status.st_size, status.st_mtime_ns)) % 2**64 | 1

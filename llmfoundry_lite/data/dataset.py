@@ -1,11 +1,11 @@
 """MDS shards -> rows of token ids: the same global batches on every number of nodes, ranks and workers.
 
-`order.py` says which samples come when, `cache.py` fetches and reads shards, `rows.py` decodes a sample, and
-`loader.py` makes batches. A `TextDataset` puts them together. Its methods stand in the order in which they are used:
-opening on all ranks, state and epochs, reading in a worker. The checks that all ranks make together are at the end.
+`order.py` decides the order of samples, `cache.py` fetches and reads shards, `rows.py` decodes a sample, and
+`loader.py` makes batches. A `TextDataset` combines them. Its methods are in the order in which they are called: opening
+on all ranks, state and epochs, reading in a worker. The checks that all ranks make together are at the end.
 
-Three numbers tell where a run is in its data: the epoch, the number of samples of that epoch that are done (over all
-ranks, so a multiple of the global batch size), and the number of batches since the run began.
+A run's position in its data is the epoch, and the number of samples of that epoch that the run has trained on. These
+are counted over all ranks, so they are a multiple of the global batch size.
 """
 
 import os
@@ -50,18 +50,18 @@ from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
 NUM_FETCHING_THREADS = 2
 DEFAULT_PREDOWNLOAD_BATCHES = 8
-"""Batches of a rank whose shards are fetched ahead by default, as StreamingDataset does."""
+"""Number of batches ahead of the one being read whose shards a worker fetches by default, as in StreamingDataset."""
 
-# Sample ids are computed in pieces, and a piece is mostly one shuffled block, since a part of a block costs as much as
-# the whole. These are the bounds for blocks that are tiny or huge.
+# A worker computes its sample ids in pieces. A piece is usually one shuffled block, because a part of a block costs as
+# much as all of it. Where blocks are tiny or huge, these are the bounds of a piece.
 MIN_PIECE_SAMPLES = 1 << 14
 MAX_PIECE_SAMPLES = 1 << 20
 
 
 class TextDataset(IterableDataset):
-    """Yields this rank's rows [max_seq_len] of int64 token ids, in the order of `SampleOrder`.
+    """Data set that yields this rank's rows of token ids, int64 [max_seq_len], in the order of `SampleOrder`.
 
-    Its state knows nothing of nodes, ranks or workers, so a run carries on with other numbers of them.
+    Its state does not depend on the numbers of nodes, ranks or workers, so a run may resume with other ones.
     """
 
     def __init__(
@@ -74,22 +74,24 @@ class TextDataset(IterableDataset):
         evaluation: bool = False,
         vocab_size: int | None = None,
         tokenizer: Tokenizer | None = None,
-        share: tuple[int, int] | None = None,
+        data_rank_and_size: tuple[int, int] | None = None,
         max_duration: Duration | None = None,
         max_samples: int | None = None,
     ) -> None:
         """Open the data on all ranks together. Collective.
 
-        `share` is this rank's part of each batch and the number of parts, where some ranks read the same samples. With
-        `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the last batch.
-        `max_duration` is the run's, for a stage's `until: 0.8dur`. `max_samples` limits an evaluation to the first
-        samples, on any number of ranks.
+        `data_rank_and_size` are this rank's index among the ranks that divide a global batch, and their number. They
+        are needed where several ranks read the same samples, as in tensor parallelism; None takes all ranks of the
+        launch. With `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the
+        last batch. `max_samples` limits an evaluation to the first samples in file order. `max_duration` is the
+        duration of the run, which a stage's `until: 0.8dur` refers to. `vocab_size` is the model's, to check token ids,
+        and `tokenizer` is needed only for shards of text.
 
         Raises `DataError` for any fault of the data or of the arguments.
         """
         self.config = config
         self.rank = this_rank()
-        self.data_rank, self.num_data_ranks = share or (self.rank.rank, self.rank.world_size)
+        self.data_rank, self.num_data_ranks = data_rank_and_size or (self.rank.rank, self.rank.world_size)
         if global_batch_size % self.num_data_ranks:
             raise DataError(
                 f"a global batch of {global_batch_size} samples cannot be split evenly over {self.num_data_ranks} "
@@ -98,37 +100,38 @@ class TextDataset(IterableDataset):
         self.max_seq_len = config.max_seq_len or max_seq_len
         self.global_batch_size = global_batch_size
         self.device_batch_size = global_batch_size // self.num_data_ranks
-        self.same_every_epoch = evaluation
+        self.is_evaluation = evaluation
         self.max_samples = max_samples
         self.reader = RowReader(
             self.max_seq_len, vocab_size, tokenizer, config.token_encoding_type, config.allow_truncation
         )
         self.predownload = DEFAULT_PREDOWNLOAD_BATCHES * self.device_batch_size
-        """Samples of a worker whose shards are fetched ahead."""
+        """Number of samples ahead of the one being read whose shards a worker fetches."""
         if config.predownload is not None:
             self.predownload = config.predownload
 
-        # Rows of a batch, set by `continue_with`. None is an even share of all, which depends on the rank.
+        # Row indices of each global batch that this rank reads, as `resume_with_rows` sets them. None means an even
+        # part of all rows, which depends on the rank.
         self._assigned_rows: Sequence[int] | None = None
         self._earlier_rows: Sequence[int] = ()
-        """Rows that each batch also has, of the batch `_num_batches_back` before it."""
+        """Row indices that this rank also reads, of the batch that is `_num_batches_back` before the current one."""
         self._num_batches_back = 0
 
-        self._laid_out: tuple[int, EpochOrder] | None = None
-        """Number and order of the last epoch that was laid out. Workers inherit it when they are forked."""
-        self._next_start = (0, 0)
+        self._cached_epoch: tuple[int, EpochOrder] | None = None
+        """The epoch whose order was computed last, and its order. Workers inherit it when they are forked."""
+        self._next_position = (0, 0)
         """Epoch, and number of its samples that are done, at which the next iteration begins."""
         self._epoch = 0
-        """Epoch of the current iteration; before the first, the one that it begins in."""
-        self._shared_start = torch.tensor(self._next_start).share_memory_()
-        """Where the current iteration begins, as in `_next_start`. It is shared with the loader's workers, which may
-        outlive an epoch."""
+        """Epoch of the current iteration; before the first iteration, the epoch in which it begins."""
+        self._shared_position = torch.tensor(self._next_position).share_memory_()
+        """Position at which the current iteration begins, as in `_next_position`. It is in memory shared with the
+        loader's workers, because persistent workers live through several epochs."""
 
         self.first_batches = first_batches(
             config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
         )
         self._locks: list[BinaryIO] = []
-        """Open files, whose locks keep other launches out of the folders as long as this object lives."""
+        """Open lock files. While this object lives, other launches cannot download into the data folders."""
         try:
             self._open(drop_last=drop_last and not evaluation)
         except BaseException:
@@ -137,67 +140,73 @@ class TextDataset(IterableDataset):
             raise
 
     def _open(self, *, drop_last: bool) -> None:
-        """Open folders, table, cache and order. Sets `folders`, `cache`, `stages` and `_first_sample_of_shard`.
+        """Open the data folders, the table of shards, the cache and the sample order. Collective.
 
-        Collective: each `data_errors_on_all_ranks` ends with an exchange, so that the error of one rank ends all. The
-        first rank of each node reads the indexes and writes the node's table, and the others map it.
+        Sets `folders`, `cache`, `stages` and `_first_sample_of_shard`. The first rank of each node reads the indexes
+        and writes the node's table of shards, which its other ranks map into memory. Each `data_errors_on_all_ranks`
+        block ends with an exchange, so that an error on one rank is raised on all. Errors begin with `problem`.
         """
-        task = "cannot open the data set"
-        with data_errors_on_all_ranks(task):
+        problem = "cannot open the data set"
+        with data_errors_on_all_ranks(problem):
             self.folders, streams_of_stages = build_stages(self.config)
             cache_limit = self.config.cache_limit
             if isinstance(cache_limit, str):
                 cache_limit = bytes_to_int(cache_limit)
-        task += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
+        problem += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
 
         launch_id = broadcast_json(secrets.token_hex(8))
         is_first_of_node = self.rank.local_rank == 0
         table_file = None
-        own_table = None
-        with data_errors_on_all_ranks(task):
+        table_of_this_rank = None
+        with data_errors_on_all_ranks(problem):
             if is_first_of_node:
-                self._hold_folders(launch_id, alone=True)
-                table_file, facts = self._write_table()
-                own_table = (f"/proc/{os.getpid()}/fd/{table_file.fileno()}", facts)
-        tables = all_gather_json(own_table)  # a path and facts from the first rank of each node, None from others
+                self._hold_folders(launch_id, exclusive=True)
+                table_file, metadata = self._write_table()
+                table_of_this_rank = (f"/proc/{os.getpid()}/fd/{table_file.fileno()}", metadata)
+        # A path and metadata from the first rank of each node, None from the others.
+        tables_of_ranks = all_gather_json(table_of_this_rank)
 
-        with data_errors_on_all_ranks(task):
+        with data_errors_on_all_ranks(problem):
             if not is_first_of_node:
-                self._hold_folders(launch_id, alone=False)
+                self._hold_folders(launch_id, exclusive=False)
             first_rank_of_node = self.rank.rank - self.rank.local_rank
-            table_path, facts = own_table or tables[first_rank_of_node]
-            self.cache = ShardCache(self.folders, table_path, facts, cache_limit)
+            table_path, metadata = table_of_this_rank or tables_of_ranks[first_rank_of_node]
+            self.cache = ShardCache(self.folders, table_path, metadata, cache_limit)
             if is_first_of_node:
-                self.cache.check_limit()
-                self.cache.find_present()
+                self.cache.check_cache_limit()
+                self.cache.find_present_shards()
             self._check_columns()
             orders = [self._build_order(streams, drop_last) for streams in streams_of_stages]
             self.stages = StagedOrder(orders, self.first_batches)
-            # Shards are numbered alike in all stages, so the order that has most of them numbers those of all.
-            self._first_sample_of_shard = max(
-                orders, key=lambda order: len(order.first_sample_of_shard)
-            ).first_sample_of_shard
+            # All stages number shards and samples alike, so the stage with the most shards has the numbers of all.
+            order_with_most_shards = max(orders, key=lambda order: len(order.first_sample_of_shard))
+            self._first_sample_of_shard = order_with_most_shards.first_sample_of_shard
 
         check_same_on_all_ranks(all_gather_json(self._describe_data()))
         if table_file is not None:
             table_file.close()  # all ranks of the node have opened it by now
 
-    def _hold_folders(self, launch_id: str, *, alone: bool) -> None:
-        """Lock all folders as long as this data set lives. `alone` excludes other launches where this one downloads."""
-        in_one_order = sorted(self.folders, key=lambda folder: os.path.realpath(folder.path))  # so that no two deadlock
-        for folder in in_one_order:
+    def _hold_folders(self, launch_id: str, *, exclusive: bool) -> None:
+        """Lock all data folders as long as this object lives. Raises DataError if another launch holds one.
+
+        With `exclusive`, other launches are kept out of the folders that this one downloads into. Without, this only
+        joins the lock of the launch. `launch_id` is the same on all ranks.
+        """
+        # Every launch locks in the same order, so that no two wait for each other.
+        folders = sorted(self.folders, key=lambda folder: os.path.realpath(folder.path))
+        for folder in folders:
             os.makedirs(folder.path, exist_ok=True)
-            lock = hold_folder(folder.path, launch_id, alone=alone and bool(folder.remote))
+            lock = hold_folder(folder.path, launch_id, exclusive=exclusive and bool(folder.remote))
             if lock is not None:
                 self._locks.append(lock)
 
     def _write_table(self) -> tuple[IO[bytes], dict[str, Any]]:
-        """Write the table of shards into shared memory, as a file without a name, so that no kill leaves it behind.
+        """Write this node's table of shards into shared memory. Runs on the first rank of each node.
 
-        Returns the file, which must stay open until all ranks of the node have opened it, and the facts that
-        `ShardTable` needs beside it.
+        The file has no name, so that nothing is left behind if the process is killed. Returns the file, which must stay
+        open until all ranks of the node have opened it, and the metadata that `ShardTable` needs together with it.
         """
-        rows, facts = read_indexes(
+        rows, metadata = read_indexes(
             [folder.fetch_index() for folder in self.folders],
             [folder.stream.validate_hash for folder in self.folders],
             allow_unhashed_shards=self.config.allow_unhashed_shards,
@@ -211,20 +220,21 @@ class TextDataset(IterableDataset):
                 f"no space left in {shared_memory_folder()} for the table of shards, about 150 bytes for each; "
                 "make it larger (a container's with --shm-size, or --ipc=host)"
             ) from None
-        return table_file, facts
+        return table_file, metadata
 
     def _build_order(self, streams: dict[int, Stream], drop_last: bool) -> SampleOrder:
-        """Build the order of a stage, whose streams are given by the index of their folder. Raises DataError.
+        """Build the sample order of one stage. Raises DataError if an epoch is too short or too long.
 
-        Streams that only later stages have are left out, so that they do not change its fingerprint.
+        `streams` are the stage's streams, by the index of their folder in `self.folders`. Folders that only later
+        stages read are left out, so that they do not change this order's fingerprint.
         """
-        epoch_samples_per_stream = self._choose_samples(streams)
+        epoch_samples_per_stream = self._count_epoch_samples(streams)
         order = SampleOrder(
             shard_sizes_per_stream=[self._shard_sizes(stream) for stream in range(len(epoch_samples_per_stream))],
             epoch_samples_per_stream=epoch_samples_per_stream,
             batch_size=self.global_batch_size,
             seed=self.config.shuffle_seed,
-            shuffle=self.config.shuffle and not self.same_every_epoch,
+            shuffle=self.config.shuffle and not self.is_evaluation,
             drop_last=drop_last,
             max_samples=self.max_samples,
             window_samples=self.config.shuffle_block_size or DEFAULT_WINDOW_SAMPLES,
@@ -247,11 +257,12 @@ class TextDataset(IterableDataset):
         """Return the number of samples in each shard of a stream [num_shards]."""
         return np.ascontiguousarray(self.cache.table.rows_of_stream(stream)["samples"])
 
-    def _choose_samples(self, streams: dict[int, Stream]) -> list[int]:
-        """Count the samples that an epoch takes from each folder, by the weight of its stream.
+    def _count_epoch_samples(self, streams: dict[int, Stream]) -> list[int]:
+        """Count the samples that an epoch takes from each folder, by the proportion, repeat or choose of its stream.
 
-        Sets `choose` of every stream. Returns the counts up to the last folder that has a stream, with 0 for folders
-        that only other stages read. Raises DataError.
+        `streams` are by the index of their folder; this sets `choose` of every one. Returns a count for each folder up
+        to the last one in `streams`, with 0 for folders that only other stages read. Raises DataError for a folder
+        without samples.
         """
         samples_per_stream = np.array([self._shard_sizes(index).sum() for index in streams])
         for index, num_samples in zip(streams, samples_per_stream, strict=True):
@@ -261,13 +272,17 @@ class TextDataset(IterableDataset):
         epoch_size = self.config.epoch_size
         epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
         Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
-        choose_per_folder = [0] * (max(streams) + 1)
+        samples_per_folder = [0] * (max(streams) + 1)
         for index, stream in streams.items():
-            choose_per_folder[index] = int(stream.choose)
-        return choose_per_folder
+            samples_per_folder[index] = int(stream.choose)
+        return samples_per_folder
 
     def _check_columns(self) -> None:
-        """Raise DataError for shards that hold neither tokens nor text that can be tokenized, or of a wrong length."""
+        """Check the columns of all shards, as their indexes describe them.
+
+        Raises DataError for shards that hold neither tokens nor text, for text without a tokenizer, and for samples
+        whose length does not fit `max_seq_len`.
+        """
         for index, folder in enumerate(self.folders):
             for columns in self.cache.table.columns_of_stream(index):
                 if "tokens" not in columns and "text" not in columns:
@@ -285,7 +300,11 @@ class TextDataset(IterableDataset):
                     check_length(num_tokens, self.max_seq_len, subject, allow_truncation=allow_truncation)
 
     def _describe_data(self) -> dict[str, Any]:
-        """Describe the data that must be the same on all nodes, and its place on this one, as plain data."""
+        """Describe the data as this rank sees it, for `check_same_on_all_ranks`.
+
+        Returns JSON-compatible data: the node; the stages' first batches and order fingerprints; and for each stream
+        its name, the digest of its content, and a text for an error.
+        """
         node = f"node {self.rank.rank // self.rank.local_world_size} ({socket.gethostname()})"
         streams = []
         for index, folder in enumerate(self.folders):
@@ -300,18 +319,20 @@ class TextDataset(IterableDataset):
     # State and epochs -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the rows that this rank yields in an epoch, so that `len(loader)` is the number of global batches.
+        """Return the number of rows that this rank yields in an epoch.
 
-        Raises TypeError where there are stages, because their epochs differ in length.
+        Divided by the rank's batch size, as torch's DataLoader does for its own length, that is the number of global
+        batches. Raises TypeError for a data set with stages, because their epochs differ in length.
         """
         if len(self.first_batches) > 1:
             raise TypeError("epochs of different stages have different lengths")
         return self.order.num_batches * self.device_batch_size
 
     def state_dict(self, num_samples: int, from_beginning: bool = True, *, epoch: int | None = None) -> dict[str, Any]:
-        """Return the place in the data, in the form that Composer asks for, and what the order of samples depends on.
+        """Return the position in the data for a checkpoint, and what the order of samples depends on.
 
-        `num_samples` are those of the epoch that are done, over all ranks. `epoch` is the one under way by default.
+        `num_samples` is the number of samples of `epoch` that the run has trained on, over all ranks. `epoch` is that
+        of the current iteration by default. Composer prescribes the signature; it always passes `from_beginning` true.
         """
         assert from_beginning
         if epoch is None:
@@ -334,13 +355,13 @@ class TextDataset(IterableDataset):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration at the place of a `state_dict`, of any number of ranks.
+        """Let the next iteration begin at the position of a `state_dict`, which any number of ranks may have saved.
 
-        Raises DataError unless this data set has the same order of samples up to there.
+        Raises DataError unless this data set has the same samples in the same order up to that position.
         """
         self._check_settings(state)
 
-        # A state without stages is that of a run with one stage, which begins at batch 0.
+        # A state without stages comes from a run with a single stage, which begins at batch 0.
         steps = state["sample_in_epoch"] // self.global_batch_size
         batch = state.get("batch", state["epoch"] * self.order.num_batches + steps)
         stages = self.stages.describe_begun_stages(batch)
@@ -363,10 +384,10 @@ class TextDataset(IterableDataset):
         is_in_epoch = steps <= self.stages.num_batches(state["epoch"])
         if self.stages.batches_before(state["epoch"], steps) != batch or not is_in_epoch:
             raise self._stages_error(batch, saved_stages)
-        self.begin_at(state["epoch"], state["sample_in_epoch"])
+        self.set_position(state["epoch"], state["sample_in_epoch"])
 
     def _check_settings(self, state: dict[str, Any]) -> None:
-        """Raise DataError unless a state is one of ours, with this batch size, seed and version of the order."""
+        """Raise DataError unless a `state_dict` is complete and has this batch size, seed and version of the order."""
         needed = ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order")
         missing = [key for key in needed if key not in state]
         if missing:
@@ -392,7 +413,11 @@ class TextDataset(IterableDataset):
             )
 
     def _stages_error(self, batch: int, saved_stages: list[list[Any]]) -> DataError:
-        """Return the error for a checkpoint of `batch` whose stages began after other batches than they do here."""
+        """Return the error for a checkpoint whose stages began after other batches than in this configuration.
+
+        `batch` is the number of batches that the checkpoint was trained on. `saved_stages` are its stages, each as
+        [first batch, fingerprint].
+        """
         begins = " and ".join(map(str, self.first_batches))
         saved_begins = " and ".join(str(first_batch) for first_batch, _ in saved_stages)
         return DataError(
@@ -402,9 +427,10 @@ class TextDataset(IterableDataset):
         )
 
     def _check_content(self, state: dict[str, Any], num_streams: int) -> None:
-        """Raise OtherDataError unless a checkpoint was trained with the data of the first `num_streams` streams here.
+        """Compare the data that a checkpoint was trained with, and the first `num_streams` streams of this data set.
 
-        The error says how they differ. (First releases kept only shard sizes, which `order` has.)
+        Raises OtherDataError, which says how they differ. States of the first releases have no digests of the content,
+        so only their `order` is compared, elsewhere.
         """
         digests = self.cache.table.content_digests[:num_streams]
         saved_digests = state.get("content", digests)
@@ -430,7 +456,7 @@ class TextDataset(IterableDataset):
             difference=difference,
         )
 
-    def continue_with(
+    def resume_with_rows(
         self,
         row_indices: Sequence[int],
         epoch: int,
@@ -438,62 +464,69 @@ class TextDataset(IterableDataset):
         earlier_rows: Sequence[int] = (),
         num_batches_back: int = 0,
     ) -> None:
-        """Begin the next iteration at this place, with these rows of each batch instead of an even share of all.
+        """Let the next iteration begin at a position, and read `row_indices` of each batch instead of an even part.
 
-        Each batch also has `earlier_rows` of the batch `num_batches_back` before it, which is in the same epoch. A
-        launch that trains with others does that to take over the rows that another one has lost.
+        Each batch of this rank also has `earlier_rows` of the global batch that is `num_batches_back` before, which
+        must be in the same epoch. Launches that train one model together do that when one of them fails: the others
+        train the rows that it was to train.
         """
         self._assigned_rows = row_indices
         self._earlier_rows = earlier_rows
         self._num_batches_back = num_batches_back
         self.device_batch_size = len(row_indices) + len(earlier_rows)
-        self.begin_at(epoch, sample_in_epoch)
+        self.set_position(epoch, sample_in_epoch)
 
-    def begin_at(self, epoch: int, sample_in_epoch: int) -> None:
-        """Begin the next iteration after `sample_in_epoch` samples of an epoch, counted over all ranks."""
+    def set_position(self, epoch: int, sample_in_epoch: int) -> None:
+        """Let the next iteration begin after `sample_in_epoch` samples of an epoch, counted over all ranks."""
         self._epoch = epoch
-        self._next_start = (epoch, sample_in_epoch)
+        self._next_position = (epoch, sample_in_epoch)
 
     def begin_epoch(self, *, forks_workers: bool) -> None:
-        """Fix where the next iteration begins; the one after it begins with the next epoch. The loader calls this.
+        """Fix the position at which the next iteration begins. The iteration after it begins with the next epoch.
 
-        With `forks_workers`, also lay out the epoch, so that workers share it. The memory that reading the indexes took
-        is returned to the system before the fork.
+        The loader calls this in the rank's process before it starts an iteration. If it `forks_workers` then, the order
+        of the epoch is computed here, so that all workers share its memory, and memory that is no longer used is
+        returned to the operating system before the fork.
         """
-        self._shared_start[:] = torch.tensor(self._next_start)
-        self._epoch, _ = self._next_start
-        self._next_start = (self._epoch + 1, 0)
+        self._shared_position[:] = torch.tensor(self._next_position)
+        self._epoch, _ = self._next_position
+        self._next_position = (self._epoch + 1, 0)
         if forks_workers:
-            self._lay_out(self._epoch)
+            self._epoch_order(self._epoch)
             return_freed_memory()
 
-    def _lay_out(self, epoch: int) -> EpochOrder:
-        """Lay out an epoch, unless it is the last one that was. In an evaluation, all epochs are the same."""
-        if self.same_every_epoch:
+    def _epoch_order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch, and keep it for the next call. In an evaluation, all epochs are the same."""
+        if self.is_evaluation:
             epoch = 0
-        if self._laid_out is None or self._laid_out[0] != epoch:
-            self._laid_out = (epoch, self.stages.build_epoch(epoch))
-        return self._laid_out[1]
+        if self._cached_epoch is None or self._cached_epoch[0] != epoch:
+            self._cached_epoch = (epoch, self.stages.build_epoch(epoch))
+        return self._cached_epoch[1]
 
     @property
     def order(self) -> SampleOrder:
-        """The order of the first stage, or of all epochs."""
+        """The sample order of the first stage, which is that of the whole run if there are no stages."""
         return self.stages.orders[0]
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield this worker's rows, batch after batch, from where `begin_epoch` has said.
+        """Yield this worker's rows, batch after batch, from the position that `begin_epoch` has fixed.
 
-        A last batch that is kept is filled up with padding rows, so that a microbatch has the same rows on any number
-        of ranks.
+        Runs in a loader worker, or in the rank if there are none. An incomplete last batch that is not dropped is
+        filled up with padding rows, so that every rank has the same number of rows.
         """
-        epoch, sample_in_epoch = self._shared_start.tolist()  # read now, not with the first row
+        # Read now rather than with the first row, because the position may change before that.
+        epoch, sample_in_epoch = self._shared_position.tolist()
         return self._read_rows(epoch, sample_in_epoch)
 
     def _read_rows(self, epoch: int, sample_in_epoch: int) -> Iterator[Tensor]:
-        """Yield this worker's rows [max_seq_len] of an epoch, from a place in it on. Raises DataError."""
-        sample_ids = self._sample_ids(epoch, sample_in_epoch)
+        """Yield this worker's rows [max_seq_len] of an epoch, without its first `sample_in_epoch` samples.
+
+        Raises DataError. A worker passes only the class and text of an error on to its rank, so a transient fault
+        gets a class of its own.
+        """
+        sample_ids = self._worker_sample_ids(epoch, sample_in_epoch)
         try:
             for shard, sample in self._read_ahead(sample_ids):
                 if shard == NO_SAMPLE:
@@ -503,23 +536,27 @@ class TextDataset(IterableDataset):
         except DataError as error:
             if not error.is_transient:
                 raise
-            raise TransientDataError(str(error)) from error  # or a worker would not pass on its cause
+            raise TransientDataError(str(error)) from error
 
     def locate_sample(self, sample_id: int) -> tuple[int, int]:
-        """Return the shard of a sample, and the sample's place in it."""
+        """Return the index of the shard that contains a sample, and the sample's index in the shard."""
         shard = int(self._first_sample_of_shard.searchsorted(sample_id, "right")) - 1
         return shard, sample_id - int(self._first_sample_of_shard[shard])
 
     def read_sample(self, shard: int, sample: int) -> Tensor:
-        """Return a row [max_seq_len], fetching its shard if needed. Raises DataError."""
+        """Return the token ids of a sample, int64 [max_seq_len], fetching its shard if needed. Raises DataError."""
         columns = self.cache.read(shard, sample)
         try:
             return torch.from_numpy(self.reader.read(columns))
         except Exception as error:
             raise DataError(f"{self.cache.path(shard)}, sample {sample}: {one_line(error)}") from error
 
-    def _sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
-        """Yield this worker's sample ids for the rest of the epoch, computed piece by piece."""
+    def _worker_sample_ids(self, epoch: int, sample_in_epoch: int) -> Iterator[int]:
+        """Yield the ids of the samples that this worker reads in the rest of an epoch, in the order of reading.
+
+        The first `sample_in_epoch` samples of the epoch, counted over all ranks, are left out. Ids are computed in
+        pieces of many batches, because a shuffled block can only be computed as a whole.
+        """
         worker = 0
         num_workers = 1
         worker_info = get_worker_info()  # None in the rank itself
@@ -528,9 +565,9 @@ class TextDataset(IterableDataset):
             num_workers = worker_info.num_workers
 
         num_batches = self.stages.num_batches(epoch)
-        if self.same_every_epoch:
+        if self.is_evaluation:
             num_batches = self.order.num_batches
-        epoch_order = self._lay_out(epoch)
+        epoch_order = self._epoch_order(epoch)
         row_indices, steps = rows_and_steps_of_worker(
             epoch_order.order,
             rank=self.data_rank,
@@ -545,46 +582,47 @@ class TextDataset(IterableDataset):
 
         samples_per_step = max(len(row_indices), 1)
         steps_per_block = epoch_order.order.block_samples // steps.step
-        least_steps = max(MIN_PIECE_SAMPLES // samples_per_step, 1)
-        most_steps = ceil_divide(MAX_PIECE_SAMPLES, samples_per_step)
-        steps_per_piece = min(max(steps_per_block, least_steps), most_steps)
+        min_steps = max(MIN_PIECE_SAMPLES // samples_per_step, 1)
+        max_steps = ceil_divide(MAX_PIECE_SAMPLES, samples_per_step)
+        steps_per_piece = min(max(steps_per_block, min_steps), max_steps)
         for first in range(0, len(steps), steps_per_piece):
-            some_steps = steps[first : first + steps_per_piece]
-            ids_si = epoch_order.sample_ids(row_indices, some_steps)
+            piece_steps = steps[first : first + steps_per_piece]
+            ids_si = epoch_order.sample_ids(row_indices, piece_steps)  # [steps, row indices]
             if self._earlier_rows:
                 back = self._num_batches_back
-                earlier_steps = range(some_steps.start - back, some_steps.stop - back, some_steps.step)
+                earlier_steps = range(piece_steps.start - back, piece_steps.stop - back, piece_steps.step)
                 ids_si = np.hstack([ids_si, epoch_order.sample_ids(self._earlier_rows, earlier_steps)])
             yield from ids_si.ravel().tolist()
 
     def _read_ahead(self, sample_ids: Iterator[int]) -> Iterator[tuple[int, int]]:
-        """Yield shard and place in it of each sample, while threads fetch the shards of the next `predownload`.
+        """Yield the shard of each sample and the sample's index in it, once the shard is in the cache.
 
-        For `NO_SAMPLE` it yields (NO_SAMPLE, 0). Raises the error of a thread when the sample's turn has come.
+        Meanwhile threads fetch the shards of the next `predownload` samples. If a fetch fails, its error is raised when
+        the sample would be yielded. For `NO_SAMPLE`, yields (NO_SAMPLE, 0).
         """
         pool = ThreadPoolExecutor(NUM_FETCHING_THREADS, thread_name_prefix="shard-fetch")
-        # Samples whose turn comes: shard, place in it, and the fetch of the shard, unless it was ready.
-        ahead: deque[tuple[int, int, Future[None] | None]] = deque()
+        # Samples to be yielded next: shard, index in the shard, and the fetch of the shard if it was not in the cache.
+        pending: deque[tuple[int, int, Future[None] | None]] = deque()
 
         def next_sample() -> tuple[int, int]:
-            """Wait until the shard of the next sample is here, and return both."""
-            shard, sample, fetch = ahead.popleft()
+            """Wait until the next sample's shard is in the cache. Return the shard and the sample's index in it."""
+            shard, sample, fetch = pending.popleft()
             if fetch is not None:
-                fetch.result()  # raises the thread's error
+                fetch.result()  # waits, and raises the thread's error
             return shard, sample
 
         try:
             for sample_id in sample_ids:
                 if sample_id == NO_SAMPLE:
-                    ahead.append((NO_SAMPLE, 0, None))
+                    pending.append((NO_SAMPLE, 0, None))
                 else:
                     shard, sample = self.locate_sample(sample_id)
                     is_ready = self.cache.is_ready(shard)
                     fetch = None if is_ready else pool.submit(self.cache.ensure_present, shard)
-                    ahead.append((shard, sample, fetch))
-                if len(ahead) > self.predownload:
+                    pending.append((shard, sample, fetch))
+                if len(pending) > self.predownload:
                     yield next_sample()
-            while ahead:
+            while pending:
                 yield next_sample()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -594,11 +632,12 @@ class TextDataset(IterableDataset):
 
 
 @contextmanager
-def data_errors_on_all_ranks(task: str) -> Iterator[None]:
-    """Raise an error of one rank on every rank, so that no rank waits for one that has left. Collective.
+def data_errors_on_all_ranks(problem: str) -> Iterator[None]:
+    """Context manager: raise an error that one rank meets in the block on every rank. Collective.
 
-    An error that a disk, a remote or a setting may cause becomes a DataError that begins with `task`, such as "cannot
-    open the data set". A bug keeps its own error on the rank that has it.
+    Without it, the other ranks would wait forever for the one that has left. An error that a disk, a remote or a
+    setting may cause becomes a DataError that begins with `problem`, such as "cannot open the data set". Any other
+    error is a bug, and keeps its class on the rank that meets it.
     """
     with raising_on_all_ranks():
         try:
@@ -606,33 +645,33 @@ def data_errors_on_all_ranks(task: str) -> Iterator[None]:
         except UserError:
             raise
         except (OSError, RuntimeError, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"{task}: {one_line(error)}") from error
+            raise DataError(f"{problem}: {one_line(error)}") from error
 
 
 def check_same_on_all_ranks(descriptions: Sequence[dict[str, Any]]) -> None:
     """Raise DataError unless all ranks have the same data in the same order.
 
-    `descriptions` are those that `_describe_data` has made on each rank. Since every rank has all of them, every rank
-    raises the same error. It compares the first rank that differs from most with the first that does not.
+    `descriptions` are the results of `TextDataset._describe_data` on all ranks. Every rank has all of them, so every
+    rank raises the same error. It names the first rank that differs from the majority, and the first of the majority.
     """
     data_of_ranks = []
     for description in descriptions:
         contents = [stream["content"] for stream in description["streams"]]
         data_of_ranks.append((description["order"], contents))
-    most_frequent = max(data_of_ranks, key=data_of_ranks.count)
-    differing_ranks = [rank for rank, data in enumerate(data_of_ranks) if data != most_frequent]
+    majority_data = max(data_of_ranks, key=data_of_ranks.count)
+    differing_ranks = [rank for rank, data in enumerate(data_of_ranks) if data != majority_data]
     if not differing_ranks:
         return
 
-    usual = descriptions[data_of_ranks.index(most_frequent)]
+    majority = descriptions[data_of_ranks.index(majority_data)]
     other = descriptions[differing_ranks[0]]
     differences = []
-    for usual_stream, other_stream in zip(usual["streams"], other["streams"], strict=False):
-        if usual_stream["content"] != other_stream["content"]:
-            name = usual_stream["name"] or "the data"
-            differences.append(f"{name}: {other_stream['text']}, but {usual_stream['text']}")
+    for majority_stream, other_stream in zip(majority["streams"], other["streams"], strict=False):
+        if majority_stream["content"] != other_stream["content"]:
+            name = majority_stream["name"] or "the data"
+            differences.append(f"{name}: {other_stream['text']}, but {majority_stream['text']}")
     difference = "; ".join(differences) or "the same shards, but other streams, weights, seed, batch size or shuffling"
     raise DataError(
-        f"{other['node']} reads other data than {usual['node']}: {difference}; give every node the same data and "
+        f"{other['node']} reads other data than {majority['node']}: {difference}; give every node the same data and "
         "configuration"
     )

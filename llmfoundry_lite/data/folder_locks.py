@@ -1,9 +1,10 @@
 """Locks of the folders that data sets of this machine read: one launch at a time downloads into a folder.
 
 A folder's lock is a file in `/dev/shm`, named after the folder's device and inode. Every process that reads the folder
-holds it shared (flock). The file has a note of the launch that took it first: `{"launch": …, "process": …}`. The kernel
-frees a lock when its process ends, however that happens. The files stay: if one were removed, two runs could hold
-different files of one name. Other users write into `/dev/shm` too, so only files of this user are opened, and no links.
+holds it shared (flock). The file contains a note of the launch that holds the folder, and of the launch's first
+process: `{"launch": …, "process": …}`. The kernel frees a lock when its process ends, however that happens. The files
+are never removed, since otherwise two runs could hold different files of one name. Other users write into `/dev/shm`
+too, so only regular files of this user are opened.
 """
 
 import fcntl
@@ -41,55 +42,57 @@ def lock_path(folder: str) -> Path:
 
 
 def hold_folder(
-    folder: str, launch_id: str, *, alone: bool, timeout_seconds: float = TIMEOUT_SECONDS
+    folder: str, launch_id: str, *, exclusive: bool, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> BinaryIO | None:
-    """Hold a folder's lock until the returned file is closed, here and in forked workers.
+    """Take the lock of a data folder, and hold it until the returned file is closed.
 
-    With `alone`, waits until no other launch of this user holds it, and raises DataError after the timeout. Warns and
-    returns None where the lock cannot be opened.
+    The file stays open in forked workers too, so the lock lasts as long as any of these processes. `launch_id` is the
+    same on all ranks of a launch. With `exclusive`, the function waits until no other launch of this user holds the
+    lock, and raises DataError after `timeout_seconds`. If the lock file cannot be opened, it warns and returns None.
 
-    Two runs must not download into one folder, because each would evict and overwrite what the other reads. Nodes of
-    one launch may: they download the same data. Two users need a `local` each, since neither sees the other's locks.
+    Two runs must not download into one folder, because each would evict and overwrite shards that the other reads. The
+    nodes of one launch may, since they download the same data. Two users need a `local` each, because neither sees the
+    other's locks.
     """
     path = lock_path(folder)
     try:
-        file = open(path, "a+b", opener=open_own)  # noqa: SIM115 (the caller's)
+        file = open(path, "a+b", opener=open_own)  # noqa: SIM115 (the caller closes it)
     except OSError as error:
         log.warning("%s cannot be this user's lock (%s): runs that share %s go unseen", path, one_line(error), folder)
         return None
 
     deadline = time.monotonic() + timeout_seconds
     while True:
-        # An exclusive lock is granted only where no process holds the folder. Then this launch is the first.
+        # The kernel grants an exclusive lock only if no process holds the folder. Then it belongs to this launch.
         with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write_note(file, launch_id)
         fcntl.flock(file, fcntl.LOCK_SH)  # waits only while another process writes its note
 
-        first_launch, first_process = _read_note(file)
-        if not alone or first_launch == launch_id:
+        holding_launch, holding_process = _read_note(file)
+        if not exclusive or holding_launch == launch_id:
             return file
 
         fcntl.flock(file, fcntl.LOCK_UN)
-        is_held_by_us = first_process == describe_this_process()  # which would wait for itself
+        is_held_by_us = holding_process == describe_this_process()  # waiting would never end
         if is_held_by_us or time.monotonic() > deadline:
             file.close()
-            raise _refusal(folder, first_process)
-        log.info("Waiting for process %s to let go of %s", _describe_process(first_process), folder)
+            raise _folder_in_use_error(folder, holding_process)
+        log.info("Waiting for process %s to let go of %s", _describe_process(holding_process), folder)
         time.sleep(POLL_SECONDS)
 
 
 def check_not_held(folder: str) -> None:
-    """Raise DataError if a run of this user reads a folder now. A folder that does not exist is not held."""
+    """Raise DataError if a run of this user is reading a data folder. Does nothing for a folder that does not exist."""
     if not os.path.isdir(folder):
         return
-    lock = hold_folder(folder, "data show", alone=True, timeout_seconds=0)
+    lock = hold_folder(folder, "data show", exclusive=True, timeout_seconds=0)
     if lock is not None:
         lock.close()
 
 
-def _refusal(folder: str, process: dict[str, Any]) -> DataError:
-    """Return the error for a folder that a process downloads into, of another run or of this one."""
+def _folder_in_use_error(folder: str, process: dict[str, Any]) -> DataError:
+    """Return the error for a folder that `process`, of another run or of this one, already downloads into."""
     if process == describe_this_process():
         return DataError(
             f"two data sets of this run download into {folder}; give each its own `local`, "
@@ -102,19 +105,20 @@ def _refusal(folder: str, process: dict[str, Any]) -> DataError:
 
 
 def _describe_process(process: dict[str, Any]) -> str:
-    """Return a process's number, and its container if that is another one.
+    """Describe a process for an error: its id, and its host if it runs in another container.
 
-    Containers of one machine may share its memory, and each counts processes anew, so the number alone would mislead.
+    Containers of one machine may share `/dev/shm`, but each has process ids of its own, so an id without the container
+    could be mistaken for another process.
     """
-    number = f"{process.get('pid', 'unknown')}"
+    pid = f"{process.get('pid', 'unknown')}"
     is_in_this_container = process.get("namespace", pid_namespace()) == pid_namespace()
     if is_in_this_container:
-        return number
-    return f"{number} in another container, {process.get('host')}"
+        return pid
+    return f"{pid} in another container, {process.get('host')}"
 
 
 def _write_note(file: BinaryIO, launch_id: str) -> None:
-    """Note that this process of a launch took the lock first. The lock must be held exclusively."""
+    """Write into a lock file which launch and process hold the folder. The caller must hold the lock exclusively."""
     note = {"launch": launch_id, "process": describe_this_process()}
     file.truncate(0)
     file.write(json.dumps(note).encode())
@@ -122,7 +126,7 @@ def _write_note(file: BinaryIO, launch_id: str) -> None:
 
 
 def _read_note(file: BinaryIO) -> tuple[str, dict[str, Any]]:
-    """Return the launch that took a lock first, and its process; both empty if no run has written that."""
+    """Read from a lock file which launch holds the folder, and its process. Both are empty if nothing was written."""
     file.seek(0)
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         note = json.loads(file.read(MAX_NOTE_BYTES))

@@ -2,7 +2,10 @@
 
 The index of 1.5 million shards (100 TB) takes about 12 s and 1.2 GB to read. Its table takes 100 bytes for each shard.
 
-`read_indexes` makes the rows of the table, and facts that many shards share, through one `_Index` for each stream. A
+Shards that agree in columns, encodings, compression and hash algorithms have one *schema*, which is stored once. The
+rows of the table refer to it by its index.
+
+`read_indexes` reads each stream's index through an `_Index`, and returns the rows of the table and its metadata. A
 `ShardTable` is the view of both, in the process that read them and in all others of the node.
 """
 
@@ -38,93 +41,98 @@ NODE_COLUMNS = (
 )
 """Columns that the processes of a node share about a shard's file: see `cache.py`."""
 READER_KEYS = ("column_encodings", "column_names", "column_sizes", "compression")
-"""Keys of a shard's record that MDSReader takes, and whose value most shards share."""
-SHARED = (*READER_KEYS, "format", "version")
-"""All keys of a shard's record whose value most shards share."""
+"""Keys of a shard's record in the index that `MDSReader` takes as arguments, and that belong to its schema."""
+SCHEMA_KEYS = (*READER_KEYS, "format", "version")
+"""All keys of a shard's record in the index that belong to its schema."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
 """Description of the packed file of a shard that is not compressed."""
 MAX_QUOTED = 60
 """Characters of a bad name that an error quotes."""
 MAX_SAMPLES_BITS = 32
 MAX_RAW_BITS = 32
-"""Places in a shard are 32-bit numbers."""
+"""Offsets within a shard are 32-bit numbers."""
 MAX_ZIP_BITS = 33
-"""Compressing a shard that cannot be compressed makes it larger."""
+"""One more than MAX_RAW_BITS, because compressing incompressible data makes it slightly larger."""
 RAW_NAME = re.compile(r"([^/.\0][^/\0]*/)*[^/.\0][^/\0]*\.mds")
 ZIP_NAME = re.compile(RAW_NAME.pattern + r"\.(br|bz2|gz|snappy|zstd)")
-"""Names of files beside an index, or in folders there, as in a merged one. Since they become paths that are written, no
-part may begin with a dot."""
+"""Names of shard files, relative to the index. A merged index has folders in them. Since files are written under these
+names, no part may begin with a dot."""
 
 
 class ShardTable:
-    """Rows for the shards of a data set, and facts that many shards share.
+    """Table with a row for each shard of a data set, and the metadata that many shards share.
 
-    `rows` has the columns samples, kind, raw_name, raw_bytes, raw_hash, the same three with zip (empty where a shard is
-    not compressed), and `NODE_COLUMNS`. Shards are numbered through all streams.
+    `rows` has the columns samples, schema (an index in `schemas`), raw_name, raw_bytes, raw_hash, zip_name, zip_bytes,
+    zip_hash (the last three empty where a shard is not compressed), and `NODE_COLUMNS`. Shards are numbered
+    consecutively through all streams.
     """
 
-    def __init__(self, rows: NDArray[Any], facts: dict[str, Any]) -> None:
-        """Take what `read_indexes` returned. `rows` may be mapped from a file."""
+    def __init__(self, rows: NDArray[Any], metadata: dict[str, Any]) -> None:
+        """Take the rows and metadata that `read_indexes` returned. `rows` may be a memory-mapped file."""
         self.rows = rows
-        self.kinds: list[dict[str, Any]] = facts["kinds"]
-        """Kinds of shards: `READER_KEYS`, and `hash_name`, the algorithm of hashes (or empty)."""
-        self.content_digests: list[str] = facts["content_digests"]
-        """Digests of each stream's shards, in order: samples, bytes and hashes, not names."""
-        self.bounds: list[int] = np.cumsum([0, *facts["num_shards"]]).tolist()
-        """Index of the first shard of each stream, and at the end the number of all shards."""
+        self.schemas: list[dict[str, Any]] = metadata["schemas"]
+        """Schemas of shards: `READER_KEYS`, and `hash_name`, the algorithm that checks the shards (or empty)."""
+        self.content_digests: list[str] = metadata["content_digests"]
+        """Digest of the samples, bytes and hashes of all shards, for each stream. File names are not part of it."""
+        self.stream_bounds: list[int] = np.cumsum([0, *metadata["num_shards"]]).tolist()
+        """Index of the first shard of each stream, with the total number of shards as the last element."""
 
     def __len__(self) -> int:
         """Return the number of shards."""
-        return self.bounds[-1]
+        return self.stream_bounds[-1]
 
     def rows_of_stream(self, stream: int) -> NDArray[Any]:
-        """Return a view of the rows of a stream's shards: writing into it changes the table."""
-        return self.rows[self.bounds[stream] : self.bounds[stream + 1]]
+        """Return the rows of a stream's shards, as a view: writing into it changes the table."""
+        return self.rows[self.stream_bounds[stream] : self.stream_bounds[stream + 1]]
 
     def stream_of(self, shard: int) -> int:
         """Return the index of the stream that a shard belongs to."""
-        return bisect_right(self.bounds, shard) - 1
+        return bisect_right(self.stream_bounds, shard) - 1
 
     def columns_of_stream(self, stream: int) -> list[list[str]]:
-        """Name the columns of a stream's shards, for each kind of shard that it has."""
-        return [kind["column_names"] for kind in self._kinds_of_stream(stream)]
+        """Return the column names of a stream's shards, one list for each schema that they have."""
+        return [schema["column_names"] for schema in self._schemas_of_stream(stream)]
 
     def token_types_of_stream(self, stream: int) -> set[str]:
-        """Return the types of the column `tokens`, as the index names them, such as `ndarray:uint16`."""
+        """Return the types of the column `tokens` in a stream's shards, in MDS notation, such as `ndarray:uint16`."""
         token_types = set()
-        for kind in self._kinds_of_stream(stream):
-            types = dict(zip(kind["column_names"], kind["column_encodings"], strict=True))
+        for schema in self._schemas_of_stream(stream):
+            types = dict(zip(schema["column_names"], schema["column_encodings"], strict=True))
             if "tokens" in types:
                 token_types.add(types["tokens"])
         return token_types
 
-    def _kinds_of_stream(self, stream: int) -> list[dict[str, Any]]:
-        """Return the kinds of shards that a stream has, each once."""
-        return [self.kinds[kind] for kind in np.unique(self.rows_of_stream(stream)["kind"])]
+    def _schemas_of_stream(self, stream: int) -> list[dict[str, Any]]:
+        """Return the schemas that a stream's shards have, each once."""
+        return [self.schemas[index] for index in np.unique(self.rows_of_stream(stream)["schema"])]
 
     def name(self, shard: int) -> str:
-        """Return the name of a shard's raw file, relative to its folder."""
+        """Return the name of a shard's uncompressed file, relative to the folder of its stream."""
         return self.rows["raw_name"][shard].decode()
 
     def reader(self, shard: int, folder: str) -> MDSReader:
-        """Build mosaicml-streaming's reader of a shard whose raw file is, or will be, in `folder`."""
+        """Build mosaicml-streaming's reader of a shard. For each sample it opens the raw file in `folder`."""
         row = self.rows[shard]
-        kind = dict(self.kinds[row["kind"]])
-        hash_name = kind.pop("hash_name")
+        schema = dict(self.schemas[row["schema"]])
+        hash_name = schema.pop("hash_name")
         return MDSReader(
             dirname=folder,
             split="",
-            **kind,
+            **schema,
             hashes=[],
             raw_data=_file_info(row, "raw", hash_name),
-            zip_data=_file_info(row, "zip", hash_name) if kind["compression"] else None,
+            zip_data=_file_info(row, "zip", hash_name) if schema["compression"] else None,
             samples=int(row["samples"]),
             size_limit=None,
         )
 
 
 def _file_info(row: Any, prefix: str, hash_name: str) -> FileInfo:
-    """Return the description of a shard's raw or zip file, without hashes where its row has none."""
+    """Return the name, size and hash of a shard's file from its row in the table.
+
+    `prefix` is "raw" for the uncompressed file and "zip" for the compressed one. `hash_name` is the algorithm; the
+    result has no hash where the row has none.
+    """
     digest = row[f"{prefix}_hash"].decode()
     hashes = {hash_name: digest} if digest else {}
     return FileInfo(basename=row[f"{prefix}_name"].decode(), bytes=int(row[f"{prefix}_bytes"]), hashes=hashes)
@@ -133,68 +141,74 @@ def _file_info(row: Any, prefix: str, hash_name: str) -> FileInfo:
 def read_indexes(
     indexes: Sequence[Path], hash_names: Sequence[str | None], *, allow_unhashed_shards: bool = False
 ) -> tuple[NDArray[Any], dict[str, Any]]:
-    """Read the index of each stream. Returns the rows of a `ShardTable`, and its facts. Raises DataError.
+    """Read the `index.json` of each stream. Returns the rows and the metadata of a `ShardTable`.
 
-    `hash_names` are the algorithms asked for. None takes the fastest one that all shards of an index have, or else the
-    fastest of each shard. Where other shards have a hash, one without is refused unless `allow_unhashed_shards`.
+    `hash_names` are the hash algorithms that the user requires for each stream. None takes the fastest algorithm that
+    all shards of an index have, or else the fastest of each shard.
+
+    Raises DataError for an index that cannot be read, for hashes that are missing, and for a shard without a hash among
+    shards that have one, unless `allow_unhashed_shards`.
     """
     tables: list[dict[str, NDArray[Any]]] = []
-    facts: dict[str, Any] = {"kinds": [], "content_digests": [], "num_shards": []}
+    metadata: dict[str, Any] = {"schemas": [], "content_digests": [], "num_shards": []}
     for path, hash_name in zip(indexes, hash_names, strict=True):
         index = _Index(path)
-        # The digest must not depend on the hash that the user asks for, since checkpoints keep it.
+        # Checkpoints keep the digest of the content, so it must not depend on the hash that the user requires.
         fastest_hashes = index.choose_hashes(None, allow_unhashed_shards=allow_unhashed_shards)
         chosen_hashes = fastest_hashes
         if hash_name:
             chosen_hashes = index.choose_hashes(hash_name, allow_unhashed_shards=allow_unhashed_shards)
 
-        tables.append(index.columns(chosen_hashes, first_kind=len(facts["kinds"])))
-        facts["content_digests"].append(index.digest(fastest_hashes))
-        facts["num_shards"].append(len(index.records))
-        for kind, chosen_hash in zip(index.kinds, chosen_hashes, strict=True):
-            reader_options = {key: kind[key] for key in READER_KEYS}
-            facts["kinds"].append(reader_options | {"hash_name": chosen_hash})
+        tables.append(index.columns(chosen_hashes, first_schema=len(metadata["schemas"])))
+        metadata["content_digests"].append(index.digest(fastest_hashes))
+        metadata["num_shards"].append(len(index.records))
+        for schema, chosen_hash in zip(index.schemas, chosen_hashes, strict=True):
+            reader_options = {key: schema[key] for key in READER_KEYS}
+            metadata["schemas"].append(reader_options | {"hash_name": chosen_hash})
 
-    # Columns of all streams are joined one by one, and each is freed, since they may take a gigabyte together.
+    # All columns together may take a gigabyte, so they are joined one at a time, and `pop` frees the parts.
     columns = {name: np.concatenate([table.pop(name) for table in tables]) for name in list(tables[0])}
     column_types = [(name, column.dtype) for name, column in columns.items()]
-    rows = np.zeros(sum(facts["num_shards"]), np.dtype([*column_types, *NODE_COLUMNS], align=True))
+    rows = np.zeros(sum(metadata["num_shards"]), np.dtype([*column_types, *NODE_COLUMNS], align=True))
     for name, column in columns.items():
         rows[name] = column
-    return rows, facts
+    return rows, metadata
 
 
-class _Record(NamedTuple):
-    """Record of a shard in an index. Hashes are in the order of its kind's algorithms."""
+class _ShardRecord(NamedTuple):
+    """Record of a shard in an index. Its hashes are in the order of its schema's algorithms.
+
+    The names of the fields are columns of the table, except that it has one hash of each file instead of several.
+    """
 
     samples: int
-    kind: int
-    """Index in `_Index.kinds`."""
+    schema: int
+    """Index in `_Index.schemas`."""
     raw_name: bytes
     raw_bytes: int
     raw_hashes: tuple[bytes, ...]
     zip_name: bytes
-    """Empty, as the next two, for a shard that is not compressed."""
+    """Empty for a shard that is not compressed, as the next two fields are."""
     zip_bytes: int
     zip_hashes: tuple[bytes, ...]
 
 
 class _Index:
-    """The records of one `index.json`, and their kinds: columns, encodings, compression and algorithms of hashes."""
+    """The content of one `index.json`: the records of its shards, and the schemas that they refer to."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check an index, which anybody may have written. Raises DataError."""
+        """Read and check an index. It is untrusted, since anybody may have written it. Raises DataError."""
         self.path = path
-        self.kinds: list[dict[str, Any]] = []
-        """A dictionary with `SHARED`, and `hashes`, for each kind of shard. `_read_object` adds to it."""
+        self.schemas: list[dict[str, Any]] = []
+        """Each schema of shards: `SCHEMA_KEYS`, and `hashes`, a list of algorithms. `_read_object` adds to it."""
         try:
             with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
                 if os.fstat(file.fileno()).st_size > MAX_INDEX_BYTES:
                     raise too_large(path, MAX_INDEX_BYTES, "an index")
-                # Each record becomes a tuple as soon as it is parsed, because dictionaries would take gigabytes.
+                # Each record is converted to a tuple as soon as it is parsed. Dictionaries would take gigabytes.
                 content = json.load(file, object_hook=self._read_object)
-            self.records: list[_Record] = content["shards"]
-            is_index = content["version"] == 2 and all(isinstance(record, _Record) for record in self.records)
+            self.records: list[_ShardRecord] = content["shards"]
+            is_index = content["version"] == 2 and all(isinstance(record, _ShardRecord) for record in self.records)
         except DataError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -208,18 +222,21 @@ class _Index:
             raise self._error(f"lists {name.decode()} twice, so that its samples would be read twice")
 
     def choose_hashes(self, hash_name: str | None, *, allow_unhashed_shards: bool) -> list[str]:
-        """Choose the algorithm that checks the shards of each kind; empty where they have no hash. Raises DataError.
+        """Choose the hash algorithm by which the shards of each schema are checked.
 
-        With `hash_name`, all shards that have a hash must have this one. Otherwise it is the fastest that all have, or
-        the fastest of each kind if they have none in common.
+        With `hash_name`, all shards that have hashes must have this one. Otherwise it is the fastest algorithm that all
+        schemas have, or the fastest of each schema if they have none in common.
+
+        Returns an algorithm for each of `schemas`; empty where its shards have no hash. Raises DataError for a
+        `hash_name` that is missing, and for shards without a hash among others, unless `allow_unhashed_shards`.
         """
-        algorithms = [sorted(filter(is_hash, kind["hashes"]), key=_speed_rank) for kind in self.kinds]
+        algorithms = [sorted(filter(is_hash, schema["hashes"]), key=_speed_rank) for schema in self.schemas]
         common = [name for name in algorithms[0] if all(name in names for names in algorithms)]
-        unhashed_kinds = [kind for kind, names in enumerate(algorithms) if not names]
+        unhashed_schemas = [index for index, names in enumerate(algorithms) if not names]
 
-        has_some_hashes = len(unhashed_kinds) < len(algorithms)
-        if unhashed_kinds and has_some_hashes and not allow_unhashed_shards:
-            shard = next(record for record in self.records if record.kind == unhashed_kinds[0])
+        has_some_hashes = len(unhashed_schemas) < len(algorithms)
+        if unhashed_schemas and has_some_hashes and not allow_unhashed_shards:
+            shard = next(record for record in self.records if record.schema == unhashed_schemas[0])
             raise DataError(
                 f"{self.path}: {shard.raw_name.decode()} has no hash, and other shards have one, so that damage to it "
                 "would pass unseen; write the shards again with hashes=[...], or load it all the same: "
@@ -227,11 +244,11 @@ class _Index:
             )
 
         if hash_name is not None:
-            kinds_without_it = [names for names in algorithms if names and hash_name not in names]
-            if kinds_without_it or not has_some_hashes:
+            algorithms_without_it = [names for names in algorithms if names and hash_name not in names]
+            if algorithms_without_it or not has_some_hashes:
                 offered = common
-                if not offered and kinds_without_it:
-                    offered = kinds_without_it[0]
+                if not offered and algorithms_without_it:
+                    offered = algorithms_without_it[0]
                 raise DataError(
                     f"validate_hash is {hash_name}, but {self.path} has {', '.join(offered) or 'no hashes'}; "
                     "leave validate_hash out, or name one that is there"
@@ -245,110 +262,124 @@ class _Index:
                 chosen.append(hash_name or (common or names)[0])
         return chosen
 
-    def columns(self, hash_names: Sequence[str], first_kind: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of the table, with the hash of each kind's algorithm. Kinds count from `first_kind`."""
+    def columns(self, hash_names: Sequence[str], first_schema: int) -> dict[str, NDArray[Any]]:
+        """Return the columns of the table for this index, one array [num_shards] for each.
+
+        `hash_names` has the algorithm for each of `schemas`, as `choose_hashes` returns it; only its hashes are kept.
+        Schemas are numbered from `first_schema` on, because other indexes have the numbers below.
+        """
         transposed = zip(*self.records, strict=True)
-        columns: dict[str, Sequence[Any]] = dict(zip(_Record._fields, transposed, strict=True))
-        kinds = columns["kind"]
-        columns["raw_hash"] = self._choose_column(kinds, columns.pop("raw_hashes"), hash_names)
-        columns["zip_hash"] = self._choose_column(kinds, columns.pop("zip_hashes"), hash_names)
+        columns: dict[str, Sequence[Any]] = dict(zip(_ShardRecord._fields, transposed, strict=True))
+        schema_of_shards = columns["schema"]
+        columns["raw_hash"] = self._select_hashes(schema_of_shards, columns.pop("raw_hashes"), hash_names)
+        columns["zip_hash"] = self._select_hashes(schema_of_shards, columns.pop("zip_hashes"), hash_names)
 
         arrays = {name: np.array(column) for name, column in columns.items()}
-        arrays["kind"] = (first_kind + arrays["kind"]).astype(np.uint32)
+        arrays["schema"] = (first_schema + arrays["schema"]).astype(np.uint32)
         return arrays
 
-    def _choose_column(
-        self, kinds: Sequence[int], hashes_of_shards: Sequence[tuple[bytes, ...]], hash_names: Sequence[str]
+    def _select_hashes(
+        self, schema_of_shards: Sequence[int], hashes_of_shards: Sequence[tuple[bytes, ...]], hash_names: Sequence[str]
     ) -> list[bytes]:
-        """Return the one hash of each shard that its kind's algorithm has made; empty where there is none."""
-        positions = []
-        for kind, hash_name in zip(self.kinds, hash_names, strict=True):
-            positions.append(kind["hashes"].index(hash_name) if hash_name else None)
+        """Select one hash of each shard: that of the algorithm which `hash_names` has for the shard's schema.
 
-        column = []
-        for kind, hashes in zip(kinds, hashes_of_shards, strict=True):
-            position = positions[kind]
-            column.append(b"" if position is None else hashes[position])
-        return column
+        `schema_of_shards` are indices in `schemas`, and `hashes_of_shards` all hashes of each shard. Returns a hash for
+        each shard; empty where the schema's algorithm is.
+        """
+        hash_positions = []
+        for schema, hash_name in zip(self.schemas, hash_names, strict=True):
+            hash_positions.append(schema["hashes"].index(hash_name) if hash_name else None)
+
+        selected = []
+        for schema_index, hashes in zip(schema_of_shards, hashes_of_shards, strict=True):
+            position = hash_positions[schema_index]
+            selected.append(b"" if position is None else hashes[position])
+        return selected
 
     def digest(self, hash_names: Sequence[str]) -> str:
-        """Digest samples, bytes and hashes. This must never change, because checkpoints keep the result.
+        """Return a digest of the samples, bytes and hashes of all shards, by which checkpoints recognize their data.
 
-        The result begins with the algorithm of the hashes, such as `xxh64:0f3a…`. It begins with `mixed` where kinds
-        have several, and with `sizes` where no shard has a hash.
+        The algorithm must never change, because checkpoints store the result. `hash_names` has the hash algorithm for
+        each of `schemas`. The result begins with it, such as `xxh64:0f3a…`; with `mixed` if schemas have different
+        ones; and with `sizes` if no shard has a hash.
         """
         label = hash_names[0] if len(set(hash_names)) == 1 else "mixed"
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.array([record.samples for record in self.records], "<i8").tobytes())
         digest.update(np.array([record.raw_bytes for record in self.records], "<i8").tobytes())
-        for kind, neighbours in groupby(self.records, key=lambda record: record.kind):
-            hash_name = hash_names[kind]
+        for schema_index, records in groupby(self.records, key=lambda record: record.schema):
+            hash_name = hash_names[schema_index]
             if hash_name:
-                position = self.kinds[kind]["hashes"].index(hash_name)
-                hashes = [record.raw_hashes[position] for record in neighbours]
+                position = self.schemas[schema_index]["hashes"].index(hash_name)
+                hashes = [record.raw_hashes[position] for record in records]
             else:
-                hashes = [b"" for _ in neighbours]
-            if label == "mixed":  # algorithms differ, so the digest names them
+                hashes = [b"" for _ in records]
+            if label == "mixed":  # the digest has to tell hashes of different algorithms apart
                 digest.update(f"{hash_name} of {len(hashes)}:".encode())
             digest.update(b"".join(hashes))
         return f"{label or 'sizes'}:{digest.hexdigest()}"
 
     def _read_object(self, record: dict[str, Any]) -> Any:
-        """Turn an object of JSON that describes a shard into a `_Record`. Other objects stay as they are.
+        """Convert a JSON object that describes a shard to a `_ShardRecord`. Other objects are returned unchanged.
 
-        The JSON parser calls this for every object, innermost first. Adds the shard's kind to `self.kinds`.
+        The JSON parser calls this for every object, innermost first. Adds the shard's schema to `self.schemas` if it is
+        new. Raises DataError or ValueError for a description that is not valid.
         """
         if "raw_data" not in record:
             return record
         raw = record["raw_data"]
-        packed = record["zip_data"] or NO_FILE
+        compressed = record["zip_data"] or NO_FILE
 
         _check_size("samples", record["samples"], MAX_SAMPLES_BITS)
         _check_size("raw_data.bytes", raw["bytes"], MAX_RAW_BITS)
-        _check_size("zip_data.bytes", packed["bytes"], MAX_ZIP_BITS)
+        _check_size("zip_data.bytes", compressed["bytes"], MAX_ZIP_BITS)
         self._check_name(raw["basename"], RAW_NAME)
-        if packed is not NO_FILE:
-            self._check_name(packed["basename"], ZIP_NAME)
+        if compressed is not NO_FILE:
+            self._check_name(compressed["basename"], ZIP_NAME)
 
         raw_hashes = raw["hashes"]
-        if not all(raw_hashes.values()):  # an empty text is no hash
+        if not all(raw_hashes.values()):  # an empty string stands for no hash
             raw_hashes = {}
-        if packed["hashes"]:
-            packed_hashes = tuple([packed["hashes"].get(name, "").encode() for name in raw_hashes])
+        if compressed["hashes"]:
+            compressed_hashes = tuple([compressed["hashes"].get(name, "").encode() for name in raw_hashes])
         else:
-            packed_hashes = (b"",) * len(raw_hashes)
-        return _Record(
+            compressed_hashes = (b"",) * len(raw_hashes)
+        return _ShardRecord(
             record["samples"],
-            self._find_kind(record, [*raw_hashes]),
+            self._schema_index(record, [*raw_hashes]),
             raw["basename"].encode(),
             raw["bytes"],
             tuple(map(str.encode, raw_hashes.values())),
-            packed["basename"].encode(),
-            packed["bytes"],
-            packed_hashes,
+            compressed["basename"].encode(),
+            compressed["bytes"],
+            compressed_hashes,
         )
 
     def _check_name(self, name: str, pattern: re.Pattern[str]) -> None:
-        """Raise DataError for a name of a file that does not match RAW_NAME or ZIP_NAME."""
+        """Raise DataError unless the name of a shard's file matches `pattern`, which is RAW_NAME or ZIP_NAME."""
         if not pattern.fullmatch(name):
             raise self._error(
                 f"names a shard {name[:MAX_QUOTED]!r}, expected a file beside it that ends in .mds, or in .mds and "
                 "the name of a compression"
             )
 
-    def _find_kind(self, record: dict[str, Any], hash_names: list[str]) -> int:
-        """Return the index of a shard's kind in `self.kinds`, adding and checking one that is new."""
-        kind = {name: record[name] for name in SHARED}
-        kind["hashes"] = hash_names
-        if kind in self.kinds:  # a slow search, but there are few
-            return self.kinds.index(kind)
+    def _schema_index(self, record: dict[str, Any], hash_names: list[str]) -> int:
+        """Return the index in `self.schemas` of a shard's schema, which is checked and added if it is new.
+
+        `record` is the shard's JSON object, and `hash_names` are the algorithms of its hashes. Raises DataError for a
+        format that is not supported, and for column types that could run code when they are read.
+        """
+        schema = {name: record[name] for name in SCHEMA_KEYS}
+        schema["hashes"] = hash_names
+        if schema in self.schemas:  # a linear search is fast enough, because there are few schemas
+            return self.schemas.index(schema)
         if record["version"] != 2 or record["format"] != "mds":
             raise self._error(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")
         for name, encoding in zip(record["column_names"], record["column_encodings"], strict=True):
             if not is_mds_encoding_safe(encoding):
                 raise DataError(f"{self.path}: column {name} is of type {encoding}, which may run code when it is read")
-        self.kinds.append(kind)
-        return len(self.kinds) - 1
+        self.schemas.append(schema)
+        return len(self.schemas) - 1
 
     def _error(self, problem: str) -> DataError:
         """Return an error that says what is wrong with the index; `problem` follows its path."""
@@ -356,13 +387,13 @@ class _Index:
 
 
 def _check_size(name: str, value: Any, bits: int) -> None:
-    """Raise ValueError unless a value of an index is a whole number that fits into `bits` bits, without a sign."""
+    """Raise ValueError unless a value of an index is an integer of at least 0 that fits into `bits` bits."""
     if type(value) is not int or not 0 <= value < 2**bits:
         raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0 and below 2^{bits}")
 
 
 def _speed_rank(hash_name: str) -> tuple[int, str]:
-    """Return a key that sorts algorithms of hashes by speed, and those of unknown speed last, by name."""
+    """Return a sort key for hash algorithms: the fastest first, and those of unknown speed last, by name."""
     if hash_name in FASTEST_HASHES:
         return FASTEST_HASHES.index(hash_name), hash_name
     return len(FASTEST_HASHES), hash_name

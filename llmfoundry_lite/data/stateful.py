@@ -39,7 +39,7 @@ class StatefulLoader(TextLoader):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield batches from this place to the end of the epoch. The place counts a batch as soon as it is yielded."""
-        self.dataset.begin_at(*self._place)
+        self.dataset.set_position(*self._place)
         for batch in super().__iter__():
             epoch, num_samples = self._place
             self.move_to(epoch, num_samples + self.dataset.global_batch_size)
@@ -127,7 +127,7 @@ def open_dataset(
         global_batch_size=global_batch_size,
         drop_last=drop_last,
         tokenizer=tokenizer,
-        share=_choose_rank(rank, world_size),
+        data_rank_and_size=_choose_rank(rank, world_size),
     )
     num_workers = whole_number("open_dataset: num_workers", num_workers, least=0)
     return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, kind=StatefulLoader)

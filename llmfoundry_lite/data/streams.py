@@ -122,7 +122,7 @@ class ShardFolder:
             )
         return path
 
-    def find_present(self, rows: NDArray) -> NDArray[np.bool_]:
+    def find_present_shards(self, rows: NDArray) -> NDArray[np.bool_]:
         """Find the shards that are in the folder, raw or compressed, without reading them.
 
         `rows` are the stream's part of a `ShardTable`. Returns a flag for each of them [num_shards]. Without a remote,

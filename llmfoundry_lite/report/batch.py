@@ -255,7 +255,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> OpenedData:
         drop_last=loader.drop_last,
         vocab_size=(config.get("model") or {}).get("vocab_size"),
         tokenizer=tokenizer,
-        share=(0, 1),  # this process is the only rank, so it reads all rows
+        data_rank_and_size=(0, 1),  # this process is the only rank, so it reads all rows
         max_duration=None if duration is None else Duration.parse(duration),
     )
     weakref.finalize(dataset, shutil.rmtree, download_folder, ignore_errors=True)

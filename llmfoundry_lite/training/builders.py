@@ -366,7 +366,7 @@ def build_data(
         evaluation=evaluation,
         vocab_size=config.model.vocab_size,
         tokenizer=LazyTokenizer(config.tokenizer.name),
-        share=(ranks.rank, ranks.size),
+        data_rank_and_size=(ranks.rank, ranks.size),
         max_duration=config.max_duration,
         max_samples=config.eval_subset_samples if evaluation else None,
     )

@@ -143,7 +143,7 @@ class RunHandle:
         loader = self.config.train_loader
         sample_in_epoch = self.batch_in_epoch * self._dataset.global_batch_size
         epoch = int(self._state.timestamp.epoch)
-        self._dataset.continue_with(self._part_of(row_indices), epoch, sample_in_epoch, self._part_of(again), back)
+        self._dataset.resume_with_rows(self._part_of(row_indices), epoch, sample_in_epoch, self._part_of(again), back)
         return iter(
             build_text_loader(
                 self._dataset,

@@ -17,13 +17,13 @@ def test_packed_shards_count_where_they_are_kept_and_a_folder_without_a_remote_n
     cache: Any = ShardCache.__new__(ShardCache)
     cache.folders = [SimpleNamespace(stream=SimpleNamespace(keep_zip=keep), remote=remote) for keep, remote in kinds]
     cache.table = SimpleNamespace(rows_of_stream=lambda number: rows)
-    assert cache._limited_bytes.tolist() == [7, 9, 5, 6, 0, 0]
+    assert cache._bytes_in_cache.tolist() == [7, 9, 5, 6, 0, 0]
 
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_read_says_which_shard_it_waits_for_and_a_quick_one_says_nothing(monkeypatch, is_late):
     said, has_spoken = [], threading.Event()
-    monkeypatch.setattr(module, "NOTE_SECONDS", 0.01 if is_late else 60.0)
+    monkeypatch.setattr(module, "WAIT_MESSAGE_SECONDS", 0.01 if is_late else 60.0)
     monkeypatch.setattr(module, "print", lambda text, flush: (said.append(text), has_spoken.set()), raising=False)
     cache: Any = ShardCache.__new__(ShardCache)
     cache.table = SimpleNamespace(name=lambda shard: "shard.00003.mds")

@@ -70,7 +70,7 @@ def test_loader_yields_the_global_batches_in_order_epoch_after_epoch(shards, num
 
 def test_a_rank_without_rows_of_its_own_has_those_of_an_earlier_batch_alone(shards):
     dataset = open_data(shards)
-    dataset.continue_with([], 0, 3 * dataset.order.batch_size, [2], 2)
+    dataset.resume_with_rows([], 0, 3 * dataset.order.batch_size, [2], 2)
     of_epoch = expected_numbers(dataset)
     assert numbers(build_text_loader(dataset)) == [[of_epoch[i - 2][2]] for i in range(3, 8)]
 
@@ -79,7 +79,7 @@ def test_a_rank_without_rows_of_its_own_has_those_of_an_earlier_batch_alone(shar
 def test_rows_of_an_earlier_batch_come_beside_those_of_each_batch(shards, num_workers):
     dataset = open_data(shards)
     batch_size = dataset.order.batch_size
-    dataset.continue_with(range(2), 0, 3 * batch_size, [2, batch_size - 1], 2)
+    dataset.resume_with_rows(range(2), 0, 3 * batch_size, [2, batch_size - 1], 2)
     of_epoch = expected_numbers(dataset)
     expected = [[*of_epoch[i][:2], of_epoch[i - 2][2], of_epoch[i - 2][-1]] for i in range(3, 8)]
     assert numbers(build_text_loader(dataset, num_workers=num_workers)) == expected
@@ -110,7 +110,7 @@ def test_workers_share_what_the_rank_has_laid_out_and_imported(shards, monkeypat
         assert os.getpid() == rank
         return EpochOrder(order, epoch)
 
-    monkeypatch.setattr(SampleOrder, "epoch", only_in_the_rank)
+    monkeypatch.setattr(SampleOrder, "build_epoch", only_in_the_rank)
     dataset = open_data(shards)
     dataset.load_state_dict(dataset.state_dict(36, True) | {"epoch": 2})
     assert numbers_of(dataset, num_workers=2) == expected_numbers(dataset, 2)[3:]
@@ -959,7 +959,7 @@ def test_data_prepared_again_in_the_same_shape_is_refused_unless_the_checkpoint_
     for key in ("content", "streams", "order_version"):
         del state[key]
     again.load_state_dict(state)
-    assert again._next_start == (0, 24)
+    assert again._next_position == (0, 24)
 
 
 def test_equal_streams_in_another_order_are_refused(tmp_path):
@@ -1048,7 +1048,7 @@ def open_with_faults(shards: Path, out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-FAULTS = {"_write_table": 2, "_build_order": 1, "_choose_samples": 2, "_check_columns": 1}
+FAULTS = {"_write_table": 2, "_build_order": 1, "_count_epoch_samples": 2, "_check_columns": 1}
 """Where something fails, and on which rank."""
 
 

@@ -28,7 +28,7 @@ import os, sys, time
 from pathlib import Path
 from llmfoundry_lite.data import folder_locks
 folder_locks.SHARED_MEMORY = Path(sys.argv[1])
-lock = folder_locks.hold_folder(sys.argv[2], "launch", alone=True)
+lock = folder_locks.hold_folder(sys.argv[2], "launch", exclusive=True)
 worker = os.fork() if len(sys.argv) > 3 else 0
 if worker or len(sys.argv) == 3:
     print(worker, flush=True)
@@ -70,9 +70,9 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def hold(folder: Path | str, launch_id: str = "ours", *, alone: bool = True, timeout_seconds: float = 0) -> None:
+def hold(folder: Path | str, launch_id: str = "ours", *, exclusive: bool = True, timeout_seconds: float = 0) -> None:
     """Hold a folder, and let go of it."""
-    lock = hold_folder(str(folder), launch_id, alone=alone, timeout_seconds=timeout_seconds)
+    lock = hold_folder(str(folder), launch_id, exclusive=exclusive, timeout_seconds=timeout_seconds)
     assert lock is not None
     lock.close()
 
@@ -101,7 +101,7 @@ def test_a_data_set_lets_go_of_its_folders_and_leaves_no_table(locks, tmp_path):
 def test_a_folder_that_another_run_downloads_into_is_refused_naming_the_process(other, cache, tmp_path):
     process, _ = other()
     hold(cache, "launch")  # another node of the same launch
-    hold(cache, alone=False)  # only reads
+    hold(cache, exclusive=False)  # only reads
     refused = rf"another run \(process {process.pid}\) is downloading into {tmp_path}"
     with pytest.raises(DataError, match=f"{refused}/cache;"):
         hold(cache)
@@ -122,7 +122,7 @@ def test_waiting_ends_as_soon_as_the_other_run_is_gone(other, cache):
 
 
 def test_a_process_of_another_container_with_our_number_is_another(cache):
-    ours = hold_folder(str(cache), "theirs", alone=True)
+    ours = hold_folder(str(cache), "theirs", exclusive=True)
     theirs = describe_this_process() | {"namespace": "pid:[1]", "host": "theirs"}
     lock_path(str(cache)).write_text(json.dumps({"launch": "theirs", "process": theirs}))
     with pytest.raises(DataError, match=rf"another run \(process {os.getpid()} in another container, theirs\) is down"):
@@ -140,7 +140,7 @@ def test_a_start_neither_waits_for_what_lies_in_its_lock_s_place_nor_empties_it(
     lock, kept = lock_path(str(cache)), tmp_path / "kept"
     kept.write_text("kept")
     put(name, lock, kept)
-    assert hold_folder(str(cache), "ours", alone=True) is None
+    assert hold_folder(str(cache), "ours", exclusive=True) is None
     assert f"{lock} cannot be this user's lock (" in caplog.text
     assert name != "link" or kept.read_text() == "kept"
 
@@ -168,7 +168,7 @@ def test_a_start_passes_by_the_file_of_another_user_in_its_lock_s_place(cache, c
     lock = lock_path(str(cache))
     lock.write_text("theirs")
     os.chown(lock, 12345, 12345)
-    assert hold_folder(str(cache), "ours", alone=True) is None
+    assert hold_folder(str(cache), "ours", exclusive=True) is None
     assert "belongs to user 12345" in caplog.text and lock.read_text() == "theirs"
 
 

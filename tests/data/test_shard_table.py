@@ -52,7 +52,7 @@ def test_readers_are_those_that_streamingdataset_makes(tmp_path, options):
         for record in json.loads((folder / "index.json").read_text())["shards"]
     ]
     assert list(map(reader_fields, readers_of(table, a))) == list(map(reader_fields, expected))
-    assert [table.stream_of(shard) for shard in (0, table.bounds[1] - 1, table.bounds[1])] == [0, 0, 1]
+    assert [table.stream_of(shard) for shard in (0, table.stream_bounds[1] - 1, table.stream_bounds[1])] == [0, 0, 1]
 
 
 def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
@@ -62,7 +62,7 @@ def test_a_merged_index_with_folders_in_it_is_read(tmp_path):
     table = read_table(tmp_path / "all", allow_unhashed_shards=True)
     assert {table.name(shard).split("/")[0] for shard in range(len(table))} == {"a", "größe"}
     assert table.rows["samples"].sum() == 80
-    assert [kind["hash_name"] for kind in table.kinds] == ["", "xxh64"]
+    assert [schema["hash_name"] for schema in table.schemas] == ["", "xxh64"]
 
 
 @contextmanager
@@ -194,4 +194,4 @@ def test_the_content_digest_knows_samples_and_bytes_but_not_names(tmp_path):
 def test_of_several_hashes_the_fastest_is_checked(tmp_path):
     names = [["sha1", "xxh64"], ["xxh32", "xxh3_64"], ["md5", "sha256"]]
     folders = [write_mds(tmp_path / str(i), 9, hashes=hashes) for i, hashes in enumerate(names)]
-    assert [kind["hash_name"] for kind in read_table(*folders).kinds] == ["xxh64", "xxh3_64", "md5"]
+    assert [schema["hash_name"] for schema in read_table(*folders).schemas] == ["xxh64", "xxh3_64", "md5"]

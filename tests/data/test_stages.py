@@ -73,7 +73,7 @@ def state_at(batch: int, settings, *, ends_epoch: bool = False) -> dict:
     epoch, step = dataset.stages.locate_batch(batch)
     if ends_epoch and step == 0:
         epoch, step = epoch - 1, dataset.stages.num_batches(epoch - 1)
-    dataset.begin_at(epoch, 0)
+    dataset.set_position(epoch, 0)
     return json.loads(json.dumps(dataset.state_dict(step * BATCH, True)))
 
 
@@ -120,7 +120,7 @@ def test_any_place_carries_on_in_the_middle_of_a_stage_and_at_its_border(mixture
 
 
 def test_ranks_share_the_batches_of_every_stage(mixture):
-    shares = [batches_of(mixture, share=(part, 3)) for part in range(3)]
+    shares = [batches_of(mixture, data_rank_and_size=(part, 3)) for part in range(3)]
     assert [[*first, *second, *third] for first, second, third in zip(*shares, strict=True)] == batches_of(mixture)
 
 

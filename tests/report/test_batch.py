@@ -41,7 +41,12 @@ def folder(tmp_path):
     block = build_block(LoaderConfig, config["train_loader"], "train_loader")
     digests = [0] * 9
     for rank in range(2):
-        options = {"max_seq_len": SEQ_LEN, "global_batch_size": BATCH_SIZE, "drop_last": False, "share": (rank, 2)}
+        options = {
+            "max_seq_len": SEQ_LEN,
+            "global_batch_size": BATCH_SIZE,
+            "drop_last": False,
+            "data_rank_and_size": (rank, 2),
+        }
         loader = build_text_loader(TextDataset(block.dataset, **options))
         for number, batch in enumerate(batch for _ in range(3) for batch in loader):
             digests[number] += batch_digest(batch["input_ids"])
@@ -104,7 +109,7 @@ def test_a_folder_that_a_live_run_downloads_into_is_refused_without_waiting(fold
     with tempfile.TemporaryDirectory(dir=folder_locks.SHARED_MEMORY) as locks:
         monkeypatch.setattr(folder_locks, "SHARED_MEMORY", Path(locks))
         monkeypatch.delattr(folder_locks.time, "sleep")
-        live = folder_locks.hold_folder(str(folder / "b/train"), "live", alone=True)
+        live = folder_locks.hold_folder(str(folder / "b/train"), "live", exclusive=True)
         path = folder_locks.lock_path(str(folder / "b/train"))
         path.write_text(path.read_text().replace(str(os.getpid()), "1"))
         with pytest.raises(DataError, match=r"another run \(process 1\) is downloading into .*/b/train; give this run"):

@@ -39,7 +39,7 @@ def test_batches_of_one_launch_among_several_are_pinned_like_any_run_s(monkeypat
     run: Any = object.__new__(run_handle.RunHandle)
     run._state = SimpleNamespace(timestamp=SimpleNamespace(epoch=0, batch_in_epoch=0))
     run._agreement = SimpleNamespace(ranks=DataRanks(rank=0, size=1, is_counted=True))
-    run._dataset = SimpleNamespace(global_batch_size=4, continue_with=lambda *_: None)
+    run._dataset = SimpleNamespace(global_batch_size=4, resume_with_rows=lambda *_: None)
     for loader in (LoaderConfig(num_workers=2, timeout=30.0), LoaderConfig(timeout=30.0, pin_memory=False)):
         run.config = SimpleNamespace(train_loader=loader)
         run.read(range(4))

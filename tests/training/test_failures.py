@@ -65,7 +65,7 @@ def status(tmp_path: Path):
 
 def check_let_go(data):
     """Raise DataError unless all processes that read the data end: a killed rank's workers soon notice."""
-    lock = hold_folder(str(data / "train"), "another", alone=True, timeout_seconds=120)
+    lock = hold_folder(str(data / "train"), "another", exclusive=True, timeout_seconds=120)
     assert lock is not None
     lock.close()
 
