@@ -22,7 +22,7 @@ from llmfoundry_lite.checkpoint.state import clean_name
 from llmfoundry_lite.checkpoint.store import Checkpoint, CheckpointStore
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.huggingface import check_tensors, from_hugging_face, without_tied_head
+from llmfoundry_lite.convert.huggingface import check_tensors, convert_from_hugging_face, without_tied_head
 from llmfoundry_lite.convert.to_checkpoint import METADATA, Imported, Weights, publish_weights
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError
@@ -103,7 +103,7 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
         model_config = load_train_config(list(config)).config.model
         tensors = fit_weights(tensors, model_config, str(path))
     elif isinstance(stored, dict):
-        model_config, tensors = from_hugging_face(tensors, stored, str(path))
+        model_config, tensors = convert_from_hugging_face(tensors, stored, str(path))
     else:
         raise CheckpointError(f"{path}: does not say what model it is; add --config and the YAML it was trained with")
     contents = {name: _get(hugging_face, "tokenizer", name, "content") for name in tokenizers.FILES}

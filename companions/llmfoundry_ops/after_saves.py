@@ -19,7 +19,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.convert.huggingface import can_export
+from llmfoundry_lite.convert.huggingface import describe_export_problem
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.ranks.rank import rank_variables
 from llmfoundry_lite.training.checkpointing import Checkpointing
@@ -150,7 +150,7 @@ def build_hf_checkpointer(config: TrainConfig, checkpointing: Checkpointing) -> 
     block = config.callbacks.hf_checkpointer
     assert block is not None
     target = (block.save_folder or config.checkpoint_folder).rstrip("/")
-    dtype, reason = DTYPES[block.precision], can_export(config.model)
+    dtype, reason = DTYPES[block.precision], describe_export_problem(config.model)
     if reason is not None:
         raise ConfigError(f"callbacks.hf_checkpointer: {reason}; or remove it")
 

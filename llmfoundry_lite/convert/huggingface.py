@@ -1,9 +1,9 @@
-"""Export to, and import from, the Hugging Face layouts that `transformers` runs without remote code.
+"""Export to, and import from, the Hugging Face model formats that `transformers` runs without remote code.
 
-Models with ALiBi are written as MPT, with RoPE as Llama, the others as GPT-2 (`layouts.py`). Folders of MPT are read
-here, and a companion reads the others. Files are safetensors; a pickle is refused unless the caller brings a reader for
-it. `transformers` is imported only to prove an exported tokenizer: the layouts are written down here, and tests compare
-them with it.
+Models with ALiBi are written as MPT, with RoPE as Llama or a format like it, the others as GPT-2 (`hf_formats.py`).
+Folders of MPT are read here, and a companion reads the others. Files are safetensors; a pickle is refused unless the
+caller brings a reader for it. `transformers` is imported only to prove an exported tokenizer: the formats are described
+here, and tests compare them with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,32 +25,34 @@ from llmfoundry_lite.convert.files import (
     write_tokenizer,
     write_weights,
 )
-from llmfoundry_lite.convert.layout import (
+from llmfoundry_lite.convert.hf_format import (
     HFConfig,
-    Layout,
-    Readable,
-    Source,
+    HFFormat,
+    ReadableHFFormat,
+    TensorSource,
+    build_config_json,
+    build_hf_tensor,
     check_keys,
-    find_inexpressible,
-    layout_tensor,
-    read_config,
-    write_config,
+    describe_inexpressible_option,
+    read_model_config,
 )
-from llmfoundry_lite.convert.layouts import LLAMA, QWEN2, layout_of
-from llmfoundry_lite.convert.layouts import MPT as MPT_LAYOUT
+from llmfoundry_lite.convert.hf_formats import LLAMA, QWEN2, choose_format
+from llmfoundry_lite.convert.hf_formats import MPT as MPT_FORMAT
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
 from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
 from llmfoundry_lite.errors import ExportError, either
 from llmfoundry_lite.models.flops import find_size_mismatch
 from llmfoundry_lite.models.parameters import parameter_shapes
 
-KINDS = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Values of config.json's model_type whose folders become our model. A companion reads all but the first."""
+MODEL_TYPES = ("mpt", "gpt2", "llama", "mistral", "qwen2", "qwen3")
+"""Values of config.json's model_type whose folders can be imported. A companion reads all but the first."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be read. Others are packed, and need their own code to be unpacked."""
 MAX_SHARD_BYTES = 5_000_000_000
+MAX_LISTED_TENSORS = 8
+"""Tensors with the same problem that an error names after the first."""
 
 
 def export_model(
@@ -66,34 +68,35 @@ def export_model(
 
     `state_dict` holds whole CPU tensors under the names of `MPT.state_dict()`; `dtype` is fp32 or bf16. An earlier
     export in `folder` is replaced in one step once the new one is complete. Settings that only matter to training are
-    kept where the layout has a key for them: dropout, `embedding_fraction`, `attn_uses_sequence_id`, initialisation,
-    whether q, k and v are one matrix. transformers' ids of sample texts are compared with the tokenizer's own.
+    kept where the format has a key for them: dropout, `embedding_fraction`, `attn_uses_sequence_id`, initialisation,
+    whether q, k and v are one matrix. If there is a tokenizer, transformers must make the same ids of sample texts.
 
     Returns a note on what a user may not expect, or None. Raises ExportError.
     """
-    reason = can_export(config)
-    if reason is not None:
-        raise ExportError(f"{folder}: {reason}")
+    problem = describe_export_problem(config)
+    if problem is not None:
+        raise ExportError(f"{folder}: {problem}")
     if dtype not in DTYPES:
         raise ExportError(f"{folder}: dtype {dtype!r} given, expected {' or '.join(DTYPES)}")
     check_tensors(state_dict, parameter_shapes(config), str(folder))
     torch_dtype = DTYPES[dtype]
 
     with published(Path(folder)) as draft:
-        special_tokens, tokenizer = {}, None
+        special_tokens: HFConfig = {}
+        tokenizer = None
         if tokenizer_folder is not None:
             special_tokens = write_tokenizer(Path(tokenizer_folder), draft, config.max_seq_len)
             if has_vocabulary(Path(tokenizer_folder)):
                 tokenizer = load_tokenizer(tokenizer_folder)
         other_keys = {**special_tokens, "dtype": str(torch_dtype).removeprefix("torch.")}
-        layout, note = write_proven_config(draft, config, other_keys, tokenizer)
+        hf_format, note = write_proven_config(draft, config, other_keys, tokenizer)
 
-        sources = layout_sources(config, layout)
-        shapes = layout_shapes(config, sources)
+        sources = tensor_sources_of(config, hf_format)
+        shapes = hf_tensor_shapes(config, sources)
         sizes_bytes = {name: shape.numel() * torch_dtype.itemsize for name, shape in shapes.items()}
 
         def build_tensor(name: str) -> torch.Tensor:
-            return layout_tensor(state_dict, config, sources[name]).to(torch_dtype).contiguous()
+            return build_hf_tensor(state_dict, config, sources[name]).to(torch_dtype).contiguous()
 
         write_weights(sizes_bytes, build_tensor, draft, max_shard_bytes)
     return note
@@ -101,28 +104,31 @@ def export_model(
 
 def write_proven_config(
     draft: Path, config: ModelConfig, other_keys: HFConfig, tokenizer: Tokenizer | None
-) -> tuple[Layout, str | None]:
-    """Write config.json, so that transformers reads the draft's tokenizer as `tokenizer` reads texts.
+) -> tuple[HFFormat, str | None]:
+    """Write config.json so that transformers makes the same ids of texts as `tokenizer`, whose files are in `draft`.
 
-    `other_keys` are config.json's further ones. Returns the layout, and a note where it is another than the usual one.
-    Raises ExportError where transformers finds other ids whatever config.json says.
+    transformers chooses the tokenizer's class by config.json, and some classes change what a tokenizer does. So up to
+    three forms are written, until one is proven right. `other_keys` are the keys of config.json that do not come from
+    `config`. Without a tokenizer, nothing is proven.
+
+    Returns the format, and a note if it is not the usual one. Raises ExportError if no form is right.
     """
-    layout = layout_of(config)
-    write_json(draft / "config.json", {**write_config(config, layout), **other_keys})
+    hf_format = choose_format(config)
+    write_json(draft / "config.json", {**build_config_json(config, hf_format), **other_keys})
     if tokenizer is None:
-        return layout, None
+        return hf_format, None
 
     difference = find_difference(draft, tokenizer)
     if difference is not None:
         write_for_plain_class(draft, tokenizer)
         difference = find_difference(draft, tokenizer)
     if difference is None:
-        return layout, None
+        return hf_format, None
 
-    if layout is QWEN2:
+    if hf_format is QWEN2:
         # transformers 5 reads every tokenizer of this type with one class, which has a pre-tokenizer of its own.
         note = f"written as llama, with zeros for biases that qwen2 does not have; as qwen2, {difference}"
-        write_json(draft / "config.json", {**write_config(config, LLAMA), **other_keys})
+        write_json(draft / "config.json", {**build_config_json(config, LLAMA), **other_keys})
         difference = find_difference(draft, tokenizer)
         if difference is None:
             return LLAMA, note
@@ -135,98 +141,152 @@ def write_proven_config(
 def import_model(
     folder: str | Path, read_pickle: Callable[[Path], dict[str, torch.Tensor]] | None = None
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Read a Hugging Face folder of one of KINDS: the model it describes, and its weights as stored.
+    """Read a Hugging Face folder of one of MODEL_TYPES: the model it describes, and its weights as stored.
 
     MPT folders by LLM Foundry are read too, with the options that transformers' MPT lacks. `read_pickle` reads
-    pytorch_model.bin files where there are no safetensors; without it they are refused. Raises ExportError, and
-    ConfigError where a companion is missing.
+    pytorch_model.bin files where there are no safetensors; without it they are refused.
+
+    Returns the configuration, and tensors under our names. Raises ExportError, and ConfigError if a companion is
+    missing.
     """
     folder = Path(folder)
     hf_config = read_hf_config(folder)
-    check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))  # refuse before gigabytes are read
-    return from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
+    # Checked before gigabytes are read.
+    check_keys(hf_config, find_readable_format(hf_config, str(folder)), str(folder))
+    return convert_from_hugging_face(read_weights(folder, read_pickle), hf_config, str(folder))
 
 
 def read_hf_config(folder: Path) -> HFConfig:
+    """Read a folder's config.json. Raises ExportError if there is none, or it is no JSON object."""
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
     return read_json(folder / "config.json")
 
 
-def can_export(config: ModelConfig) -> str | None:
-    """Describe why plain `transformers` cannot run this model, and the remedy; None when it can."""
-    return find_inexpressible(config, layout_of(config))
+def describe_export_problem(config: ModelConfig) -> str | None:
+    """Return why transformers cannot run a model without code of its own, and the remedy; None if it can."""
+    return describe_inexpressible_option(config, choose_format(config))
 
 
-def layout_named(hf_config: HFConfig, where: str) -> Readable:
-    """Return the layout that config.json names. Raises ExportError, and ConfigError where it is a companion's."""
-    kind = hf_config.get("model_type")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ExportError(f"{where}: model_type {kind!r} cannot be read; expected {either(KINDS)}")
-    if kind == "mpt":
-        return MPT_LAYOUT
-    needed_for = f"{where}: folders of GPT-2, Llama, Mistral and Qwen"
-    find_layout = companions.load("llmfoundry_formats.layouts:find_layout", needed_for)
-    return find_layout(kind)
+def find_readable_format(hf_config: HFConfig, location: str) -> ReadableHFFormat:
+    """Return the format that config.json names in `model_type`.
+
+    `location` is the folder, for errors. Raises ExportError for an unknown type, and ConfigError if the companion that
+    reads it is not installed.
+    """
+    model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        raise ExportError(f"{location}: model_type {model_type!r} cannot be read; expected {either(MODEL_TYPES)}")
+    if model_type == "mpt":
+        return MPT_FORMAT
+    needed_for = f"{location}: folders of GPT-2, Llama, Mistral and Qwen"
+    find_format = companions.load("llmfoundry_formats.hf_formats:find_format", needed_for)
+    return find_format(model_type)
 
 
 def build_hf_config(config: ModelConfig) -> HFConfig:
-    """Describe the model as config.json does, without dtype and special tokens."""
-    return write_config(config, layout_of(config))
+    """Return the content of config.json with which a model is exported, without dtype and special tokens."""
+    return build_config_json(config, choose_format(config))
 
 
-def layout_sources(config: ModelConfig, layout: Layout | None = None) -> dict[str, Source]:
-    """Map every tensor of a layout to its source. The default layout is the one that fits the model."""
-    layout = layout or layout_of(config)
-    head = {} if config.tie_word_embeddings else {"lm_head.weight": Source(("lm_head.weight",))}
-    return layout.sources(config) | head
+def tensor_sources_of(config: ModelConfig, hf_format: HFFormat | None = None) -> dict[str, TensorSource]:
+    """Map every tensor of a format, the output embedding included, to its source in our model.
+
+    Without `hf_format`, it is the one in which the model is exported. A tied output embedding is no tensor of its own.
+    """
+    hf_format = hf_format or choose_format(config)
+    sources = hf_format.tensor_sources(config)
+    if not config.tie_word_embeddings:
+        sources = {**sources, "lm_head.weight": TensorSource(("lm_head.weight",))}
+    return sources
 
 
-def from_hugging_face(
-    hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, where: str = "the model"
+def convert_from_hugging_face(
+    hf_state: Mapping[str, torch.Tensor], hf_config: HFConfig, location: str = "the model"
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Convert a layout's config and tensors to ours. Raises ExportError, which names the key or tensor at fault."""
-    layout = layout_named(hf_config, where)
-    check_keys(hf_config, layout, where)
-    state = {k: v for k, v in hf_state.items() if not k.endswith(layout.buffers)}
-    state = {k if k.startswith((layout.prefix, "lm_head.")) else layout.prefix + k: v for k, v in state.items()}
+    """Convert a folder's config.json and tensors into our configuration and tensors under our names.
 
+    Raises ExportError, with `location` in front, that names the key or the tensor which cannot be converted.
+    """
+    hf_format = find_readable_format(hf_config, location)
+    check_keys(hf_config, hf_format, location)
+    state = normalise_names(hf_state, hf_format)
+    config = read_checked_config(hf_config, state, hf_format, location)
+    own_shapes = parameter_shapes(config)
+
+    if hf_format is MPT_FORMAT:
+        # LLM Foundry's folders have every tensor of our model, under the same names.
+        sources = {name: TensorSource((name,)) for name in own_shapes}
+    else:
+        sources = tensor_sources_of(config, hf_format)
+    embedding_names = [name for name, source in sources.items() if source.names == ("transformer.wte.weight",)]
+    state = without_tied_head(state, embedding_names[0], config, location)
+    check_tensors(state, hf_tensor_shapes(config, sources), location)
+
+    # A fused tensor of ours is the concatenation of theirs, in the order of `sources`. Zeros that the export has
+    # added for tensors that the model does not have are left out.
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in own_shapes}
+    for hf_name, source in sources.items():
+        own_name = source.names[0]
+        if own_name in parts:
+            tensor = state[hf_name]
+            parts[own_name].append(tensor.t().contiguous() if source.is_transposed else tensor)
+    tensors = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in parts.items()}
+    return config, tensors
+
+
+def normalise_names(hf_state: Mapping[str, torch.Tensor], hf_format: ReadableHFFormat) -> dict[str, torch.Tensor]:
+    """Return tensors under the names of a model with an output embedding, without buffers that old files have.
+
+    A file of the bare model has the same names without the format's prefix.
+    """
+    state = {}
+    for name, tensor in hf_state.items():
+        if name.endswith(hf_format.buffer_suffixes):
+            continue
+        has_full_name = name.startswith((hf_format.tensor_prefix, "lm_head."))
+        state[name if has_full_name else hf_format.tensor_prefix + name] = tensor
+    return state
+
+
+def read_checked_config(
+    hf_config: HFConfig, state: Mapping[str, torch.Tensor], hf_format: ReadableHFFormat, location: str
+) -> ModelConfig:
+    """Read the model that config.json describes, and check it as if a YAML file had described it.
+
+    A model that is much larger than its tensors in `state` is refused before anything of that size is built. Raises
+    ExportError, which uses the keys of config.json.
+    """
     try:
-        config = read_config(hf_config, state, layout, where)
-        build_block(ModelConfig, asdict(config), "model")  # a file may not set what a YAML may not
+        config = read_model_config(hf_config, state, hf_format, location)
+        build_block(ModelConfig, asdict(config), "model")
         check_model(config)
-        # Refuse before anything of that size is built.
-        if problem := find_size_mismatch(config, {name: tensor.shape for name, tensor in state.items()}):
-            raise ExportError(f"{where}: config.json describes another model than its tensors: {problem}")
+        problem = find_size_mismatch(config, {name: tensor.shape for name, tensor in state.items()})
+        if problem:
+            raise ExportError(f"{location}: config.json describes another model than its tensors: {problem}")
         parameter_shapes(config)
     except ExportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
-        reason = layout.in_their_words(str(error).split("\n")[0].removeprefix("configuration: "))
-        raise ExportError(f"{where}: config.json describes a model that cannot be: {reason}") from error
-    # LLM Foundry's folders have every tensor of ours, under our names.
-    is_mpt = layout is MPT_LAYOUT
-    sources = {name: Source((name,)) for name in parameter_shapes(config)} if is_mpt else layout_sources(config, layout)
-    embedding = next(name for name, source in sources.items() if source.names == ("transformer.wte.weight",))
-    state = without_tied_head(state, embedding, config, where)
-    check_tensors(state, layout_shapes(config, sources), where)
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in parameter_shapes(config)}
-    for name, source in sources.items():
-        if source.names[0] in parts:
-            parts[source.names[0]].append(state[name].t().contiguous() if source.is_transposed else state[name])
-    return config, {name: found[0] if len(found) == 1 else torch.cat(found) for name, found in parts.items()}
+        first_line = str(error).split("\n")[0].removeprefix("configuration: ")
+        reason = hf_format.with_their_keys(first_line)
+        raise ExportError(f"{location}: config.json describes a model that cannot be: {reason}") from error
+    return config
 
 
 def without_tied_head(
-    state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, where: str
+    state: Mapping[str, torch.Tensor], embedding: str, config: ModelConfig, location: str
 ) -> dict[str, torch.Tensor]:
-    """Remove the output embedding where it is tied to the input's: old files hold both. Raises ExportError."""
+    """Return tensors without the output embedding, if the model ties it to the input embedding; old files have both.
+
+    `embedding` is the name of the input embedding. Raises ExportError if the two differ.
+    """
     state = dict(state)
     if config.tie_word_embeddings and "lm_head.weight" in state:
         head = state.pop("lm_head.weight")
         if embedding in state and not torch.equal(head, state[embedding]):
             raise ExportError(
-                f"{where}: lm_head.weight differs from the input embedding, and tie_word_embeddings says that they "
+                f"{location}: lm_head.weight differs from the input embedding, and tie_word_embeddings says that they "
                 "are one matrix"
             )
     return state
@@ -235,28 +295,43 @@ def without_tied_head(
 # ------------------------------------------------------------------------------------------------------- shapes
 
 
-def layout_shapes(config: ModelConfig, sources: Mapping[str, Source]) -> dict[str, torch.Size]:
-    ours = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(config).items()}
-    return {name: layout_tensor(ours, config, source).shape for name, source in sources.items()}
+def hf_tensor_shapes(config: ModelConfig, sources: Mapping[str, TensorSource]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor of a format, computed from those of our model on the meta device."""
+    own_tensors = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(config).items()}
+    return {name: build_hf_tensor(own_tensors, config, source).shape for name, source in sources.items()}
 
 
-def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], where: str) -> None:
-    """Raise ExportError, which names tensors that are missing, unexpected, of a wrong shape or of a packed dtype."""
-    if missing := [name for name in expected if name not in state_dict]:
-        raise _refused(where, missing, "is missing; the model's configuration asks for it")
-    if misshapen := [name for name, shape in expected.items() if state_dict[name].shape != shape]:
-        here, wanted = state_dict[misshapen[0]].shape, expected[misshapen[0]]
-        raise _refused(where, misshapen, f"has shape {list(here)}, the model's configuration says {list(wanted)}")
-    if packed := [name for name in expected if state_dict[name].dtype not in WEIGHT_DTYPES]:
-        kind = str(state_dict[packed[0]].dtype).removeprefix("torch.")
-        raise _refused(where, packed, f"is {kind}; expected fp32, bf16 or fp16")
-    if unknown := [name for name in state_dict if name not in expected]:
-        raise _refused(where, unknown, "has no place in the model's configuration")
+def check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], location: str) -> None:
+    """Raise ExportError, which names tensors that are missing, unexpected, of a wrong shape or of a packed dtype.
+
+    `expected` maps the name of each tensor to its shape, and `location` says where the tensors are, for the error.
+    """
+    missing = [name for name in expected if name not in state_dict]
+    if missing:
+        raise _tensor_error(location, missing, "is missing; the model's configuration asks for it")
+
+    misshapen = [name for name, shape in expected.items() if state_dict[name].shape != shape]
+    if misshapen:
+        shape, expected_shape = list(state_dict[misshapen[0]].shape), list(expected[misshapen[0]])
+        problem = f"has shape {shape}, the model's configuration says {expected_shape}"
+        raise _tensor_error(location, misshapen, problem)
+
+    packed = [name for name in expected if state_dict[name].dtype not in WEIGHT_DTYPES]
+    if packed:
+        dtype = str(state_dict[packed[0]].dtype).removeprefix("torch.")
+        raise _tensor_error(location, packed, f"is {dtype}; expected fp32, bf16 or fp16")
+
+    unknown = [name for name in state_dict if name not in expected]
+    if unknown:
+        raise _tensor_error(location, unknown, "has no place in the model's configuration")
 
 
-def _refused(where: str, names: Sequence[str], problem: str, limit: int = 8) -> ExportError:
-    """Return the error about the first of `names`, which also lists the other tensors with the same problem."""
+def _tensor_error(location: str, names: Sequence[str], problem: str) -> ExportError:
+    """Return an error about a problem of the first of `names`, which also lists the other tensors that have it."""
     first, *others = names
-    rest = f" and {len(others) - limit} more" if len(others) > limit else ""
-    likewise = f"; likewise {', '.join(others[:limit])}{rest}" if others else ""
-    return ExportError(f"{where}: tensor {first} {problem}{likewise}")
+    text = f"{location}: tensor {first} {problem}"
+    if others:
+        text += f"; likewise {', '.join(others[:MAX_LISTED_TENSORS])}"
+    if len(others) > MAX_LISTED_TENSORS:
+        text += f" and {len(others) - MAX_LISTED_TENSORS} more"
+    return ExportError(text)

@@ -35,8 +35,8 @@ from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.yaml_text import block_in
 from llmfoundry_lite.convert.checkpoint_model import misfit, read_model, shapes_in
 from llmfoundry_lite.convert.files import check_no_adapter
-from llmfoundry_lite.convert.huggingface import KINDS, import_model, layout_named, read_hf_config
-from llmfoundry_lite.convert.layout import check_keys
+from llmfoundry_lite.convert.hf_format import check_keys
+from llmfoundry_lite.convert.huggingface import MODEL_TYPES, find_readable_format, import_model, read_hf_config
 from llmfoundry_lite.convert.tokenizer import find_tokenizer, name_of_tokenizer
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
@@ -300,20 +300,20 @@ def _choose_loader(
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"models: {source}: config.json has no model_type, which says what the weights are of")
-    if model_type in KINDS:
-        check_keys(hf_config, layout_named(hf_config, str(folder)), str(folder))
+    if model_type in MODEL_TYPES:
+        check_keys(hf_config, find_readable_format(hf_config, str(folder)), str(folder))
         return partial(_load_folder, folder)
     if placement.shard is not None:
         raise DataError(
-            f"models: {source} can only be evaluated whole: its model_type is {model_type!r}, not {', '.join(KINDS)}; "
-            "set fsdp=false"
+            f"models: {source} can only be evaluated whole: its model_type is {model_type!r}, not "
+            f"{', '.join(MODEL_TYPES)}; set fsdp=false"
         )
     try:
         open_plain = companions.load("llmfoundry_formats.plain_models:open_plain", "causal models of other types")
         return open_plain(folder)
     except ConfigError as error:
         raise DataError(
-            f"models: {source}: its model_type is {model_type!r}, not {', '.join(KINDS)}; {error}"
+            f"models: {source}: its model_type is {model_type!r}, not {', '.join(MODEL_TYPES)}; {error}"
         ) from error
 
 

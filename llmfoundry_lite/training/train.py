@@ -19,7 +19,7 @@ from llmfoundry_lite import devices
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.convert.huggingface import can_export, export_model
+from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, OutOfMemoryError, UserError, either
 from llmfoundry_lite.ranks.ending import (
@@ -348,7 +348,7 @@ def export(config: TrainConfig, run_folder: RunFolder, checkpointing: Checkpoint
     if checkpoint_url is not None:  # a signal that comes during the export finds the run saved
         checkpointing.preemption.saved = checkpoint_url.rsplit("/", 1)[-1]
     if run_folder.is_main:
-        reason = can_export(config.model)
+        reason = describe_export_problem(config.model)
         if reason is None and not checkpointing.partners.writes_checkpoints:
             reason = "another launch of this run has its last save"
         export_on_rank_0(config, run_folder, checkpoint_url, reason)

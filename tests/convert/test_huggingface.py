@@ -24,12 +24,12 @@ from llmfoundry_lite.convert import files, huggingface
 from llmfoundry_lite.convert.files import published, write_json
 from llmfoundry_lite.convert.huggingface import (
     build_hf_config,
-    can_export,
+    choose_format,
+    convert_from_hugging_face,
+    describe_export_problem,
     export_model,
-    from_hugging_face,
+    find_readable_format,
     import_model,
-    layout_named,
-    layout_of,
 )
 from llmfoundry_lite.errors import ConfigError, ExportError
 from llmfoundry_lite.models.mpt import MPT
@@ -189,15 +189,15 @@ def test_tokenizer_and_its_end_of_text_travel_along(tmp_path):
 @pytest.mark.parametrize(
     "config",
     [ALIBI, *(pytest.param(config, marks=READS_OTHERS) for config in (SMALL, LLAMA, MISTRAL, QWEN2, QWEN3))],
-    ids=lambda it: layout_of(it).title[:7],
+    ids=lambda it: choose_format(it).title[:7],
 )
 def test_every_refusal_names_the_key_that_is_at_fault(config):
     """Each key alone, with values that it cannot have. Where a width is another, a tensor's shape shows it."""
     config = replace(config, n_layers=1)
     state, described = to_hugging_face(random_model(config)), build_hf_config(config)
-    layout = layout_named(described, "here")
+    layout = find_readable_format(described, "here")
     num_refused = 0
-    for key in [*sorted(layout.known), "brand_new", "attn_config.brand_new"]:
+    for key in [*sorted(layout.known_keys), "brand_new", "attn_config.brand_new"]:
         *blocks, name = key.split(".")
         for value in ("no such", {"brand_new": 1}, True):
             changed = block = json.loads(json.dumps(described))
@@ -206,7 +206,7 @@ def test_every_refusal_names_the_key_that_is_at_fault(config):
                 block = block[part]
             block[name] = value
             try:
-                from_hugging_face(state, changed, "here")
+                convert_from_hugging_face(state, changed, "here")
             except ExportError as error:
                 num_refused += 1
                 assert re.search(rf"\b{name}\b|brand_new|here: tensor ", str(error)), (key, value, str(error))
@@ -255,7 +255,7 @@ def test_every_refusal_names_the_key_that_is_at_fault(config):
     ],
 )
 def test_what_no_layout_can_express_is_refused_by_name(config, option, tmp_path):
-    reason = can_export(config)
+    reason = describe_export_problem(config)
     assert reason is not None and reason.startswith(f"{option} cannot be expressed in transformers'")
     with pytest.raises(ExportError) as error:
         export_model(random_model(config).state_dict(), config, tmp_path / "out")
@@ -399,7 +399,7 @@ def test_a_pickled_folder_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(("kind", "shown"), [("bloom", "'bloom'"), ([], "[]")])
 def test_a_type_that_is_not_ours_is_refused_with_those_that_are(kind, shown):
     with pytest.raises(ExportError) as error:
-        from_hugging_face({}, {"model_type": kind}, "folder")
+        convert_from_hugging_face({}, {"model_type": kind}, "folder")
     expected = "expected mpt, gpt2, llama, mistral, qwen2 or qwen3"
     assert str(error.value) == f"folder: model_type {shown} cannot be read; {expected}"
 
@@ -443,7 +443,9 @@ def test_weights_that_are_packed_are_not_taken_for_numbers(dtype):
     hf_state = to_hugging_face(random_model(ALIBI))
     name = "transformer.blocks.1.ffn.up_proj.weight"
     with pytest.raises(ExportError) as error:
-        from_hugging_face({**hf_state, name: hf_state[name].to(dtype)}, huggingface.build_hf_config(ALIBI), "folder")
+        convert_from_hugging_face(
+            {**hf_state, name: hf_state[name].to(dtype)}, huggingface.build_hf_config(ALIBI), "folder"
+        )
     kind = str(dtype).removeprefix("torch.")
     assert str(error.value) == f"folder: tensor {name} is {kind}; expected fp32, bf16 or fp16"
 
@@ -468,10 +470,10 @@ def test_a_head_that_should_be_the_embedding_is_dropped_or_refused():
     model = random_model(ALIBI)
     hf_state = to_hugging_face(model)
     head = hf_state["transformer.wte.weight"].clone()
-    _, state_dict = from_hugging_face({**hf_state, "lm_head.weight": head}, huggingface.build_hf_config(ALIBI))
+    _, state_dict = convert_from_hugging_face({**hf_state, "lm_head.weight": head}, huggingface.build_hf_config(ALIBI))
     assert "lm_head.weight" not in state_dict
     with pytest.raises(ExportError, match=r"lm_head\.weight differs from the input embedding"):
-        from_hugging_face({**hf_state, "lm_head.weight": head + 1}, huggingface.build_hf_config(ALIBI))
+        convert_from_hugging_face({**hf_state, "lm_head.weight": head + 1}, huggingface.build_hf_config(ALIBI))
 
 
 FOUNDRY_SIZES = {
@@ -529,7 +531,7 @@ def test_llm_foundry_folders_keep_biases_and_learned_positions():
         "attn_config": {"attn_type": "multihead_attention", "attn_impl": "flash", "alibi": False, "qk_ln": True},
         "ffn_config": {"ffn_type": "mptmlp"},
     }
-    imported_config, state_dict = from_hugging_face(model.state_dict(), foundry)
+    imported_config, state_dict = convert_from_hugging_face(model.state_dict(), foundry)
     assert imported_config == config
     MPT(imported_config).load_state_dict(state_dict)
 
@@ -540,7 +542,7 @@ def test_norms_of_q_and_k_in_llm_foundry_folders_do_not_follow_the_models(kind, 
     config = replace(SMALL, norm_type="rmsnorm", norm_eps=1e-6, attn_config=AttentionConfig(**{kind: True}, **norms))
     model = random_model(config)
     foundry = {**FOUNDRY_SIZES, "norm_type": "rmsnorm", "norm_eps": 1e-6, "attn_config": {kind: True, **norms}}
-    imported_config, _ = from_hugging_face(model.state_dict(), foundry)
+    imported_config, _ = convert_from_hugging_face(model.state_dict(), foundry)
     assert imported_config == config
     norm = model.transformer.blocks[0].attn.q_ln
     assert (norm.bias is None, norm.eps) == ((True, 1e-2) if norms else (False, 1e-5))
@@ -552,7 +554,7 @@ def test_a_config_that_lacks_no_bias_has_its_writers_default(architecture, has_b
     foundry = {**FOUNDRY_SIZES, "architectures": [architecture], "attn_config": {"alibi": True}}
     if architecture == "MptForCausalLM":
         foundry["layer_norm_epsilon"] = foundry.pop("norm_eps")
-    imported_config, _ = from_hugging_face(random_model(config).state_dict(), foundry)
+    imported_config, _ = convert_from_hugging_face(random_model(config).state_dict(), foundry)
     assert imported_config.no_bias is not has_biases
 
 
@@ -560,10 +562,10 @@ def test_rope_in_an_llm_foundry_folder_is_dails_unless_said_and_has_no_scaling()
     attention = {"rope": True, "rope_hf_config": {"type": "linear", "factor": 4.0}}
     model = random_model(replace(SMALL, learned_pos_emb=False))
     foundry = {**FOUNDRY_SIZES, "learned_pos_emb": False, "attn_config": attention}
-    config, _ = from_hugging_face(model.state_dict(), foundry)
+    config, _ = convert_from_hugging_face(model.state_dict(), foundry)
     assert (config.attn_config.rope_impl, config.attn_config.rope_hf_config) == ("dail", RopeScaling())
     attention["rope_impl"] = "hf"
-    config, _ = from_hugging_face(model.state_dict(), foundry)
+    config, _ = convert_from_hugging_face(model.state_dict(), foundry)
     assert config.attn_config.rope_hf_config == RopeScaling(type="linear", factor=4.0)
 
 
@@ -592,7 +594,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
         ffn_config=ffn,
     )
     weights = random_model(config).state_dict()
-    imported_config, state_dict = from_hugging_face(weights, FOUNDRY)
+    imported_config, state_dict = convert_from_hugging_face(weights, FOUNDRY)
     assert imported_config == config and state_dict.keys() == weights.keys()
 
 
@@ -614,7 +616,7 @@ def test_llm_foundry_folders_of_the_whole_family_are_read():
 def test_what_llm_foundry_has_and_we_have_not_is_named(block, change, message):
     foundry = {**FOUNDRY, **(change if block is None else {block: {**FOUNDRY[block], **change}})}
     with pytest.raises(ExportError) as error:
-        from_hugging_face({}, foundry, "folder")
+        convert_from_hugging_face({}, foundry, "folder")
     assert f"{message} in config.json; " in str(error.value)
 
 
@@ -623,4 +625,4 @@ def test_heads_that_do_not_divide_one_another_are_refused():
     with pytest.raises(
         ExportError, match=r"folder: config\.json describes a model that cannot be: .*kv_n_heads: 3 does"
     ):
-        from_hugging_face({}, foundry, "folder")
+        convert_from_hugging_face({}, foundry, "folder")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, FFNActivation, FFNConfig, ModelConfig, RopeScaling
-from llmfoundry_lite.convert.huggingface import import_model, layout_sources
-from llmfoundry_lite.convert.layout import layout_tensor
+from llmfoundry_lite.convert.hf_format import build_hf_tensor
+from llmfoundry_lite.convert.huggingface import import_model, tensor_sources_of
 from llmfoundry_lite.models.mpt import MPT
 
 SMALL = ModelConfig(d_model=48, n_heads=4, n_layers=3, max_seq_len=32, vocab_size=97)
@@ -50,7 +50,9 @@ def random_model(config: ModelConfig, seed: int = 0) -> MPT:
 def to_hugging_face(model: MPT) -> dict[str, torch.Tensor]:
     """The tensors of a model under the names, and in the orientation, of the layout that fits it."""
     state = model.state_dict()
-    return {name: layout_tensor(state, model.config, source) for name, source in layout_sources(model.config).items()}
+    return {
+        name: build_hf_tensor(state, model.config, source) for name, source in tensor_sources_of(model.config).items()
+    }
 
 
 def normal_model(config: ModelConfig, seed: int = 0, std: float = 0.3, attn_impl: str = "sdpa") -> MPT:

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmfoundry_lite.config.model_schema import ModelConfig
-from llmfoundry_lite.convert.huggingface import build_hf_config, layout_sources
-from llmfoundry_lite.convert.layout import layout_tensor
+from llmfoundry_lite.convert.hf_format import build_hf_tensor
+from llmfoundry_lite.convert.huggingface import build_hf_config, tensor_sources_of
 from llmfoundry_lite.models.mpt import MPT
 from tests.helpers.models import (
     ALIBI,
@@ -109,7 +109,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(config):
     gradients = in_their_layout(gradients_of(ours), config)
     for name, gradient in gradients.items():
         assert_close(gradient, reference_gradients[name], GRADIENTS, name)
-    compared = {ours for name in gradients for ours in layout_sources(config)[name].names}
+    compared = {ours for name in gradients for ours in tensor_sources_of(config)[name].names}
     assert compared == {name for name, _ in ours.named_parameters()}
 
 
@@ -156,8 +156,8 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def in_their_layout(gradients: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
     """transformers' name -> our gradient; without what theirs has and ours has not."""
     return {
-        name: layout_tensor(gradients, config, source)
-        for name, source in layout_sources(config).items()
+        name: build_hf_tensor(gradients, config, source)
+        for name, source in tensor_sources_of(config).items()
         if source.names[0] in gradients
     }
 

@@ -17,7 +17,7 @@ from transformers import (
 
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert import huggingface
-from llmfoundry_lite.convert.huggingface import build_hf_config, export_model, from_hugging_face
+from llmfoundry_lite.convert.huggingface import build_hf_config, convert_from_hugging_face, export_model
 from llmfoundry_lite.errors import ExportError, UserError
 from llmfoundry_lite.evaluation.models import locate_model
 from tests.helpers.folders import VOCAB, edit_config, load, refusal
@@ -42,7 +42,7 @@ TOKENS_BT = torch.arange(24)[None] * 13 % VOCAB
 
 def test_ntk_scaling_is_read_as_the_theta_that_it_is():
     config = with_scaling(LLAMA, type="ntk", factor=4.0)
-    read, _ = from_hugging_face(to_hugging_face(random_model(config)), build_hf_config(config))
+    read, _ = convert_from_hugging_face(to_hugging_face(random_model(config)), build_hf_config(config))
     assert read == with_attention(LLAMA, rope_theta=500 * 4.0 ** (12 / 10))
 
 
@@ -131,7 +131,7 @@ ROPE = "rope_parameters"
 def test_what_cannot_be_read_is_named_in_one_line(base, change, message):
     hf_config = {**huggingface.build_hf_config(base), **change}
     with pytest.raises(ExportError) as error:
-        from_hugging_face(to_hugging_face(random_model(base)), hf_config, "folder")
+        convert_from_hugging_face(to_hugging_face(random_model(base)), hf_config, "folder")
     assert str(error.value).startswith(f"folder: {message}") and "\n" not in str(error.value)
 
 
@@ -180,7 +180,7 @@ def test_what_config_json_leaves_out_is_transformers_default():
         theirs = CONFIG_MAPPING[hf_config["model_type"]]()
         for key in keys:
             del hf_config[key]
-        read, _ = from_hugging_face(to_hugging_face(random_model(config)), hf_config)
+        read, _ = convert_from_hugging_face(to_hugging_face(random_model(config)), hf_config)
         assert {key: attrgetter(ours)(read) for key, ours in keys.items()} == {
             key: getattr(theirs, key) for key in keys
         }
@@ -190,17 +190,17 @@ def test_marks_that_only_our_exports_have_are_not_believed_of_others():
     """Norms of transformers are in fp32, and its GPT-2 has positions, also where they are still zeros."""
     hf_config = huggingface.build_hf_config(LLAMA)
     del hf_config["norm_type"]
-    assert from_hugging_face(to_hugging_face(random_model(LLAMA)), hf_config)[0].norm_type == "rmsnorm"
+    assert convert_from_hugging_face(to_hugging_face(random_model(LLAMA)), hf_config)[0].norm_type == "rmsnorm"
     hf_config, state = huggingface.build_hf_config(SMALL), to_hugging_face(random_model(SMALL))
     del hf_config["learned_pos_emb"]
     state["transformer.wpe.weight"] = torch.zeros_like(state["transformer.wpe.weight"])
-    assert from_hugging_face(state, hf_config)[0].learned_pos_emb
+    assert convert_from_hugging_face(state, hf_config)[0].learned_pos_emb
 
 
 def test_a_window_that_config_json_leaves_out_is_transformers_default():
     hf_config = huggingface.build_hf_config(MISTRAL)
     del hf_config["sliding_window"]
-    config, _ = from_hugging_face(to_hugging_face(random_model(MISTRAL)), hf_config)
+    config, _ = convert_from_hugging_face(to_hugging_face(random_model(MISTRAL)), hf_config)
     assert config.attn_config.sliding_window_size + 1 == MistralConfig().sliding_window
 
 
@@ -215,14 +215,14 @@ def test_the_older_spelling_of_rope_is_read(config, scaling):
     hf_config = {**huggingface.build_hf_config(config), **scaling}
     del hf_config["rope_parameters"]
     hf_state = to_hugging_face(random_model(LLAMA))
-    assert from_hugging_face(hf_state, hf_config)[0] == config
+    assert convert_from_hugging_face(hf_state, hf_config)[0] == config
 
 
 def test_biases_trained_elsewhere_after_our_export_are_kept():
     config = replace(SMALL, no_bias=True)
     hf_state = to_hugging_face(random_model(config))
     hf_state["transformer.ln_f.bias"] = torch.ones(48)
-    imported_config, state_dict = from_hugging_face(hf_state, huggingface.build_hf_config(config))
+    imported_config, state_dict = convert_from_hugging_face(hf_state, huggingface.build_hf_config(config))
     assert not imported_config.no_bias and state_dict["transformer.norm_f.bias"].sum() == 48
 
 

@@ -1,6 +1,6 @@
 """Readers of Hugging Face layouts that other families have: folders of GPT-2, Llama, Mistral, Qwen2 and Qwen3.
 
-The core writes these layouts for models of its own (`llmfoundry_lite/convert/layouts.py`). Here is what a folder of
+The core writes these layouts for models of its own (`llmfoundry_lite/convert/hf_formats.py`). Here is what a folder of
 others' may say besides, and what of it changes what a model computes. Read at transformers 5.23: modeling_gpt2.py,
 modeling_llama.py, modeling_mistral.py, modeling_qwen2.py, modeling_qwen3.py.
 """
@@ -9,37 +9,42 @@ import json
 from typing import Any
 
 from llmfoundry_lite.config.model_schema import LLAMA3_KEYS, RopeScaling
-from llmfoundry_lite.convert import layouts
-from llmfoundry_lite.convert.layout import (
+from llmfoundry_lite.convert import hf_formats
+from llmfoundry_lite.convert.hf_format import (
     ACTIVATIONS,
     HFConfig,
-    Layout,
+    HFFormat,
     Options,
-    Readable,
+    ReadableHFFormat,
     State,
     Values,
     check_values,
-    keys,
-    needed,
+    read_positive_integer,
+    split_keys,
 )
-from llmfoundry_lite.convert.layouts import SCALINGS
+from llmfoundry_lite.convert.hf_formats import ROPE_TYPES
 from llmfoundry_lite.errors import ExportError
 
 
-def find_layout(kind: str) -> Readable:
+def find_format(kind: str) -> ReadableHFFormat:
     """Return the layout of a config.json's model_type."""
     return LAYOUTS[kind]
 
 
-def readable(layout: Layout, **parts: Any) -> Readable:
+def readable(layout: HFFormat, **parts: Any) -> ReadableHFFormat:
     """Return a layout of the core's with what reads it."""
-    written = {"title": layout.title, "can_be": layout.can_be, "fields": layout.fields, "sources": layout.sources}
-    return Readable(**written, **parts)
+    written = {
+        "title": layout.title,
+        "expressible_options": layout.expressible_options,
+        "fields": layout.fields,
+        "tensor_sources": layout.tensor_sources,
+    }
+    return ReadableHFFormat(**written, **parts)
 
 
 def given_or(hf_config: HFConfig, key: str, default: int, where: str) -> int:
     """Return a whole number above 0, or `default` for none. Raises ExportError."""
-    return default if hf_config.get(key) is None else needed(hf_config, key, where)
+    return default if hf_config.get(key) is None else read_positive_integer(hf_config, key, where)
 
 
 def ffn_values(ffn_dim: int, d_model: int) -> Values:
@@ -61,7 +66,7 @@ GPT2_MUST_BE: Options = {
 }
 
 
-def read_gpt2(values: Values, hf_config: HFConfig, state: State, where: str) -> None:
+def read_gpt2(values: Values, hf_config: HFConfig, state: State, where: str) -> Values:
     wpe = state.get("transformer.wpe.weight")
     # Believe the two marks of our export only while the zeros they speak of are still zeros.
     values["no_bias"] = bool(hf_config.get("no_bias")) and not any(
@@ -71,18 +76,19 @@ def read_gpt2(values: Values, hf_config: HFConfig, state: State, where: str) -> 
     values["attn_config.softmax_scale"] = None if hf_config.get("scale_attn_weights", True) else 1.0
     values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("activation_function", "gelu_new")]
     values |= ffn_values(given_or(hf_config, "n_inner", 4 * values["d_model"], where), values["d_model"])
+    return values
 
 
 GPT2 = readable(
-    layouts.GPT2,
-    must_be=GPT2_MUST_BE,
-    read_others=read_gpt2,
-    also_known=keys(
+    hf_formats.GPT2,
+    readable_values=GPT2_MUST_BE,
+    read_other_values=read_gpt2,
+    other_known_keys=split_keys(
         "n_ctx reorder_and_upcast_attn predict_special_tokens",
         "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
     ),
-    prefix="transformer.",
-    buffers=(".attn.bias", ".attn.masked_bias"),
+    tensor_prefix="transformer.",
+    buffer_suffixes=(".attn.bias", ".attn.masked_bias"),
 )
 
 # -------------------------------------------------------------------------------------- what all with RoPE have
@@ -94,11 +100,11 @@ LLAMA_MUST_BE: Options = {
     "norm_type": ("rmsnorm", "low_precision_rmsnorm"),
 }
 ROPE_KEYS = ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor", *LLAMA3_KEYS)
-ROPE_MUST_BE: Options = {"rope_type": tuple(SCALINGS.values()), "partial_rotary_factor": (1.0, None)}
+ROPE_MUST_BE: Options = {"rope_type": tuple(ROPE_TYPES.values()), "partial_rotary_factor": (1.0, None)}
 
 
 def read_common(values: Values, hf_config: HFConfig, where: str) -> None:
-    """Read what is no plain Field. A width that config.json leaves out, and that is another one, shows in a shape."""
+    """Read what is no plain ConfigField. A wrong width that config.json leaves out shows in a tensor's shape."""
     d_model, n_heads = values["d_model"], values["n_heads"]
     head_dim = given_or(hf_config, "head_dim", d_model // n_heads, where)
     num_kv_heads = given_or(hf_config, "num_key_value_heads", n_heads, where)
@@ -109,7 +115,7 @@ def read_common(values: Values, hf_config: HFConfig, where: str) -> None:
     values["no_bias"] = True
     values["ffn_config.ffn_type"] = "mptglu"
     values["ffn_config.ffn_act_fn"] = ACTIVATIONS[hf_config.get("hidden_act", "silu")]
-    values |= ffn_values(needed(hf_config, "intermediate_size", where), d_model)
+    values |= ffn_values(read_positive_integer(hf_config, "intermediate_size", where), d_model)
     values |= {"attn_config.rope": True} | read_rope(hf_config, where)
 
 
@@ -121,7 +127,7 @@ def read_rope(hf_config: HFConfig, where: str) -> Values:
         raise ExportError(f"{where}: rope_parameters and rope_scaling differ in {contrary[0]} in config.json")
     rope = {"rope_type": found.get("type", "default"), **found}
     check_values({key: rope}, {f"{key}.{name}": values for name, values in ROPE_MUST_BE.items()}, where)
-    ours = next(ours for ours, theirs in SCALINGS.items() if theirs == rope["rope_type"])
+    ours = next(ours for ours, theirs in ROPE_TYPES.items() if theirs == rope["rope_type"])
     expected = () if ours == "no_scaling" else ("factor", *LLAMA3_KEYS) if ours == "llama3" else ("factor",)
     for name in ("factor", *LLAMA3_KEYS):
         if (name in expected) != (rope.get(name) is not None):
@@ -136,17 +142,17 @@ def read_rope(hf_config: HFConfig, where: str) -> Values:
     }
 
 
-def with_rope(layout: Layout, must_be: Options, *known: str, **parts: Any) -> Readable:
+def with_rope(layout: HFFormat, must_be: Options, *known: str, **parts: Any) -> ReadableHFFormat:
     """Return a layout of transformers' `<name>ForCausalLM` with what reads it."""
     name = layout.fields["architectures"][0].removesuffix("ForCausalLM")
     return readable(
         layout,
-        must_be={"architectures": (None, [f"{name}ForCausalLM"], [f"{name}Model"]), **LLAMA_MUST_BE, **must_be},
-        also_known=keys(
+        readable_values={"architectures": (None, [f"{name}ForCausalLM"], [f"{name}Model"]), **LLAMA_MUST_BE, **must_be},
+        other_known_keys=split_keys(
             *known, *(f"{block}.{key}" for block in ("rope_parameters", "rope_scaling") for key in ROPE_KEYS)
         ),
-        prefix="model.",
-        buffers=(".rotary_emb.inv_freq",),
+        tensor_prefix="model.",
+        buffer_suffixes=(".rotary_emb.inv_freq",),
         **parts,
     )
 
@@ -157,7 +163,7 @@ def with_rope(layout: Layout, must_be: Options, *known: str, **parts: Any) -> Re
 BIASES = ("attention_bias", "mlp_bias")
 
 
-def read_llama(values: Values, hf_config: HFConfig, state: State, where: str) -> None:
+def read_llama(values: Values, hf_config: HFConfig, state: State, where: str) -> Values:
     check_values(hf_config, dict.fromkeys(BIASES, (False, True)), where)
     has_biases = {key for key in BIASES if hf_config.get(key)}
     output_biases = [tensor for name, tensor in state.items() if name.endswith(".self_attn.o_proj.bias")]
@@ -170,12 +176,14 @@ def read_llama(values: Values, hf_config: HFConfig, state: State, where: str) ->
         raise ExportError(f"{where}: {key} is true in config.json and {other} is not; this model has both or neither")
     read_common(values, hf_config, where)
     values["no_bias"] = not has_biases
+    return values
 
 
-def read_mistral(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
+def read_mistral(values: Values, hf_config: HFConfig, _state: State, where: str) -> Values:
     read_common(values, hf_config, where)
     window = {"sliding_window": 4096, **hf_config}  # transformers' default, which no shape shows
     values["attn_config.sliding_window_size"] = given_or(window, "sliding_window", 0, where) - 1
+    return values
 
 
 QWEN_KEYS = "sliding_window max_window_layers layer_types"
@@ -187,24 +195,26 @@ def read_qwen(values: Values, hf_config: HFConfig, where: str) -> None:
     read_common(values, hf_config, where)
 
 
-def read_qwen2(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
+def read_qwen2(values: Values, hf_config: HFConfig, _state: State, where: str) -> Values:
     read_qwen(values, hf_config, where)
     values["attn_config.qkv_bias"] = True
+    return values
 
 
-def read_qwen3(values: Values, hf_config: HFConfig, _state: State, where: str) -> None:
+def read_qwen3(values: Values, hf_config: HFConfig, _state: State, where: str) -> Values:
     read_qwen(values, hf_config, where)
     values["attn_config.qk_gn"] = True
     values |= {f"attn_config.{key}": values[key] for key in ("norm_type", "norm_eps")}
+    return values
 
 
 LLAMA = with_rope(
-    layouts.LLAMA,
+    hf_formats.LLAMA,
     {"rope_interleaved": (False, None)},
     "pretraining_tp is_llama_config",  # how transformers computes, and a mark of who wrote the file
-    read_others=read_llama,
+    read_other_values=read_llama,
 )
-MISTRAL = with_rope(layouts.MISTRAL, {}, read_others=read_mistral)
-QWEN2 = with_rope(layouts.QWEN2, {"use_mrope": (False, None)}, QWEN_KEYS, read_others=read_qwen2)
-QWEN3 = with_rope(layouts.QWEN3, {"attention_bias": (False,)}, QWEN_KEYS, read_others=read_qwen3)
+MISTRAL = with_rope(hf_formats.MISTRAL, {}, read_other_values=read_mistral)
+QWEN2 = with_rope(hf_formats.QWEN2, {"use_mrope": (False, None)}, QWEN_KEYS, read_other_values=read_qwen2)
+QWEN3 = with_rope(hf_formats.QWEN3, {"attention_bias": (False,)}, QWEN_KEYS, read_other_values=read_qwen3)
 LAYOUTS = {"gpt2": GPT2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
