@@ -238,7 +238,7 @@ def table_of(report: dict[str, Any]) -> Table:
         sent = [f"{cell['bytes'] / 1e6:,.0f}", f"{ways * gradient / cell['bytes']:.0f}"] if every else ["", ""]
         waiting = [f"{cell['exchange_seconds']:.1f}"] if every else [""]
         share = [f"{cell['compute_seconds'] / cell['seconds']:.0%}"] if every else [""]
-        name = "one world" if count == 1 else f"{count} islands, every {every}"
+        name = "a single launch" if count == 1 else f"{count} islands, every {every}"
         name += f", {cell['variant']}" * bool(cell["variant"])
         rows.append(
             [
@@ -256,13 +256,13 @@ def table_of(report: dict[str, Any]) -> Table:
         "",
         "seeds",
         "loss, nats",
-        "less one world's",
+        "above a single launch",
         "MB of an island",
         "times fewer",
         "s",
         "s of an exchange",
     ]
-    return measured_table("local steps beside one world", [*headings, "computing"], rows)
+    return measured_table("local steps compared with a single launch", [*headings, "computing"], rows)
 
 
 def published() -> Table:
