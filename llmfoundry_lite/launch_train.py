@@ -84,8 +84,9 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     the configuration; None after a dry run. Raises UserError, and what `train` raises.
     """
     is_main = this_rank().rank == 0
+    remote_folder.patience_seconds = None  # a command has set it if it runs the launch in its own process
     if is_main:
-        remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", flush=True)
+        remote_folder.note_wait = lambda line: print(printable(line), flush=True)
     with sigterm_delayed():
         checked = check(arguments, given)
         invocation, config = checked.invocation, checked.invocation.config

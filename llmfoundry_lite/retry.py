@@ -11,10 +11,18 @@ from llmfoundry_lite.errors import DamagedCheckpointError
 
 T = TypeVar("T")
 
+
+class NoAnswerError(TimeoutError):
+    """A server has not answered for so long that its user, who waits at a terminal, is told now. Not tried again."""
+
+
 PAUSES_SECONDS = (0.2, 0.6, 1.8)
 """Pauses before each further attempt at a file."""
-LASTING_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors of a disk that do not pass in a moment."""
+LASTING_ERRORS = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    NoAnswerError,
+)
+"""Errors that do not pass in a moment."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ No torch, and fsspec only when such a folder is opened.
 import contextlib
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 
 from llmfoundry_lite.bounded import read_up_to
 from llmfoundry_lite.checkpoint.folder import Buffer
-from llmfoundry_lite.errors import has_expired
-from llmfoundry_lite.retry import as_os_errors, retry_transient_errors
+from llmfoundry_lite.errors import has_expired, is_transient
+from llmfoundry_lite.retry import NoAnswerError, as_os_errors, retry_transient_errors
 
 REMOTE_PART_BYTES = 16 << 20
 MAX_PARTS = 10_000
@@ -23,8 +24,20 @@ MAX_PARTS = 10_000
 REMOVALS_AT_ONCE = 16
 WAIT_SECONDS = 2.0
 """Time after which the user is told which folder does not answer."""
+WAIT_AGAIN_SECONDS = 30.0
+"""Time after which the user is told again, if there was no answer meanwhile."""
 note_wait: Callable[[str], None] | None = None
-"""Function that tells the user that a folder does not answer, given its URL. Programs set it."""
+"""Function that tells the user that a folder does not answer, given a line of text. Programs set it."""
+PATIENCE_SECONDS = 120.0
+"""A usual `patience_seconds`. With s3fs, one failed call takes 90 s, so that a command ends after two of them."""
+patience_seconds: float | None = None
+"""Time without an answer after which a failed call is not tried again. None: as often as `retry_transient_errors` says,
+which may take many minutes. Programs set it whose user waits at a terminal, but not a launch that trains."""
+LOCAL_METHODS = ("invalidate_cache", "split_path")
+"""Methods of a file system that ask no server, so that their return is no answer."""
+GIVEN_UP_SECONDS = 5.0
+"""Time after giving up in which further calls fail at once. One command may ask several times, whatever the answers;
+`watch` looks again later than that."""
 
 
 class RenewingFilesystem:
@@ -42,49 +55,106 @@ class RenewingFilesystem:
         self._lock = threading.Lock()
         self._has_noted = False
         """Whether the user has been told that the folder does not answer."""
+        self._silent_since: float | None = None
+        """When the first of the calls began that have failed since the last answer; None if none has. By the monotonic
+        clock, as the times below."""
+        self._given_up_at: float | None = None
+        """When the last call was given up; None if none was."""
+        self._given_up_text = ""
+        self._next_note_at = 0.0
+        """When the user may be told again. Several threads may wait at once."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the file system. A method is wrapped: it is called again after a renewal if the
-        credentials have expired, and the user is told if the answer takes long."""
+        credentials have expired, and the user is told if the answer takes long. It raises NoAnswerError after
+        `patience_seconds` without an answer."""
         used_filesystem = self._filesystem
         attribute = getattr(used_filesystem, name)
-        if not callable(attribute):
+        if not callable(attribute) or name in LOCAL_METHODS:
             return attribute
 
         def call(*arguments: Any, **options: Any) -> Any:
             """Call the method, and once more after a renewal if the credentials have expired."""
+            began = time.monotonic()
+            self._check_patience(began)
             try:
-                with self._noting_a_wait():
-                    return attribute(*arguments, **options)
+                with self._noting_a_wait(began):
+                    answer = attribute(*arguments, **options)
             except Exception as error:
                 if not has_expired(error):
+                    self._note_failure(error, began)
                     raise
+            else:
+                self._silent_since = None
+                return answer
             self.renew(used_filesystem)
             return getattr(self._filesystem, name)(*arguments, **options)
 
         return call
 
+    def _check_patience(self, now: float) -> None:
+        """Raise NoAnswerError if a call was given up a moment before `now`."""
+        if self._given_up_at is not None and now - self._given_up_at < GIVEN_UP_SECONDS:
+            raise NoAnswerError(self._given_up_text)
+
+    def _note_failure(self, error: Exception, began: float) -> None:
+        """Note that a call failed which had begun at `began`. Raises NoAnswerError if there was no answer for
+        `patience_seconds`. An error that does not pass is an answer."""
+        if not is_transient(error):
+            self._silent_since = None
+            return
+        if self._silent_since is None:
+            self._silent_since = began
+        now = time.monotonic()
+        seconds = now - self._silent_since
+        if patience_seconds is not None and seconds >= patience_seconds:
+            self._silent_since = None
+            self._given_up_at = now
+            self._given_up_text = f"no answer for {seconds:.0f} s"
+            raise NoAnswerError(self._given_up_text) from error
+
     @contextlib.contextmanager
-    def _noting_a_wait(self) -> Iterator[None]:
-        """Tell the user, once, if the `with` block takes longer than WAIT_SECONDS on the main thread. Nobody waits for
-        background threads."""
-        is_waited_for = note_wait is not None and threading.current_thread() is threading.main_thread()
-        if not is_waited_for or self._has_noted:
+    def _noting_a_wait(self, began: float) -> Iterator[None]:
+        """Tell the user if the `with` block, which began at `began`, takes longer than WAIT_SECONDS, and again every
+        WAIT_AGAIN_SECONDS.
+
+        In a launch that trains, nobody waits for background threads, so only the main thread's calls are told of.
+        """
+        is_waited_for = patience_seconds is not None or threading.current_thread() is threading.main_thread()
+        if note_wait is None or not is_waited_for:
             yield
             return
-        timer = threading.Timer(WAIT_SECONDS, self._note_wait)
-        timer.daemon = True
-        timer.start()
+        has_ended = threading.Event()
+        threading.Thread(target=self._tell_of_wait, args=(has_ended, began), daemon=True).start()
         try:
             yield
         finally:
-            timer.cancel()
+            has_ended.set()
 
-    def _note_wait(self) -> None:
-        """Tell the user that the folder does not answer. Runs in the timer's thread."""
-        self._has_noted = True
+    def _tell_of_wait(self, has_ended: threading.Event, began: float) -> None:
+        """Tell the user that the folder does not answer, until `has_ended` is set. Runs in a thread of its own."""
+        if has_ended.wait(WAIT_SECONDS):
+            return
+        with self._lock:
+            if not self._has_noted:
+                self._has_noted = True
+                self._next_note_at = time.monotonic() + WAIT_AGAIN_SECONDS - WAIT_SECONDS
+                self._tell(f"waiting for {self.url}")
+        silent_since = began if self._silent_since is None else self._silent_since
+        # Several threads may wait at once, of which one tells, and a call that was tried again waits on.
+        next_note_at = max(self._next_note_at, silent_since + WAIT_AGAIN_SECONDS)
+        while not has_ended.wait(max(0.0, next_note_at - time.monotonic())):
+            now = time.monotonic()
+            with self._lock:
+                if now >= self._next_note_at:
+                    self._next_note_at = now + WAIT_AGAIN_SECONDS
+                    self._tell(f"still waiting for {self.url}, for {now - silent_since:.0f} s")
+            next_note_at = self._next_note_at
+
+    def _tell(self, line: str) -> None:
+        """Tell the user a line of text, if a program wants to."""
         if note_wait is not None:
-            note_wait(self.url)
+            note_wait(line)
 
     def renew(self, used_filesystem: Any = None) -> None:
         """Make the file system anew, unless another thread has replaced `used_filesystem` already."""

@@ -62,7 +62,8 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> NoReturn:
     """Run the `llmfoundry-lite` program."""
-    remote_folder.note_wait = lambda url: print(f"waiting for {printable(url)}", file=sys.stderr, flush=True)
+    remote_folder.note_wait = lambda line: print(printable(line), file=sys.stderr, flush=True)
+    remote_folder.patience_seconds = remote_folder.PATIENCE_SECONDS
     run_program(app, "llmfoundry-lite")
 
 

@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fsspec
@@ -28,7 +30,7 @@ from llmfoundry_lite.checkpoint.shards import BLOCK_BYTES, TRANSFER_BYTES, write
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from llmfoundry_lite.cli import main as cli_main
-from llmfoundry_lite.errors import CheckpointError, UserError
+from llmfoundry_lite.errors import CheckpointError, UserError, is_transient
 from llmfoundry_lite.launch_train import launch
 from tests.checkpoint.ranks import build, save_now
 from tests.checkpoint.saves import names, save
@@ -233,8 +235,8 @@ class SlowAnswers:
 def test_a_user_is_told_at_once_which_folder_does_not_answer_and_told_once(monkeypatch):
     slow, said = SlowAnswers(), []
 
-    def note(url: str) -> None:
-        said.append(url)
+    def note(line: str) -> None:
+        said.append(line)
         slow.answered.set()
 
     monkeypatch.setattr(remote_folder, "WAIT_SECONDS", 0.01)
@@ -244,7 +246,7 @@ def test_a_user_is_told_at_once_which_folder_does_not_answer_and_told_once(monke
     slow.answered.clear()
     monkeypatch.setattr(remote_folder, "note_wait", note)
     assert folder.names() == []
-    assert said == ["slow://b/run"]
+    assert said == ["waiting for slow://b/run"]
     assert folder.names() == [] and len(said) == 1
 
     behind_training = threading.Thread(target=folder.names)
@@ -254,9 +256,89 @@ def test_a_user_is_told_at_once_which_folder_does_not_answer_and_told_once(monke
     assert len(said) == 1
 
 
+class Silence:
+    """A file system whose calls fail after a time in which no answer has come."""
+
+    protocol = "silent"
+
+    def __init__(self, clock: list[float]):
+        self.clock = clock
+        self.num_calls = 0
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def ls(self, path, detail):
+        self.num_calls += 1
+        self.clock[0] += 90.0
+        raise TimeoutError("Read timeout")
+
+
+def test_a_command_gives_up_a_server_that_does_not_answer_and_a_launch_asks_on(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(remote_folder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(retry, "PAUSES_SECONDS", (0.0,) * 3)
+    silent = Silence(clock)
+    url = "s3://b/run"
+    folder = RemoteFolder(RenewingFilesystem(silent, url), "b/run", url)
+    with pytest.raises(TimeoutError, match="Read timeout"):
+        folder.names()
+    assert silent.num_calls == 4
+
+    monkeypatch.setattr(remote_folder, "patience_seconds", 120.0)
+    silent.num_calls = 0
+    folder = RemoteFolder(RenewingFilesystem(silent, url), "b/run", url)
+    for _ in range(3):  # a command that asks again although it has got no answer
+        with pytest.raises(OSError, match="no answer for 180 s") as caught:
+            folder.names()
+        assert is_transient(caught.value)
+    assert silent.num_calls == 2
+    clock[0] += 10.0  # the next look of `watch`
+    with pytest.raises(OSError, match="no answer for 180 s"):
+        folder.names()
+    assert silent.num_calls == 4
+
+
+def test_an_answer_begins_the_patience_anew(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(remote_folder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(remote_folder, "patience_seconds", 120.0)
+    silent: Any = Silence(clock)
+    silent.info = lambda path: {}
+    filesystem = RenewingFilesystem(silent, "s3://b")
+    for _ in range(5):
+        with pytest.raises(TimeoutError, match="Read timeout"):
+            filesystem.ls("b", detail=True)
+        filesystem.info("b")
+
+
+def test_a_user_of_a_command_is_told_again_that_it_still_waits(monkeypatch):
+    """Its threads wait for the answer too, but only one of them tells."""
+    slow, said = SlowAnswers(), []
+
+    def note(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            slow.answered.set()
+
+    monkeypatch.setattr(remote_folder, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_folder, "WAIT_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(remote_folder, "note_wait", note)
+    monkeypatch.setattr(remote_folder, "patience_seconds", 120.0)
+    folder = RemoteFolder(RenewingFilesystem(slow, "slow://b/run"), "b/run", "slow://b/run")
+    threads = [threading.Thread(target=folder.names) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == "waiting for slow://b/run"
+    assert len(said) == 3 and all(re.fullmatch(r"still waiting for slow://b/run, for \d s", line) for line in said[1:])
+
+
 @pytest.mark.parametrize("program", ["command", "launch"])
 def test_programs_say_what_they_wait_for(monkeypatch, capfd, program):
     monkeypatch.setattr(remote_folder, "note_wait", None)
+    monkeypatch.setattr(remote_folder, "patience_seconds", None if program == "command" else 1.0)
     with suppress(SystemExit, UserError):
         if program == "command":
             monkeypatch.setattr("sys.argv", ["llmfoundry-lite", "--version"])
@@ -264,8 +346,10 @@ def test_programs_say_what_they_wait_for(monkeypatch, capfd, program):
         else:
             launch(["no-such-file.yaml"])
     assert remote_folder.note_wait is not None
-    remote_folder.note_wait("s3://b/run")
+    remote_folder.note_wait("waiting for s3://b/run")
     assert "waiting for s3://b/run\n" in "".join(capfd.readouterr())
+    is_command = program == "command"
+    assert remote_folder.patience_seconds == (remote_folder.PATIENCE_SECONDS if is_command else None)
 
 
 def test_the_draft_of_a_failed_save_is_removed_behind_the_training(monkeypatch):
