@@ -18,8 +18,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from threading import Lock, Timer
-from time import sleep, time_ns
+from threading import Event, Lock, Thread
+from time import monotonic, sleep, time_ns
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,9 @@ PRESENT = 2
 POLL_SECONDS = 0.01
 """Time between two checks whether another process has fetched a shard."""
 WAIT_MESSAGE_SECONDS = 10.0
-"""Time after which a read prints which shard it is waiting for."""
+"""Time after which a read prints which shard it is waiting for. It doubles with each line of this process, up to
+MAX_WAIT_MESSAGE_SECONDS, so that a slow network does not fill the log."""
+MAX_WAIT_MESSAGE_SECONDS = 600.0
 MAX_FETCH_ATTEMPTS = 8
 """How often one read fetches a shard that other processes keep removing."""
 MIN_LIMIT_IN_SHARDS = 4
@@ -56,6 +58,11 @@ class ShardCache:
     process waits for the download of another and that one fails, it tries the download itself, so that no process waits
     forever.
     """
+
+    _num_wait_messages = 0
+    """Lines that this process has printed about shards that it waits for."""
+    _next_wait_message_at = 0.0
+    """When it may print the next one, by the monotonic clock."""
 
     def __init__(
         self, folders: Sequence[ShardFolder], table_path: str, metadata: dict[str, Any], cache_limit: int | None
@@ -132,17 +139,28 @@ class ShardCache:
     def _reporting_a_long_wait(self, shard: int) -> Iterator[None]:
         """Context manager: print which shard training is waiting for, if the block takes WAIT_MESSAGE_SECONDS or more.
 
-        A timer thread prints. Shards that are fetched ahead of need are not waited for, so they are not reported.
+        A thread prints. Shards that are fetched ahead of need are not waited for, so they are not reported.
         """
-        source = mask_credentials(self._folder(shard).remote or self._folder(shard).path)
-        message = f"waiting for {source}: {self.table.name(shard)} is not here after {WAIT_MESSAGE_SECONDS:.0f} s"
-        timer = Timer(WAIT_MESSAGE_SECONDS, lambda: print(printable(message), flush=True))
-        timer.daemon = True
-        timer.start()
+        has_ended = Event()
+        Thread(target=self._report_wait, args=(shard, has_ended), daemon=True).start()
         try:
             yield
         finally:
-            timer.cancel()
+            has_ended.set()
+
+    def _report_wait(self, shard: int, has_ended: Event) -> None:
+        """Print which shard training is waiting for, now and then until `has_ended` is set."""
+        began = monotonic()
+        source = mask_credentials(self._folder(shard).remote or self._folder(shard).path)
+        next_message_at = max(began + WAIT_MESSAGE_SECONDS, self._next_wait_message_at)
+        while not has_ended.wait(next_message_at - monotonic()):
+            now = monotonic()
+            message = f"waiting for {source}: {self.table.name(shard)} is not here after {now - began:.0f} s"
+            print(printable(message), flush=True)
+            self._num_wait_messages += 1
+            pause_seconds = min(WAIT_MESSAGE_SECONDS * 2**self._num_wait_messages, MAX_WAIT_MESSAGE_SECONDS)
+            next_message_at = now + pause_seconds
+            self._next_wait_message_at = next_message_at
 
     def ensure_present(self, shard: int) -> None:
         """Fetch a shard if it is not in its folder, and verify it, or wait until another process has done so.

@@ -39,3 +39,29 @@ def test_a_read_says_which_shard_it_waits_for_and_a_quick_one_says_nothing(monke
     assert cache.read(0, 7) == {"tokens": 1}
     expected = ["waiting for s3://user:***@bucket/data: shard.00003.mds is not here after 0 s"] if is_late else []
     assert said == expected
+
+
+def test_a_read_that_waits_on_says_so_again_and_slow_reads_do_not_fill_the_log(monkeypatch):
+    said, has_spoken = [], threading.Event()
+    monkeypatch.setattr(module, "WAIT_MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "MAX_WAIT_MESSAGE_SECONDS", 60.0)
+
+    def note(text, flush):
+        said.append(text)
+        if len(said) == 3:
+            has_spoken.set()
+
+    monkeypatch.setattr(module, "print", note, raising=False)
+    cache: Any = ShardCache.__new__(ShardCache)
+    cache.table = SimpleNamespace(name=lambda shard: f"shard.{shard:05}.mds")
+    cache._folder = lambda shard: SimpleNamespace(remote="s3://bucket/data", path="/data")
+    with cache._reporting_a_long_wait(3):
+        assert has_spoken.wait(60)
+    assert said[2].startswith("waiting for s3://bucket/data: shard.00003.mds is not here after ")
+
+    monkeypatch.setattr(module, "WAIT_MESSAGE_SECONDS", 10.0)
+    monkeypatch.setattr(module, "monotonic", lambda: 1e9)
+    cache._next_wait_message_at, num_before, waits = 1e9 + 40.0, len(said), []
+    has_ended = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or len(waits) > 3)
+    cache._report_wait(4, has_ended)
+    assert waits == [40.0, 60.0, 60.0, 60.0] and len(said) == num_before + 3
