@@ -226,8 +226,12 @@ class RenameCommits:
             return
         save_id = save[0]
         is_to_be_removed = False
-        with contextlib.suppress(CheckpointError, OSError):  # a save that cannot be read is put back
+        try:
             is_to_be_removed = MANIFEST not in folder.names() or head_of(folder).save_id == save_id
+        except FileNotFoundError:
+            is_to_be_removed = True  # another process removes it now
+        except (CheckpointError, OSError):
+            pass  # a save that cannot be read is put back
         if not is_to_be_removed:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 self.root.rename(moved_name, committed_name(save_id))

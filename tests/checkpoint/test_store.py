@@ -429,6 +429,25 @@ def test_a_prune_finishes_an_interrupted_removal_though_it_removes_no_other_save
     assert sorted(name for name in os.listdir(tmp_path / "checkpoints") if name != ".leases") == ["ba2", "latest.json"]
 
 
+@pytest.mark.fault
+def test_a_prune_beside_another_puts_back_no_save_that_is_being_removed(tmp_path, monkeypatch):
+    """Training removes `.deleting-…` at the same moment: its manifest is listed, and gone when it is read."""
+    store, _ = saved(tmp_path / "checkpoints", 1, 2)
+    save_id = open_checkpoint(f"{store.root.url}/ba1").manifest.save_id
+    moved = tmp_path / f"checkpoints/.deleting-{save_id}"
+    (tmp_path / "checkpoints/ba1").rename(moved)
+    read_head = commit.head_of
+
+    def remove_first(folder):
+        if folder.path == moved:
+            (moved / "manifest.json").unlink()
+        return read_head(folder)
+
+    monkeypatch.setattr(commit, "head_of", remove_first)
+    assert store.prune(None, keep_newest=1) == []
+    assert sorted(name for name in os.listdir(tmp_path / "checkpoints") if name != ".leases") == ["ba2", "latest.json"]
+
+
 OTHERS = {
     "a link to nowhere": lambda path: path.symlink_to("nowhere"),
     "a link in a circle": lambda path: path.symlink_to(path.name),
