@@ -31,6 +31,8 @@ TRY_AGAIN = "try_again"
 """Key of status.json, true where a `failed` launch met a fault that may pass and should be launched again, because it
 had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing
 would only repeat itself."""
+HAS_SAVED = "has_saved"
+"""Key of status.json, true while a launch runs that has published a save: if it is killed, it was not in vain."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had started to train before it ended. `time` is for people; `uptime` counts within one boot.
@@ -97,7 +99,8 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     ended |= {key: content[key] for key in SAVES if key in content}
     if reason_to_leave and ended.get("failed_saves"):
         # Its last batches are in no save, so it would have reported a failure itself when it left.
-        ended[TRY_AGAIN] = True
+        if content.get(HAS_SAVED) is True:
+            ended[TRY_AGAIN] = True
     elif reason_to_leave:
         ended["status"] = "preempted"
     return ended

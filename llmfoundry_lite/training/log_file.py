@@ -42,6 +42,8 @@ class LogFile:
         A removed file can be read as long as it is open, so none of its lines are lost. Lines that were cut off are.
         Returns a sentence about what was wrong with the file; empty if nothing was.
         """
+        if self.path.is_symlink():  # records would go through it, perhaps into any file of this user
+            return self._write_again("replaced by a link")
         try:
             is_ours = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
@@ -59,8 +61,9 @@ class LogFile:
         """Append our lines that the file at `path` lacks to it, creating it if it is not there, and continue with that
         file.
 
-        `what_happened` to the old file is "replaced" or "removed or renamed". Returns a sentence for the user. It is
-        empty if nothing was lost, or if the folder is still gone.
+        `what_happened` to the old file is "replaced", "replaced by a link" or "removed or renamed". A link in its
+        place is removed. Returns a sentence for the user. It is empty if nothing was lost, or if the folder is still
+        gone.
         """
         try:
             self.path.parent.mkdir(exist_ok=True)
@@ -77,6 +80,8 @@ class LogFile:
             our_lines = []
             outcome = "its records are lost"
 
+        if self.path.is_symlink():
+            self.path.unlink()
         old_file = self.file
         self.file, num_missing = self._open_with(our_lines)
         with suppress(OSError):

@@ -27,7 +27,7 @@ from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.errors import UserError, mask_urls, printable
 from llmfoundry_lite.files import open_no_link, write_atomically
-from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
+from llmfoundry_lite.ranks.status import HAS_SAVED, LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
 from llmfoundry_lite.training.schedule import progress_of
@@ -218,7 +218,13 @@ class RunFolder(LoggerDestination):
         """
         if self.log_file is None:
             return
-        note = self.log_file.mend()
+        # Somebody has refused access, as `chmod` does, and may grant it again. The open file takes records meanwhile.
+        with contextlib.suppress(PermissionError):
+            self._write_lost_files(self.log_file)
+
+    def _write_lost_files(self, log_file: LogFile) -> None:
+        """Do the work of `_mend_files`. Raises OSError."""
+        note = log_file.mend()
         if note:
             print(printable(f"warning: {note}"), flush=True)
         if not self.folder.is_dir():
@@ -263,9 +269,12 @@ class RunFolder(LoggerDestination):
         """
         if not self.is_running:
             return
+        fields = dict(self.saves)
+        if self.has_saved:
+            fields[HAS_SAVED] = True
         with contextlib.suppress(OSError), self._status_lock:
             if self.is_running:  # still, now that no other thread writes
-                write_status(self.folder, "running", self.batch, self.leave_reason, is_update=True, **self.saves)
+                write_status(self.folder, "running", self.batch, self.leave_reason, is_update=True, **fields)
         self._status_updated_at = time.monotonic()
 
     def finish(self, status: str) -> None:
@@ -328,7 +337,8 @@ def disk_errors_as_user_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.ELOOP and error.filename is not None:  # a link in a folder that can be written
             raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
-        raise UserError(f"{path} cannot be written: {error.strerror or error}; make room, or set run_folder") from error
+        remedy = "ask for the right to write there" if isinstance(error, PermissionError) else "make room"
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; {remedy}, or set run_folder") from error
 
 
 def last_launch(path: Path) -> int:

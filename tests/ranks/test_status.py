@@ -77,14 +77,24 @@ def test_what_a_killed_launch_has_said_of_its_saves_stands(tmp_path):
     assert found is not None and found["status"] == "failed" and SAVES.items() <= found.items()
 
 
-@pytest.mark.parametrize(("failed_saves", "expected"), [(0, "preempted"), (2, "failed")])
-def test_a_launch_that_is_killed_while_it_leaves_and_saves_fail_is_no_preemption(tmp_path, failed_saves, expected):
-    status.write_status(tmp_path, "running", 9, "SIGTERM", **(SAVES | {"failed_saves": failed_saves}))
+@pytest.mark.parametrize(
+    ("failed_saves", "has_saved", "expected", "tries_again"),
+    [
+        (0, True, "preempted", False),
+        (2, True, "failed", True),
+        (2, False, "failed", False),  # an earlier launch has saved ba4: this one would only repeat itself
+    ],
+)
+def test_a_launch_that_is_killed_while_it_leaves_and_saves_fail_is_no_preemption(
+    tmp_path, failed_saves, has_saved, expected, tries_again
+):
+    more = SAVES | {"failed_saves": failed_saves, "has_saved": has_saved}
+    status.write_status(tmp_path, "running", 9, "SIGTERM", **more)
     content = told(tmp_path)
     content["process"]["pid"] = 2**22 + 1
     (tmp_path / "status.json").write_text(json.dumps(content))
     found = status.read_status(tmp_path)
-    assert found is not None and (found["status"], found.get("try_again", False)) == (expected, failed_saves > 0)
+    assert found is not None and (found["status"], found.get("try_again", False)) == (expected, tries_again)
     assert found["reason"].startswith("SIGTERM: the process of rank 0 is gone without a word")
 
 

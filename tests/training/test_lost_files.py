@@ -1,17 +1,26 @@
 """Files of the run folder that somebody removes, replaces or cuts off while the run trains."""
 
+import errno
 import json
 import os
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from composer.core import Callback
 
+from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.training.log_file import LogFile
-from llmfoundry_lite.training.run_folder import append_missing_records, last_launch
+from llmfoundry_lite.training.run_folder import (
+    RunFolder,
+    append_missing_records,
+    disk_errors_as_user_errors,
+    last_launch,
+)
 from tests.helpers.runs import attempt, metrics, run, status
 from tests.helpers.tiny import tiny_config
 
@@ -198,6 +207,35 @@ def test_a_log_that_cannot_be_opened_again_keeps_its_records_until_it_can(log):
     log.mend()
     log.append('{"batch": 2}')
     assert [json.loads(line)["batch"] for line in log.path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_log_that_was_moved_elsewhere_and_linked_is_written_again_in_its_place(log, tmp_path):
+    """A launch would refuse the link; a run that trains leaves it, and the file that it leads to, alone."""
+    log.append('{"batch": 1}')
+    elsewhere = tmp_path / "scratch.jsonl"
+    log.path.rename(elsewhere)
+    log.path.symlink_to(elsewhere)
+    assert log.mend().endswith("was replaced by a link while the run trained; 1 records were written again")
+    log.append('{"batch": 2}')
+    assert not log.path.is_symlink() and elsewhere.read_text() == '{"batch": 1}\n'
+    assert [json.loads(line)["batch"] for line in log.path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_run_folder_into_which_nobody_may_look_ends_no_run(tmp_path, monkeypatch):
+    """`chmod` while it trains: somebody may grant access again, and the log is open."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    folder = RunFolder(SimpleNamespace(run_folder=str(tmp_path / "run")))  # type: ignore[arg-type]
+    folder.log_file = LogFile(folder.log_path)
+
+    def refuse() -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(folder.log_file, "mend", refuse)
+    folder._append({"batch": 1})
+    assert json.loads(folder.log_path.read_text()) == {"batch": 1}
+    remedy = "Permission denied; ask for the right to write there, or set run_folder"
+    with pytest.raises(UserError, match=remedy), disk_errors_as_user_errors(tmp_path):
+        refuse()
 
 
 def test_a_log_that_finds_no_room_to_be_written_again_keeps_its_records(log):

@@ -329,6 +329,10 @@ def test_scripts_launch_again_after_a_fault_unless_the_launch_was_in_vain(
     for last_saved, num_failed in saves:
         folder.note_saves({"last_saved": last_saved, "failed_saves": num_failed, "save_error": None})
     folder.trainer = SimpleNamespace(state=SimpleNamespace(timestamp=Timestamp(batch=9)))  # type: ignore[assignment]
+    folder.is_running = True
+    folder._update_status()
+    told = json.loads((tmp_path / "run/status.json").read_text())
+    assert told.get("has_saved", False) == (saves[0] != saves[-1] and saves[0][0] is None)
     folder.fail(status, "a reason", may_pass=may_pass)
     written = json.loads((tmp_path / "run/status.json").read_text())
     assert (written["status"], written.get("try_again", False)) == (status, tries_again)
