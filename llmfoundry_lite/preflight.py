@@ -31,7 +31,7 @@ from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.config.yaml_text import dump_record
-from llmfoundry_lite.data.rows import check_length, percent_left_out, tokens_per_sample
+from llmfoundry_lite.data.rows import check_length, percent_truncated, tokens_per_sample
 from llmfoundry_lite.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -382,7 +382,7 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
         subject = f"{key}: samples of {index.parent} have"
         check_length(length, max_seq_len, subject, allow_truncation=dataset.allow_truncation)
         if length > max_seq_len:
-            left_out = percent_left_out(length, max_seq_len)
+            left_out = percent_truncated(length, max_seq_len)
             result.notes.append(
                 f"{subject} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out"
             )

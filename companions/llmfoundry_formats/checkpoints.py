@@ -112,7 +112,7 @@ def _from_composer(path: Path, state: Any, config: Sequence[str], notes: list[st
         for name, value in contents.items()
         if isinstance(value, dict)
     }
-    if tokenizer and (generation := tokenizers.generation_of(stored)):
+    if tokenizer and (generation := tokenizers.generation_settings_of(stored)):
         tokenizer[tokenizers.GENERATION_FILE] = json.dumps(generation).encode()
     return Weights("LLM Foundry / Composer", model_config, tensors, tokenizer, notes)
 

@@ -23,7 +23,7 @@ from llmfoundry_lite.data.tokenizer import (
     Tokenizer,
     read_config,
     read_folder,
-    read_generation,
+    read_generation_settings,
     token_text,
 )
 from llmfoundry_lite.errors import ExportError
@@ -245,7 +245,7 @@ def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[st
     Raises ExportError, or DataError for files that cannot be read.
     """
     files = read_folder(folder)
-    config, generation = read_config(files, str(folder)), read_generation(files, str(folder))
+    config, generation = read_config(files, str(folder)), read_generation_settings(files, str(folder))
     for name in VOCABULARY_FILES:
         if (folder / name).is_file():
             content = bounded.read_at_most(folder / name, bounded.MAX_TOKENIZER_BYTES, "a tokenizer")

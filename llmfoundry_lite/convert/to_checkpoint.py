@@ -184,10 +184,10 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
 
 def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *, has_tokenizer: bool) -> list[str]:
     """Return a note on settings of generation in a folder that the import leaves behind. Raises DataError."""
-    file, found = tokenizers.GENERATION_FILE, tokenizers.read_generation(files, "to import")
+    file, found = tokenizers.GENERATION_FILE, tokenizers.read_generation_settings(files, "to import")
     if found and not has_tokenizer:
         return [f"{file} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
-    others = tokenizers.generation_of(hf_config)
+    others = tokenizers.generation_settings_of(hf_config)
     return [
         f"{key} is {json.dumps(value)[:60]} in config.json and {json.dumps(found.get(key))[:60]} in {file}, which is "
         "what generate obeys; config.json's is not carried"

@@ -1,7 +1,8 @@
-"""The cross-entropy that counting achieves: a unigram and a bigram model on the same tokens.
+"""Baselines for a trained model: the cross-entropy of a unigram and a bigram model on the same tokens.
 
-`measure_baselines` counts; `read_shards` reads the tokens of a local folder, and checks them as it goes, since anybody
-may have written the folder. Shapes: n samples, t tokens of a sample, v tokens of the vocabulary.
+`measure_baselines` fits and scores both models. `read_shards` reads the tokens of a local folder. Since anybody may
+have written the folder, it checks what it reads. Suffixes of array names: n samples, t tokens of a sample, v
+vocabulary.
 """
 
 from collections.abc import Iterator
@@ -20,22 +21,24 @@ from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import INDEX, find_damage, unpack_shard
 
 MAX_BYTES = 1 << 30
-"""Most bytes in memory at once: a shard or a small data set, unpacked, with eight bytes a token."""
+"""Limit of bytes in memory at once: those of an uncompressed shard, or of all shards of a small data set."""
 
 
 class Baselines(NamedTuple):
-    """Cross-entropy in nats per token."""
+    """Cross-entropy of the two models in nats per token."""
 
     unigram: float
     bigram: float
 
 
 def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) -> Baselines:
-    """Fit both models on the training tokens, and score them on the validation tokens.
+    """Fit a unigram and a bigram model on the training tokens, and score them on the validation tokens.
 
-    Both are smoothed by adding one: p(b | a) = (count(a b) + 1) / (count(a) + V). As in a model's loss, the first
-    token of each sample is not scored. All samples [n, t] are in memory at once, so the data must be small. Raises as
-    `read_tokens` does.
+    Both have add-one smoothing: the probability of token b after token a is (count(a b) + 1) / (count(a) + V), with V
+    the vocabulary size. As in the loss of a language model, the first token of each sample is not scored.
+
+    All samples are in memory at once, so the data must be small. Raises the errors of `read_tokens`, and ValueError for
+    a `vocab_size` out of range. Suffixes of array names: n samples, t tokens of a sample, v vocabulary.
     """
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"a vocabulary of {vocab_size:,}, expected at most {MAX_VOCAB_SIZE:,}")
@@ -43,28 +46,34 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     eval_nt = read_tokens(eval_folder, vocab_size)
 
     counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
-    unigram_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
+    unigram_losses_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
 
-    # A pair has the number a * V + b. Only the pairs that occur are counted, since there are V * V possible ones.
-    pairs, pair_counts = np.unique(_pairs_of(train_nt, vocab_size), return_counts=True)
-    eval_pairs = _pairs_of(eval_nt, vocab_size)
-    positions = np.minimum(np.searchsorted(pairs, eval_pairs), len(pairs) - 1)
-    is_known = pairs[positions] == eval_pairs
-    eval_pair_counts = np.where(is_known, pair_counts[positions], 0)
+    # Only the bigrams that occur are counted, because V * V are possible.
+    bigrams, bigram_counts = np.unique(_bigram_ids(train_nt, vocab_size), return_counts=True)
+    eval_bigrams = _bigram_ids(eval_nt, vocab_size)
+    positions = np.minimum(np.searchsorted(bigrams, eval_bigrams), len(bigrams) - 1)
+    occurs_in_training = bigrams[positions] == eval_bigrams
+    eval_bigram_counts = np.where(occurs_in_training, bigram_counts[positions], 0)
 
-    first_counts_v = np.bincount(train_nt[:, :-1].ravel(), minlength=vocab_size)
-    eval_first_counts = first_counts_v[eval_pairs // vocab_size]
-    bigram = -np.log((eval_pair_counts + 1) / (eval_first_counts + vocab_size))
-    return Baselines(unigram=float(unigram_v[eval_nt[:, 1:]].mean()), bigram=float(bigram.mean()))
+    context_counts_v = np.bincount(train_nt[:, :-1].ravel(), minlength=vocab_size)
+    eval_context_counts = context_counts_v[eval_bigrams // vocab_size]
+    bigram_losses = -np.log((eval_bigram_counts + 1) / (eval_context_counts + vocab_size))
+    return Baselines(unigram=float(unigram_losses_v[eval_nt[:, 1:]].mean()), bigram=float(bigram_losses.mean()))
 
 
-def _pairs_of(tokens_nt: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    """Return the number a * V + b of each token a and the token b behind it, in the same sample [n * (t - 1)]."""
+def _bigram_ids(tokens_nt: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """Return a number a * vocab_size + b for every two consecutive tokens a and b of a sample.
+
+    `tokens_nt` are n samples of t tokens. The result is flat, [n * (t - 1)].
+    """
     return (tokens_nt[:, :-1] * vocab_size + tokens_nt[:, 1:]).ravel()
 
 
 def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.int64]:
-    """Read all samples of a small MDS folder: [n, t]. Raises as `read_shards` does, and for more than MAX_BYTES."""
+    """Read all samples of a small MDS folder as an array [samples, tokens of a sample].
+
+    Raises the errors of `read_shards`, and ValueError if the shards have more than MAX_BYTES together.
+    """
     table = _read_table(folder)
     num_bytes = int(table.rows["raw_bytes"].sum(dtype=np.int64))
     if num_bytes > MAX_BYTES:
@@ -73,13 +82,16 @@ def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.in
 
 
 def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDArray[np.int64]]:
-    """Yield the samples of each shard of a local MDS folder, compressed or not: [n, t]. Checks it against the index.
+    """Yield the token ids of each shard of a local MDS folder, as an array [samples, tokens of a sample].
 
-    Plain bytes are read as the widest type that gives the first shard valid token ids. Raises OSError, LookupError or
-    ValueError if the folder holds no whole token shards, and TooLargeError for a shard of more than MAX_BYTES.
+    Shards may be compressed. Each is checked against the index. If samples are plain bytes, they are read as the widest
+    number type that gives valid token ids for the first such shard.
+
+    Raises OSError, LookupError or ValueError if the folder has no complete shards of tokens, and TooLargeError for a
+    shard of more than MAX_BYTES.
     """
     table = _read_table(folder)
-    token_type = None  # of plain bytes; the first shard that has such decides it
+    token_type = None  # the number type of plain bytes, found in the first shard that has them
     for shard in range(len(table)):
         samples = _read_shard(table, shard, folder)
         raw_samples = [sample for sample in samples if isinstance(sample, bytes)]
@@ -90,14 +102,15 @@ def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDAr
 
 
 def _read_table(folder: Path) -> ShardTable:
-    """Read the index of a folder."""
+    """Read the index of a local folder of shards. Raises DataError."""
     return ShardTable(*read_indexes([folder / INDEX], [None], allow_unhashed_shards=True))
 
 
 def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:
-    """Return the column `tokens` of each sample of a shard: arrays, or bytes where the column has no type.
+    """Return the column `tokens` of each sample of a shard: arrays, or bytes if the column is plain bytes.
 
-    A packed shard is unpacked into a temporary folder. Both files are checked against the index.
+    A compressed shard is decompressed into a temporary folder. Both files are checked against the index. Raises
+    TooLargeError, or ValueError for a damaged file.
     """
     if table.rows["raw_bytes"][shard] > MAX_BYTES:
         remedy = "write the data again in smaller shards (size_limit)"
@@ -105,27 +118,28 @@ def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:
 
     with TemporaryDirectory() as scratch_folder:
         reader = table.reader(shard, str(folder))
-        is_raw_here = (folder / reader.raw_data.basename).exists()
-        if reader.zip_data is not None and not is_raw_here:
-            packed_path = folder / reader.zip_data.basename
-            _check_file(packed_path, reader.zip_data)
+        has_raw_file = (folder / reader.raw_data.basename).exists()
+        if reader.zip_data is not None and not has_raw_file:
+            compressed_path = folder / reader.zip_data.basename
+            _check_file(compressed_path, reader.zip_data)
             reader = table.reader(shard, scratch_folder)
             raw_path = Path(scratch_folder, reader.raw_data.basename)
             raw_path.parent.mkdir(parents=True, exist_ok=True)
-            unpack_shard(packed_path, reader, raw_path)
+            unpack_shard(compressed_path, reader, raw_path)
         _check_file(Path(reader.dirname, reader.raw_data.basename), reader.raw_data)
         return _read_samples(reader)
 
 
 def _read_samples(reader: MDSReader) -> list[Any]:
-    """Return the column `tokens` of each sample. Raises ValueError where they are longer together than their file.
+    """Return the column `tokens` of each sample of a shard.
 
-    A made-up file could have each sample point to the same bytes, and would fill the memory.
+    Raises ValueError if they have more bytes together than the shard's file. In a malicious file, all samples could
+    point to the same bytes, and reading them would fill the memory.
     """
     samples = []
     bytes_left = reader.raw_data.bytes
-    for number in range(reader.samples):
-        sample = reader[number]["tokens"]
+    for index in range(reader.samples):
+        sample = reader[index]["tokens"]
         samples.append(sample)
         bytes_left -= np.asarray(sample).nbytes
         if bytes_left < 0:
@@ -134,29 +148,30 @@ def _read_samples(reader: MDSReader) -> list[Any]:
 
 
 def _check_file(path: Path, info: FileInfo) -> None:
-    """Raise ValueError if a file is not the one that the index describes."""
+    """Raise ValueError unless a file has the size and hashes that `info`, from the index, says."""
     damage = find_damage(str(path), info)
     if damage:
         raise ValueError(f"{path.name} is damaged: {damage}")
 
 
 def _find_token_type(raw_samples: list[bytes], vocab_size: int, known_type: str | None) -> str:
-    """Return the number type of samples of plain bytes: that of earlier shards, or else the widest that fits.
+    """Find the number type as which samples of plain bytes are token ids below `vocab_size`.
 
-    Raises ValueError if none fits.
+    Returns `known_type`, the type of earlier shards, if there is one, and otherwise the widest type that fits. Raises
+    ValueError if it does not fit, or none does.
     """
-    token_types = TOKEN_TYPES if known_type is None else (known_type,)
-    for token_type in token_types:
+    candidates = TOKEN_TYPES if known_type is None else (known_type,)
+    for token_type in candidates:
         if _could_be_tokens(raw_samples, token_type, vocab_size, is_known=known_type is not None):
             return token_type
-    raise ValueError(f"its rows are bytes of no numbers below {vocab_size:,}: neither {', '.join(token_types)}")
+    raise ValueError(f"its rows are bytes of no numbers below {vocab_size:,}: neither {', '.join(candidates)}")
 
 
 def _could_be_tokens(raw_samples: list[bytes], token_type: str, vocab_size: int, *, is_known: bool) -> bool:
-    """Return whether all samples may be tokens of this type.
+    """Return whether samples of plain bytes may be token ids of this number type, all below `vocab_size`.
 
-    Wide tokens read as narrow ones are at least half zeros. So at most a quarter may be, unless the type `is_known`
-    from earlier shards, or is the widest.
+    If numbers of a wider type are read as a narrower one, at least half of them are zeros. So this also returns False
+    if a quarter or more are zeros, unless the type `is_known` from earlier shards, or is the widest.
     """
     itemsize = np.dtype(token_type).itemsize
     if any(len(sample) % itemsize for sample in raw_samples):
@@ -173,7 +188,10 @@ def _could_be_tokens(raw_samples: list[bytes], token_type: str, vocab_size: int,
 
 
 def _as_token_ids(sample: Any, token_type: str | None) -> NDArray[np.int64]:
-    """Return the token ids of a sample [t]; bytes are read as `token_type`. Raises DataError or ValueError."""
+    """Convert a sample, an array or plain bytes of numbers of `token_type`, to int64 token ids [tokens].
+
+    Raises DataError if it is no array of integers, and ValueError for a number that cannot be a token id.
+    """
     tokens = np.frombuffer(sample, token_type) if isinstance(sample, bytes) else sample
     check_whole_numbers(tokens)
     token_ids = tokens.astype(np.int64)

@@ -260,7 +260,7 @@ class ShardCache:
             if damage:
                 damage = self._find_damage(shard)  # another process may have replaced the file by now
             self._verified_status[shard] = 0
-            was_downloaded = folder.fetch_shard(self._reader(shard), again=bool(damage))
+            was_downloaded = folder.fetch_shard(self._reader(shard), replace=bool(damage))
             self._is_copy[shard] = was_downloaded or folder.holds_only_downloads
             state_afterwards = PRESENT
         except Exception as error:

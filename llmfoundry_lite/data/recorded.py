@@ -1,10 +1,10 @@
-"""The places that the data of a recorded run is read from. No torch.
+"""The folders and remotes from which the data of a recorded run is read again. Imports no torch.
 
-The run may be anybody's, so a folder that it recorded is read and never written. It is used where it lies if it holds
-whole shards. Otherwise data are copied or downloaded into our own folder, from a recorded remote only if the user
-permits it.
+The run may be somebody else's, so a folder that it recorded is read but never written to. If the folder has all shards
+uncompressed, they are read there. Otherwise they are copied or downloaded to a new folder. A remote that the run
+recorded is used only if the user permits it.
 
-`locations_at` finds what the user has named on the command line; `DataLocations.choose_for` then chooses.
+`find_data_locations` finds what the user has named on the command line; `DataLocations.choose_for` then chooses.
 """
 
 import json
@@ -22,9 +22,9 @@ from llmfoundry_lite.errors import DataError
 
 BLOCK = "train_loader.dataset"
 WHOLE = "whole"
-"""State of a folder whose raw shards are all there."""
-PACKED = "packed"
-"""State of a folder whose shards are all there, but some only compressed."""
+"""State of a folder that has all shards uncompressed."""
+COMPRESSED = "compressed"
+"""State of a folder that has all shards, but some only compressed."""
 
 
 @dataclass(kw_only=True)
@@ -32,31 +32,32 @@ class DataLocations:
     """Chooses for each stream of a recorded run the folder and the remote to read it from."""
 
     download_folder: Path
-    """The folder for copies and downloads, which is created for the first one. Each source has a subfolder."""
+    """The folder for copies and downloads, created when first needed. Each source gets a subfolder."""
     named_by_user: Collection[str]
-    """Folders and remotes that the user has named. They are used as in training."""
+    """Folders and remotes that the user has named on the command line, and thereby trusts."""
     uses_recorded_remote: bool = False
     """Whether the user permits downloads from remotes that the run recorded."""
     advice: str = ""
-    """Sentence on how to permit recorded remotes; empty where that is impossible."""
+    """How to permit recorded remotes, as the end of an error; empty if the command has no option for it."""
     _chosen: dict[StreamConfig, StreamConfig] = field(default_factory=dict)
-    """Recorded folder, remote and split -> chosen folder and remote, so that streams of one source share a download."""
+    """Recorded folder, remote and split -> chosen folder and remote. Streams with the same source share a download."""
 
     def choose_for(self, dataset: TextDatasetConfig) -> TextDatasetConfig:
-        """Return the data set with the folders and remotes to read it from.
+        """Return a copy of a recorded data set's configuration, with the folders and remotes to read it from.
 
-        Raises DataError for a stream whose data is not here, and must not be downloaded.
+        Raises DataError for a stream whose data is not on this machine and may not be downloaded.
         """
         stages = []
-        for number, (stage, streams) in enumerate(zip(dataset.stages, streams_of_stages(dataset), strict=False)):
+        for index, (stage, streams) in enumerate(zip(dataset.stages, streams_of_stages(dataset), strict=False)):
             chosen_streams = {}
             for name in stage.streams:
-                key = f"{BLOCK}.stages[{number}].streams.{name}"
+                key = f"{BLOCK}.stages[{index}].streams.{name}"
                 chosen_streams[name] = self._choose_for_stream(key, streams[name], dataset)
             stages.append(replace(stage, streams=chosen_streams))
         dataset = replace(dataset, stages=stages)
 
-        # A stage without streams reads those of the data set, which are not looked for if no stage does.
+        # A stage without streams of its own reads those of the data set. If there is no such stage, they are not
+        # needed.
         is_every_stage_complete = bool(stages) and all(stage.streams for stage in stages)
         if is_every_stage_complete:
             return dataset
@@ -69,20 +70,22 @@ class DataLocations:
         return replace(dataset, local=chosen.local, remote=chosen.remote)
 
     def _choose_for_stream(self, key: str, stream: StreamConfig, dataset: TextDatasetConfig) -> StreamConfig:
-        """Return a stream with its chosen folder and remote. `key` is that of its block, for errors."""
+        """Return a copy of a stream with its chosen folder and remote. `key` is its key in the YAML, for errors."""
         split = dataset.split if stream.split is None else stream.split
         recorded = StreamConfig(local=stream.local, remote=stream.remote, split=split)
         if recorded not in self._chosen:
             new_folder = str(self.download_folder / str(len(self._chosen)))
-            local, remote = self._choose(key, recorded, new_folder)
+            local, remote = self._choose_source(key, recorded, new_folder)
             self._chosen[recorded] = StreamConfig(local=local, remote=remote)
         chosen = self._chosen[recorded]
         return replace(stream, local=chosen.local, remote=chosen.remote)
 
-    def _choose(self, key: str, recorded: StreamConfig, new_folder: str) -> tuple[str | None, str | None]:
-        """Return the folder and the remote for a recorded source; downloads go into `new_folder`. Raises DataError.
+    def _choose_source(self, key: str, recorded: StreamConfig, new_folder: str) -> tuple[str | None, str | None]:
+        """Choose the folder and the remote to read a stream from. Returns both; no remote means no download.
 
-        In this order: a remote that the user has named, the recorded folder, the recorded remote.
+        The first of these is chosen: a remote that the user has named, the recorded folder if it has the data, the
+        recorded remote if the user permits that. Downloads go into `new_folder`. Raises DataError if there is no
+        choice; `key` is the stream's key in the YAML, for the error.
         """
         if recorded.remote and recorded.remote in self.named_by_user:
             local = recorded.local if recorded.local in self.named_by_user else new_folder
@@ -92,7 +95,7 @@ class DataLocations:
         state = shard_state(folder) if folder else None
         if state == WHOLE:
             return recorded.local, None
-        if state == PACKED:  # unpacking would write into the run's folder, so it serves as the remote
+        if state == COMPRESSED:  # decompressing would write into the run's folder, so copy from it
             return new_folder, recorded.local
         if recorded.remote and self.uses_recorded_remote:
             return new_folder, recorded.remote
@@ -107,7 +110,7 @@ class DataLocations:
 
 
 def shard_state(folder: Path) -> str | None:
-    """Return how a folder holds its shards: WHOLE, PACKED, or None if a shard or the index is missing.
+    """Check which shard files a folder has. Returns WHOLE, COMPRESSED, or None if a shard or the index is missing.
 
     Raises DataError for an index that cannot be read.
     """
@@ -115,10 +118,10 @@ def shard_state(folder: Path) -> str | None:
     if not index.is_file():
         return None
     try:
-        content = json.loads(read_at_most(index, MAX_INDEX_BYTES, "an index"), object_hook=_keep_names)
+        content = json.loads(read_at_most(index, MAX_INDEX_BYTES, "an index"), object_hook=_shard_file_names)
         shards = content["shards"]
         raw_paths = [folder / raw_name for raw_name, _ in shards]
-        packed_paths = [folder / packed_name for _, packed_name in shards if packed_name]
+        compressed_paths = [folder / compressed_name for _, compressed_name in shards if compressed_name]
     except TooLargeError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -126,27 +129,29 @@ def shard_state(folder: Path) -> str | None:
 
     if all(map(os.path.isfile, raw_paths)):
         return WHOLE
-    is_every_shard_compressed = len(packed_paths) == len(raw_paths)
-    if is_every_shard_compressed and all(map(os.path.isfile, packed_paths)):
-        return PACKED
+    is_every_shard_compressed = len(compressed_paths) == len(raw_paths)
+    if is_every_shard_compressed and all(map(os.path.isfile, compressed_paths)):
+        return COMPRESSED
     return None
 
 
-def _keep_names(record: dict[str, Any]) -> Any:
-    """Turn a shard's record into the names of its raw and its packed file; the second is None without compression.
+def _shard_file_names(record: dict[str, Any]) -> Any:
+    """Convert a shard's record in an index to the names of its uncompressed and compressed file (or None).
 
-    The JSON parser calls this for every object, because a large index takes gigabytes as dictionaries.
+    The JSON parser calls this for every object; those that are no shard's record are returned unchanged. A large index
+    would take gigabytes as dictionaries.
     """
     if "raw_data" not in record:
         return record
-    packed = record["zip_data"]
-    return record["raw_data"]["basename"], packed and packed["basename"]
+    compressed = record["zip_data"]
+    compressed_name = compressed["basename"] if compressed else None
+    return record["raw_data"]["basename"], compressed_name
 
 
-def locations_at(values: dict[str, Any], keys: Collection[str]) -> set[str]:
-    """Return the folders and remotes of data in a configuration that stand at or below some keys.
+def find_data_locations(values: dict[str, Any], keys: Collection[str]) -> set[str]:
+    """Find all values of `local` and `remote` at or below some dotted keys of a configuration.
 
-    With the keys that a user gave on the command line, these are the ones that the user has named.
+    With the keys that a user gave on the command line, these are the folders and remotes that the user has named.
     """
     locations = set()
     for key in keys:
@@ -156,7 +161,7 @@ def locations_at(values: dict[str, Any], keys: Collection[str]) -> set[str]:
 
 
 def _find_locations(value: Any, name: str) -> Iterator[str]:
-    """Yield the values of all keys `local` and `remote` in a value of a configuration, whose own key is `name`."""
+    """Yield all values of `local` and `remote` in a part of a configuration, whose own key is `name`."""
     if isinstance(value, str) and name in ("local", "remote"):
         yield value
     elif isinstance(value, list):

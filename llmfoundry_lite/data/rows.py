@@ -1,7 +1,7 @@
 """Decoding of samples: the columns of a sample -> a row of token ids, or an error that says what is wrong with them.
 
-`dataset.py` builds one `RowReader` and passes it each sample. The functions beside it check what an index says about
-all samples, before any is read. Shapes: t = max_seq_len.
+`dataset.py` builds one `RowReader` and passes it each sample. `tokens_per_sample` and `check_length` check what an
+index says about all samples, before any is read.
 """
 
 import re
@@ -13,37 +13,39 @@ from numpy.typing import NDArray
 from llmfoundry_lite.errors import DataError
 
 TOKEN_TYPES = ("int64", "int32", "uint16", "uint8")
-"""Number types that tokens in rows of bytes may have, the widest first."""
+"""Number types that token ids in a column of plain bytes may have, the widest first."""
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Limit of token ids where the vocabulary is not known."""
+"""Upper bound of token ids if the vocabulary is not known."""
 
 MAX_IDS_OVER_NARROW_TYPE = 8
-"""Ids that a known vocabulary may have, in multiples of the narrow type's range, for bytes to pass as a wider type."""
+"""Largest id, in multiples of the configured type's range, up to which bytes may prove that a wider type is right."""
 
 PAD_TOKEN = -100
-"""Value where there is no token: it is neither an input nor a target. (The number is cross-entropy's ignore_index.)"""
+"""Value at positions without a token, which are neither input nor target. It is the ignore_index of cross-entropy."""
 
 
 class Tokenizer(Protocol):
-    """Tokenizer for shards of text."""
+    """Interface of a tokenizer, which is needed to read shards of text."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        ...
 
 
 def tokens_per_sample(encoding: str) -> int | None:
-    """Return how many tokens each sample has by the type of its column, such as 2048 for `ndarray:uint16:2048`.
+    """Return how many tokens each sample has according to its column's type: 2048 for `ndarray:uint16:2048`.
 
-    Returns None for a type that leaves the length open, such as `ndarray:uint16` or `bytes`.
+    Returns None for a type without a fixed length, such as `ndarray:uint16` or `bytes`.
     """
     match = re.fullmatch(r"ndarray:\w+:(\d+)", encoding)
     return int(match[1]) if match else None
 
 
 def check_length(num_tokens: int, max_seq_len: int, subject: str, *, allow_truncation: bool) -> None:
-    """Raise DataError for samples shorter than `max_seq_len`, and for longer ones unless truncation is allowed.
+    """Raise DataError if samples are shorter than `max_seq_len`, or longer without `allow_truncation`.
 
-    `subject` begins the error, up to the number of tokens: "the sample has".
+    `num_tokens` is the length of a sample. `subject` is the beginning of the error, such as "the sample has".
     """
     if num_tokens < max_seq_len:
         raise DataError(
@@ -51,21 +53,21 @@ def check_length(num_tokens: int, max_seq_len: int, subject: str, *, allow_trunc
             f"prepare the data again with --max-seq-len {max_seq_len}"
         )
     if num_tokens > max_seq_len and not allow_truncation:
-        left_out = percent_left_out(num_tokens, max_seq_len)
+        truncated_percent = percent_truncated(num_tokens, max_seq_len)
         raise DataError(
-            f"{subject} {num_tokens} tokens, and max_seq_len {max_seq_len} leaves {left_out} of the text out; set "
-            f"max_seq_len={num_tokens}, prepare the data again with --max-seq-len {max_seq_len}, or set "
+            f"{subject} {num_tokens} tokens, and max_seq_len {max_seq_len} leaves {truncated_percent} of the text out; "
+            f"set max_seq_len={num_tokens}, prepare the data again with --max-seq-len {max_seq_len}, or set "
             "allow_truncation: true in the loader's dataset"
         )
 
 
-def percent_left_out(num_tokens: int, max_seq_len: int) -> str:
-    """Return the share of a sample's tokens that lies behind the first `max_seq_len`, such as "25 %"."""
+def percent_truncated(num_tokens: int, max_seq_len: int) -> str:
+    """Return which part of a sample is lost if it is truncated to `max_seq_len` tokens, such as "25 %"."""
     return f"{100 * (1 - max_seq_len / num_tokens):.3g} %"
 
 
 class RowReader:
-    """Decoder of samples into rows of one length."""
+    """Decoder that converts samples to token ids, all of the same length."""
 
     def __init__(
         self,
@@ -75,10 +77,11 @@ class RowReader:
         token_type: str,
         allow_truncation: bool = False,
     ) -> None:
-        """Take what all rows have in common.
+        """Set how samples are decoded.
 
-        `vocab_size` is None where no model limits the ids. `tokenizer` is for a column `text`, and `token_type` for a
-        column `tokens` of plain bytes. `allow_truncation` cuts tokens beyond `max_seq_len` off.
+        Token ids must be below `vocab_size`, unless it is None. `tokenizer` encodes samples that are text; None if
+        there are none. `token_type` is the number type of samples that are plain bytes. `allow_truncation` permits
+        samples longer than `max_seq_len`, which are then cut.
         """
         self.max_seq_len = max_seq_len
         self.allow_truncation = allow_truncation
@@ -87,10 +90,10 @@ class RowReader:
         self.token_dtype = np.dtype(token_type)
 
     def read(self, sample: dict[str, Any]) -> NDArray[np.int64]:
-        """Return the token ids of a sample [t], from its column `tokens` or else `text`.
+        """Return the `max_seq_len` token ids of a sample, from its column `tokens`, or else from `text`.
 
-        A text is cut after `max_seq_len` tokens, or filled up with `PAD_TOKEN`. Raises DataError for tokens of another
-        length, of no integer type, or outside the vocabulary.
+        `sample` has the columns by name. A text is truncated to `max_seq_len` tokens, or filled up with `PAD_TOKEN`.
+        Raises DataError for tokens that are not integers, or outside the vocabulary, or of the wrong length.
         """
         if "tokens" not in sample:
             return self._encode_text(sample["text"])
@@ -105,18 +108,18 @@ class RowReader:
         return tokens
 
     def _encode_text(self, text: str) -> NDArray[np.int64]:
-        """Tokenize a text, cut or filled up to `max_seq_len`."""
+        """Tokenize a text, and truncate or pad the ids to `max_seq_len`."""
         assert self.tokenizer is not None
         tokens = np.asarray(self.tokenizer.encode(text)[: self.max_seq_len], np.int64)
         self._check_vocabulary(tokens)
         return np.pad(tokens, (0, self.max_seq_len - len(tokens)), constant_values=PAD_TOKEN)
 
     def _decode_bytes(self, raw: bytes) -> NDArray[np.integer]:
-        """Read the bytes of a row as `token_dtype`.
+        """Convert the bytes of a sample to numbers of the configured type.
 
-        Bytes carry no type, and a wrong one would train on wrong tokens. So this raises DataError where the numbers
-        show that the type is wrong, and names the right one if the bytes fit it. Two mistakes show: most numbers lie
-        outside the vocabulary, or a wider type fits so well that it cannot be chance.
+        Bytes do not say which type they have, and the model would train on wrong tokens if the configured one were
+        wrong. So this raises DataError if the numbers show that it is: most of them are outside the vocabulary, or a
+        wider type fits so well that it cannot be by chance. The error names the type that fits, if there is one.
         """
         dtype = self.token_dtype
         vocab_size = self.vocab_size or MAX_VOCAB_SIZE
@@ -132,27 +135,38 @@ class RowReader:
                 problem = f"token id {outside[0]} is outside the vocabulary"
 
         if problem:
-            fitting = [name for name in TOKEN_TYPES if _could_be(raw, name, vocab_size, self.max_seq_len)]
+            fitting_types = [name for name in TOKEN_TYPES if _could_be_tokens(raw, name, vocab_size, self.max_seq_len)]
         else:
-            # Two narrow numbers read as a wide one are hardly ever all below the narrow type's range, since for that
-            # every second number has to be 0.
-            narrow_range = 1 << 8 * dtype.itemsize
-            most_ids = min(vocab_size, (MAX_IDS_OVER_NARROW_TYPE if self.vocab_size else 1) * narrow_range)
-            wider_types = [name for name in TOKEN_TYPES if np.dtype(name).itemsize > dtype.itemsize]
-            fitting = [name for name in wider_types if _could_be(raw, name, most_ids, min_tokens=2)]
-
-        if fitting:
+            fitting_types = self._wider_types_that_fit(raw)
+        if fitting_types:
             prefix = f"{problem}: " if problem else ""
             raise DataError(
-                f"{prefix}the bytes of a row are {fitting[0]} numbers, and are read as {dtype}; set "
-                f"token_encoding_type: {fitting[0]} in the loader's dataset"
+                f"{prefix}the bytes of a row are {fitting_types[0]} numbers, and are read as {dtype}; set "
+                f"token_encoding_type: {fitting_types[0]} in the loader's dataset"
             )
         if tokens is None:
             raise DataError(f"{problem}; set token_encoding_type to the type they were written with")
         return tokens
 
+    def _wider_types_that_fit(self, raw: bytes) -> list[str]:
+        """Return the number types, wider than the configured one, that the bytes of a sample almost certainly have.
+
+        Two narrow numbers that are read as a wide one are hardly ever all below the range of the narrow type, because
+        every second narrow number would have to be 0. So if all wide numbers are that small, the bytes are wide
+        numbers.
+        """
+        narrow_bytes = self.token_dtype.itemsize
+        narrow_range = 1 << 8 * narrow_bytes
+        max_multiple = MAX_IDS_OVER_NARROW_TYPE if self.vocab_size else 1
+        max_id = min(self.vocab_size or MAX_VOCAB_SIZE, max_multiple * narrow_range)
+        wider_types = [name for name in TOKEN_TYPES if np.dtype(name).itemsize > narrow_bytes]
+        return [name for name in wider_types if _could_be_tokens(raw, name, max_id, min_tokens=2)]
+
     def _check_vocabulary(self, tokens: NDArray[np.int64]) -> None:
-        """Raise DataError for an id outside the vocabulary. A negative one would train as padding, without a loss."""
+        """Raise DataError for an id outside the vocabulary, if it is known.
+
+        Negative ids are errors too, because the model would take them for padding.
+        """
         if self.vocab_size is None or not len(tokens):
             return
         for token_id in (int(tokens.max()), int(tokens.min())):
@@ -164,16 +178,18 @@ class RowReader:
 
 
 def check_whole_numbers(tokens: Any) -> None:
-    """Raise DataError unless a column `tokens` holds an array of one dimension and an integer type."""
+    """Raise DataError unless a sample's column `tokens` is an array with one dimension and an integer type."""
     is_row_of_integers = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
     if not is_row_of_integers:
         raise DataError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
 
 
-def _could_be(raw: bytes, token_type: str, vocab_size: int, min_tokens: int) -> bool:
-    """Return whether a row's bytes may be token ids of a type: `min_tokens` or more, and at most half of them zero.
+def _could_be_tokens(raw: bytes, token_type: str, vocab_size: int, min_tokens: int) -> bool:
+    """Return whether the bytes of a sample may be token ids of a number type.
 
-    Narrow numbers read as wide ones are too large, and wide numbers read as narrow ones are mostly zeros.
+    They may if they are at least `min_tokens` numbers, all of them valid ids below `vocab_size`, and more than half of
+    them not 0. Narrow numbers that are read as wide ones are too large, and wide numbers that are read as narrow ones
+    are mostly zeros.
     """
     if len(raw) % np.dtype(token_type).itemsize:
         return False

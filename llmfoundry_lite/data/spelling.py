@@ -1,20 +1,20 @@
-"""Text that a tokenizer loses: characters that its tokens do not spell.
+"""Text that a tokenizer loses: characters that do not come back when a text is encoded and decoded.
 
-`decode(encode(text))` alone does not tell. If the text comes back, it is whole. If not, the ids may still hold all of
-it, since a decoder may be missing or put spaces between tokens. Then each character is looked up in the tokens'
-offsets, and the normalised text is compared with the text.
+`decode(encode(text))` alone is not enough. If it returns the text, nothing is lost. If not, the ids may still represent
+all of it, because a decoder may be missing, or put spaces between tokens. Then each character is looked up in the
+tokens' offsets, and the normalised text is compared with the text.
 
-| kind          | what became of a character                                   | lost |
-|---------------|--------------------------------------------------------------|------|
-| no_token      | the unknown token stands for it, or none                     | yes  |
-| case          | the normaliser made it lower case                            | yes  |
-| replaced      | the normaliser made another character of it: é became e      | yes  |
-| compatibility | the normaliser wrote it in another form (NFKC): ﬁ became fi  | no   |
-| white_space   | more than one space between words, a line end or a tab       | no   |
+| kind          | what happens to a character                                      | lost |
+|---------------|------------------------------------------------------------------|------|
+| no_token      | it becomes the unknown token, or no token                        | yes  |
+| case          | the normaliser changes it to lower case                          | yes  |
+| replaced      | the normaliser changes it to another character: é to e           | yes  |
+| compatibility | the normaliser changes it to a compatible form (NFKC): ﬁ to fi   | no   |
+| white_space   | more than one space between words, a line end or a tab           | no   |
 
-Canonically equal forms (NFC, NFD) are one text. One space between words is implied where no token spells it.
+Canonically equal forms (NFC, NFD) are the same text. A single space between words counts as kept without a token.
 
-A `Speller` finds what one tokenizer loses, and counts it in a `LostText`. `describe_lost_text` makes a sentence of it.
+A `Speller` measures what one tokenizer loses, as a `LostText`. `describe_lost_text` describes it in a sentence.
 """
 
 import json
@@ -36,35 +36,36 @@ KINDS = {
     "compatibility": "are written in another form",
     "white_space": "are white space that is not kept",
 }
-"""Kinds of changed characters, and the words for them in a sentence: "5 have no token"."""
+"""Kind of changed characters -> its description after their number: "5 have no token"."""
 LOST = ("no_token", "case", "replaced")
 """Kinds that count as lost."""
 UNKNOWN = "\0unknown"
-"""Token for characters without one, added to a model that would leave them out."""
+"""Unknown token that is added to a model without one, so that characters without a token can be located."""
 SPACE_MARK = "▁"
-"""SentencePiece's space."""
+"""Character that SentencePiece puts in place of a space."""
 NUM_EXAMPLES = 8
-"""Lost characters that are reported."""
+"""Number of lost characters that are reported, the most frequent ones."""
 NUM_STORED_EXAMPLES = 32
-"""Lost characters of a part of the texts that are kept, so that the reported ones are right for the whole."""
+"""Number of lost characters that are stored for a part of the texts. It is larger than NUM_EXAMPLES, so that the most
+frequent ones of all parts together are very likely among them."""
 
 
 @dataclass(slots=True)
 class LostText:
-    """Count of the characters of some texts, and of those lost in each way. Counts of several texts can be added."""
+    """Counts of the characters in some texts, and of those that a tokenizer changes or loses. Counts can be added."""
 
     characters: int = 0
     text_bytes: int = 0
     """Bytes of the texts in UTF-8."""
     lost_bytes: int = 0
-    """Bytes of characters that no token stands for, white space included. The model never predicts them."""
+    """UTF-8 bytes of characters that no token represents, white space included. The model never predicts them."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """Changed characters of each of `KINDS`."""
+    """Number of changed characters for each of the module's `KINDS`."""
     examples: Counter[str] = field(default_factory=Counter)
-    """Lost characters."""
+    """Lost characters, with how often each is lost."""
 
     def __iadd__(self, other: "LostText") -> "LostText":
-        """Add the counts of other texts."""
+        """Add the counts of other texts to this object."""
         self.characters += other.characters
         self.text_bytes += other.text_bytes
         self.lost_bytes += other.lost_bytes
@@ -73,30 +74,36 @@ class LostText:
         return self
 
     def add(self, kind: str, character: str, count: int) -> None:
-        """Count a character that is changed `count` times. It is an example if its kind counts as lost."""
+        """Record that a character has been changed `count` times in the way that `kind`, one of `KINDS`, names.
+
+        If characters of this kind are lost, the character becomes one of `examples`.
+        """
         self.kinds[kind] += count
         if kind in LOST:
             self.examples[character] += count
 
     @property
     def share(self) -> float:
-        """Share of the characters that are lost."""
+        """Fraction of the characters that are lost, from 0 to 1."""
         num_lost = sum(self.kinds[kind] for kind in LOST)
         return min(1, num_lost / max(self.characters, 1))
 
     @property
     def is_empty(self) -> bool:
-        """Whether no character is changed, and none left out."""
+        """Whether no character is changed, and every byte is represented by a token."""
         return not self.lost_bytes and not any(self.kinds.values())
 
     def as_text(self) -> str:
-        """Return this count as text, for `load_lost_text`. Digests of results contain it, so it must not change."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Serialize the counts as JSON, for `load_lost_text`.
+
+        Must not change, because digests of results contain it.
+        """
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         values["examples"] = dict(self.examples.most_common(NUM_STORED_EXAMPLES))
         return json.dumps(values)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain numbers, and the most frequent of the lost characters, as records and summaries keep them."""
+        """Return the counts as records and summaries store them, with the most frequent lost characters as examples."""
         numbers = {
             "characters": self.characters,
             "text_bytes": self.text_bytes,
@@ -109,7 +116,7 @@ class LostText:
 
 
 def load_lost_text(text: str) -> LostText:
-    """Undo `LostText.as_text`."""
+    """Deserialize the result of `LostText.as_text`."""
     values = json.loads(text)
     for name in ("kinds", "examples"):
         values[name] = Counter(values[name])
@@ -117,24 +124,24 @@ def load_lost_text(text: str) -> LostText:
 
 
 def lost_text_from_json(record: dict[str, Any]) -> LostText:
-    """Undo `LostText.as_json`. Each example counts once."""
+    """Build a `LostText` from the result of `LostText.as_json`, which has no counts of examples: each gets count 1."""
     numbers = {name: int(record[name]) for name in ("characters", "text_bytes", "lost_bytes")}
     kinds = Counter({kind: int(record[kind]) for kind in KINDS})
     return LostText(**numbers, kinds=kinds, examples=Counter(map(str, record["examples"])))
 
 
 def describe_lost_text(record: dict[str, Any]) -> str:
-    """Say in a sentence what `LostText.as_json` counts; empty where every character comes back.
+    """Describe the result of `LostText.as_json` in a sentence; empty if every character comes back.
 
-    Such as: 3 % of characters do not come back (2 have no token; 1 become lower case; most often 'б' 'A'); of 100
+    An example: 3 % of characters do not come back (2 have no token; 1 become lower case; most often 'б' 'A'); of 100
     characters, 1 are written in another form
     """
     lost = []
     kept = []
     for kind, words in KINDS.items():
         if record[kind]:
-            texts = lost if kind in LOST else kept
-            texts.append(f"{record[kind]:,} {words}")
+            descriptions = lost if kind in LOST else kept
+            descriptions.append(f"{record[kind]:,} {words}")
 
     parts = []
     if lost:
@@ -146,15 +153,16 @@ def describe_lost_text(record: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def percent(share: float) -> str:
-    """Format a share with two digits: 0.031 is "3.1 %", 0.31 is "31 %"."""
-    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+def percent(fraction: float) -> str:
+    """Format a fraction as a percentage with two digits: 0.031 as "3.1 %", 0.31 as "31 %"."""
+    return f"{100 * fraction:.2g} %" if fraction < 0.1 else f"{100 * fraction:.0f} %"
 
 
 class Speller:
-    """Finds the text that a tokenizer loses."""
+    """Measures which characters of a text a tokenizer changes or loses."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Take the tokenizer to examine."""
         self.tokenizer = tokenizer
 
     def measure(self, text: str) -> LostText:
@@ -163,40 +171,44 @@ class Speller:
         if self.tokenizer.decode(self.tokenizer.encode(text)) == text:
             return loss
 
-        # Characters that the normaliser has changed.
         normalised = self._normalise(text)
+        # The normalised text as a reader would write it: `marks_spaces` is whether it has SPACE_MARK instead of spaces.
         marks_spaces = SPACE_MARK in self._normalise("a a")
-        shown = normalised.replace(SPACE_MARK, " ") if marks_spaces else normalised
-        gone = _count_missing(text, shown, "NFKC")
-        for character, count in _count_missing(text, shown, "NFC").items():
-            loss.add(_kind_of_change(character, gone, shown), character, count)
+        readable = normalised.replace(SPACE_MARK, " ") if marks_spaces else normalised
+        self._count_changed(text, readable, loss)
 
-        # Characters that no token stands for. They are counted as in the text: 한 is one, not three.
-        is_spelled = self._find_spelled(normalised)
-        unspelled_text = "".join(c for c, spelled in zip(shown, is_spelled, strict=True) if not spelled)
-        unspelled = Counter(unicodedata.normalize("NFC", unspelled_text))
-        num_unspelled_spaces = 0
-        for character, count in unspelled.items():
+        # Characters that no token represents. They are counted in composed form, as in the text: 한 is one, not three.
+        is_represented = self._find_represented(normalised)
+        missing_text = "".join(c for c, represented in zip(readable, is_represented, strict=True) if not represented)
+        num_missing_spaces = 0
+        for character, count in Counter(unicodedata.normalize("NFC", missing_text)).items():
             if character.isspace():
-                num_unspelled_spaces += count
+                num_missing_spaces += count
             else:
                 loss.add("no_token", character, count)
                 loss.lost_bytes += count * len(character.encode())
 
-        # A space that the normaliser changed into something without a token is lost once, not twice.
+        # White space that the normaliser changed into something without a token is lost once, not twice.
         num_spaces = _count_spaces(text)
-        num_lost_spaces = loss.kinds["white_space"] + _count_lost_spaces(shown, is_spelled)
+        num_lost_spaces = loss.kinds["white_space"] + _count_lost_spaces(readable, is_represented)
         loss.kinds["white_space"] = min(num_spaces, num_lost_spaces)
-        num_added_spaces = _count_spaces(shown) - num_spaces  # by the normaliser; below 0 if it removes some
-        loss.lost_bytes += max(0, num_unspelled_spaces - num_added_spaces)
+        num_added_spaces = _count_spaces(readable) - num_spaces  # by the normaliser; negative if it removes some
+        loss.lost_bytes += max(0, num_missing_spaces - num_added_spaces)
         loss.lost_bytes = min(loss.lost_bytes, loss.text_bytes)
         return loss
 
+    def _count_changed(self, text: str, readable: str, loss: LostText) -> None:
+        """Count in `loss` the characters of a text that the normaliser has changed. `readable` is its result."""
+        incompatible = _count_missing(text, readable, "NFKC")
+        for character, count in _count_missing(text, readable, "NFC").items():
+            loss.add(_kind_of_change(character, incompatible, readable), character, count)
+
     @cached_property
     def _marking_backend(self) -> tuple[tokenizers.Tokenizer, int | None]:
-        """The tokenizer without its normaliser, and the id that marks a character without a token.
+        """A copy of the tokenizer for normalised text, and the id of its unknown token (or None).
 
-        The post-processor is removed too, as it may cut spaces off the offsets of tokens that spell them.
+        The copy has no normaliser. It has no post-processor either, which may remove spaces from the offsets of tokens.
+        If the model has no unknown token, it gets one, so that characters without a token can be located.
         """
         backend = self.tokenizer.backend
         stored = json.loads(backend.to_str())
@@ -204,9 +216,9 @@ class Speller:
         stored["post_processor"] = None
 
         model = stored["model"]
-        if model["type"] == "BPE" and not model.get("unk_token"):  # BPE leaves such characters out, and shifts offsets
+        if model["type"] == "BPE" and not model.get("unk_token"):  # BPE would drop such characters, and shift offsets
             vocabulary = backend.get_vocab(with_added_tokens=True)
-            model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # above added tokens' new ids
+            model["vocab"][UNKNOWN] = max(vocabulary.values()) + len(vocabulary)  # above all ids
             model["unk_token"] = UNKNOWN
         for token in stored["added_tokens"]:
             token["content"] = self._normalise(token["content"])
@@ -219,77 +231,89 @@ class Speller:
 
     @cached_property
     def _tokens_before_normaliser(self) -> re.Pattern[str]:
-        """Pattern of added tokens that are found before a text is normalised. The longest one that fits counts."""
+        """Regular expression of the added tokens that the library finds before it normalises a text.
+
+        Longer tokens come first, because the library takes the longest one that matches.
+        """
         contents = []
         for token in self.tokenizer.backend.get_added_tokens_decoder().values():
             if not token.special and not token.normalized:
                 contents.append(token.content)
         if not contents:
-            return re.compile(r"($^)")  # matches nowhere
+            return re.compile(r"($^)")  # no such token: match nothing
         longest_first = sorted(contents, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _normalise(self, text: str) -> str:
-        """Return a text as the tokenizer's normaliser makes it, which passes over some added tokens."""
+        """Return a text after the tokenizer's normaliser, which does not change some of the added tokens."""
         normaliser = self.tokenizer.backend.normalizer
         if normaliser is None:
             return text
-        # Splitting by a pattern in parentheses returns texts and matches in turn.
+        # Splitting by a pattern in parentheses returns the texts at even indices, and the matches between them.
         parts = self._tokens_before_normaliser.split(text)
         with self.tokenizer.failures_as_data_errors():
-            for number in range(0, len(parts), 2):
-                parts[number] = normaliser.normalize_str(parts[number])
+            for index in range(0, len(parts), 2):
+                parts[index] = normaliser.normalize_str(parts[index])
         return "".join(parts)
 
-    def _find_spelled(self, normalised: str) -> bytearray:
-        """Return 1 for each character of a normalised text that a token stands for, and 0 for the others."""
+    def _find_represented(self, normalised: str) -> bytearray:
+        """Return a flag for each character of a normalised text: 1 if a token represents it, and 0 otherwise."""
         marking, unknown_id = self._marking_backend
         with self.tokenizer.failures_as_data_errors():
             encoding = marking.encode(normalised, add_special_tokens=False)
 
-        is_spelled = bytearray(len(normalised))
+        is_represented = bytearray(len(normalised))
         unknown_spans = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            is_spelled[start:end] = b"\1" * (end - start)
+            is_represented[start:end] = b"\1" * (end - start)
             if token_id == unknown_id:
                 unknown_spans.append((start, end))
-        # Unknown ones last, as the mark of a word's beginning shares the offsets of its first character.
+        # Unknown tokens come last, because the token for a word's beginning has the offsets of its first character.
         for start, end in unknown_spans:
-            is_spelled[start:end] = bytes(end - start)
-        return is_spelled
+            is_represented[start:end] = bytes(end - start)
+        return is_represented
 
 
 def _count_spaces(text: str) -> int:
-    """Count the characters of a text that are white space."""
+    """Count the white-space characters of a text."""
     return sum(map(str.isspace, text))
 
 
-def _count_lost_spaces(text: str, is_spelled: bytearray) -> int:
-    """Count white space that no token stands for, less one space between two words."""
+def _count_lost_spaces(text: str, is_represented: bytearray) -> int:
+    """Count the white-space characters that no token represents.
+
+    One space between two words is not counted, because a decoder can put it back. `is_represented` has a flag for each
+    character of the text.
+    """
     num_lost = 0
     for match in re.finditer(r"\s+", text):
         start, end = match.span()
-        unspelled = "".join(c for c, spelled in zip(match[0], is_spelled[start:end], strict=True) if not spelled)
+        flags = is_represented[start:end]
+        missing = "".join(c for c, represented in zip(match[0], flags, strict=True) if not represented)
         is_between_words = start > 0 and end < len(text)
-        num_lost += len(unspelled)
-        if is_between_words and " " in unspelled:
+        num_lost += len(missing)
+        if is_between_words and " " in missing:
             num_lost -= 1
     return num_lost
 
 
 def _count_missing(text: str, other: str, form: Literal["NFC", "NFKC"]) -> Counter[str]:
-    """Count the characters that `text` has more often than `other`, both in a normal form of Unicode."""
+    """Return the characters that `text` has more often than `other`, and how many more.
+
+    Both texts are converted to a normal form of Unicode first, so that equal characters compare equal.
+    """
     return Counter(unicodedata.normalize(form, text)) - Counter(unicodedata.normalize(form, other))
 
 
-def _kind_of_change(character: str, gone: Counter[str], normalised: str) -> str:
-    """Return which of `KINDS` a change of a character by the normaliser is.
+def _kind_of_change(character: str, incompatible: Counter[str], normalised: str) -> str:
+    """Return in which way, one of `KINDS`, the normaliser has changed a character of a text.
 
-    `gone` are the characters that are missing even where compatible forms count as one.
+    `normalised` is the normalised text. `incompatible` are the characters of the text that it does not contain even in
+    a compatible form (NFKC).
     """
     if character.isspace():
         return "white_space"
-    if not any(c in gone for c in unicodedata.normalize("NFKC", character)):
+    if not any(c in incompatible for c in unicodedata.normalize("NFKC", character)):
         return "compatibility"
     lower = character.lower()
     is_lowered = lower != character and lower in normalised

@@ -1,8 +1,8 @@
-"""The elastic order of samples for any training loop: a loader that knows its place.
+"""The elastic order of samples for any training loop: a loader that keeps track of its position.
 
-`order.py` decides the order of samples, `dataset.py` reads them, and `loader.py` makes batches. `StatefulLoader`
-adds the place, as torchdata's and torchtitan's loaders have it: `state_dict()` and `load_state_dict()`. `open_dataset`
-builds one from a user's words; it is `lf.open_dataset`.
+`order.py` decides the order of samples, `dataset.py` reads them, and `loader.py` makes batches. `StatefulLoader` adds
+the position in the data, with `state_dict()` and `load_state_dict()` as in the loaders of torchdata and torchtitan.
+`open_dataset`, which is public as `lf.open_dataset`, builds one from keyword arguments.
 """
 
 import json
@@ -22,47 +22,69 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.exchange import rank_and_size
 from llmfoundry_lite.ranks.rank import this_rank
 
-OTHER_WORDS = {"batch_size": "global_batch_size, of all ranks together", "seed": "shuffle_seed", "path": "local"}
-"""Words of other libraries -> ours, where the spelling is so different that it cannot be guessed."""
+OTHER_LIBRARIES_NAMES = {
+    "batch_size": "global_batch_size, of all ranks together",
+    "seed": "shuffle_seed",
+    "path": "local",
+}
+"""Argument names of other libraries -> ours, where spelling alone does not suggest the right one."""
 
 
 class StatefulLoader(TextLoader):
-    """Batches `{"input_ids": int64 [b, t]}` of one rank. b is the global batch size over the number of ranks.
+    """Loader of one rank's batches, `{"input_ids": int64 [b, t]}`, that can save and restore its position.
 
-    Each iteration begins where `state_dict()` says, and goes to the end of the epoch; the next one is the next epoch.
-    `len()` counts the batches of an epoch, where there are no stages. No batch is lost or repeated after `break`.
+    b is the global batch size divided by the number of ranks, and t is `max_seq_len`. An iteration begins at the
+    current position and ends with the epoch; the next iteration is the next epoch. After a `break`, the next iteration
+    goes on with the following batch, so none is lost or repeated. `len()` is the number of batches in an epoch; it
+    raises TypeError for data with stages, whose epochs differ in length.
     """
 
     dataset: TextDataset
-    _place = (0, 0)
-    """Epoch, and samples of it that all ranks together have been given. Each batch that is yielded moves it on."""
+    _position = (0, 0)
+    """Epoch, and number of its samples that have been yielded on all ranks together. Every batch advances it."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield batches from this place to the end of the epoch. The place counts a batch as soon as it is yielded."""
-        self.dataset.set_position(*self._place)
+        """Yield batches from the current position to the end of the epoch.
+
+        The position advances just before a batch is yielded, so a state saved while the caller trains on the batch
+        counts it as done.
+        """
+        self.dataset.set_position(*self._position)
         for batch in super().__iter__():
-            epoch, num_samples = self._place
-            self.move_to(epoch, num_samples + self.dataset.global_batch_size)
+            epoch, num_samples = self._position
+            self.set_position(epoch, num_samples + self.dataset.global_batch_size)
             yield batch
 
-    def move_to(self, epoch: int, num_samples: int) -> None:
-        """Set the place: `num_samples` of an epoch are done. The end of an epoch is the beginning of the next one."""
+    def set_position(self, epoch: int, num_samples: int) -> None:
+        """Set the position to `num_samples` samples after the beginning of an epoch, counted over all ranks.
+
+        The end of an epoch becomes the beginning of the next one.
+        """
         epoch_samples = self.dataset.stages.num_batches(epoch) * self.dataset.global_batch_size
-        is_end = num_samples >= epoch_samples
-        self._place = (epoch + 1, 0) if is_end else (epoch, num_samples)
+        is_epoch_done = num_samples >= epoch_samples
+        self._position = (epoch + 1, 0) if is_epoch_done else (epoch, num_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place: plain numbers and texts, the same on every rank, which any number of ranks loads."""
-        epoch, num_samples = self._place
+        """Return the position as JSON-compatible data.
+
+        It is the same on every rank, and any number of ranks can load it.
+        """
+        epoch, num_samples = self._position
         return self.dataset.state_dict(num_samples, epoch=epoch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the place of a `state_dict`. Raises DataError for one of other data, batch size, seed or shuffling."""
+        """Restore the position of a `state_dict`.
+
+        Raises DataError if the data, batch size, seed or shuffling differ.
+        """
         self.dataset.load_state_dict(state_dict)
-        self.move_to(state_dict["epoch"], state_dict["sample_in_epoch"])
+        self.set_position(state_dict["epoch"], state_dict["sample_in_epoch"])
 
     def __getitem__(self, index: Any) -> NoReturn:
-        """Refuse to be the data set of another DataLoader: its workers would leave this place behind."""
+        """Raise TypeError, so that torch's DataLoader does not take this loader for a data set.
+
+        Its workers would advance copies of the position, and this object's position would stay behind.
+        """
         raise TypeError("this is a loader: iterate over it. For worker processes: open_dataset(..., num_workers=2)")
 
 
@@ -110,12 +132,12 @@ def open_dataset(
     batch that the ranks do not divide, and for samples of another length, unless `allow_truncation=True` lets it read
     the beginning of longer ones.
     """
-    for word in dataset:
-        if word in OTHER_WORDS:
-            raise ConfigError(f"open_dataset: {word}: unknown word; did you mean {OTHER_WORDS[word]}?")
+    for name in dataset:
+        if name in OTHER_LIBRARIES_NAMES:
+            raise ConfigError(f"open_dataset: {name}: unknown word; did you mean {OTHER_LIBRARIES_NAMES[name]}?")
     if local is not None:
         dataset = {**dataset, "local": local}
-    config = build_block(TextDatasetConfig, plain_words(dataset), "open_dataset")
+    config = build_block(TextDatasetConfig, to_yaml_values(dataset), "open_dataset")
 
     max_seq_len = whole_number("open_dataset: max_seq_len", max_seq_len)
     global_batch_size = whole_number("open_dataset: global_batch_size", global_batch_size)
@@ -129,17 +151,17 @@ def open_dataset(
         tokenizer=tokenizer,
         data_rank_and_size=_choose_rank(rank, world_size),
     )
-    num_workers = whole_number("open_dataset: num_workers", num_workers, least=0)
-    return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, kind=StatefulLoader)
+    num_workers = whole_number("open_dataset: num_workers", num_workers, minimum=0)
+    return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, loader_class=StatefulLoader)
 
 
 def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank's part of each batch, and the number of parts: those of torch.distributed, or what is given.
+    """Return the data rank and the number of data ranks: the arguments, or those of torch.distributed for None.
 
-    Raises ConfigError for impossible numbers, and where several ranks were launched but torch.distributed does not know
-    of them, since then they could not open the data together.
+    A global batch is divided evenly among data ranks. Raises ConfigError for impossible numbers, and if several ranks
+    were launched but torch.distributed is not initialized on them, because ranks open the data together.
     """
-    own_rank, num_ranks = rank_and_size()
+    this_process_rank, num_ranks = rank_and_size()
     num_launched = this_rank().world_size
     if num_launched > num_ranks:
         raise ConfigError(
@@ -148,35 +170,38 @@ def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
         )
 
     if rank is None and world_size is None:
-        return own_rank, num_ranks
+        return this_process_rank, num_ranks
     if rank is None or world_size is None:
         raise ConfigError("open_dataset: rank and world_size belong together; give both or neither")
-    rank = whole_number("open_dataset: rank", rank, least=0)
+    rank = whole_number("open_dataset: rank", rank, minimum=0)
     world_size = whole_number("open_dataset: world_size", world_size)
     if rank >= world_size:
         raise ConfigError(f"open_dataset: rank {rank} of {world_size} given, expected 0 to {world_size - 1}")
     return rank, world_size
 
 
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return a whole number of any library, such as numpy's, as Python's int.
+def whole_number(name: str, value: Any, minimum: int = 1) -> int:
+    """Convert an integer of any library, such as numpy's, to Python's int.
 
-    Raises ConfigError for another value, and below `least`; `name` says whose value it is.
+    Raises ConfigError for any other value, and for a number below `minimum`. Errors begin with `name`.
     """
     try:
         number = index(value)
     except TypeError:  # not a whole number, or a fraction
         number = None
-    if number is None or number < least:
-        raise ConfigError(f"{name} is {value!r}, expected a whole number from {least} on")
+    if number is None or number < minimum:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number from {minimum} on")
     return number
 
 
-def plain_words(words: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of a program as a YAML file would have them: paths as text, numpy's numbers as Python's."""
-    return json.loads(json.dumps(words, default=_as_plain))
+def to_yaml_values(settings: dict[str, Any]) -> dict[str, Any]:
+    """Convert settings to the types that a YAML file has: paths to strings, and numpy's numbers to Python's.
+
+    Raises TypeError for a value of any other type.
+    """
+    return json.loads(json.dumps(settings, default=_as_plain))
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a value that JSON does not know as one that it knows. Raises TypeError."""
+    """Convert a value that JSON has no type for: numpy's numbers and paths. Raises TypeError for others."""
     return value.item() if hasattr(value, "item") else os.fsdecode(value)

@@ -34,26 +34,33 @@ from llmfoundry_lite.files import open_regular, write_atomically
 
 INDEX = "index.json"
 ORIGIN = "downloaded-from.txt"
-"""File that names the remote of a folder that held no shard before its first download."""
+"""File that identifies the remote of a folder. It is written only if the folder had no shards before its first
+download."""
 PART = ".part"
 """Suffix of files that are being downloaded."""
 PART_NAME = re.compile(r".+\.\d+\.[0-9a-f]{8}\.part(\.tmp)?", re.DOTALL)
-"""Names that `part_name` makes, to which the transport adds `.tmp`. A user's own `film.part` does not match."""
+"""Names that `make_download_name` returns, to which the transport may add `.tmp`. A user's `film.part` does not
+match."""
 MAX_PART_AGE_SECONDS = 24 * 3600
 """Time without a write after which a download counts as interrupted."""
 NOT_IN_A_REMOTE = "?#\n\r\t"
-"""Characters refused in a URL: the transport cuts it at the first two and drops the others, so reads another folder."""
+"""Characters that a remote's URL must not have. The transport cuts the URL at the first two and drops the others, so it
+would read another folder."""
 READ_BYTES = 1 << 20
-"""Bytes that are read and hashed at once."""
+"""Size of the pieces in which a file is read and hashed."""
 
 
 class ShardFolder:
-    """Folder of a stream, and the remote that its files come from. Files appear whole, so nodes may share it."""
+    """Folder of a stream's shards, and the remote from which its files are downloaded, if there is one.
+
+    Files are renamed into place when they are complete, so several nodes may share the folder.
+    """
 
     def __init__(self, name: str, stream: Stream) -> None:
-        """Take the folder of a stream. `name` is the user's; empty for the only stream.
+        """Take the folder and remote of a stream.
 
-        The passwords in the remote's URL are hidden from now on in every error and log.
+        `name` is the name of the stream in the configuration; empty if the data set has no `streams`. From now on,
+        credentials in the remote's URL are hidden in every error and log of this process.
         """
         self.name = name
         self.stream = stream
@@ -64,20 +71,20 @@ class ShardFolder:
 
     @property
     def remedy(self) -> str:
-        """What a user can do about a damaged shard, as the end of an error."""
+        """Advice on a damaged shard, with which an error ends."""
         return "delete it, and it is downloaded again" if self.remote else "prepare the data again"
 
     @property
     def _digest_of_remote(self) -> str:
-        """Content of `ORIGIN`: a hash, because the remote's URL may have a password in it."""
+        """Content of the file `ORIGIN`. It is a hash, because the remote's URL may contain a password."""
         return xxhash.xxh3_128_hexdigest(f"{self.remote} {self.stream.split}".encode())
 
     @cached_property
     def holds_only_downloads(self) -> bool:
-        """Whether all shards here have come from the remote, in this launch or an earlier one.
+        """Whether all shards in the folder have been downloaded from the remote, by this launch or an earlier one.
 
-        Only then may packed files be removed that were here before this launch. It is read once, after `fetch_index`
-        has written `ORIGIN` for a folder without shards.
+        Only then may this launch remove compressed files that it has not downloaded itself. The answer is in the file
+        `ORIGIN`, which `fetch_index` writes, so call that first.
         """
         if not self.remote:
             return False
@@ -86,9 +93,9 @@ class ShardFolder:
         return False
 
     def fetch_index(self) -> Path:
-        """Return the path of `index.json`. If there is a remote, its index is downloaded and compared first.
+        """Return the path of the folder's `index.json`, after downloading the remote's if there is a remote.
 
-        Raises DataError if the remote cannot be read, and if the folder holds shards of another index.
+        Raises DataError if the remote cannot be read, and if the folder holds shards that belong to another index.
         """
         path = Path(self.path, INDEX)
         if not self.remote:
@@ -109,13 +116,13 @@ class ShardFolder:
             write_atomically(Path(self.path, ORIGIN), self._digest_of_remote)
             return path
 
-        # The shards that are here are kept, so they must be those of the remote's index.
+        # The folder keeps its shards, so they must be those of the remote's index.
         has_index = path.exists()
-        is_same = has_index and filecmp.cmp(downloaded, path, shallow=False)
+        is_same_index = has_index and filecmp.cmp(downloaded, path, shallow=False)
         os.remove(downloaded)
         if not has_index:
             raise DataError(f"{self.path} holds shards without the {INDEX} they belong to; remove the folder")
-        if not is_same:
+        if not is_same_index:
             raise DataError(
                 f"{path} is not the {INDEX} of {self.remote}, so old and new samples would be mixed: the data has been "
                 f"prepared again, or {self.path} holds something else; remove the folder, or give another `local`"
@@ -123,15 +130,15 @@ class ShardFolder:
         return path
 
     def find_present_shards(self, rows: NDArray) -> NDArray[np.bool_]:
-        """Find the shards that are in the folder, raw or compressed, without reading them.
+        """Find out which shards are in the folder, compressed or not. Only file names are compared.
 
-        `rows` are the stream's part of a `ShardTable`. Returns a flag for each of them [num_shards]. Without a remote,
-        all count as present, because a missing one cannot be downloaded anyway.
+        `rows` are the stream's rows of a `ShardTable`. Returns a flag for each of them [num_shards]. Without a remote,
+        all shards count as present, because a missing one cannot be downloaded anyway.
         """
         if not self.remote:
             return np.ones(len(rows), bool)
         names = [name.encode() for name in self._list_files()]
-        files = np.array(names or [b""])  # numpy takes the elements' type from at least one of them
+        files = np.array(names or [b""])  # an empty list would get a number type
         has_raw = np.isin(rows["raw_name"], files)
         has_zip = np.isin(rows["zip_name"], files) & (rows["zip_name"] != b"")
         return has_raw | has_zip
@@ -145,40 +152,48 @@ class ShardFolder:
                     names.append(os.path.relpath(os.path.join(folder, file), self.path))
         return names
 
-    def fetch_shard(self, reader: MDSReader, *, again: bool = False) -> bool:
-        """Download and decompress a shard, unless it is here. With `again`, replace the raw file that is here.
+    def fetch_shard(self, reader: MDSReader, *, replace: bool = False) -> bool:
+        """Download and decompress a shard, unless its uncompressed file is in the folder.
 
-        Returns whether a file came from the remote; a packed file that was here already is only decompressed. Raises
-        DataError, or the transport's error, and then leaves earlier files as they were.
+        With `replace`, an uncompressed file in the folder is replaced, because it is damaged. `reader` describes the
+        shard's files. Returns whether a file was downloaded; a compressed file in the folder is only decompressed.
+        Raises DataError, or the error of the transport, and then leaves earlier files as they were.
         """
         raw = reader.raw_data
-        packed = reader.zip_data
+        compressed = reader.zip_data
         raw_path = os.path.join(self.path, raw.basename)
-        if os.path.isfile(raw_path) and not again:
+        if os.path.isfile(raw_path) and not replace:
             return False
-        if packed is None:
+        if compressed is None:
             os.replace(self._download_checked(raw), raw_path)
             return True
 
-        packed_path = os.path.join(self.path, packed.basename)
-        damage = find_damage(packed_path, packed) if os.path.isfile(packed_path) else "it is not there"
+        compressed_path = os.path.join(self.path, compressed.basename)
+        damage = "it is not there"
+        if os.path.isfile(compressed_path):
+            damage = find_damage(compressed_path, compressed)
         if damage and not self.remote:
-            raise DataError(f"{packed_path} is damaged: {damage}; {self.remedy}")
+            raise DataError(f"{compressed_path} is damaged: {damage}; {self.remedy}")
         if damage:
-            os.replace(self._download_checked(packed), packed_path)
+            os.replace(self._download_checked(compressed), compressed_path)
 
-        part = os.path.join(self.path, part_name(raw.basename))
-        unpack_shard(packed_path, reader, part)
-        os.replace(part, raw_path)
+        unpacked_path = os.path.join(self.path, make_download_name(raw.basename))
+        unpack_shard(compressed_path, reader, unpacked_path)
+        os.replace(unpacked_path, raw_path)
 
-        is_packed_a_copy = bool(damage) or self.holds_only_downloads
-        if self.remote and not self.stream.keep_zip and is_packed_a_copy:
-            _remove_file(packed_path)
-        return bool(damage)
+        was_downloaded = bool(damage)
+        is_copy = was_downloaded or self.holds_only_downloads
+        if self.remote and not self.stream.keep_zip and is_copy:
+            _remove_file(compressed_path)
+        return was_downloaded
 
     def download(self, name: str) -> str:
-        """Download a file of the remote under a new name, which is returned as a path. Nothing is checked."""
-        path = os.path.join(self.path, part_name(name))
+        """Download a file of the remote into the folder, under a temporary name. Returns its path.
+
+        `name` is relative to the remote. The content is not checked. Tries as often as the stream's `download_retry`
+        says, and then raises the error of the transport.
+        """
+        path = os.path.join(self.path, make_download_name(name))
         remote = os.path.join(self.remote, self.stream.split, name) if self.remote else None
 
         def download_once() -> None:
@@ -189,7 +204,10 @@ class ShardFolder:
         return path
 
     def _download_checked(self, info: FileInfo) -> str:
-        """Download a file, check it, and return its path. One that arrives damaged is downloaded a second time."""
+        """Download a file under a temporary name, and check its size and hashes. Returns its path.
+
+        A file that arrives damaged is downloaded a second time. Raises DataError if that is damaged too.
+        """
         damage = ""
         for _ in range(2):
             path = self.download(info.basename)
@@ -200,10 +218,10 @@ class ShardFolder:
         raise DataError(f"it arrives damaged, twice: {damage}")
 
     def remote_has(self, reader: MDSReader) -> bool:
-        """Return whether the remote still has a shard, so that the copy here may be removed.
+        """Return whether the remote still has a shard, so that the copy in this folder may be removed.
 
-        A remote that is a folder of this machine is asked: a file of the right size must be there, and must not be a
-        link to the copy here. A bucket is not asked; the answer is True.
+        If the remote is a folder of this machine, it must have a file of the right size that is not a link to the copy.
+        A bucket is assumed to have the shard, and is not queried.
         """
         remote_folder = _local_path_of(self.remote) if self.remote else None
         if remote_folder is None:
@@ -211,29 +229,30 @@ class ShardFolder:
         for info in filter(None, (reader.zip_data, reader.raw_data)):
             remote_path = os.path.join(remote_folder, self.stream.split, info.basename)
             path = os.path.join(self.path, info.basename)
-            is_whole = os.path.isfile(remote_path) and os.path.getsize(remote_path) == info.bytes
-            if is_whole and not are_same_location(remote_path, path):
+            is_complete = os.path.isfile(remote_path) and os.path.getsize(remote_path) == info.bytes
+            if is_complete and not are_same_location(remote_path, path):
                 return True
         return False
 
     def remove_shard(self, reader: MDSReader) -> None:
-        """Remove a shard, raw and packed, which must be a copy of the remote's."""
+        """Remove the files of a shard, which must be copies of the remote's."""
         assert self.remote, "the only copy of a shard is never removed"
         for info in filter(None, (reader.raw_data, reader.zip_data)):
             _remove_file(os.path.join(self.path, info.basename))
 
 
 def build_folders(config: TextDatasetConfig) -> list[ShardFolder]:
-    """Build the folders of a data set's streams, or its one folder. Raises DataError."""
+    """Build the folders of all streams of a data set, or its only folder if it has no streams. Raises DataError."""
     return build_stages(config)[0]
 
 
 def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dict[int, Stream]]]:
-    """Build the folders of all stages, and the streams of each stage by the index of their folder. Raises DataError.
+    """Build the folders that a data set reads, and the streams of each of its stages.
 
-    A folder appears once, however many stages read it. If stage 0 reads `web`, and stage 1 `web` and `code`, the
-    folders are those of `web` and `code`, and the streams `[{0: web}, {0: web, 1: code}]`. The two streams named `web`
-    are two objects, since each stage has its own proportions.
+    Returns the folders, each once however many stages read it; and for each stage its streams, by the index of their
+    folder. If stage 0 reads `web`, and stage 1 `web` and `code`, the folders are those of `web` and `code`, and the
+    streams are `[{0: web}, {0: web, 1: code}]`. The two streams named `web` are two objects, because each stage has its
+    own proportions. Raises DataError for a configuration that contradicts itself, and for missing local data.
     """
     _check_has_one_source(config)
     folders: list[ShardFolder] = []
@@ -262,7 +281,7 @@ def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dic
 
 
 def _check_has_one_source(config: TextDatasetConfig) -> None:
-    """Raise DataError if a data set has both `streams` and a folder, or if a stage needs one and there is neither."""
+    """Raise DataError if a data set has both `streams` and a folder, or needs one of them and has neither."""
     has_folder = bool(config.local or config.remote)
     has_source = bool(config.streams) or has_folder
     # A stage without streams reads those of the data set.
@@ -276,7 +295,7 @@ def _check_has_one_source(config: TextDatasetConfig) -> None:
 
 
 def _find_folder(folders: list[ShardFolder], path: str) -> int | None:
-    """Return the index of the folder that a path leads to, through any links; None if it is not among them."""
+    """Return the index of the folder that `path` refers to, after resolving links; None if there is none."""
     real_path = os.path.realpath(path)
     for index, folder in enumerate(folders):
         if os.path.realpath(folder.path) == real_path:
@@ -285,9 +304,10 @@ def _find_folder(folders: list[ShardFolder], path: str) -> int | None:
 
 
 def _build_stream(config: TextDatasetConfig, stream_config: StreamConfig, error_prefix: str) -> Stream:
-    """Build mosaicml-streaming's object for a stream, with the data set's defaults. Raises DataError.
+    """Build mosaicml-streaming's `Stream`, with the options of the stream, or else those of the data set.
 
-    A remote that is the folder itself is dropped, since nothing can be downloaded from there.
+    A remote that is the same folder as `local` is ignored, because there is nothing to download. Raises DataError for
+    options that are not valid, and if there is neither a remote nor data in `local`. Errors begin with `error_prefix`.
     """
     if not stream_config.local:
         data = stream_config.remote or "the data"
@@ -303,8 +323,8 @@ def _build_stream(config: TextDatasetConfig, stream_config: StreamConfig, error_
 
     options = {}
     for name in ("download_retry", "download_timeout", "validate_hash", "keep_zip"):
-        of_stream = getattr(stream_config, name)
-        options[name] = getattr(config, name) if of_stream is None else of_stream
+        stream_option = getattr(stream_config, name)
+        options[name] = getattr(config, name) if stream_option is None else stream_option
     for name in ("proportion", "repeat", "choose"):
         options[name] = getattr(stream_config, name)
 
@@ -323,7 +343,7 @@ def _folder_of_split(folder: str, split: str | None) -> str:
 
 
 def are_same_location(path: str, other: str) -> bool:
-    """Return whether two paths lead to the same file or folder, through any links, slashes or mounts."""
+    """Return whether two paths refer to the same file or folder, after resolving links and mounts."""
     if os.path.realpath(path) == os.path.realpath(other):
         return True
     with suppress(OSError):  # one of them does not exist
@@ -332,7 +352,7 @@ def are_same_location(path: str, other: str) -> bool:
 
 
 def _local_path_of(remote: str) -> str | None:
-    """Return the path of a remote that is a folder of this machine; None for other transports."""
+    """Return the path of a remote that is a folder of this machine; None for a remote with another transport."""
     path = remote.removeprefix("file://")
     if "://" in path or path.startswith("dbfs:"):
         return None
@@ -340,7 +360,7 @@ def _local_path_of(remote: str) -> str | None:
 
 
 def _check_url(remote: str) -> None:
-    """Raise DataError for a URL with a character in it that the transport would misread."""
+    """Raise DataError for a remote's URL with a character that the transport would misread."""
     is_url = "://" in remote and not remote.startswith("file://")
     if not is_url:
         return
@@ -365,7 +385,7 @@ def _check_local_folder(folder: str, error_prefix: str) -> None:
 
 
 def find_damage(path: str, info: FileInfo) -> str:
-    """Describe how a file differs in size or hashes from `index.json`; empty if it does not.
+    """Compare a file with its size and hashes in `index.json`. Returns how it differs, or an empty string.
 
     Raises FileNotFoundError.
     """
@@ -387,27 +407,31 @@ def find_damage(path: str, info: FileInfo) -> str:
     return ""
 
 
-def unpack_shard(packed_path: str | Path, reader: MDSReader, path: str | Path) -> None:
-    """Unpack a shard into a new file and check it by `index.json`. Raises DataError, or OSError for damage."""
+def unpack_shard(compressed_path: str | Path, reader: MDSReader, path: str | Path) -> None:
+    """Decompress a shard into a new file at `path`, and compare it with `index.json`, as `reader` has read it.
+
+    Raises DataError if the result is not the shard, and OSError if the compressed file is damaged.
+    """
     assert reader.compression
-    unpack_at_most(packed_path, reader.compression, path, reader.raw_data.bytes)
+    unpack_at_most(compressed_path, reader.compression, path, reader.raw_data.bytes)
     damage = find_damage(str(path), reader.raw_data)
     if damage:
         os.remove(path)
-        raise DataError(f"{packed_path} unpacks to something else: {damage}")
+        raise DataError(f"{compressed_path} unpacks to something else: {damage}")
 
 
-def part_name(name: str) -> str:
-    """Make a new name for a download, because the transport takes an existing file for a finished download.
+def make_download_name(name: str) -> str:
+    """Return a temporary name, never used before, for a download of the file `name`.
 
-    It names the node and the process, since several may download the same file into a shared folder:
+    It must be new, because the transport takes an existing file for a finished download. It contains the host name, the
+    process id and random digits, because several processes may download the same file into a shared folder:
     `shard.00000.mds.node-1.4711.0a1b2c3d.part`.
     """
     return f"{name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}{PART}"
 
 
 def _remove_interrupted_downloads(folder: str) -> None:
-    """Remove downloads that have not been written to for `MAX_PART_AGE_SECONDS`."""
+    """Remove temporary files of downloads that have not been written to for `MAX_PART_AGE_SECONDS`."""
     for entry in os.scandir(folder):
         if PART_NAME.fullmatch(entry.name):
             with suppress(FileNotFoundError):  # another node may have removed it
@@ -416,6 +440,6 @@ def _remove_interrupted_downloads(folder: str) -> None:
 
 
 def _remove_file(path: str) -> None:
-    """Remove a file that may be gone already."""
+    """Remove a file, if it still exists."""
     with suppress(FileNotFoundError):  # another node may have removed it
         os.remove(path)

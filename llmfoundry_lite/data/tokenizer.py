@@ -3,8 +3,8 @@
 Everything goes through the `tokenizers` library and `tokenizer.json`. A companion converts a tokenizer that has no
 `tokenizer.json` yet. `tokenizer_bounds.py` refuses a tokenizer that could fill the memory.
 
-`load_tokenizer` and `train_tokenizer` make a `Tokenizer`. The functions that read its files follow, and those that ask
-the Hugging Face Hub are at the end.
+`load_tokenizer` and `train_tokenizer` build a `Tokenizer`. The functions that read its files follow, and those that
+query the Hugging Face Hub are at the end.
 """
 
 import contextlib
@@ -28,10 +28,11 @@ from llmfoundry_lite.data.tokenizer_bounds import check_bounds, is_panic
 from llmfoundry_lite.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The one special token of a tokenizer trained here. It is also GPT-2's, whose own files do not name it."""
+"""The only special token of a tokenizer that `train_tokenizer` makes. It is also GPT-2's, whose files do not name
+it."""
 
 MIN_VOCAB_SIZE = 257
-"""256 byte values and the end of text: below this, byte-level BPE cannot spell every document."""
+"""256 byte values and the end-of-text token. With fewer ids, byte-level BPE cannot encode every document."""
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -86,20 +87,25 @@ MAX_GENERATION_BYTES = 1 << 20
 """Limit of generation_config.json, which is copied into every checkpoint and export."""
 
 PART_CHARACTERS = 1_000_000
-"""Length above which texts are encoded in parts, where that is exact: the library takes 114 bytes for a character."""
-BEFORE_A_SPACE = re.compile("[A-Za-z](?= )")
-"""Point to cut at: no alternative of GPT-2's regular expression joins a letter and the space after it."""
+"""Length of the parts in which a long text is encoded where that changes no token. The library takes 114 bytes of
+memory for each character."""
+LETTER_BEFORE_SPACE = re.compile("[A-Za-z](?= )")
+"""Point at which a text may be cut: no alternative of GPT-2's regular expression joins a letter and a space after
+it."""
 
 MAX_QUOTED = 60
 """Characters of a bad value that an error quotes."""
 HUB_TIMEOUT_SECONDS = 20
 
 VOCABULARY_FILES = (TOKENIZER_FILE, "vocab.json", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
-"""Files of a vocabulary, in the layouts that we and `transformers` read."""
+"""Patterns of the files that may hold a vocabulary, in the formats that we and `transformers` read."""
 
 
 def find_fingerprints(name: str) -> dict[str, str]:
-    """Return the tokenizer's fingerprint as checkpoints record it; empty if it is not on this machine."""
+    """Return `{"tokenizer": fingerprint}`, as checkpoints record it; empty if the tokenizer is not on this machine.
+
+    `name` is a local folder or a Hub name. The network is not used.
+    """
     if not is_local_or_cached(name):
         return {}
     return {"tokenizer": load_tokenizer(name).fingerprint}
@@ -131,9 +137,9 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return name and content of a tokenizer's files in the Hugging Face layout. Files that it lacks are left out.
+    """Read the files of a tokenizer in the Hugging Face layout. Returns their contents by name, without missing files.
 
-    Without a GENERATION_FILE, the part of the model's config.json that says how to generate takes its place.
+    Without a generation_config.json, the generation settings of the model's config.json take its place.
     """
     named_templates = sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
     names = [*FILES, *(f"{NAMED_TEMPLATES}{path.name}" for path in named_templates)]
@@ -141,43 +147,47 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
     if GENERATION_FILE not in files and (folder / MODEL_FILE).is_file():
         with contextlib.suppress(ValueError, RecursionError):  # the model's reader reports a damaged one
-            generation = generation_of(json.loads(_read_file(folder / MODEL_FILE)))
-            if generation:
-                files[GENERATION_FILE] = json.dumps(generation).encode()
+            settings = generation_settings_of(json.loads(_read_file(folder / MODEL_FILE)))
+            if settings:
+                files[GENERATION_FILE] = json.dumps(settings).encode()
     return files
 
 
 def _read_file(path: Path) -> bytes:
-    """Read a file of a tokenizer, which anybody may have written, up to MAX_TOKENIZER_BYTES."""
+    """Read a file of a tokenizer. Raises TooLargeError above MAX_TOKENIZER_BYTES, since anybody may have written it."""
     return read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer")
 
 
-def generation_of(hf_config: Any) -> dict[str, Any]:
-    """Return the part of a config.json that says how to generate; empty if it has none, or is no object."""
+def generation_settings_of(hf_config: Any) -> dict[str, Any]:
+    """Return the generation settings in the content of a model's config.json; empty if it has none, or is no object."""
     if not isinstance(hf_config, dict):
         return {}
     return {key: hf_config[key] for key in GENERATION_KEYS if hf_config.get(key) is not None}
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
-    """Make a tokenizer from the contents of its files. Raises DataError."""
+    """Build a tokenizer from the contents of its files by name.
+
+    Raises DataError; `name` is the tokenizer's, for errors.
+    """
     try:
         backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
         check_bounds(backend, name)
     except DataError:
         raise
     except BaseException as error:
-        # For whatever is wrong with the file, the library raises a bare Exception, or its Rust code panics.
+        # If anything is wrong with the file, the library raises a bare Exception, or its Rust code panics.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise DataError(f"tokenizer {name}: {TOKENIZER_FILE} cannot be read ({error})") from error
-    return build_tokenizer(name, backend, read_config(files, name), read_generation(files, name))
+    return build_tokenizer(name, backend, read_config(files, name), read_generation_settings(files, name))
 
 
 def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return tokenizer_config.json with the special tokens and chat templates of the other files. Raises DataError.
+    """Return the content of tokenizer_config.json, with the special tokens and chat templates of other files added.
 
-    As in transformers, special_tokens_map.json takes precedence, unless tokenizer_config.json has the tokens itself.
+    As in transformers, special_tokens_map.json takes precedence, unless tokenizer_config.json defines the added tokens.
+    `files` are contents by file name, and `name` is the tokenizer's, for errors. Raises DataError for a damaged file.
     """
     config = _read_json(files, CONFIG_FILE, name)
     special_tokens = {}
@@ -185,8 +195,8 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         if value is not None:
             special_tokens[key] = _as_config_token(value)
     if "added_tokens_decoder" in config:
-        own_values = {key: value for key, value in config.items() if value is not None}
-        config |= special_tokens | own_values
+        config_values = {key: value for key, value in config.items() if value is not None}
+        config |= special_tokens | config_values
     else:
         config |= special_tokens
 
@@ -199,7 +209,10 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _read_chat_templates(files: Mapping[str, bytes], name: str) -> dict[str, str]:
-    """Return the chat templates that have files of their own, by name: that of CHAT_TEMPLATE_FILE is `default`."""
+    """Return the chat templates that are separate files, by name. The one in chat_template.jinja is named `default`.
+
+    Raises DataError for a template that is not UTF-8.
+    """
     contents = {}
     for file, content in files.items():
         if file == CHAT_TEMPLATE_FILE:
@@ -214,7 +227,7 @@ def _read_chat_templates(files: Mapping[str, bytes], name: str) -> dict[str, str
 
 
 def _as_config_token(value: Any) -> Any:
-    """Write a token of special_tokens_map.json, or a list of them, as tokenizer_config.json has it."""
+    """Convert a token of special_tokens_map.json, or a list of tokens, to the form that tokenizer_config.json uses."""
     if isinstance(value, list):
         return [_as_config_token(token) for token in value]
     if isinstance(value, dict) and "content" in value:
@@ -222,35 +235,38 @@ def _as_config_token(value: Any) -> Any:
     return value
 
 
-def read_generation(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the content of generation_config.json. Raises DataError if it is damaged or its stop tokens are no ids."""
+def read_generation_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the content of generation_config.json; empty if `files` has none. `name` is the tokenizer's, for errors.
+
+    Raises DataError if the file is damaged or too large, or if special tokens in it are not token ids.
+    """
     num_bytes = len(files.get(GENERATION_FILE, b""))
     if num_bytes > MAX_GENERATION_BYTES:
         raise DataError(
             f"tokenizer {name}: {GENERATION_FILE} has {num_bytes:,} bytes, expected at most "
             f"{MAX_GENERATION_BYTES:,}; remove it"
         )
-    generation = _read_json(files, GENERATION_FILE, name)
+    settings = _read_json(files, GENERATION_FILE, name)
     for key in TOKEN_ID_KEYS:
-        value = generation.get(key)
-        are_ids = all(type(token_id) is int and token_id >= 0 for token_id in _as_list(value))
-        if not are_ids:
+        value = settings.get(key)
+        has_valid_ids = all(type(token_id) is int and token_id >= 0 for token_id in _as_list(value))
+        if not has_valid_ids:
             raise DataError(
                 f"tokenizer {name}: {GENERATION_FILE}: {key} is {json.dumps(value)[:MAX_QUOTED]}, expected the number "
                 "of a token, or a list of them; repair it"
             )
-    return generation
+    return settings
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return what a key holds that may have one value, a list of them, or none."""
+    """Return a list of the values of a key that may have one value, a list of values, or None."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
 def _read_json(files: Mapping[str, bytes], file: str, name: str) -> dict[str, Any]:
-    """Return the object that a file holds; empty without that file. Raises DataError."""
+    """Parse the JSON object in a file; empty if `files` does not have it. Raises DataError for damage."""
     try:
         return dict(json.loads(files.get(file, b"{}")))
     except (ValueError, TypeError, RecursionError) as error:
@@ -260,8 +276,8 @@ def _read_json(files: Mapping[str, bytes], file: str, name: str) -> dict[str, An
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
     """Train a byte-level BPE tokenizer with one special token, `<|endoftext|>`, which gets id 0.
 
-    The same documents give the same fingerprint, whatever the number of threads. `vocab_size` counts every id; the
-    result has fewer when the documents run out of pairs to merge. Raises DataError for a vocabulary below 257.
+    The same documents give the same fingerprint with any number of threads. `vocab_size` counts all ids; the tokenizer
+    has fewer if the documents have no more pairs to merge. Raises DataError for a vocabulary below 257.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
@@ -282,7 +298,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
 
 
 def is_local_or_cached(name: str | Path) -> bool:
-    """Return whether `load_tokenizer(name)` would succeed without the network. Never touches the network itself."""
+    """Return whether `load_tokenizer(name)` would find the tokenizer without the network. Does not use the network."""
     if os.path.isdir(name):  # false, and no error, for a name that is too long for a file system
         return (Path(name) / TOKENIZER_FILE).is_file()
     if looks_like_a_path(str(name)):
@@ -293,36 +309,36 @@ def is_local_or_cached(name: str | Path) -> bool:
 
 @dataclass(kw_only=True)
 class Tokenizer:
-    """Tokenizer and its end-of-text token. `encode` applies no template: it adds no beginning-of-text token."""
+    """Tokenizer with an end-of-text token. `encode` applies no template, so it adds no beginning-of-text token."""
 
     name: str
     """The folder or Hub name it was loaded from, or `train:SIZE`."""
     eos_token: str
     eos_token_id: int
     vocab_size: int
-    """The largest id plus one, added tokens included: the smallest embedding table that fits."""
+    """The largest id plus one, added tokens included. This is the smallest size of a model's embedding."""
     backend: tokenizers.Tokenizer = field(repr=False)
     pad_token: str | None = None
-    """The padding token that the files name. Nothing is padded with it here."""
+    """The padding token that the files name. Training and evaluation do not use it."""
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     """The content of `tokenizer_config.json`, with all special tokens and chat templates; kept for `save`."""
     generation: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The content of `generation_config.json`; only its stop tokens count here."""
+    """The content of `generation_config.json`. Only its stop tokens are used; the rest is kept for `save`."""
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text, where there is one."""
+        """Id of the beginning-of-text token, or None."""
         token = token_text(self.config.get("bos_token"))
         return None if token is None else self.backend.token_to_id(token)
 
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
-        """Ids that end a text when a model generates them: the end of text, and a chat model's further ones."""
+        """Ids at which generation stops: the end-of-text token, and those that generation_config.json adds."""
         return frozenset([self.eos_token_id, *_as_list(self.generation.get("eos_token_id"))])
 
     @cached_property
     def unk_token_id(self) -> int | None:
-        """Id of the token for unknown characters, where the files or the model name one."""
+        """Id of the token for unknown characters, or None. The files or the tokenizer's model name it."""
         model = json.loads(self.backend.to_str())["model"]
         token = token_text(self.config.get("unk_token")) or model.get("unk_token")
         if token is None:
@@ -330,21 +346,24 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of one text. A special token spelled out in the text becomes ordinary tokens."""
+        """Return the token ids of a text. The name of a special token in the text is encoded as ordinary text.
+
+        Raises DataError if the library cannot encode the text.
+        """
         with self.failures_as_data_errors():
             return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids of several texts; the same as `encode`, without the cost of tracking character offsets."""
+        """Return the token ids of several texts. Faster than `encode`, because no character offsets are computed."""
         with self.failures_as_data_errors():
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     @contextlib.contextmanager
     def failures_as_data_errors(self) -> Iterator[None]:
-        """Raise DataError where the library fails on a text.
+        """Context manager: turn failures of the `tokenizers` library on a text into DataError.
 
-        It raises a bare Exception for text without a token if there is no unknown token either. It panics for example
-        where a regular expression of the tokenizer takes too long.
+        The library raises a bare Exception if a character has no token and there is no unknown token. Its Rust code
+        panics, for example, if a regular expression of the tokenizer takes too long.
         """
         try:
             yield
@@ -362,15 +381,21 @@ class Tokenizer:
             ) from error
 
     def encode_to_array(self, text: str) -> np.ndarray:
-        """Return token ids of one text as uint32, in little memory however long the text is."""
-        arrays = [np.array(self.encode_batch([part])[0], np.uint32) for part in self._cut(text)]
+        """Return the token ids of a text as a uint32 array [tokens].
+
+        A long text is encoded in parts where possible, so that the memory does not grow with its length.
+        """
+        arrays = [np.array(self.encode_batch([part])[0], np.uint32) for part in self._split_long_text(text)]
         return np.concatenate(arrays)
 
-    def _cut(self, text: str) -> Iterator[str]:
-        """Cut a long text where the tokenizer cuts anyway. Where that is unknown, the text is one part."""
+    def _split_long_text(self, text: str) -> Iterator[str]:
+        """Split a text into parts of at least PART_CHARACTERS, at points that no token spans.
+
+        Such points are known only if the tokenizer splits words as GPT-2's does. Otherwise the text is a single part.
+        """
         start = 0
         while self._splits_like_gpt2:
-            match = BEFORE_A_SPACE.search(text, start + PART_CHARACTERS)
+            match = LETTER_BEFORE_SPACE.search(text, start + PART_CHARACTERS)
             if match is None:
                 break
             yield text[start : match.end()]
@@ -379,9 +404,9 @@ class Tokenizer:
 
     @cached_property
     def _splits_like_gpt2(self) -> bool:
-        """Whether texts are split as GPT-2 does, so that they may be cut at BEFORE_A_SPACE.
+        """Whether the tokenizer splits words as GPT-2's does, so that no token contains a letter and a space after it.
 
-        A normaliser, or an added token with a space in it, could join what lies on both sides.
+        That is not certain with a normaliser, or with an added token that may contain a space.
         """
         splitter = self.backend.pre_tokenizer
         is_byte_level = isinstance(splitter, pre_tokenizers.ByteLevel) and splitter.use_regex
@@ -390,56 +415,67 @@ class Tokenizer:
         return all(token.special for token in self.backend.get_added_tokens_decoder().values())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+        """Return the text of token ids, including the names of special tokens."""
         with self.failures_as_data_errors():
             return self.backend.decode(ids, skip_special_tokens=False)
 
     @property
     def prefix_token_id(self) -> int:
-        """The beginning-of-text token, or the end-of-text token where there is none, as in lm-evaluation-harness."""
+        """Id of the beginning-of-text token, or else of the end-of-text token, as in lm-evaluation-harness."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
 
     @property
     def beginning(self) -> list[int]:
-        """Ids that the template puts before every text, such as Llama's `<s>`. Evaluation uses them, as others do."""
+        """Ids that the tokenizer's template puts before every text, such as Llama's `<s>`; often none.
+
+        `encode` does not add them. Evaluation puts them before each prompt, as other harnesses do.
+        """
         with self.failures_as_data_errors():
-            with_template = self.backend.encode("a", add_special_tokens=True).ids
-            without = self.backend.encode("a", add_special_tokens=False).ids
-        for start in range(len(with_template)):
-            if with_template[start : start + len(without)] == without:
-                return with_template[:start]
+            ids_with_template = self.backend.encode("a", add_special_tokens=True).ids
+            ids = self.backend.encode("a", add_special_tokens=False).ids
+        for start in range(len(ids_with_template)):
+            if ids_with_template[start : start + len(ids)] == ids:
+                return ids_with_template[:start]
         return []
 
     @cached_property
     def fingerprint(self) -> str:
-        """`sha256:` and 16 hex digits of everything that decides which ids a text becomes.
+        """Hash of everything that decides which ids a text is encoded to: `sha256:` and 16 hex digits.
 
-        That is vocabulary, merges, normalizer, pre-tokenizer and added tokens. The name, the layout of the files,
-        padding and truncation, and the decoder do not count.
+        That is the vocabulary, merges, normalizer, pre-tokenizer and added tokens. The name, the format of the files,
+        padding, truncation and the decoder are not part of it.
         """
         stored = json.loads(self.backend.to_str())
         model = stored["model"]
         if "merges" in model:  # older files write each merge as one string with a space
             model["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
         added_tokens = sorted(stored.get("added_tokens") or [], key=lambda token: token["id"])
-        decisive = {
+        encoding_parts = {
             "model": model,
             "normalizer": stored.get("normalizer"),
             "pre_tokenizer": stored.get("pre_tokenizer"),
             "added_tokens": added_tokens,
         }
-        canonical = json.dumps(without_defaults(decisive), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        canonical = json.dumps(
+            drop_null_and_false(encoding_parts), sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        )
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def save(self, folder: str | Path) -> None:
-        """Write the files of the Hugging Face layout; `transformers.AutoTokenizer` makes the same ids with them."""
+        """Write the tokenizer into a folder in the Hugging Face layout.
+
+        `transformers.AutoTokenizer` encodes texts to the same ids with these files.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (Path(folder) / name).write_bytes(content)
 
     def files(self) -> dict[str, bytes]:
-        """Return name and content of those files: three, and GENERATION_FILE where there was one."""
-        # Other classes of transformers may replace what tokenizer.json says, and code of one's own is not copied.
+        """Return the contents of the tokenizer's files in the Hugging Face layout, by name.
+
+        These are three files, and generation_config.json if the tokenizer was loaded with one.
+        """
+        # Other tokenizer classes of transformers may override tokenizer.json. Custom code (auto_map) is not copied.
         plain_class = "PreTrainedTokenizerFast"
         config = {"tokenizer_class": plain_class, "clean_up_tokenization_spaces": False, **self.config}
         config["tokenizer_class"] = plain_class
@@ -457,36 +493,36 @@ class Tokenizer:
 
 
 class LazyTokenizer:
-    """A tokenizer that is loaded when the first text comes, since shards of token ids do not need it."""
+    """Tokenizer that is loaded when it first encodes a text, because shards of token ids do not need it."""
 
     def __init__(self, name: str):
-        """Take a folder or a Hub name, as `load_tokenizer` does."""
+        """Take a local folder or a Hub name, as for `load_tokenizer`."""
         self.name = name
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of one text, as `Tokenizer.encode` does. The first call may raise DataError for the name."""
+        """Return the token ids of a text. The first call loads the tokenizer, and raises DataError if that fails."""
         return self.tokenizer.encode(text)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The loaded tokenizer."""
+        """The tokenizer, loaded at the first access."""
         return load_tokenizer(self.name)
 
 
 def build_tokenizer(
     name: str, backend: tokenizers.Tokenizer, config: dict[str, Any], generation: dict[str, Any] | None = None
 ) -> Tokenizer:
-    """Build a Tokenizer from a loaded backend, `read_config` and `read_generation`.
+    """Build a Tokenizer from a loaded backend, and from the results of `read_config` and `read_generation_settings`.
 
-    Changes the backend, so that it encodes all of a text, and always alike. Raises DataError for a tokenizer without an
-    end-of-text token, or without any vocabulary.
+    Changes the backend's settings, so that it encodes the whole text, and the same text always to the same ids. Raises
+    DataError for a tokenizer without an end-of-text token, or without a vocabulary.
     """
-    # A file may carry the padding and truncation of its last user; neither may touch our documents.
+    # The file may contain padding and truncation settings, which must not change documents.
     backend.no_padding()
     backend.no_truncation()
-    if getattr(backend.model, "dropout", None):  # dropout merges at random, so tokens would vary
+    if getattr(backend.model, "dropout", None):  # it would leave out merges at random
         backend.model.dropout = None
-    # Otherwise a document that only quotes "<|endoftext|>" would end there.
+    # Otherwise the text "<|endoftext|>" in a document would become the end-of-text token.
     backend.encode_special_tokens = True
 
     added_tokens = backend.get_added_tokens_decoder()
@@ -522,7 +558,10 @@ def build_tokenizer(
 
 
 def check_has_vocabulary(folder: Path) -> None:
-    """Raise DataError for a folder without one. From `config.json` alone `transformers` 5 makes an empty tokenizer."""
+    """Raise DataError for a folder without a vocabulary file.
+
+    Without this check, `transformers` 5 would build an empty tokenizer from `config.json` alone.
+    """
     if has_vocabulary(folder):
         return
     raise DataError(
@@ -532,27 +571,28 @@ def check_has_vocabulary(folder: Path) -> None:
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return whether a folder has one of VOCABULARY_FILES."""
+    """Return whether a folder contains one of VOCABULARY_FILES."""
     return any(path.is_file() for pattern in VOCABULARY_FILES for path in folder.glob(pattern))
 
 
 def download_from_hub(name: str) -> dict[str, Path]:
-    """Return the paths of the tokenizer's files, cached or downloaded. Files that the repository lacks are left out.
+    """Find the files of a tokenizer in the Hub's local cache, or download them.
 
-    Asks the Hub only if the cache does not know about one of the files. Raises DataError if there is no such
-    repository, and if the Hub cannot be reached while the cache has no TOKENIZER_FILE.
+    The Hub is queried only if the cache does not say whether one of the required files exists. Returns the paths by
+    file name, without files that the repository does not have. Raises DataError if there is no such repository, and if
+    the Hub cannot be reached while the cache has no tokenizer.json.
     """
     import huggingface_hub
     from huggingface_hub import errors
 
     cached = cached_files(name)
     cached_paths = {file: path for file, path in cached.items() if isinstance(path, Path)}
-    # Caches of older releases lack the optional files, and do not say whether the repository has them.
+    # Caches that older releases filled have no entry for optional files, whether the repository has them or not.
     unknown_files = [file for file, path in cached.items() if path is None and file not in OPTIONAL_FILES]
     if not unknown_files:
         return cached_paths
     try:
-        # Asked first because it fails at once without a network, where a download tries for half a minute.
+        # This comes first because it fails at once without a network. A download would retry for half a minute.
         info = huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
         hub_files = [entry.rfilename for entry in info.siblings or []]
         wanted = [file for file in hub_files if file in FILES or file.startswith(NAMED_TEMPLATES)]
@@ -562,10 +602,10 @@ def download_from_hub(name: str) -> dict[str, Path]:
             f"tokenizer {name} is neither a local folder nor a repository on the Hugging Face Hub that you may read; "
             f"check the spelling, or give a folder with a {TOKENIZER_FILE}"
         ) from error
-    except Exception as error:  # the HTTP client's errors have no common class that we could name
+    except Exception as error:  # the HTTP clients' errors have no common base class
         if TOKENIZER_FILE in cached_paths:
             return cached_paths
-        # A fault that the Hub itself answers with, such as a 503, may pass; a missing network will not.
+        # If the Hub answered with an error, such as 503, a retry may succeed. The cause tells callers so.
         has_answered = any(getattr(cause, "response", None) is not None for cause in (error, error.__cause__))
         raise DataError(
             f"tokenizer {name} is not in the local cache and the Hugging Face Hub cannot be reached "
@@ -574,7 +614,10 @@ def download_from_hub(name: str) -> dict[str, Path]:
 
 
 def cached_files(name: str) -> dict[str, Path | bool | None]:
-    """Return the path of each file in the Hub's cache; False if the Hub lacks the file, None if that is unknown."""
+    """Look up each of FILES of a Hub repository in the local cache.
+
+    Returns for each file name its path; False if the repository does not have it; or None if the cache does not know.
+    """
     import huggingface_hub
 
     cached: dict[str, Path | bool | None] = {}
@@ -593,22 +636,28 @@ def cached_files(name: str) -> dict[str, Path | bool | None]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Return whether a name can only be a local folder, since Hub names are `name` or `owner/name`."""
+    """Return whether a name can only be a local folder, because it is neither `name` nor `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token in a configuration file: a string, or an object with `content`."""
+    """Return the text of a token in a configuration file, where it is a string or an object with `content`.
+
+    Returns None for an empty text, and for any other value.
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 
 
-def without_defaults(value: Any) -> Any:
-    """Drop values that are null or false, so that a library version that writes one more default changes nothing."""
+def drop_null_and_false(value: Any) -> Any:
+    """Remove null and false values from nested dictionaries and lists, for the fingerprint.
+
+    A newer release of the library may write such values as new defaults, which must not change the fingerprint.
+    """
     if isinstance(value, dict):
-        kept = {key: without_defaults(item) for key, item in value.items()}
+        kept = {key: drop_null_and_false(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None and item is not False}
     if isinstance(value, list):
-        return [without_defaults(item) for item in value]
+        return [drop_null_and_false(item) for item in value]
     return value

@@ -1,11 +1,12 @@
-"""Bounds on what a tokenizer of somebody else may make of a text: a file of a few bytes could make gigabytes of a line.
+"""Bounds on how much longer a tokenizer may make a text. An untrusted file of a few bytes could make it gigabytes long.
 
-Each step of a tokenizer may replace a character by several: what its author chose is multiplied over all steps, and
-may be at most MAX_LENGTHENING. What Unicode lays down (NFKD makes 18 characters of one at most) is not counted.
+Each step of a tokenizer may replace a character by several. These factors, as far as the author of the tokenizer has
+chosen them, are multiplied over all steps, and the product may be at most MAX_LENGTHENING. Factors that Unicode defines
+(NFKD replaces a character by at most 18) are not counted.
 
 A tokenizer has these parts, each of which may be a sequence of steps: the normalizer changes a text, the pre-tokenizer
-splits it, the model finds tokens, the post-processor adds some, and the decoder makes text of tokens. `check_bounds`
-asks for the first problem of any part. Steps are read as the library's own JSON describes them.
+splits it, the model finds tokens, the post-processor adds some, and the decoder converts tokens to text. `check_bounds`
+checks all parts. Steps are read from the JSON in which the library describes them.
 """
 
 import base64
@@ -20,45 +21,49 @@ import tokenizers
 from llmfoundry_lite.errors import DataError
 
 MAX_LENGTHENING = 16
-"""Characters that the author's own steps may make of one. Of known tokenizers none makes more than 4."""
+"""Characters by which the author's own steps may replace one. No known tokenizer has more than 4."""
 MAX_UNICODE_LENGTHENING = 18
-"""Characters that NFKC and NFKD make of one at most (U+FDFA)."""
+"""Most characters by which NFKC and NFKD replace one (U+FDFA)."""
 MAX_TEMPLATE_IDS = 64
-"""Ids that a post-processor may add to a text. Those of known tokenizers add up to 3."""
+"""Ids that a post-processor may add to a text. Known tokenizers add up to 3."""
 MAX_AFFIX_CHARACTERS = 64
 """Characters of a prefix or suffix that a model adds to parts of words."""
 MAX_WORD_CHARACTERS = 1000
-"""Characters of a word up to which WordPiece looks for parts, which takes the cube of them; usual are 100."""
+"""Length of words up to which WordPiece may search for parts, which takes time cubic in the length. 100 is usual."""
 MAX_TOKEN_CHARACTERS = 1 << 14
-"""Characters of a token: an answer of some hundred tokens stays small."""
+"""Characters of a token, so that an answer of some hundred tokens stays small."""
 MAX_SHOWN_LENGTHENING = 1e18
 """Largest number in an error, since a product over many steps may have hundreds of digits, or be infinite."""
 MAX_IDS = 1 << 22
-"""Limit of ids, and number of tokens: the library writes, and transformers builds, a list up to the largest id. The
-largest vocabularies known have a million."""
+"""Limit of the largest id and of the number of tokens, because libraries build a list up to the largest id. The largest
+known vocabularies have a million."""
 
 
 def check_bounds(backend: tokenizers.Tokenizer, name: str) -> None:
-    """Raise DataError for a tokenizer that may make far more of a text than there is, or whose ids are too large."""
+    """Raise DataError for a tokenizer that may make a text far longer, or whose ids are too large.
+
+    `name` is the tokenizer's folder or Hub name, for the error.
+    """
     for problem in _problems(backend):
         raise DataError(f"tokenizer {name}: {problem}; choose another tokenizer")
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether the library's Rust code has panicked, for example because a regular expression takes too long.
+    """Return whether an error is a panic of the tokenizers library's Rust code.
 
-    The class is no Exception, and it cannot be imported, so its name is compared.
+    It panics, for example, if a regular expression takes too long. The class of such errors is not a subclass of
+    Exception, and cannot be imported, so its name is compared.
     """
     return type(error).__name__ == "PanicException"
 
 
 def _problems(backend: tokenizers.Tokenizer) -> Iterator[str]:
-    """Yield what is wrong with a tokenizer, in clauses that begin with "its" or "a"."""
+    """Yield a clause for each bound that a tokenizer exceeds, to follow its name in an error."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     yield from problems_of_ids(vocabulary.values())
-    longest = max(map(len, vocabulary), default=0)
-    if longest > MAX_TOKEN_CHARACTERS:
-        yield f"a token has {longest:,} characters, expected at most {MAX_TOKEN_CHARACTERS:,}"
+    longest_token = max(map(len, vocabulary), default=0)
+    if longest_token > MAX_TOKEN_CHARACTERS:
+        yield f"a token has {longest_token:,} characters, expected at most {MAX_TOKEN_CHARACTERS:,}"
     yield from _problems_of_model(backend.model)
 
     encoding_steps = _steps_of(backend.normalizer) + _steps_of(backend.pre_tokenizer)
@@ -68,7 +73,7 @@ def _problems(backend: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def problems_of_ids(ids: Iterable[int]) -> Iterator[str]:
-    """Yield what is wrong with the ids of a vocabulary."""
+    """Yield a clause for an error if a vocabulary has too many ids, or too large ones."""
     ids = list(ids)
     num_ids_needed = max(len(ids), max(ids, default=0) + 1)
     if num_ids_needed > MAX_IDS:
@@ -76,7 +81,10 @@ def problems_of_ids(ids: Iterable[int]) -> Iterator[str]:
 
 
 def _problems_of_model(model: Any) -> Iterator[str]:
-    """Yield what is wrong with the settings of a model. Each kind of model has some of them."""
+    """Yield a clause for an error for each setting of a tokenizer's model that is too large.
+
+    Each type of model (BPE, WordPiece, ...) has only some of the settings.
+    """
     for attribute in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = getattr(model, attribute, None)
         if isinstance(affix, str) and len(affix) > MAX_AFFIX_CHARACTERS:
@@ -87,10 +95,13 @@ def _problems_of_model(model: Any) -> Iterator[str]:
 
 
 def _problems_of_lengthening(task: str, steps: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a problem if the steps of `task`, encoding or decoding, may make too many characters of one."""
+    """Yield a clause for an error if the steps of a task may replace a character by too many.
+
+    `task` is "encoding" or "decoding", for the text.
+    """
     lengthening = math.prod(map(_lengthening_of, steps))
     num_byte_levels = sum(step["type"] == "ByteLevel" for step in steps)
-    # A ByteLevel step makes characters of bytes. The first one is usual; any further one doubles what is not ASCII.
+    # A ByteLevel step converts bytes to characters. One is usual; any further one doubles characters outside ASCII.
     lengthening *= 2 ** max(0, num_byte_levels - 1)
     if lengthening > MAX_LENGTHENING:
         yield (
@@ -100,14 +111,21 @@ def _problems_of_lengthening(task: str, steps: list[dict[str, Any]]) -> Iterator
 
 
 def _steps_of(component: Any) -> list[dict[str, Any]]:
-    """Return the steps of a part of a tokenizer, without the sequences that they stand in; none for no part."""
+    """Return the steps of a part of a tokenizer as the library's JSON describes them, with all sequences flattened.
+
+    `component` is a normalizer, pre-tokenizer, decoder or post-processor; None, for a part that is missing, has no
+    steps.
+    """
     if component is None:
         return []
     return list(_flatten(json.loads(component.__getstate__())))
 
 
 def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a step, or those in a sequence. The key of its list differs: `normalizers`, `decoders` and so on."""
+    """Yield a step, or for a sequence all steps in it, also in inner sequences.
+
+    The key of a sequence's list depends on the part (`normalizers`, `decoders`, ...), so every list is taken.
+    """
     if step["type"] != "Sequence":
         yield step
         return
@@ -118,17 +136,17 @@ def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _lengthening_of(step: dict[str, Any]) -> float:
-    """Return the most characters that a step makes of one by its author's choice; at least 1."""
-    kind = step["type"]
-    if kind == "Replace":
+    """Return by how many characters a step may replace one, as far as its author has chosen that; at least 1."""
+    step_type = step["type"]
+    if step_type == "Replace":
         num_characters = _num_characters(step["content"])
         replaced_text = step["pattern"].get("String")
         if replaced_text:
             return max(1.0, num_characters / len(replaced_text))
         return 1.0 + num_characters  # a regular expression may match nothing between two characters
-    if kind == "Prepend":  # a part between two special tokens has one character at least
+    if step_type == "Prepend":  # a part between two special tokens has at least one character
         return 1.0 + _num_characters(step["prepend"])
-    if kind == "Precompiled":
+    if step_type == "Precompiled":
         longest = _longest_of_charsmap(base64.b64decode(step["precompiled_charsmap"] or ""))
         return max(1.0, longest / MAX_UNICODE_LENGTHENING)
     adds_a_space = step.get("prepend_scheme", "never") != "never" or bool(step.get("add_prefix_space"))
@@ -136,14 +154,14 @@ def _lengthening_of(step: dict[str, Any]) -> float:
 
 
 def _num_characters(text: str) -> int:
-    """Count characters of a text after a later step has decomposed it."""
+    """Return the most characters that a text may have after a later step has decomposed it (NFKD)."""
     return max(len(text), len(unicodedata.normalize("NFKD", text)))
 
 
 def _longest_of_charsmap(charsmap: bytes) -> int:
-    """Return the characters of the longest text in a map of SentencePiece.
+    """Return the length of the longest replacement text in SentencePiece's precompiled map of characters.
 
-    The map has the size of its index in four bytes, the index, and then texts that each end with a zero.
+    The map consists of the size of its index in four bytes, the index, and texts that each end with a zero byte.
     """
     start_of_texts = 4 + int.from_bytes(charsmap[:4], "little")
     texts = charsmap[start_of_texts:].split(b"\0")
@@ -151,7 +169,7 @@ def _longest_of_charsmap(charsmap: bytes) -> int:
 
 
 def _problems_of_templates(steps: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a problem if a post-processor adds too many ids to a text, or repeats the text."""
+    """Yield a clause for an error if the steps of a post-processor add too many ids to a text, or repeat it."""
     num_added_ids = 0
     num_repetitions = 1
     for step in steps:

@@ -23,7 +23,7 @@ from llmfoundry_lite.config.replayed import as_given, select_recorded
 from llmfoundry_lite.config.schema import TrainConfig, as_dict, with_keys
 from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
-from llmfoundry_lite.data.recorded import DataLocations, locations_at
+from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
 from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
@@ -277,7 +277,7 @@ def write_replay(
     if config.train_loader.name == "text":
         locations = DataLocations(
             download_folder=folder.with_name("data"),
-            named_by_user=locations_at(values, given_keys),
+            named_by_user=find_data_locations(values, given_keys),
             uses_recorded_remote=uses_recorded_remote,
             advice=", or use what it recorded with --use-recorded-remote",
         )

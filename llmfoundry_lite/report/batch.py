@@ -32,8 +32,8 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.folder_locks import check_not_held
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import NO_SAMPLE
-from llmfoundry_lite.data.recorded import DataLocations, locations_at
-from llmfoundry_lite.data.stateful import StatefulLoader, plain_words, whole_number
+from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
+from llmfoundry_lite.data.stateful import StatefulLoader, to_yaml_values, whole_number
 from llmfoundry_lite.data.streams import build_folders
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -181,11 +181,11 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     recorded_run = read_run(run)
     changes = []
     if dataset:  # an empty block would replace the recorded one
-        changes.append(Layer("batches", {"train_loader": {"dataset": plain_words(dataset)}}))
+        changes.append(Layer("batches", {"train_loader": {"dataset": to_yaml_values(dataset)}}))
     opened = open_data(recorded_run, changes).dataset
-    loader = build_text_loader(opened, kind=StatefulLoader)
+    loader = build_text_loader(opened, loader_class=StatefulLoader)
     epoch, num_batches = opened.stages.locate_batch(first - 1)
-    loader.move_to(epoch, num_batches * opened.global_batch_size)
+    loader.set_position(epoch, num_batches * opened.global_batch_size)
     return _read_batches(recorded_run, loader, first, last)
 
 
@@ -241,7 +241,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> OpenedData:
     if loader.name != "text":
         raise ConfigError(f"{run.location}: train_loader.name is {loader.name}, whose order only its own code knows")
     download_folder = Path(tempfile.gettempdir(), f"llmfoundry-lite-data-{secrets.token_hex(8)}")
-    locations = DataLocations(download_folder=download_folder, named_by_user=locations_at(config, changed_keys))
+    locations = DataLocations(download_folder=download_folder, named_by_user=find_data_locations(config, changed_keys))
     dataset_config = locations.choose_for(loader.dataset)
     for folder in build_folders(dataset_config):
         if folder.remote:

@@ -32,7 +32,7 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import batch_digest, build_text_loader, format_digest
 from llmfoundry_lite.data.order import EpochOrder, SampleOrder
 from llmfoundry_lite.data.rows import PAD_TOKEN
-from llmfoundry_lite.data.streams import ORIGIN, ShardFolder, part_name
+from llmfoundry_lite.data.streams import ORIGIN, ShardFolder, make_download_name
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
@@ -577,7 +577,7 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path, nam
 def test_only_downloads_of_ours_that_were_left_are_removed(tmp_path):
     remote, cache = write_shards(tmp_path / "remote"), tmp_path / "cache"
     cache.mkdir()
-    left = [part_name("shard.00000.mds"), part_name("index.json") + ".tmp"]
+    left = [make_download_name("shard.00000.mds"), make_download_name("index.json") + ".tmp"]
     for name in ("film.part", "film.part.tmp", *left):
         (cache / name).write_text("")
         os.utime(cache / name, (0, 0))

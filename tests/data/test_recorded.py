@@ -9,7 +9,7 @@ from streaming import MDSWriter
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
-from llmfoundry_lite.data.recorded import DataLocations, locations_at, shard_state
+from llmfoundry_lite.data.recorded import DataLocations, find_data_locations, shard_state
 from llmfoundry_lite.errors import ConfigError, DataError
 
 
@@ -50,7 +50,9 @@ def test_packed_shards_are_unpacked_in_a_folder_of_our_own(tmp_path):
     folder = write(tmp_path / "data", compression="zstd")
     before = contents(folder)
     found = place(tmp_path / "own", local=str(folder))
-    assert (found.local, found.remote) == (str(tmp_path / "own" / "0"), str(folder)) and shard_state(folder) == "packed"
+    assert (found.local, found.remote) == (str(tmp_path / "own" / "0"), str(folder)) and shard_state(
+        folder
+    ) == "compressed"
     assert read(found) == [*range(40)] and contents(folder) == before
     assert len([*(tmp_path / "own" / "0").glob("*.mds")]) > 1
 
@@ -109,8 +111,8 @@ def test_what_the_user_gave_is_known_by_its_key_at_any_depth():
     values = {"local": "a", "streams": {"x": {"local": "b", "remote": "c"}, "y": {"remote": "d"}}, "split": "e"}
     values = {"train_loader": {"dataset": values | {"stages": [{"streams": {"z": {"local": "f"}}}]}}}
     key = "train_loader.dataset"
-    assert locations_at(values, [f"{key}.local", f"{key}.split"]) == {"a"}
-    assert locations_at(values, [f"{key}.streams", f"{key}.stages", "seed"]) == {"b", "c", "d", "f"}
+    assert find_data_locations(values, [f"{key}.local", f"{key}.split"]) == {"a"}
+    assert find_data_locations(values, [f"{key}.streams", f"{key}.stages", "seed"]) == {"b", "c", "d", "f"}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"shards": [{}]}', '{"shards": [{"raw_data": {"basename": 1}}]}'])

@@ -203,13 +203,13 @@ def test_the_parts_of_a_long_text_have_the_ids_of_the_whole(tokenizer: Tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmfoundry_lite.data.tokenizer.PART_CHARACTERS", 1)
         ids = tokenizer.encode_to_array(text)
-        assert "".join(tokenizer._cut(text)) == text
+        assert "".join(tokenizer._split_long_text(text)) == text
     assert ids.dtype == np.uint32 and ids.tolist() == tokenizer.encode(text)
 
 
 def test_a_long_text_is_cut_between_a_letter_and_a_space(tokenizer: Tokenizer, monkeypatch) -> None:
     monkeypatch.setattr("llmfoundry_lite.data.tokenizer.PART_CHARACTERS", 1)
-    assert list(tokenizer._cut("ab cd  ef\n 12 x 漢 y")) == ["ab", " cd", "  ef\n 12 x", " 漢 y"]
+    assert list(tokenizer._split_long_text("ab cd  ef\n 12 x 漢 y")) == ["ab", " cd", "  ef\n 12 x", " 漢 y"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_long_text_is_whole_to_other_kinds_of_tokenizers(
         change = {"added_tokens": [flags | token for token in change["added_tokens"]]}
     other = load_tokenizer(copy_with(tokenizer_folder, tmp_path / "other", **change))
     texts = make_documents(3)
-    assert all(list(other._cut(text)) == [text] for text in texts)
+    assert all(list(other._split_long_text(text)) == [text] for text in texts)
     assert [other.encode_to_array(text).tolist() for text in texts] == other.encode_batch(texts)
 
 
