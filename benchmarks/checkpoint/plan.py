@@ -194,7 +194,7 @@ def measure_saves(figures: dict[str, float], model: Any, optimizer: Any, folder:
 def write_others(figures: dict[str, float], saver: Saver, folder: Path, num_ranks: int, reports: list[bytes]) -> None:
     """Write sparse files of all ranks but rank 0."""
     assert saver._plan is not None
-    _, numbers, _ = saver._in_flight.background_task.result()  # type: ignore[union-attr]
+    numbers = saver._in_flight.background_task.result().optimizer_digest  # type: ignore[union-attr]
     zeros, seen, header_bytes = bytes(BLOCK_BYTES), {}, 0
     hash_of_zeros = hash_buffers([zeros])
     started = time.perf_counter()

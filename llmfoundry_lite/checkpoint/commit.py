@@ -137,10 +137,13 @@ class RenameCommits:
         """Return the folder that shards of this save are written to, and the prefix of their names in the manifest."""
         return self.root.child(DRAFT + save_id), ""
 
-    def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
-        """Write the manifest `raw` and rename the draft to the checkpoint's name. `check` is called just before the
-        rename, and raises if there must be none. Raises OSError too."""
-        self.root.child(DRAFT + save_id).put(MANIFEST, raw)
+    def commit(self, save_id: str, manifest_bytes: bytes, check: Callable[[], None]) -> None:
+        """Write the manifest, and rename the draft to the checkpoint's name. An earlier save of this name is moved away
+        first, and removed at the end.
+
+        `check` is called just before the renames. If it raises, nothing is renamed. Raises OSError.
+        """
+        self.root.child(DRAFT + save_id).put(MANIFEST, manifest_bytes)
         name = committed_name(save_id)
         replaced = REPLACED + save_id
         is_replaced = False
@@ -236,6 +239,8 @@ class RenameCommits:
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 self.root.rename(moved_name, committed_name(save_id))
                 return
+        # The manifest goes first, so that what an interrupted removal leaves is no checkpoint. Through a link, it would
+        # be removed from the checkpoint that the link leads to.
         if not folder.is_link():
             folder.remove(MANIFEST)
         folder.remove_all()
@@ -262,11 +267,11 @@ class PutCommits:
         """Return the folder that shards of this save are written to, and the prefix of their names in the manifest."""
         return self.root.child(committed_name(save_id)).child(save_id), f"{save_id}/"
 
-    def commit(self, save_id: str, raw: bytes, check: Callable[[], None]) -> None:
-        """Put the manifest `raw`, which commits the save. `check` is called just before, and raises if it must not be
-        put."""
+    def commit(self, save_id: str, manifest_bytes: bytes, check: Callable[[], None]) -> None:
+        """Put the manifest, which commits the save. `check` is called just before; if it raises, nothing is put. Raises
+        OSError."""
         check()
-        self.root.child(committed_name(save_id)).put(MANIFEST, raw)
+        self.root.child(committed_name(save_id)).put(MANIFEST, manifest_bytes)
 
     def set_aside(self, name: str) -> str:
         """Do nothing, because an object store has no renames. Returns ""."""
@@ -289,12 +294,14 @@ class PutCommits:
             return  # another save has put its manifest since
         self.on_phase("mid-prune")
 
+        # Shards lie in a folder of their save. Those of a save that was copied from a local disk lie beside its
+        # manifest, so everything here that is not another save's folder is removed.
         children = folder.names()
         if MANIFEST in children:
-            # A newer save has committed here. Files directly in this folder may be part of it.
+            # Meanwhile a save has committed here, and files beside the manifest may be part of it. If it is the same
+            # save again, all of it stays.
             children = [] if head_of(folder).save_id == save_id else [save_id]
         for child in children:
-            # Files directly in this folder were copied from a local disk.
             if child == save_id or not SAVE_ID.fullmatch(child):
                 folder.child(child).remove_all()
 
@@ -304,12 +311,12 @@ class PutCommits:
             folder = self.root.child(name)
             children = folder.names()
             drafts = [child for child in children if SAVE_ID.fullmatch(child) and lease_epoch_of(child) < epoch]
+            # If there is a manifest, one of these folders is that of the committed save.
             num_committed = int(MANIFEST in children)
             if len(drafts) <= num_committed:
                 continue
-            with contextlib.suppress(
-                CheckpointError
-            ):  # if the manifest cannot be read, everything is left for a person
+            # If the manifest cannot be read, everything is left for a person.
+            with contextlib.suppress(CheckpointError):
                 committed = read_checkpoint(folder).manifest.save_id if num_committed else None
                 for child in drafts:
                     if child != committed:

@@ -68,6 +68,9 @@ def agree_on_plan(tensors: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORD
 def describe_sharding(tensors: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS) -> dict[str, Any]:
     """Return a table of tensors as JSON: their dtypes, shapes, meshes and placements.
 
+    The table has `meshes`, each [shape, ranks]; `orders`, each a list of [first row, number of rows]; and `tensors`,
+    each [name, dtype, shape, index of its mesh or None, placements, index of its order or None].
+
     A tensor that is not a DTensor counts as replicated. A tensor in `row_orders` is sharded along its rows, which the
     ranks hold in that order; the checkpoint has them in the tensor's own order. Raises CheckpointError for a dtype or a
     placement that cannot be saved.

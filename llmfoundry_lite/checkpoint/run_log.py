@@ -190,16 +190,18 @@ def _read_part(folder: Folder, part: LogPart) -> bytes:
     return read_file(folder, part, read)
 
 
-def write_log(store: CheckpointStore, save_id: str, content: bytes, before: tuple[LogPart, ...]) -> tuple[LogPart, ...]:
-    """Write the end of a log as a part of its own, and return all parts of the log.
+def write_log(
+    store: CheckpointStore, save_id: str, content: bytes, previous_parts: tuple[LogPart, ...]
+) -> tuple[LogPart, ...]:
+    """Write the end of a log, `content`, as a new part, and return all parts of the log.
 
-    `before` are the parts of the previous save. Those at the beginning of `content` are kept, except that a new part
-    absorbs those before it that are no longer than itself. So a million lines take at most twenty parts. Raises
+    Parts of the previous save are used again as far as `content` begins with them. But the new part absorbs those
+    before it that are not larger than itself, so that a log of a million lines has at most twenty parts. Raises
     OSError.
     """
     kept: list[LogPart] = []
     num_kept_bytes = 0
-    for part in before:
+    for part in previous_parts:
         same_bytes = content[num_kept_bytes : num_kept_bytes + part.num_bytes]
         if hash_blocks(same_bytes, part.block_bytes).hex() != part.block_hashes:
             break

@@ -101,16 +101,6 @@ class RankReport(NamedTuple):
     """This rank's part of the state digest."""
 
 
-class WrittenFile(NamedTuple):
-    """The result of writing this rank's file."""
-
-    record: FileRecord
-    optimizer_digest: bytes
-    """As in `RankReport`."""
-    state_sum: int
-    """As in `RankReport`."""
-
-
 @dataclass(slots=True, kw_only=True)
 class SaveInFlight:
     """A save that has begun and whose publication is not known yet."""
@@ -122,7 +112,7 @@ class SaveInFlight:
     started: float
     """Monotonic clock at the beginning of `Saver.save`."""
     stall_seconds: float
-    writing: Future[WrittenFile]
+    writing: Future[RankReport]
     """Writes this rank's file."""
     publishing: Future[None] | None = None
     """Publishes the save. Only on rank 0, once all ranks have written."""
@@ -387,8 +377,8 @@ class Saver:
             self._staged_chunks[key] = part.view(DTYPES[chunk.dtype]).view(chunk.shape)
         self._staged_plan = plan
 
-    def _write(self, plan: SavePlan, current_state: state.State, save_id: str) -> WrittenFile:
-        """Write this rank's file from the staged chunks, in the background thread.
+    def _write(self, plan: SavePlan, current_state: state.State, save_id: str) -> RankReport:
+        """Write this rank's file from the staged chunks, in the background thread, and return this rank's report of it.
 
         Raises CheckpointError if the file cannot be written, or if a value is not finite. A second thread looks for
         such values and sums the digest at the same time.
@@ -409,8 +399,13 @@ class Saver:
             if len(non_finite_keys) > 1:
                 shown += f" and {len(non_finite_keys) - 1} more"
             raise CheckpointError(f"not saved: non-finite values in {shown}; older checkpoints stand")
-        optimizer_digest = hash_buffers([repr([current_state.optimizer, current_state.aliases]).encode()])
-        return WrittenFile(record, optimizer_digest, state_sum)
+        return RankReport(
+            num_bytes=record.num_bytes,
+            header_bytes=record.header_bytes,
+            file_digest=bytes.fromhex(record.digest),
+            optimizer_digest=hash_buffers([repr([current_state.optimizer, current_state.aliases]).encode()]),
+            state_sum=state_sum,
+        )
 
     def _check_and_sum(self, plan: SavePlan) -> tuple[list[str], int]:
         """Return the keys of staged chunks that have a value which is not finite, and this rank's part of the state
@@ -440,29 +435,21 @@ class Saver:
         hold the same parameters have different optimizer groups or steps.
         """
         plan = in_flight.plan
-        written = in_flight.writing.result()
-        own_report = RankReport(
-            num_bytes=written.record.num_bytes,
-            header_bytes=written.record.header_bytes,
-            file_digest=bytes.fromhex(written.record.digest),
-            optimizer_digest=written.optimizer_digest,
-            state_sum=written.state_sum,
-        )
-        packed_reports = exchange.all_gather_bytes(REPORT.pack(*own_report))
+        packed_reports = exchange.all_gather_bytes(REPORT.pack(*in_flight.writing.result()))
         reports = [RankReport(*REPORT.unpack(packed)) for packed in packed_reports]
 
         _check_same_optimizers(reports, plan)
         _, name_prefix = self.store.commits.draft(in_flight.save_id)
-        files = []
-        for rank, report in enumerate(reports):
-            file = replace(
-                written.record,
+        files = tuple(
+            FileRecord(
                 name=name_prefix + file_name(rank),
                 num_bytes=report.num_bytes,
+                block_bytes=BLOCK_BYTES,
                 header_bytes=report.header_bytes,
                 digest=report.file_digest.hex(),
             )
-            files.append(file)
+            for rank, report in enumerate(reports)
+        )
 
         metadata = {
             one.name: getattr(in_flight.metadata, one.name)
@@ -480,7 +467,7 @@ class Saver:
             aliases=aliases,
             tensors=plan.tensors,
             state_digest=format_digest(sum(report.state_sum for report in reports)),
-            files=tuple(files),
+            files=files,
         )
 
     def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:

@@ -265,7 +265,7 @@ class CheckpointStore:
         name = committed_name(manifest.save_id)
         folder = self.root.child(name)
         assert manifest.lease_epoch == lease.epoch
-        raw = encode(manifest)
+        manifest_bytes = encode(manifest)
 
         def check_at_last_moment() -> None:
             """Raise CheckpointError if another launch has taken over, or has saved this batch, since the draft
@@ -278,10 +278,10 @@ class CheckpointStore:
             self.check(lease)
             self._check_sees_all_files(manifest)
             self.on_phase("before manifest")
-            self.commits.commit(manifest.save_id, raw, check_at_last_moment)
+            self.commits.commit(manifest.save_id, manifest_bytes, check_at_last_moment)
             self.on_phase("after rename")
         self._log_names[manifest.save_id] = _names_of_log(manifest)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # no program reads this file
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, folder, manifest)
 
