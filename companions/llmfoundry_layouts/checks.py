@@ -14,6 +14,9 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig, PipelineConfig
 from llmfoundry_lite.errors import ConfigError, either
 
+MAX_SUGGESTIONS = 8
+"""Numbers that an error suggests."""
+
 
 def check_division(config: TrainConfig) -> None:
     """Check the rules that hold on any number of devices. Raises ConfigError."""
@@ -27,31 +30,49 @@ def check_division(config: TrainConfig) -> None:
 
 
 def check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) -> None:
-    """Check that there are microbatches for all stages; interleaved schedules need equal rounds."""
-    pipeline, size = config.pipeline, config.device_train_microbatch_size
-    what = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
-    fitting = [count for count in divisors(num_samples) if pipeline.takes_microbatches(count)]
-    count = -(-num_samples // config.first_microbatch_size(num_samples))
+    """Check that the schedule takes the number of microbatches into which a batch is cut.
+
+    `num_samples` is the number of a batch's samples on one data rank. The number of microbatches follows from
+    `device_train_microbatch_size` or from `pp_config.num_microbatches`. Most schedules need at least as many as there
+    are stages, and interleaved ones need rounds of equal size.
+
+    Raises ConfigError that names the numbers that fit.
+    """
+    pipeline = config.pipeline
+    size = config.device_train_microbatch_size
+    num_microbatches = -(-num_samples // config.first_microbatch_size(num_samples))
+    fitting_counts = [count for count in divisors(num_samples) if pipeline.takes_microbatches(count)]
     if size == "auto":
-        fits = any(pipeline.takes_microbatches(n) for n in range(1, count + 1))
+        # The run measures which size fits, beginning with one sample. So one number that the schedule takes is enough.
+        fits = any(pipeline.takes_microbatches(count) for count in range(1, num_microbatches + 1))
     elif size is None and pipeline.num_microbatches is not None:
-        count, fits = pipeline.num_microbatches, pipeline.num_microbatches in fitting
+        num_microbatches = pipeline.num_microbatches
+        fits = num_microbatches in fitting_counts
     else:
-        fits = pipeline.takes_microbatches(count)
+        fits = pipeline.takes_microbatches(num_microbatches)
     if fits:
         return
-    fitting_sizes = [n for n in range(num_samples, 0, -1) if pipeline.takes_microbatches(-(-num_samples // n))]
+
+    subject = f"{num_samples} samples of a data rank through {layout.pipeline} stages of {pipeline.schedule}"
+    fitting_sizes: list[int] = []
+    for candidate in range(num_samples, 0, -1):
+        if pipeline.takes_microbatches(-(-num_samples // candidate)):
+            fitting_sizes.append(candidate)
     if not fitting_sizes:
         raise ConfigError(
-            f"global_train_batch_size: {what} fit no number of microbatches; use a batch that gives a data rank a "
+            f"global_train_batch_size: {subject} fit no number of microbatches; use a batch that gives a data rank a "
             f"multiple of {layout.pipeline} samples, or schedule: gpipe"
         )
-    sizes = either([num_samples // count for count in reversed(fitting)] or fitting_sizes[:8])
+
+    # Sizes that divide the samples evenly are better, because the others need rows of padding.
+    even_sizes = [num_samples // count for count in reversed(fitting_counts)]
+    sizes = either(even_sizes or fitting_sizes[:MAX_SUGGESTIONS])
     if size is None:
-        counts = either(fitting) if fitting else f"device_train_microbatch_size: {sizes}"
-        raise ConfigError(f"pp_config.num_microbatches: {count} does not fit {what}; use {counts}")
+        remedy = either(fitting_counts) if fitting_counts else f"device_train_microbatch_size: {sizes}"
+        raise ConfigError(f"pp_config.num_microbatches: {num_microbatches} does not fit {subject}; use {remedy}")
     raise ConfigError(
-        f"device_train_microbatch_size: {size} makes {count} microbatch(es) of {what}, which does not fit; use {sizes}"
+        f"device_train_microbatch_size: {size} makes {num_microbatches} microbatch(es) of {subject}, which does not "
+        f"fit; use {sizes}"
     )
 
 
@@ -59,30 +80,44 @@ def check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) ->
 
 
 def _check_tensor_parallel(config: TrainConfig) -> None:
-    """Check that devices get equally many heads and equal feed-forward widths; the last may get less vocabulary."""
-    model, degree, key = config.model, config.tensor_parallel_degree, "tp_config.tensor_parallel_degree"
-    sizes = _heads(config) | {"the width of the feed-forward layer": model.ffn_dim}
+    """Check that tp_config can divide the model. Raises ConfigError.
+
+    Every device of a group gets equally many heads, an equal part of the feed-forward width and, with sequence
+    parallelism, of each sequence. The last device may get less of the vocabulary, but not nothing.
+    """
+    model = config.model
+    degree = config.tensor_parallel_degree
+    key = "tp_config.tensor_parallel_degree"
+    sizes = _count_heads(config) | {"the width of the feed-forward layer": model.ffn_dim}
     for name, size in sizes.items():
         if size % degree:
-            raise ConfigError(
-                f"{key}: {degree} does not divide {name}, {size}; use {either(divisors(math.gcd(*sizes.values())))}"
-            )
-    if (degree - 1) * -(-model.vocab_size // degree) >= model.vocab_size:
+            fitting = either(divisors(math.gcd(*sizes.values())))
+            raise ConfigError(f"{key}: {degree} does not divide {name}, {size}; use {fitting}")
+
+    rows_per_device = -(-model.vocab_size // degree)
+    is_last_device_empty = (degree - 1) * rows_per_device >= model.vocab_size
+    if is_last_device_empty:
         raise ConfigError(f"{key}: {degree} devices cannot share model.vocab_size, {model.vocab_size}")
-    parts = config.context.context_parallel_degree
-    for name, length in lengths_of(config).items() if config.sequence_parallel else ():
-        if length % (parts * degree):
-            among = f"{degree} and cp_config's {parts}" if parts > 1 else str(degree)
-            raise ConfigError(
-                f"tp_config.sequence_parallel: sequences of {name}, {length}, cannot be divided by {among}; change "
-                "the length or the degree, or remove it"
-            )
+
+    if config.sequence_parallel:
+        context_degree = config.context.context_parallel_degree
+        for name, length in lengths_of(config).items():
+            if length % (context_degree * degree):
+                divisor = str(degree)
+                if context_degree > 1:
+                    divisor = f"{degree} and cp_config's {context_degree}"
+                raise ConfigError(
+                    f"tp_config.sequence_parallel: sequences of {name}, {length}, cannot be divided by {divisor}; "
+                    "change the length or the degree, or remove it"
+                )
+
     if model.attn_config.qk_ln:
         raise ConfigError(
             "model.attn_config.qk_ln: a norm over all heads, which tp_config divides among devices; use qk_gn: true, a "
             "norm over each head"
         )
-    if config.compile_config is not None and model.attn_config.attn_pdrop and not config.sequence_parallel:
+    seeds_dropout_by_rank = bool(model.attn_config.attn_pdrop) and not config.sequence_parallel
+    if config.compile_config is not None and seeds_dropout_by_rank:
         raise ConfigError(
             "model.attn_config.attn_pdrop: cannot be compiled where tp_config divides layers and not the stream; set "
             "it to 0, or tp_config.sequence_parallel to true, or use compile_config: null"
@@ -91,64 +126,104 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
 
 
 def _check_context_parallel(config: TrainConfig) -> None:
-    """Check that samples are cut into equal pieces; with `heads` devices also get equally many heads."""
-    context, tensor = config.context, config.tensor_parallel_degree
-    degree, key = context.context_parallel_degree, "cp_config.context_parallel_degree"
-    lengths, heads, num_pieces = lengths_of(config), _heads(config), count_pieces(context)
-    num_heads, shortest = math.gcd(*heads.values()) // tensor, math.gcd(*lengths.values())
+    """Check that cp_config can divide samples. Raises ConfigError.
+
+    All samples are cut into equal pieces. With kind `heads`, each device of a context group also gets equally many of
+    the heads that tensor parallelism leaves to the group.
+    """
+    context = config.context
+    degree = context.context_parallel_degree
+    tensor_degree = config.tensor_parallel_degree
+    key = "cp_config.context_parallel_degree"
+    heads = _count_heads(config)
+    num_common_heads = math.gcd(*heads.values()) // tensor_degree
+    lengths = lengths_of(config)
+    num_pieces = count_pieces(context)
+
     for name, length in lengths.items():
         if length % num_pieces:
-            pieces = f"{degree}, of which each has two pieces," if context.kind == "gather" else str(degree)
-            shares = divisors(math.gcd(shortest, num_heads) if context.kind == "heads" else shortest)[1:]
-            fitting = [n for n in shares if shortest % (n * num_pieces // degree) == 0][:8]
-            raise ConfigError(
-                f"{key}: {pieces} does not divide {name}, {length}; use {either(fitting or ['another length'])}"
-            )
-    for name, size in heads.items() if context.kind == "heads" else ():
-        if size % (tensor * degree):
-            among = f"{degree}" if tensor == 1 else f"{degree} x {tensor} of tp_config"
-            fitting = divisors(num_heads)[1:]
-            smaller = f", or a degree of {either(fitting)}" if fitting else ""
-            raise ConfigError(f"{key}: {among} does not divide {name}, {size}; use cp_config.kind: gather{smaller}")
+            # Suggest degrees that divide all lengths, and with kind `heads` the heads, too.
+            common_length = math.gcd(*lengths.values())
+            pieces_per_device = num_pieces // degree
+            candidates = divisors(common_length)
+            divisor = f"{degree}, of which each has two pieces,"
+            if context.kind == "heads":
+                candidates = divisors(math.gcd(common_length, num_common_heads))
+                divisor = str(degree)
+            fitting = [n for n in candidates[1:] if common_length % (n * pieces_per_device) == 0]
+            remedy = either(fitting[:MAX_SUGGESTIONS] or ["another length"])
+            raise ConfigError(f"{key}: {divisor} does not divide {name}, {length}; use {remedy}")
+
+    if context.kind == "heads":
+        for name, num_heads in heads.items():
+            if num_heads % (tensor_degree * degree):
+                divisor = str(degree)
+                if tensor_degree > 1:
+                    divisor = f"{degree} x {tensor_degree} of tp_config"
+                remedy = "use cp_config.kind: gather"
+                fitting = divisors(num_common_heads)[1:]
+                if fitting:
+                    remedy += f", or a degree of {either(fitting)}"
+                raise ConfigError(f"{key}: {divisor} does not divide {name}, {num_heads}; {remedy}")
     _check_shared_loaders(config, "cp_config", "the devices of a sample")
 
 
-def _heads(config: TrainConfig) -> dict[str, int]:
+def _count_heads(config: TrainConfig) -> dict[str, int]:
+    """Return the number of heads of queries, and of keys and values, by the words for them in an error."""
     return {"model.n_heads": config.model.n_heads, "the heads of keys and values": config.model.num_kv_heads}
 
 
 def lengths_of(config: TrainConfig) -> dict[str, int]:
-    """Return key -> tokens, for each key that decides the length of some sequences."""
-    lengths = {f"{block}.dataset.max_seq_len": loader.dataset.max_seq_len for block, loader in config.loaders.items()}
-    return {"max_seq_len": config.max_seq_len} | {key: length for key, length in lengths.items() if length is not None}
+    """Return the length of sequences in tokens for each key that sets one: max_seq_len, and those of data loaders."""
+    lengths = {"max_seq_len": config.max_seq_len}
+    for block, loader in config.loaders.items():
+        if loader.dataset.max_seq_len is not None:
+            lengths[f"{block}.dataset.max_seq_len"] = loader.dataset.max_seq_len
+    return lengths
 
 
 # ------------------------------------------------------------------------------------------------ stages
 
 
 def find_problems(pipeline: PipelineConfig, n_layers: int) -> Iterator[str]:
-    """Yield `key: what is wrong` for runs of blocks that do not suit the schedule or the number of layers."""
-    degree, num_runs, blocks = pipeline.pipeline_parallel_degree, pipeline.num_runs, pipeline.blocks
-    most = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(pipeline.schedule, num_runs)
-    least = {"interleaved": 2, "zbv": 2}.get(pipeline.schedule, 1)
-    if not least <= num_runs <= most:
-        expected = str(least) if least == most else f"{least} or more"
+    """Yield `key: what is wrong` for each key of pp_config that does not suit the schedule or the number of layers.
+
+    Each rank has `pipeline.num_runs` stages, which errors call runs of blocks if there may be several. `blocks` lists
+    the number of blocks of each.
+    """
+    degree = pipeline.pipeline_parallel_degree
+    num_runs = pipeline.num_runs
+    num_stages = degree * num_runs
+    blocks = pipeline.blocks
+
+    min_runs = {"interleaved": 2, "zbv": 2}.get(pipeline.schedule, 1)
+    max_runs = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(pipeline.schedule, num_runs)
+    if not min_runs <= num_runs <= max_runs:
+        expected = str(min_runs) if min_runs == max_runs else f"{min_runs} or more"
         yield f"virtual_stages: {num_runs} given, {pipeline.schedule} has {expected}; change it or the schedule"
-    if blocks is not None and min(blocks, default=0) < 1:
-        yield f"blocks: {blocks} given, expected 1 or more for each"
-    if blocks is not None and sum(blocks) != n_layers:
-        remedy = "change one of them"
-        yield f"blocks: {blocks} given, {sum(blocks)} in all, and model.n_layers is {n_layers}; {remedy}"
-    if degree > 1 and degree * num_runs > n_layers:
-        remedy = "use a smaller degree" + ("" if num_runs == least else " or fewer virtual_stages")
+
+    if blocks is not None:
+        if min(blocks, default=0) < 1:
+            yield f"blocks: {blocks} given, expected 1 or more for each"
+        if sum(blocks) != n_layers:
+            total = f"{sum(blocks)} in all, and model.n_layers is {n_layers}"
+            yield f"blocks: {blocks} given, {total}; change one of them"
+
+    if degree <= 1:
+        return
+    if num_stages > n_layers:
+        remedy = "use a smaller degree"
+        if num_runs != min_runs:
+            remedy += " or fewer virtual_stages"
         runs = f"{degree} x {num_runs} runs of blocks"
         yield f"pipeline_parallel_degree: {runs} are more than model.n_layers, {n_layers}; {remedy}"
-    if degree > 1 and blocks is not None and len(blocks) != degree * num_runs:
-        what = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
-        yield f"blocks: {blocks} given, expected {degree * num_runs} counts, for {what}"
+    if blocks is not None and len(blocks) != num_stages:
+        stages = f"{degree} stages" if num_runs == 1 else f"{degree} x {num_runs} runs of blocks"
+        yield f"blocks: {blocks} given, expected {num_stages} counts, for {stages}"
 
 
 def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: FSDPConfig) -> None:
+    """Check that the run's other settings can be used with pp_config. Raises ConfigError."""
     schedule = pipeline.schedule
     if pipeline.num_microbatches is not None and config.device_train_microbatch_size is not None:
         raise ConfigError("pp_config.num_microbatches: both it and device_train_microbatch_size given; use one of them")
@@ -179,6 +254,10 @@ def _check_beside_pipeline(config: TrainConfig, pipeline: PipelineConfig, fsdp: 
 
 
 def _check_shared_loaders(config: TrainConfig, cause: str, readers: str) -> None:
+    """Refuse data loaders of the user's own, which cannot give several ranks the same samples. Raises ConfigError.
+
+    `cause` is the block that needs this, and `readers` names the ranks in the error.
+    """
     for block, loader in config.loaders.items():
         if loader.name.startswith("python:"):
             raise ConfigError(

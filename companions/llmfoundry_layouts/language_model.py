@@ -1,6 +1,6 @@
 """The ComposerModel of a pipeline's stages: all microbatches of a batch in one call of the training loop."""
 
-import itertools
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -25,31 +25,47 @@ def build_language_model(
     rows: dict[str, Any],
     **options: Any,
 ) -> "PipelinedLanguageModel":
-    """Build this rank's stages, for the training loop. `rows` are options of `LanguageModel` that say how it reads
-    rows; `options` are those of `build_pipeline`."""
+    """Build this rank's stages of a model for the training loop. Collective over all ranks of the launch.
+
+    loss: sums the cross-entropy of tokens, in the last stage.
+    context: with context parallelism, the ranks that divide the tokens of each sample.
+    rows: options of `LanguageModel` for documents within a sample and the weights of samples.
+    options: further options of `build_pipeline`.
+    """
+    # A schedule with a split backward pass reads the loss's saved gradient twice.
     loss = partial(loss, backward_runs_once=not pipeline.splits_backward)
     stages = build_pipeline(config, pipeline, loss, context, precision=precision, **options)
     return PipelinedLanguageModel(stages, precision, context=context, **rows)
 
 
 class PipelinedLanguageModel(LanguageModel):
-    """The stages of a pipeline that this rank has. Only the rank of the last stage has losses; others have 0."""
+    """This rank's stages of a pipeline, as a ComposerModel.
+
+    All ranks of the pipeline call its methods together, with the same batches. Only the rank of the last stage has
+    losses; other ranks return zeros or nothing in their place.
+    """
 
     def __init__(self, model: Any, *arguments: Any, **options: Any):
+        """Wrap `model`, a Pipeline. The other arguments are those of LanguageModel."""
         super().__init__(model, *arguments, **options)
         self.num_stages = model.num_ranks
         self.has_first_stage = model.has_first
 
     @property
     def shared_parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's parameters that another rank also has: tied embeddings."""
         return self.model.shared_parameters
 
     @property
     def attn_impl(self) -> str:
+        """The implementation of attention, the same in all stages."""
         return cast(MPT, self.model.stages[0]).transformer.attn_impl
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Evaluate, without a gradient."""
+        """Compute the loss of a batch for an evaluation, without a gradient.
+
+        Returns the sum of the loss over tokens, and the number of tokens. Both are 0 on all ranks but the last stage's.
+        """
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         loss_sum = self.model.run_forward(
@@ -60,24 +76,30 @@ class PipelinedLanguageModel(LanguageModel):
         num_tokens = (labels_bt != IGNORED).sum()
         if loss_sum is None:
             return {"loss_sum": torch.zeros((), device=tokens_bt.device), "num_tokens": torch.zeros_like(num_tokens)}
+
+        # With context parallelism this is the loss of the rank's own tokens, and `num_tokens` counts whole samples.
         return {"loss_sum": loss_sum * self.context_size, "num_tokens": num_tokens}
 
     def train_on(self, batch: dict[str, torch.Tensor], num_samples: int, loss_divisor: float) -> torch.Tensor:
-        """Add up the gradient of a batch, in m microbatches of so many samples. Returns their weighted losses: [m], or
-        [0] without the last stage.
+        """Add the gradient of a batch to the parameters, in m microbatches of `num_samples` samples.
 
-        `loss_divisor`: see `weight_of_loss`. A batch that is too small for a number of microbatches that the schedule
-        takes is filled up with rows of padding.
+        If the schedule does not take the number of microbatches that the batch needs, m is the next number that it
+        takes, and rows of padding fill the batch up.
+
+        `loss_divisor` turns the sum of the loss into the batch's mean (see `weight_of_loss`).
+
+        Returns the losses of the microbatches, each times its weight: [m] on the rank of the last stage, [0] elsewhere.
         """
         tokens_bt = batch["input_ids"]
-        counts = itertools.count(-(-len(tokens_bt) // num_samples))
-        num_microbatches = next(count for count in counts if self.model.pipeline.takes_microbatches(count))
-        missing = num_microbatches * num_samples - len(tokens_bt)
-        tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, missing), value=-1)
+        num_microbatches = math.ceil(len(tokens_bt) / num_samples)
+        while not self.model.pipeline.takes_microbatches(num_microbatches):
+            num_microbatches += 1
+
+        num_padding_rows = num_microbatches * num_samples - len(tokens_bt)
+        tokens_bt = torch.nn.functional.pad(tokens_bt, (0, 0, 0, num_padding_rows), value=-1)
         labels_bt = next_token_labels(tokens_bt)
-        weights_m = torch.full(
-            (num_microbatches,), self.weight_of_loss(tokens_bt, loss_divisor), device=tokens_bt.device
-        )
+        weight = self.weight_of_loss(tokens_bt, loss_divisor)
+        weights_m = torch.full((num_microbatches,), weight, device=tokens_bt.device)
         losses_m = self.model.train_on(
             self.local_tokens(tokens_bt.clamp(min=0)),
             self.local_tokens(labels_bt),

@@ -189,7 +189,7 @@ def test_a_rank_that_gathers_plain_rows_has_no_bias_over_their_length(rank):
     with FakeTensorMode():
         positions_1t = context.part(torch.arange(64, device="cuda")[None])
         mask = context.build_mask(AttentionConfig(), "sdpa", None, positions_1t, positions_1t.size(1))
-    assert [piece.bias_bhts for piece in mask.pieces.values()] == [None, None]  # type: ignore[attr-defined]
+    assert [piece.bias_bhts for piece in mask.masks.values()] == [None, None]  # type: ignore[attr-defined]
 
 
 def count_exchanges() -> None:
