@@ -34,7 +34,7 @@ from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.models.flops import count_parameters
 from llmfoundry_lite.report.canvas import fixed_settings, plt
 from llmfoundry_lite.report.figure import save_figure
-from llmfoundry_lite.report.reading import LOSS, SECONDS, VALIDATION
+from llmfoundry_lite.report.reading import LOSS, SECONDS
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
@@ -191,7 +191,7 @@ class Shop:
         is_own = "islands/loss" not in last
         losses = [(r["batch"], r[LOSS if is_own else "islands/loss"]) for r in first if is_own or "islands/loss" in r]
         return {
-            "loss": last.get(VALIDATION),
+            "loss": last.get("eval/loss"),
             "seconds": sum(record[SECONDS] for record in first) + (0.0 if is_own else waited(last)),
             "compute_seconds": computing,
             "exchange_seconds": statistics.fmean(exchanges) if exchanges else None,
