@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.cli.options import expand_home, out_folder, refuse_beside
+from llmfoundry_lite.cli.options import expand_home, out_folder, refuse_conflicting
 from llmfoundry_lite.errors import ConfigError
 
 bench = typer.Typer(help="Measure the speed and memory of this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -73,7 +73,7 @@ def bench_scaling(
     Keeps the batch of all devices fixed (strong scaling), then the batch of each device (weak scaling).
     """
     if runs:
-        refuse_beside(context, "--runs", "finished runs say what they were, nothing is launched", but=("out",))
+        refuse_conflicting(context, "--runs", "finished runs say what they were, nothing is launched", allowed=("out",))
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.scaling import run, table_runs
 
@@ -270,7 +270,7 @@ def doctor_command(
                 from llmfoundry_machines.doctor.nodes import examine_nodes
 
                 why = "it compares the launch's ranks, --alone examines this machine"
-                refuse_beside(context, "doctor in a launch", why, only=("folder", "num_ranks"))
+                refuse_conflicting(context, "doctor in a launch", why, only=("folder", "num_ranks"))
                 raise typer.Exit(examine_nodes(machine, json_file))
         except ConfigError as error:
             if this_rank().local_rank > 0:  # its node's first rank has the same error

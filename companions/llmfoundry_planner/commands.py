@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from llmfoundry_lite.cli.options import expand_home, refuse_beside
+from llmfoundry_lite.cli.options import expand_home, refuse_conflicting
 from llmfoundry_lite.errors import printable
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
     if given.check is not None:
         from llmfoundry_planner.plan.check import check_run
 
-        refuse_beside(context, "--check", "a finished run says all of it itself")
+        refuse_conflicting(context, "--check", "a finished run says all of it itself")
         print(printable(check_run(given.check), keep="\n"))
         return
     if "cpu" in given.hardware.lower().split(","):
@@ -285,9 +285,9 @@ def rehearse_command(
     from llmfoundry_planner.rehearse.rehearse import rehearse
 
     if searches:
-        refuse_beside(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
+        refuse_conflicting(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
     if rank is not None:
-        refuse_beside(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
+        refuse_conflicting(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
     code = rehearse(
         arguments,
         num_devices=devices,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from llmfoundry_lite.checkpoint.manifest import DCP_STATE
+from llmfoundry_lite.checkpoint.manifest import DCP_STATE, Manifest, Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
 from llmfoundry_lite.checkpoint.store import (
@@ -36,7 +36,7 @@ checkpoint = typer.Typer(
     rich_markup_mode=None,
 )
 
-Where = Annotated[
+Location = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint (…/ba200), a folder of checkpoints, or a run folder.")
 ]
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a folder of checkpoints, or a run folder.")]
@@ -48,34 +48,45 @@ PROGRESS_BYTES = 1 << 28
 # ----------------------------------------------------------------------------------- paths -> checkpoints
 
 
-def find(where: str) -> Checkpoint:
-    """Return the checkpoint at `where`, or the newest intact one of a folder or run."""
+def find_checkpoint(location: str) -> Checkpoint:
+    """Open the checkpoint at a path or URL, or the newest intact one of a run or of a folder of checkpoints.
+
+    Checkpoints that are passed over because they are not intact are named on standard error. Raises CheckpointError if
+    none is intact.
+    """
     from llmfoundry_lite.checkpoint.verify import check_structure
 
-    if is_checkpoint(where):
-        return open_checkpoint(where)
-    store, _ = find_some(where)
+    if is_checkpoint(location):
+        return open_checkpoint(location)
+    store, _ = list_candidates(location)
     search = store.newest_intact(check_structure)
     if search.checkpoint is None:
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is intact ({'; '.join(search.notes)})")
     for note in search.notes:
-        say(note, file=sys.stderr)
+        print_line(note, file=sys.stderr)
     return search.checkpoint
 
 
-def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
-    """Return the checkpoints of a folder or run, newest first, at least one."""
-    folder = open_folder(where)
-    if folder.path_here is not None and not folder.exists():
-        raise CheckpointError(f"{where}: no such folder; expected a checkpoint, a folder of them, or a run directory")
-    store = CheckpointStore(folder_of_checkpoints(where))
+def list_candidates(location: str) -> tuple[CheckpointStore, list[Candidate]]:
+    """Return the store of a run or a folder of checkpoints, and its checkpoints, newest first.
+
+    Candidates are not verified, and some may not be readable. Raises CheckpointError if there are none.
+    """
+    folder = open_folder(location)
+    is_local = folder.path_here is not None
+    if is_local and not folder.exists():
+        raise CheckpointError(
+            f"{location}: no such folder; expected a checkpoint, a folder of them, or a run directory"
+        )
+    store = CheckpointStore(folder_of_checkpoints(location))
     candidates = store.candidates()
     if not candidates:
         others = [f"{name}, set aside as damaged" for name in store.set_aside_saves()]
         others += [f"{name}, which is no batch's name" for name in store.renamed_saves()]
-        but = f" but {'; '.join(others)}" if others else ""
+        exceptions = f" but {'; '.join(others)}" if others else ""
         raise CheckpointError(
-            f"{store.root.url}: no checkpoints here{but}; expected one (…/ba200), a folder of them, or a run directory"
+            f"{store.root.url}: no checkpoints here{exceptions}; expected one (…/ba200), a folder of them, or a run "
+            "directory"
         )
     return store, candidates
 
@@ -84,16 +95,17 @@ def find_some(where: str) -> tuple[CheckpointStore, list[Candidate]]:
 
 
 @checkpoint.command("ls")
-def list_checkpoints(where: Where) -> None:
+def list_checkpoints(location: Location) -> None:
     """List the checkpoints of a run, newest first.
 
     Incomplete checkpoints come last: those whose manifest cannot be read, and those with a file that is missing or has
     another size. `verify` also checks the hash of every byte.
     """
-    store, candidates = find_some(where)
+    store, candidates = list_candidates(location)
     with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-look") as pool:
         faults = list(pool.map(find_fault, candidates))
-    say(store.root.url)
+    print_line(store.root.url)
+
     rows = []
     for candidate, fault in zip(candidates, faults, strict=True):
         row = describe_row(candidate)
@@ -103,15 +115,22 @@ def list_checkpoints(where: Where) -> None:
         print_columns(("checkpoint", "batch", "tokens", "size", "written"), rows, right=(1, 2, 3))
     for candidate, fault in zip(candidates, faults, strict=True):
         if fault is not None:
-            say(f"{candidate.name} is {condition_of(fault)}: {fault}")
+            print_line(f"{candidate.name} is {condition_of(fault)}: {fault}")
     for name in store.set_aside_saves():
-        say(f"{name} was set aside as damaged; `checkpoint prune` removes it once all saves that it keeps are newer")
+        print_line(
+            f"{name} was set aside as damaged; `checkpoint prune` removes it once all saves that it keeps are newer"
+        )
     for name in store.renamed_saves():
-        say(f"{name} is a checkpoint by another name: runs pass it over; give its own path, or rename it to ba<batch>")
+        print_line(
+            f"{name} is a checkpoint by another name: runs pass it over; give its own path, or rename it to ba<batch>"
+        )
 
 
 def find_fault(candidate: Candidate) -> CheckpointError | None:
-    """Return what is wrong with a checkpoint, by its manifest and one listing of its files."""
+    """Return the error of a checkpoint whose manifest cannot be read, or whose files are missing or of another size.
+
+    Returns None for a complete one. Files are listed but not read.
+    """
     from llmfoundry_lite.checkpoint.verify import check_present
 
     try:
@@ -122,53 +141,29 @@ def find_fault(candidate: Candidate) -> CheckpointError | None:
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
-    """Return batch, tokens, size and date; None for one that cannot be read."""
+    """Return a checkpoint's batch, tokens, size and date as text for a table; None if its manifest cannot be read."""
     head = candidate.head
     if head is None:
         return None
     written = (head.written_at or "").replace("+00:00", "Z")
-    return f"{head.batch:,}", f"{head.num_tokens:,}", megabytes(head.num_bytes), written
+    return f"{head.batch:,}", f"{head.num_tokens:,}", format_megabytes(head.num_bytes), written
 
 
 @checkpoint.command("inspect")
-def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
+def inspect(location: Location, tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False) -> None:
     """Show a checkpoint's contents and where its run has trained."""
-    found = find(where)
-    manifest, stamp = found.manifest, found.manifest.timestamp
-    dtypes = Counter(tensor.dtype for tensor in manifest.tensors.values())
-    kinds, num_files = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items()), len(manifest.files)
-    model = [tensor for name, tensor in manifest.tensors.items() if name.startswith("model/")]
-    slots = sum(tensor.num_bytes for name, tensor in manifest.tensors.items() if name.startswith("optim/"))
-    lines = {
-        "run": manifest.run_name,
-        "position": f"epoch {stamp.epoch}, batch {stamp.batch:,}, {stamp.sample:,} samples, {stamp.token:,} tokens",
-        "parameters": f"{sum(math.prod(tensor.shape) for tensor in model):,}",
-        "model": megabytes(sum(tensor.num_bytes for tensor in model)),
-        "optimizer": megabytes(slots) if manifest.optimizer is not None else "none",
-        "tensors": f"{kinds}; in {num_files} file{'' if num_files == 1 else 's'}",
-        "state digest": manifest.state_digest,
-        "written": manifest.written_at,
-        "save": manifest.save_id,
-        "after": manifest.parent_save_id,
-    }
-    origin = manifest.scalars.get("imported_from")
-    if isinstance(origin, dict):
-        lines = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | lines
-        del lines["position"]
-    if state := manifest.dcp_state:
-        size = megabytes(sum(tensor.num_bytes for tensor in manifest.tensors.values()))
-        lines["model"] = f"{len(manifest.tensors)} tensors ({size}) and {len(state['values'])} values of {DCP_STATE}"
-        del lines["parameters"], lines["optimizer"]
-    say(found.url)
-    print_lines(lines)
+    opened = find_checkpoint(location)
+    manifest = opened.manifest
+    print_line(opened.url)
+    print_facts(describe_manifest(manifest))
     if manifest.segments:
-        say()
-        say("where it ran")
+        print_line()
+        print_line("where it ran")
         columns = ("batches", "device", "ranks", "sharding", "precision", "tokens/s")
-        print_columns(columns, [segment_row(segment) for segment in manifest.segments], right=(2, 5))
-        print_lines({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
+        print_columns(columns, [describe_segment(segment) for segment in manifest.segments], right=(2, 5))
+        print_facts({segment.span: ", ".join(segment.computed_with) for segment in manifest.segments})
     if tensors:
-        say()
+        print_line()
         rows = [
             (name, tensor.dtype, str(list(tensor.shape)), str(tensor.num_chunks))
             for name, tensor in manifest.tensors.items()
@@ -176,33 +171,76 @@ def inspect(where: Where, tensors: Annotated[bool, typer.Option(help="List every
         print_columns(("tensor", "dtype", "shape", "chunks"), rows, right=(3,))
 
 
-def segment_row(segment: Any) -> tuple[str, ...]:
-    rate = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
-    ranks = "" if segment.world_size is None else str(segment.world_size)
-    words = (segment.device or "", ranks, segment.sharding_in_words or "", segment.precision or "")
-    return segment.span, *words, rate
+def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
+    """Return name -> text of what a checkpoint holds, in the order in which `inspect` prints it; None where unknown."""
+    position = manifest.timestamp
+    tensors = manifest.tensors
+    model_tensors = [tensor for name, tensor in tensors.items() if name.startswith("model/")]
+    optimizer_bytes = sum(tensor.num_bytes for name, tensor in tensors.items() if name.startswith("optim/"))
+    dtype_counts = Counter(tensor.dtype for tensor in tensors.values())
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in dtype_counts.items())
+    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
+    facts = {
+        "run": manifest.run_name,
+        "position": f"epoch {position.epoch}, batch {position.batch:,}, {position.sample:,} samples, "
+        f"{position.token:,} tokens",
+        "parameters": f"{sum(math.prod(tensor.shape) for tensor in model_tensors):,}",
+        "model": format_megabytes(sum(tensor.num_bytes for tensor in model_tensors)),
+        "optimizer": format_megabytes(optimizer_bytes) if manifest.optimizer is not None else "none",
+        "tensors": f"{dtypes}; in {files}",
+        "state digest": manifest.state_digest,
+        "written": manifest.written_at,
+        "save": manifest.save_id,
+        "after": manifest.parent_save_id,
+    }
+    origin = manifest.scalars.get("imported_from")
+    if isinstance(origin, dict):
+        del facts["position"]
+        facts = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | facts
+    if manifest.dcp_state:
+        # An import from torch.distributed.checkpoint keeps its names, so the model's tensors cannot be told apart.
+        size = format_megabytes(sum(tensor.num_bytes for tensor in tensors.values()))
+        num_values = len(manifest.dcp_state["values"])
+        facts["model"] = f"{len(tensors)} tensors ({size}) and {num_values} values of {DCP_STATE}"
+        del facts["parameters"], facts["optimizer"]
+    return facts
+
+
+def describe_segment(segment: Segment) -> tuple[str, ...]:
+    """Return the row of a segment, a stretch of a run on the same devices: its batches, device, number of ranks,
+    sharding, precision and tokens per second."""
+    num_ranks = "" if segment.world_size is None else str(segment.world_size)
+    tokens_per_second = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
+    return (
+        segment.span,
+        segment.device or "",
+        num_ranks,
+        segment.sharding_in_words or "",
+        segment.precision or "",
+        tokens_per_second,
+    )
 
 
 @checkpoint.command("verify")
-def verify(where: Where) -> None:
+def verify(location: Location) -> None:
     """Check the hash of every byte. Exits with 2 if one differs from what was written, and names file and tensor.
 
     Verifies every checkpoint of a folder or a run, newest first. To verify only one, give its own path (…/ba200).
     """
-    if is_checkpoint(where):
-        verify_and_say(open_checkpoint(where))
+    if is_checkpoint(location):
+        verify_and_report(open_checkpoint(location))
         return
-    store, candidates = find_some(where)
+    store, candidates = list_candidates(location)
     faults: dict[str, CheckpointError] = {}
     for candidate in candidates:
         try:
-            verify_and_say(candidate.open())
+            verify_and_report(candidate.open())
         except CheckpointError as error:
-            if is_gone(candidate):
-                say(f"{candidate.name}: removed meanwhile")
+            if was_removed(candidate):
+                print_line(f"{candidate.name}: removed meanwhile")
                 continue
             faults[candidate.name] = error
-            say(f"{candidate.name} is {condition_of(error)}: {error}", file=sys.stderr)
+            print_line(f"{candidate.name} is {condition_of(error)}: {error}", file=sys.stderr)
     if faults:
         # The exit code is that of a fault that stays, if there is one, and not of a disk that does not answer now.
         first = min(faults.values(), key=lambda error: error.is_transient)
@@ -210,56 +248,60 @@ def verify(where: Where) -> None:
         raise CheckpointError(f"{store.root.url}: {text}") from first.__cause__
 
 
-def is_gone(candidate: Candidate) -> bool:
-    """Return whether a checkpoint has been removed since it was listed."""
+def was_removed(candidate: Candidate) -> bool:
+    """Return whether a checkpoint has been removed since it was listed, so that an error about it means nothing."""
     try:
         return not candidate.folder.names()
     except OSError:
         return False
 
 
-def verify_and_say(found: Checkpoint) -> None:
-    verify_visibly(found)
-    manifest = found.manifest
-    say(f"{found.url}: intact, {len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}")
+def verify_and_report(opened: Checkpoint) -> None:
+    """Hash every byte of a checkpoint, and print that it is intact. Raises CheckpointError if it is not."""
+    verify_with_progress(opened)
+    manifest = opened.manifest
+    print_line(f"{opened.url}: intact, {len(manifest.tensors)} tensors, {format_megabytes(manifest.num_bytes)}")
 
 
 @checkpoint.command("diff")
 def diff_checkpoints(a: First, b: Second) -> None:
     """Show which tensors and numbers differ, and by how much."""
-    first, second = find(a), find(b)
+    first, second = find_checkpoint(a), find_checkpoint(b)
 
     from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars
 
-    rows, num_tensors = [], 0
+    rows = []
+    num_tensors = 0
     for name, note, num_different, absolute, relative in diff(first.url, second.url):
         num_tensors += 1
+        differences = (f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}")
         if note.startswith("dtype"):
-            rows.append((f"{name} ({note})", f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
-        elif note:  # not compared
+            rows.append((f"{name} ({note})", *differences))
+        elif note:  # not compared, for the reason in the note
             rows.append((name, note, "", ""))
         elif num_different:
-            rows.append((name, f"{num_different:,}", f"{absolute:.3e}", f"{relative:.3e}"))
+            rows.append((name, *differences))
     scalars = [(path, str(x), str(y)) for path, x, y in diff_scalars(first.manifest, second.manifest)]
-    say(f"a  {first.url}")
-    say(f"b  {second.url}")
-    here, there = first.manifest.state_digest, second.manifest.state_digest
-    if here is not None and there is not None:
-        say(
-            f"the state's digests are equal: {here}"
-            if here == there
-            else f"the state's digests differ: {here}, {there}"
-        )
+
+    print_line(f"a  {first.url}")
+    print_line(f"b  {second.url}")
+    first_digest = first.manifest.state_digest
+    second_digest = second.manifest.state_digest
+    if first_digest is not None and second_digest is not None:
+        if first_digest == second_digest:
+            print_line(f"the state's digests are equal: {first_digest}")
+        else:
+            print_line(f"the state's digests differ: {first_digest}, {second_digest}")
     if rows:
         print_columns(("tensor", "values", "absolute", "relative"), rows, right=(1, 2, 3))
     if scalars:
         print_columns(("number", "a", "b"), scalars)
-    say(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
+    print_line(f"{len(rows)} of {num_tensors} tensors and {len(scalars)} numbers differ")
 
 
 @checkpoint.command("export")
 def export(
-    where: Where,
+    location: Location,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     dtype: Annotated[str, typer.Option(help="Precision of the weights: fp32 or bf16.")] = "fp32",
     tokenizer: Annotated[
@@ -271,33 +313,42 @@ def export(
     Also writes the tokenizer that the model was trained with, which is identified by its fingerprint in the manifest.
     """
     ignore_output_errors()
-    found = find(where)
+    opened = find_checkpoint(location)
     check_outside_checkpoints(out)
-    config = found.manifest.config
+    config = opened.manifest.config
     if not isinstance(config, dict) or "model" not in config:
-        raise CheckpointError(f"{found.url}: does not say what model it is; `consolidate` writes its bare weights")
+        raise CheckpointError(f"{opened.url}: does not say what model it is; `consolidate` writes its bare weights")
 
     from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
     from llmfoundry_lite.convert.huggingface import export_model
     from llmfoundry_lite.evaluation.models import model_config_of
 
-    model = model_config_of(found)
-    with tokenizer_of(found, tokenizer) as folder:
-        note = export_model(load_full_tensors(found.url), model, out, dtype=dtype, tokenizer_folder=folder)
-    say(f"exported {found.url} to {out}" + ("" if folder else ", without a tokenizer"))
+    model = model_config_of(opened)
+    with tokenizer_folder(opened, tokenizer) as folder:
+        note = export_model(load_full_tensors(opened.url), model, out, dtype=dtype, tokenizer_folder=folder)
+    print_line(f"exported {opened.url} to {out}" + ("" if folder else ", without a tokenizer"))
     if note is not None:
-        say(note)
+        print_line(note)
 
 
 @contextlib.contextmanager
-def tokenizer_of(found: Checkpoint, wish: str | None) -> Iterator[Path | None]:
-    """Yield a folder with the files of a checkpoint's tokenizer: the one it names, or the copy beside it. Raises
-    DataError for another tokenizer than the model was trained with."""
+def tokenizer_folder(opened: Checkpoint, given: str | None) -> Iterator[Path | None]:
+    """Provide a folder with the files of the tokenizer that a checkpoint's model was trained with, while it is needed.
+
+    `given` is the option of the user: a folder or a Hub name, None to look where the checkpoint says and beside it, or
+    `none` to go without. Yields None if there is no tokenizer. Raises DataError for another tokenizer than the model
+    was trained with.
+    """
     from llmfoundry_lite.convert.tokenizer import find_tokenizer
 
-    tokenizer = None if wish == "none" else find_tokenizer(found.manifest.config, found, found.url, wish)
-    if tokenizer is None or Path(tokenizer.name).is_dir():
-        yield Path(tokenizer.name) if tokenizer else None
+    tokenizer = None
+    if given != "none":
+        tokenizer = find_tokenizer(opened.manifest.config, opened, opened.url, given)
+    if tokenizer is None:
+        yield None
+        return
+    if Path(tokenizer.name).is_dir():
+        yield Path(tokenizer.name)
         return
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -334,7 +385,7 @@ def import_weights(
     all names.
     """
     ignore_output_errors()
-    with status(f"importing {source}"):
+    with show_spinner(f"importing {source}"):
         from llmfoundry_lite.convert.to_checkpoint import import_checkpoint
 
         imported = import_checkpoint(source, out, trust_pickle=trust_pickle, config=config or ())
@@ -343,7 +394,8 @@ def import_weights(
     if imported.kind == DCP_STATE:
         num_values = len((manifest.dcp_state or {})["values"])
         lines |= {
-            "state": f"{len(manifest.tensors)} tensors, {megabytes(manifest.num_bytes)}, and {num_values} values",
+            "state": f"{len(manifest.tensors)} tensors, {format_megabytes(manifest.num_bytes)}, and "
+            f"{num_values} values",
             "load it": f'storage_reader=PortableStorageReader("{url}")',
         }
     else:
@@ -351,37 +403,37 @@ def import_weights(
         if manifest.fingerprints:
             tokenizer = f"{manifest.config['tokenizer']['name']} ({manifest.fingerprints['tokenizer']})"
         lines |= {
-            "weights": f"{imported.num_parameters:,} parameters, fp32, {megabytes(manifest.num_bytes)}",
+            "weights": f"{imported.num_parameters:,} parameters, fp32, {format_megabytes(manifest.num_bytes)}",
             "tokenizer": tokenizer,
             "not carried": "optimizer state, position in the data",
             "train from it": f"load_path={url} load_weights_only=true",
         }
-    say(f"imported {source} as {url}")
-    print_lines(lines)
+    print_line(f"imported {source} as {url}")
+    print_facts(lines)
     for note in imported.notes:
-        say(f"note: {note}")
+        print_line(f"note: {note}")
 
 
 @checkpoint.command("consolidate")
 def consolidate_checkpoint(
-    where: Where,
+    location: Location,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")],
     everything: Annotated[bool, typer.Option(help="Also write the optimizer's state.")] = False,
 ) -> None:
     """Write the weights of all shards into one safetensors file."""
     ignore_output_errors()
-    found = find(where)
+    opened = find_checkpoint(location)
 
     from llmfoundry_lite.checkpoint.full_tensors import consolidate
 
-    with status(f"writing {out}"):
-        path = consolidate(found.url, out, everything=everything)
-    say(f"wrote {path}")
+    with show_spinner(f"writing {out}"):
+        path = consolidate(opened.url, out, everything=everything)
+    print_line(f"wrote {path}")
 
 
 @checkpoint.command("prune")
 def prune(
-    where: Where,
+    location: Location,
     keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
     keep_every: Annotated[
         int | None, typer.Option(min=1, help="Also keep checkpoints whose batch is a multiple of this number.")
@@ -397,13 +449,13 @@ def prune(
     """
     if not dry_run:
         ignore_output_errors()
-    store, candidates = find_some(where)
+    store, candidates = list_candidates(location)
     unsound: dict[str, CheckpointError] = {}
     doomed = store.prune(
         None,
         keep_newest=keep,
         keep_every_batches=keep_every,
-        verify=verify_visibly,
+        verify=verify_with_progress,
         on_unsound=unsound.__setitem__,
         dry_run=dry_run,
     )
@@ -411,7 +463,7 @@ def prune(
         candidate.name: candidate.error for candidate in candidates if candidate.head is None and candidate.error
     }
     for name, error in unsound.items():
-        say(f"{name} is {condition_of(error)}: {error}", file=sys.stderr)
+        print_line(f"{name} is {condition_of(error)}: {error}", file=sys.stderr)
     if len(unsound) == len(candidates):
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is whole, so none is removed")
 
@@ -422,51 +474,61 @@ def prune(
             kept.append(candidate.name if fault is None else f"{candidate.name} ({condition_of(fault)})")
     kept += [f"{name} (set aside)" for name in store.set_aside_saves() if name not in doomed]
     verb = "would remove" if dry_run else "removed"
-    say(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
+    print_line(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
 
 
 # ------------------------------------------------------------------------------------------- how answers look
 
 
-def say(text: str = "", file: TextIO | None = None) -> None:
-    """Print a line of an answer, which may quote what others have written."""
+def print_line(text: str = "", file: TextIO | None = None) -> None:
+    """Print a line to a file, by default standard output, without control characters and credentials.
+
+    Names in a checkpoint may come from other people.
+    """
     print(printable(text), file=file)
 
 
-def verify_visibly(found: Checkpoint) -> None:
-    """Hash every byte; with a bar on a terminal when there are many. Raises DamagedCheckpointError."""
+def verify_with_progress(opened: Checkpoint) -> None:
+    """Hash every byte of a checkpoint, with a progress bar for a large one at a terminal.
+
+    Raises DamagedCheckpointError, or another CheckpointError, if it is not intact.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 
-    console, num_bytes = Console(stderr=True), found.manifest.num_bytes
+    console = Console(stderr=True)
+    num_bytes = opened.manifest.num_bytes
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     is_quiet = not console.is_terminal or num_bytes < PROGRESS_BYTES
     with Progress(*columns, console=console, transient=True, disable=is_quiet) as progress:
-        task = progress.add_task(printable(found.name), total=num_bytes)
-        verify_checkpoint(found, lambda count: progress.advance(task, count))
+        task = progress.add_task(printable(opened.name), total=num_bytes)
+        verify_checkpoint(opened, lambda count: progress.advance(task, count))
         progress.update(task, completed=num_bytes)
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print a table. `right` has the indices of the columns that are aligned to the right."""
     from llmfoundry_lite.tables import Table, console
 
     Table("", columns, rows, right).print(console())
 
 
-def print_lines(lines: dict[str, str | None]) -> None:
-    for name, value in lines.items():
+def print_facts(facts: dict[str, str | None]) -> None:
+    """Print a line for each name and its value, except where the value is None."""
+    for name, value in facts.items():
         if value is not None:
-            say(f"  {name:<14}{value}")
+            print_line(f"  {name:<14}{value}")
 
 
-def status(text: str) -> Any:
-    """Show a spinner on a terminal, until the work is done."""
+def show_spinner(text: str) -> Any:
+    """Return a context manager that shows a spinner with this text at a terminal, while its block runs."""
     from rich.console import Console
 
     return Console(stderr=True).status(printable(text).replace("[", r"\["))
 
 
-def megabytes(num_bytes: int) -> str:
+def format_megabytes(num_bytes: int) -> str:
+    """Write a number of bytes in MB of 10^6 bytes, with one decimal."""
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -11,7 +11,7 @@ from llmfoundry_lite.files import check_is_path
 from llmfoundry_lite.ranks.output import ignore_output_errors
 
 TEXT_CHARACTERS = 48
-"""How much of a row's text stands in the table of rows."""
+"""Number of characters of a row's text that the table of rows shows."""
 
 data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -70,11 +70,14 @@ def data_prepare(
     from llmfoundry_lite.prepare.request import PrepareRequest
     from llmfoundry_lite.prepare.summary import print_summary
 
+    text_keys: str | tuple[str, ...] = "text"
+    if text_key:
+        text_keys = text_key[0] if len(text_key) == 1 else tuple(text_key)
     request = PrepareRequest(
         sources=(*(source or ()), *(sources or ())),
         tokenizer=tokenizer,
         max_seq_len=max_seq_len,
-        text_key=tuple(text_key) if text_key and len(text_key) > 1 else (text_key or ["text"])[0],
+        text_key=text_keys,
         split=split,
         encoding=encoding,
         on_error=on_error,
@@ -123,33 +126,44 @@ def data_show(
     from llmfoundry_lite.report.batch import compute_losses, read_batch
     from llmfoundry_lite.tables import Table, console
 
-    found = read_batch(where, batch, changes or ())
-    by = "as in the log" if found.logged_digest else "the log has none of this batch"
-    print(printable(f"batch {batch:,} of {where}: epoch {found.epoch}, {len(found.rows)} rows"))
-    print(f"data/digest {found.digest}, {by}")
+    shown = read_batch(where, batch, changes or ())
+    comparison = "as in the log" if shown.logged_digest else "the log has none of this batch"
+    print(printable(f"batch {batch:,} of {where}: epoch {shown.epoch}, {len(shown.rows)} rows"))
+    print(f"data/digest {shown.digest}, {comparison}")
+
     losses = None
     if loss or checkpoint:
         import torch
 
         from llmfoundry_lite.devices import device_type
 
-        losses = compute_losses(found, checkpoint, torch.device(device_type()))
+        losses = compute_losses(shown, checkpoint, torch.device(device_type()))
         print(printable(f"loss {losses.of_batch:.4f} in fp32, by {losses.checkpoint}"))
-    if found.tokenizer is None:
+    if shown.tokenizer is None:
         print("its tokenizer is not on this machine: token ids are shown, tokenizer.name=… names another place")
-    table = []
-    for number, row in enumerate(found.rows):
-        documents = found.num_documents(row)
-        known = "" if documents is None else str(documents)
-        facts = [str(number), row.stream, row.shard, str(row.sample), known, str(len(row.tokens_t))]
-        facts += [] if losses is None else [f"{losses.of_rows[number]:.4f}"]
-        table.append([*facts, found.text(row)])
-    columns = ["row", "stream", "shard", "sample", "documents", "tokens", *(["loss"] if losses is not None else [])]
-    if not rows:
-        short = [[*facts, " ".join(text.split())[:TEXT_CHARACTERS]] for *facts, text in table]
-        right = [0, *range(3, len(columns))]
-        Table("", [*columns, "begins"], short, right).print(console())
+
+    columns = ["row", "stream", "shard", "sample", "documents", "tokens"]
+    if losses is not None:
+        columns.append("loss")
+    facts_of_rows = []
+    for number, row in enumerate(shown.rows):
+        num_documents = shown.num_documents(row)
+        documents = "" if num_documents is None else str(num_documents)
+        facts = [str(number), row.stream, row.shard, str(row.sample), documents, str(len(row.tokens_t))]
+        if losses is not None:
+            facts.append(f"{losses.of_rows[number]:.4f}")
+        facts_of_rows.append(facts)
+    texts = [shown.text(row) for row in shown.rows]
+
+    if rows:
+        for facts, text in zip(facts_of_rows, texts, strict=True):
+            named_facts = ", ".join(f"{name} {fact}" for name, fact in zip(columns, facts, strict=True) if fact)
+            print(printable(f"\n{named_facts}\n{text}", keep="\n\t"))
         return
-    for *facts, text in table:
-        named = ", ".join(f"{name} {fact}" for name, fact in zip(columns, facts, strict=True) if fact)
-        print(printable(f"\n{named}\n{text}", keep="\n\t"))
+
+    table_rows = []
+    for facts, text in zip(facts_of_rows, texts, strict=True):
+        beginning = " ".join(text.split())[:TEXT_CHARACTERS]
+        table_rows.append([*facts, beginning])
+    numeric_columns = [0, *range(3, len(columns))]
+    Table("", [*columns, "begins"], table_rows, numeric_columns).print(console())

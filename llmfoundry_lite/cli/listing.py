@@ -15,9 +15,12 @@ from llmfoundry_lite.hardware import GIB
 
 
 class Kind(NamedTuple):
+    """A kind of files that come with the package, as a section of `llmfoundry-lite list`."""
+
     files: str
     """Pattern of the files, beneath the folder that holds yamls/ and evals/."""
     example: str
+    """Command that uses one of them."""
 
 
 KINDS = {
@@ -29,6 +32,7 @@ KINDS = {
 }
 
 SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
+"""Suffix of a model's name -> parameters: mpt-125m has 125 million."""
 
 
 def list_command(
@@ -42,35 +46,53 @@ def list_command(
     """
     if kind not in (None, *KINDS):
         raise UserError(f"list: {kind!r} given, expected {either(list(KINDS))}")
-    order = order_here()
-    for number, name in enumerate([kind] if kind else KINDS):
+    sort_key = sort_key_for_this_machine()
+    names = [kind] if kind else list(KINDS)
+    for number, name in enumerate(names):
+        if number > 0:
+            print()
+        print(f"{name}: {KINDS[name].example}")
         folder, _, pattern = KINDS[name].files.partition("/")
-        files = sorted(shipped_folder(folder).glob(pattern), key=order)
-        print(f"{chr(10) * (number > 0)}{name}: {KINDS[name].example}")
+        files = sorted(shipped_folder(folder).glob(pattern), key=sort_key)
         width = max(len(path.stem) for path in files)
         for path in files:
             print(f"  {path.stem:{width}}  {first_sentence(path)}")
 
 
-def order_here() -> Callable[[Path], tuple[bool, float, int, str]]:
-    """Return a sort key: overlay and layouts of this machine's devices first, then small models and few devices."""
-    overlay, memory = "", ""
-    with contextlib.suppress(ConfigError):  # devices of two kinds
-        chosen, found = choose_overlay().values, find_devices()
-        overlay = chosen.stem if isinstance(chosen, Path) else ""
-        memory = f"x{found.row.memory_bytes // GIB}gb" if found is not None and found.row is not None else ""
+def sort_key_for_this_machine() -> Callable[[Path], tuple[bool, float, int, str]]:
+    """Return a key by which to sort YAML files for a listing.
 
-    def key(path: Path) -> tuple[bool, float, int, str]:
+    The overlay and the layouts of this machine's devices come first, then small models before large ones, and few
+    devices before many.
+    """
+    overlay = ""
+    layout_suffix = ""
+    with contextlib.suppress(ConfigError):  # this machine has devices of two kinds
+        chosen = choose_overlay().values
+        devices = find_devices()
+        if isinstance(chosen, Path):
+            overlay = chosen.stem
+        if devices is not None and devices.row is not None:
+            layout_suffix = f"x{devices.row.memory_bytes // GIB}gb"
+
+    def sort_key(path: Path) -> tuple[bool, float, int, str]:
+        """Return whether a file is for other devices, its model's size, its number of devices, and its name."""
         name = path.stem
-        size, devices = re.match(r"mpt-(\d+)([mbt])\b", name), re.search(r"-(\d+)x\d+gb$", name)
-        is_here = name == overlay or bool(memory and name.endswith(memory))
-        return not is_here, int(size[1]) * SIZES[size[2]] if size else 0.0, int(devices[1]) if devices else 0, name
+        is_layout_here = layout_suffix != "" and name.endswith(layout_suffix)
+        is_for_this_machine = name == overlay or is_layout_here
 
-    return key
+        size = re.match(r"mpt-(\d+)([mbt])\b", name)
+        num_parameters = int(size[1]) * SIZES[size[2]] if size else 0.0
+        devices = re.search(r"-(\d+)x\d+gb$", name)
+        num_devices = int(devices[1]) if devices else 0
+        return not is_for_this_machine, num_parameters, num_devices, name
+
+    return sort_key
 
 
 def first_sentence(path: Path) -> str:
-    """Return the beginning of the comment that a file begins with, less the example of its use."""
+    """Return the first sentence of the comment at the top of a YAML file, without the example of its use."""
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
-    text = " ".join(re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.M).split())
-    return re.split(r"[.:;](?:\s|$)|, laid over", text)[0]
+    text = re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.M)
+    words = " ".join(text.split())
+    return re.split(r"[.:;](?:\s|$)|, laid over", words)[0]

@@ -42,92 +42,125 @@ app.add_typer(checkpoint.checkpoint, name="checkpoint")
 app.command("report")(results.report_runs)
 app.command("compare")(results.compare_results)
 app.command("replay")(runs.replay_command)
-ours = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+core_commands = {command.name for command in app.registered_commands}
+core_commands |= {group.name for group in app.registered_groups}
 for name, command in companions.parts("commands"):
-    if name in ours:
+    if name in core_commands:
         companions.leave_out(name, ValueError("the core has a command of this name"))
     elif isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
     else:
         app.command(name)(command)
-add_examples(app, [*EXAMPLES, *(line for one in companions.find_companions() for line in one.examples)])
+examples: list[str] = [*EXAMPLES]
+for companion in companions.find_companions():
+    examples += companion.examples
+add_examples(app, examples)
 
 
 @app.callback(invoke_without_command=True)
 def about(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Print the version, if that is asked for. Typer calls this before every command, with the options before it."""
     if version:
         print(f"llmfoundry-lite {read_release().version}")
         raise typer.Exit
 
 
 def main() -> NoReturn:
-    """Run the `llmfoundry-lite` program."""
+    """Run the command line of `llmfoundry-lite` and exit with its exit code."""
     remote_folder.note_wait = lambda line: print(printable(line), file=sys.stderr, flush=True)
     remote_folder.patience_seconds = remote_folder.PATIENCE_SECONDS
     run_program(app, "llmfoundry-lite")
 
 
 def run_program(program: typer.Typer, name: str) -> NoReturn:
-    """Run a program's command line, on any console, and exit."""
+    """Run the command line of a program and exit with its exit code, even if its output cannot be written.
+
+    `name` is what messages call the program. An output error is reported here, unless it is only that the reader of a
+    pipe has left, as `head` does.
+    """
     output = prepare_output()
     try:
-        code = run(sys.argv[1:], program, name)
+        exit_code = run(sys.argv[1:], program, name)
     except SystemExit as error:
-        code = error.code
+        exit_code = error.code
+
     try:
         sys.stdout.flush()
     except OutputError as error:
-        code = code or tell(error)
+        exit_code = exit_code or print_error(error)
+    # A command that must finish its work drops lines that it cannot write, which is reported here.
     failure = output.failure if output is not None and output.drops else None
     if failure is not None and not isinstance(failure, BrokenPipeError):
         print(f"warning: standard output: {failure.strerror}; some lines were not written", file=sys.stderr)
-    if code == EXIT_INTERRUPTED:
+
+    if exit_code == EXIT_INTERRUPTED:
         end_by_ctrl_c()
-    sys.exit(code)
+    sys.exit(exit_code)
 
 
 def end_by_ctrl_c() -> NoReturn:
-    """End this process as Python ends on Ctrl-C, by the signal itself, but without a traceback.
+    """End this process by SIGINT itself, as Python does on Ctrl-C, but without a traceback.
 
-    A shell reports this as 130. It leaves a loop for no other end: of a command that exits with 130 it assumes that the
-    command has dealt with Ctrl-C, and the loop goes on.
+    A shell reports exit code 130 for this. Exiting with 130 would not do, because a shell then assumes that the command
+    has handled Ctrl-C, and continues a loop in which the command runs.
     """
     sys.excepthook = lambda *error: None
     raise KeyboardInterrupt
 
 
-def tell(error: UserError) -> int:
-    """Print a user's error in a line, unless the reader of the command's output has left. Returns the exit code."""
+def print_error(error: UserError) -> int:
+    """Print an error with its remedy in one line on standard error, and return its exit code.
+
+    Nothing is printed if the error is that the reader of the command's output has left.
+    """
     if error.exit_code != EXIT_UNREAD:
         print(f"error: {printable(' '.join(str(error).split()))}{error.remedy}", file=sys.stderr)
     return error.exit_code
 
 
 def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundry-lite") -> int:
-    """Run one command line and return its exit code. Bugs escape with their traceback."""
+    """Run one command line and return its exit code.
+
+    `arguments` are without the program's name. Errors that the user can act on are printed in one line. Other
+    exceptions are bugs, and pass through with their traceback.
+    """
     try:
-        code = program(arguments, prog_name=name, standalone_mode=False)
+        exit_code = program(arguments, prog_name=name, standalone_mode=False)
     except UserError as error:
-        return tell(error)
-    except typer.TyperException as error:  # a command line that does not parse
-        missing = companions.find_missing("commands")
-        if arguments and arguments[0] in missing:
-            return tell(companions.missing(missing[arguments[0]], needed_for=arguments[0]))
-        context = getattr(error, "ctx", None)
-        if context is not None and not arguments[len(context.command_path.split()) - 1 :]:
-            print(context.get_help(), file=sys.stderr)  # nothing but the name of a group of commands
-            return EXIT_USER
-        hint = f"; see {context.command_path} --help" if context is not None else ""
-        message = " ".join(error.format_message().split()).rstrip(".")
-        print(f"error: {printable(message)}{hint}", file=sys.stderr)
-        return EXIT_USER
+        return print_error(error)
+    except typer.TyperException as error:
+        return print_usage_error(error, arguments)
     except ModuleNotFoundError as error:  # one companion may import another, which is not installed
         if error.name not in companions.PACKAGES:
             raise
-        return tell(companions.missing(error.name, needed_for=arguments[0]))
+        return print_error(companions.missing(error.name, needed_for=arguments[0]))
     except typer.Abort:
         return EXIT_INTERRUPTED
-    return code if isinstance(code, int) else EXIT_DONE
+    return exit_code if isinstance(exit_code, int) else EXIT_DONE
+
+
+def print_usage_error(error: typer.TyperException, arguments: list[str]) -> int:
+    """Print what is wrong with a command line that could not be parsed, on standard error, and return the exit code.
+
+    A command of a companion that is not installed is answered with the companion's name. A line that has no
+    arguments beyond the names of a group and a command, such as `llmfoundry-lite data`, is answered with the help.
+    """
+    missing = companions.find_missing("commands")
+    if arguments and arguments[0] in missing:
+        return print_error(companions.missing(missing[arguments[0]], needed_for=arguments[0]))
+
+    context = getattr(error, "ctx", None)
+    hint = ""
+    if context is not None:
+        num_names = len(context.command_path.split()) - 1  # of groups and the command, without the program's name
+        has_arguments = len(arguments) > num_names
+        if not has_arguments:
+            print(context.get_help(), file=sys.stderr)
+            return EXIT_USER
+        hint = f"; see {context.command_path} --help"
+    message = " ".join(error.format_message().split()).rstrip(".")
+    print(f"error: {printable(message)}{hint}", file=sys.stderr)
+    return EXIT_USER
 
 
 if __name__ == "__main__":

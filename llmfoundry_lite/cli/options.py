@@ -11,32 +11,39 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.files import check_result_replaceable
 
 
-def refuse_beside(
-    context: typer.Context, option: str, why: str, *, only: Collection[str] = (), but: Collection[str] = ()
+def refuse_conflicting(
+    context: typer.Context, option: str, reason: str, *, only: Collection[str] = (), allowed: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError with `why` where the command line gives a parameter that means nothing beside `option`: one of
-    `only`, or if that is empty, any that is not in `but`."""
-    given = [
-        _words(context, parameter)
-        for parameter in context.command.params
-        if parameter.name not in but and option not in parameter.opts and (not only or parameter.name in only)
-        if _is_given(context, parameter)
-    ]
-    if given:
-        raise ConfigError(f"{option}: {why}; leave out {', '.join(given)}")
+    """Raise ConfigError if the command line has parameters that mean nothing together with `option`.
+
+    Those are the parameters named in `only`, or, if that is empty, all but `option` and those in `allowed`. Names are
+    those of the command function's parameters. `reason` says in the message why they mean nothing.
+    """
+    conflicting = []
+    for parameter in context.command.params:
+        may_conflict = parameter.name in only if only else parameter.name not in allowed
+        is_option_itself = option in parameter.opts
+        if may_conflict and not is_option_itself and _is_given(context, parameter):
+            conflicting.append(_display_name(context, parameter))
+    if conflicting:
+        raise ConfigError(f"{option}: {reason}; leave out {', '.join(conflicting)}")
 
 
 def parse_counts(text: str, option: str = "--devices") -> list[int]:
-    """Parse `64,128` as [64, 128]. Raises ConfigError."""
+    """Parse `64,128` as [64, 128]. Raises ConfigError, which names the option, unless all are whole numbers above 0."""
     parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
+    are_counts = all(part.isdecimal() and int(part) > 0 for part in parts)
+    if not are_counts:
         raise ConfigError(f"{option}: {text!r} given, expected a number, or several such as 64,128,256")
     return [int(part) for part in parts]
 
 
 def out_folder(help: str) -> Any:
-    """Make an option for a folder that is written when all is done."""
-    return typer.Option(help=help, callback=_check_folder)
+    """Return a typer option `--out` for a folder of results, which are written at the end of a command.
+
+    That the folder can be written is checked first, so that a long command does not fail at its end.
+    """
+    return typer.Option(help=help, callback=_check_out_folder)
 
 
 def expand_home(path: Path | None) -> Path | None:
@@ -44,25 +51,37 @@ def expand_home(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser()
 
 
-def _check_folder(context: typer.Context, path: Path | None) -> Path | None:
-    """Raise ConfigError for one that cannot be made or written, or where somebody's own file has an answer's name."""
+def _check_out_folder(context: typer.Context, path: Path | None) -> Path | None:
+    """Check the value of an option `--out`, and return it with the user's home folder for `~`. A callback of typer.
+
+    Raises ConfigError if the folder cannot be created or written, or if it has a file of the name of a result, such as
+    report.json, that is not an earlier result.
+    """
     path = expand_home(path)
     if path is None:
         return None
-    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not place.is_dir():
-        raise ConfigError(f"--out: {place} is a file, expected a folder")
-    if not os.access(place, os.W_OK):
-        raise ConfigError(f"--out: {place} cannot be written; name another folder")
+
+    # The innermost folder on the way there that exists; the others will be created in it.
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ConfigError(f"--out: {existing} is a file, expected a folder")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"--out: {existing} cannot be written; name another folder")
     check_result_replaceable(path, context.info_name or "")
     return path
 
 
 def _is_given(context: typer.Context, parameter: Any) -> bool:
+    """Return whether the command line gives this parameter of a command, so that its value is not the default."""
     source = context.get_parameter_source(parameter.name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _words(context: typer.Context, parameter: Any) -> str:
-    """Return an option's name, or the arguments as they were given."""
-    return parameter.opts[0] if parameter.opts[0].startswith("-") else " ".join(context.params[parameter.name])
+def _display_name(context: typer.Context, parameter: Any) -> str:
+    """Return a parameter's name for a message: `--option`, or the values of positional arguments."""
+    name = parameter.opts[0]
+    if name.startswith("-"):
+        return name
+    return " ".join(context.params[parameter.name])

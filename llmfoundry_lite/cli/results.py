@@ -8,6 +8,9 @@ import typer
 from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
 
+MAX_NAMED_MODELS = 2
+"""Most models besides the first that the title of a comparison's figure names."""
+
 
 def report_runs(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders or their URLs.")],
@@ -87,11 +90,14 @@ def compare_results(
     if out is not None:
         from llmfoundry_lite.report.figure import plot_differences
 
-        written = [*write_comparison(loaded, pairs, out), out / "compare.png"]
-        others = ", ".join(result.name for result in loaded[1:]) if len(loaded) < 4 else f"{len(loaded) - 1} models"
-        plot_differences(
-            panels(pairs), written[-1], title=f"{others} against {loaded[0].name}, intervals at the level that decides"
-        )
+        figure = out / "compare.png"
+        written = [*write_comparison(loaded, pairs, out), figure]
+        first, *others = loaded
+        are_few = len(others) <= MAX_NAMED_MODELS
+        subject = ", ".join(result.name for result in others) if are_few else f"{len(others)} models"
+        title = f"{subject} against {first.name}, intervals at the level that decides"
+        plot_differences(panels(pairs), figure, title=title)
+
     print_comparison(pairs, Console())
     for path in written:
         print(printable(str(path)))

@@ -14,6 +14,8 @@ from llmfoundry_lite.cli.options import expand_home
 from llmfoundry_lite.config.load_train import DRY_RUNS
 from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserError, printable
 
+DEFAULT_MAX_RESTARTS = 3
+"""Restarts of `train -n` after a rank has died or frozen."""
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """The rest of the line is the program's own, `--help` and `--dry-run` included."""
 
@@ -40,21 +42,25 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     """Train a model from YAML files and key=value settings."""
     from llmfoundry_lite.launch_train import main
 
-    if not _is_launch(context.args, num_ranks, is_asked=max_restarts is not None):
-        _run_here("llmfoundry_lite.launch_train", main, context.args)
+    if not _starts_ranks(context.args, num_ranks, even_one=max_restarts is not None):
+        _run_in_this_process("llmfoundry_lite.launch_train", main, context.args)
+
     try:
-        launch = companions.load("llmfoundry_ops.commands:train_ranks", "train -n")
+        train_ranks = companions.load("llmfoundry_ops.commands:train_ranks", "train -n")
     except ConfigError as error:
         raise ConfigError(f"{error}; or composer -n {num_ranks} -m llmfoundry_lite.launch_train …") from error
-    raise typer.Exit(launch(context.args, num_ranks, 3 if max_restarts is None else max_restarts, log_dir))
+    if max_restarts is None:
+        max_restarts = DEFAULT_MAX_RESTARTS
+    raise typer.Exit(train_ranks(context.args, num_ranks, max_restarts, log_dir))
 
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models on in-context tasks and held-out text."""
     from llmfoundry_lite.launch_eval import main
 
-    if not _is_launch(context.args, num_ranks):
-        _run_here("llmfoundry_lite.launch_eval", main, context.args)
+    if not _starts_ranks(context.args, num_ranks):
+        _run_in_this_process("llmfoundry_lite.launch_eval", main, context.args)
+
     from llmfoundry_lite.config.load_eval import load_eval_config
     from llmfoundry_lite.launch.ranks import run_ranks
 
@@ -63,19 +69,27 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
     raise typer.Exit(run_ranks("llmfoundry_lite.launch_eval", context.args, num_ranks, logs))
 
 
-def _is_launch(arguments: Sequence[str], num_ranks: int, *, is_asked: bool = False) -> bool:
-    """Return whether there are ranks to start. One runs in this process unless `is_asked`, as do help and dry runs."""
-    if num_ranks == 1 and not is_asked:
+def _starts_ranks(arguments: Sequence[str], num_ranks: int, *, even_one: bool = False) -> bool:
+    """Return whether `train` or `eval` starts its ranks as processes of their own, instead of running in this one.
+
+    A single rank runs in this process, unless `even_one` asks for a process that can be restarted. Help and dry runs
+    are printed by this process, which then has the environment variables of rank 0 of `num_ranks`.
+
+    Raises ConfigError if another launcher has started this process.
+    """
+    if num_ranks == 1 and not even_one:
         return False
     from llmfoundry_lite.launch.ranks import refuse_other_launchers
     from llmfoundry_lite.ranks.rank import rank_variables
 
     refuse_other_launchers()
     os.environ.update(rank_variables(0, num_ranks))
-    return not {"-h", "--help", *DRY_RUNS} & set(arguments)
+    is_only_printed = bool({"-h", "--help", *DRY_RUNS} & set(arguments))
+    return not is_only_printed
 
 
-def _run_here(module: str, main: Callable[[Sequence[str]], None], arguments: list[str]) -> NoReturn:
+def _run_in_this_process(module: str, main: Callable[[Sequence[str]], None], arguments: list[str]) -> NoReturn:
+    """Run the `main` function of a module as `python -m module` would, and exit."""
     from llmfoundry_lite.ranks.ending import run_and_exit
 
     sys.argv = [module, *arguments]
@@ -114,15 +128,13 @@ def generate(
         print(printable(note), file=sys.stderr)
     model = model_of(located)
 
-    def answer(text: str) -> None:
-        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    prompts = [prompt] if prompt is not None else read_prompts()
+    for text in prompts:
         print(text, end="", flush=True)
         for piece in generate_text(model, located.tokenizer, text, max_new_tokens, device=device, **sampling):
             print(printable(piece, keep="\n\t"), end="", flush=True)  # a model may have learned to write escape codes
         print(flush=True)
-
-    for text in [prompt] if prompt is not None else read_prompts():
-        answer(text)
 
 
 def read_prompts() -> Iterator[str]:
@@ -138,7 +150,7 @@ def read_prompts() -> Iterator[str]:
     while True:
         try:
             line = input("> " if is_terminal else "")
-        except (EOFError, RuntimeError):  # RuntimeError: it was closed at the start
+        except (EOFError, RuntimeError):  # RuntimeError: this process was started without standard input
             break
         except UnicodeDecodeError as error:
             advice = f"send text as {error.encoding}, or set PYTHONIOENCODING"
@@ -195,8 +207,10 @@ def replay_command(
     refuse_other_launchers()
     states = [argument for argument in arguments or () if argument.startswith("ba") and "=" not in argument]
     changes = [argument for argument in arguments or () if argument not in states]
-    if len(states) > 1 or not all("=" in change for change in changes):
+    are_settings = all("=" in change for change in changes)
+    if len(states) > 1 or not are_settings:
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
+
     plan = plan_replay(where, states[0] if states else None, uses_recorded_remote=use_recorded_remote)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
@@ -208,16 +222,20 @@ def replay_command(
         except UserError as error:
             raise adapt_advice(error) from error.__cause__
         prepare_environment(config)
+
         start = "its seed" if plan.start is None else plan.start.name
         print(printable(f"training batches {plan.first_batch} to {plan.last_batch} of {where} again, from {start}"))
-        if trust_code and (code := ", ".join(find_code(as_dict(config)))):
-            print(printable(f"--trust-code lets the run's own code take part: {code}"))
-        if (callbacks := find_callbacks(plan.config)) and not trust_code:
-            print(printable(f"without its callbacks {', '.join(map(str, callbacks))}, which --trust-code runs"))
+        code_of_run = ", ".join(find_code(as_dict(config)))
+        callbacks = ", ".join(map(str, find_callbacks(plan.config)))
+        if trust_code and code_of_run:
+            print(printable(f"--trust-code lets the run's own code take part: {code_of_run}"))
+        if callbacks and not trust_code:
+            print(printable(f"without its callbacks {callbacks}, which --trust-code runs"))
+
         logs = Path(temporary) / "logs"
-        code = run_ranks("llmfoundry_lite.launch_replay", [path], num_ranks, logs)
-        if code != EXIT_DONE:
-            raise typer.Exit(code)
+        exit_code = run_ranks("llmfoundry_lite.launch_replay", [path], num_ranks, logs)
+        if exit_code != EXIT_DONE:
+            raise typer.Exit(exit_code)
         outcome = compare_replay(plan, folder)
     print(printable(outcome.text))
     raise typer.Exit(EXIT_DONE if outcome.is_equal else EXIT_DIFFERS)
