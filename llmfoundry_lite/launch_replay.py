@@ -77,8 +77,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def use_recorded_threads(folder: Path) -> None:
-    """Compute on as many threads as the run's last launch, if it has recorded their number and this machine has cores
-    for them.
+    """Compute on as many threads as the run's last launch, if their number is known and there are cores for them.
 
     Each thread adds up a part of its own, so their number changes the last digits. `folder` has the run's segments.
     """

@@ -83,8 +83,10 @@ class LanguageModel(ComposerModel):
         return x_bt if self.context is None else self.context.part(x_bt)
 
     def document_numbers(self, tokens_bt: torch.Tensor) -> torch.Tensor | None:
-        """Return the number of the document that each token [b, t] belongs to; None if a sample counts as one
-        document."""
+        """Return the number of the document that each token [b, t] belongs to.
+
+        Returns None if a sample counts as one document.
+        """
         if self.separator is None:
             return None
         return number_documents(tokens_bt, self.separator, begins=self.separator_begins)
@@ -173,8 +175,10 @@ float64, so they are the same on any number of ranks."""
 
 
 class TokenCrossEntropy(Metric):
-    """Mean loss in nats over all tokens of all ranks, each counted once. torchmetrics adds up the states of the
-    ranks."""
+    """Mean loss in nats over all tokens of all ranks, each counted once.
+
+    torchmetrics adds up the states of the ranks.
+    """
 
     full_state_update = False
     """`update` does not need the state before it, which lets torchmetrics call it once per batch."""

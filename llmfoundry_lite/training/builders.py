@@ -116,8 +116,10 @@ def build_and_restore(
 def build_callbacks(
     config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, partners: Partners
 ) -> list[Callback]:
-    """Build the callbacks that come before `Checkpointing`: learning rate, speed, dropout's seed, the user's,
-    profiler."""
+    """Build the callbacks that come before `Checkpointing`.
+
+    They set the learning rate, log the speed, seed dropout and profile. The user's own are among them.
+    """
     callbacks: list[Callback] = [
         LearningRate(config.scheduler, config.max_duration),
         RunMonitor(

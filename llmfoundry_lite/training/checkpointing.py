@@ -166,8 +166,11 @@ class Checkpointing(Callback):
         self.begin(state)
 
     def _compare_configurations(self, restored: Restored, manifest: Manifest) -> None:
-        """Note the keys that differ from the checkpoint's configuration: in `changes` for the same run, and as a note
-        of `restored` if a new run takes weights of another model."""
+        """Note how the configuration differs from the checkpoint's.
+
+        If this launch carries on the run, sets `changes`. If a new run takes weights of another model, adds a line to
+        the notes of `restored`, which are printed.
+        """
         saved_config = manifest.config or {}
         config = as_dict(self.config)
         if self.carries_on:
@@ -223,8 +226,10 @@ class Checkpointing(Callback):
         return f"{unsaved}; ba{newest} stands" if unsaved else f"ba{newest} stands"
 
     def _describe_unsaved(self, state: State, saved_batch: int) -> str:
-        """Return which batches after `saved_batch` are lost, as in `batches 5 to 8 are in no save`; empty if none
-        are."""
+        """Return which batches after `saved_batch` are lost; empty if none are.
+
+        For example, `batches 5 to 8 are in no save`.
+        """
         first, last = saved_batch + 1, int(state.timestamp.batch)
         if first > last:
             return ""
@@ -283,7 +288,7 @@ class Checkpointing(Callback):
         self.microbatch_of_run = find_microbatch(self.config, manifest)
 
     def _describe_differences(self, manifest: Manifest, state: State) -> str:
-        """Return, in parentheses, how this launch differs from the one that made the checkpoint; empty if it does
+        """Return how this launch differs from the one that made the checkpoint, in parentheses; empty if it does
         not."""
         if not manifest.segments:
             return ""

@@ -56,8 +56,10 @@ class FailedSaves:
         return f"{self.reason}; renew the credentials" if self.needs_credentials else self.reason
 
     def wants_save(self) -> bool:
-        """Return whether to save now instead of at the next `save_interval`, by this rank's clock: some time after a
-        failed save, and once more when `max_unsaved` is reached."""
+        """Return whether to save now, before the next `save_interval`, by this rank's clock.
+
+        That is so some time after a failed save, and once more when `max_unsaved` is reached.
+        """
         if self._first_seconds is None:
             return False
         now = time.monotonic()

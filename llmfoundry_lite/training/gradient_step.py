@@ -83,9 +83,10 @@ class LossScaler:
 
 @dataclass(kw_only=True)
 class GradientStep:
-    """Everything between the backward pass and the optimizer: when gradients are summed over devices, unscaling,
-    clipping, and the check that they are finite. A batch that is not finite on any rank is skipped, or ends the run, on
-    all ranks.
+    """Everything between the backward pass and the optimizer.
+
+    It decides when gradients are summed over devices, unscales and clips them, and checks that they are finite. A batch
+    that is not finite on any rank is skipped, or ends the run, on all ranks.
 
     Call order in a batch: `begin`; `before_forward` and `after_loss` for each microbatch; `finish`.
     """
@@ -131,10 +132,8 @@ class GradientStep:
     ) -> None:
         """Begin to add up this batch's gradients of `parameters` exactly.
 
-        Call it after `begin`, if `exact_sums` is set.
-
-        `weight` is the number of tokens or samples that have a loss in this batch, and `full_weight` in a batch without
-        padding. `num_microbatches` counts those of all ranks.
+        Call it after `begin`, if `exact_sums` is set. `weight` is the number of tokens or samples that have a loss in
+        this batch, and `full_weight` in a batch without padding. `num_microbatches` counts those of all ranks.
         """
         assert self.exact_sums is not None
         self.full_weight = full_weight

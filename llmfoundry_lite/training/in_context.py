@@ -80,8 +80,7 @@ class ModelInTraining(TreeModel):
             return super().score(inputs, answers)
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        """Yield the tokens that the model writes after `context`, as `TreeModel.generate` does, in the run's
-        precision."""
+        """Yield the tokens that the model writes after `context`, in the run's precision; see `TreeModel.generate`."""
         with self._precision():
             yield from super().generate(context, max_new_tokens)
 

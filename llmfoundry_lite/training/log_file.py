@@ -58,8 +58,7 @@ class LogFile:
         return f"{self.path}: {num_bytes_cut:,} bytes were cut off while the run trained; their records are lost"
 
     def _write_again(self, what_happened: str) -> str:
-        """Append our lines that the file at `path` lacks to it, creating it if it is not there, and continue with that
-        file.
+        """Append our lines that the file at `path` lacks, and continue with that file. Create it if it is not there.
 
         `what_happened` to the old file is "replaced", "replaced by a link" or "removed or renamed". A link in its
         place is removed. Returns a sentence for the user. It is empty if nothing was lost, or if the folder is still

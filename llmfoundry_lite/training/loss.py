@@ -111,8 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden_nd, unembedding_vd, labels_n, weights_n, backward_runs_once, chunk_bytes, vocabulary, compiled
     ):
-        """Return the sum of the losses, and keep the gradients of `hidden_nd` and `unembedding_vd` for the backward
-        pass.
+        """Return the sum of the losses, and keep the gradients of hidden states and embedding for the backward pass.
 
         `vocabulary` is this rank's part of a divided vocabulary, or None. The other arguments are those of
         `cross_entropy_sum`. A chunk's logits are released before the next chunk's are computed.
@@ -224,11 +223,10 @@ def _add_unembedding_gradient(
 
 
 def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [c] of c labels in fp32, and the gradients [c, v] of their logits, softmax -
-    one_hot.
+    """Return the log-probabilities [c] of c labels in fp32, and the gradients [c, v] of their logits.
 
-    `columns_c` are the labels as columns of the vocabulary. A compiler makes one pass of this. Eager, it would take
-    more memory than steps in place.
+    The gradients are softmax - one_hot. `columns_c` are the labels as columns of the vocabulary. A compiler makes one
+    pass of this. Eager, it would take more memory than steps in place.
     """
     log_p_cv = torch.log_softmax(logits_cv, dim=-1, dtype=torch.float32)
     is_label_cv = torch.arange(logits_cv.size(1), device=logits_cv.device) == columns_c[:, None]

@@ -273,8 +273,7 @@ class ResidentMeter:
         raise AssertionError("/proc/self/status has no VmHWM")
 
     def limit_bytes(self) -> int:
-        """Return how much memory this process can have: what it has, and an even part of what is free on this
-        machine."""
+        """Return how much memory this process can have: what it has, and its part of what is free on this machine."""
         free_for_this_rank = devices.available_memory_bytes() // this_rank().local_world_size
         return psutil.Process().memory_info().rss + free_for_this_rank
 

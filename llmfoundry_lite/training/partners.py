@@ -88,8 +88,10 @@ class Partners:
         return {}
 
     def changed_batches(self) -> Iterator[Any] | None:
-        """Return, at the end of a batch, the batches to continue with if this rank reads other rows from now on; else
-        None."""
+        """Return the batches to continue with if this rank reads other rows from the next batch on; else None.
+
+        The loop calls this at the end of each batch.
+        """
         return None
 
     def close(self, *, has_finished: bool = False) -> None:

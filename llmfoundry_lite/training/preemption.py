@@ -61,8 +61,7 @@ SIGNALS_PER_READ = 64
 
 @dataclass(eq=False)
 class Preemption:
-    """Notes why this rank should leave early, lets all ranks agree on it, and ends the process if leaving takes too
-    long.
+    """Notes why this rank should leave early, lets all ranks agree on it, and ends the process if that takes too long.
 
     Reasons are indices of `REASONS`. Two threads run beside the main one from `listen` on, until the process ends.
     """
@@ -209,8 +208,10 @@ class Preemption:
                 self._note_reason(WALL_TIME_REASON)
 
     def _seconds_to_next_check(self) -> float:
-        """Return how long to wait for a signal: until the next deadline, and `POLL_SECONDS` at most, because another
-        rank or the main thread may have learnt of a reason."""
+        """Return how many seconds to wait for a signal: until the next deadline, and `POLL_SECONDS` at most.
+
+        Meanwhile another rank or the main thread may have learnt of a reason.
+        """
         next_deadline = self.leave_by if self.leave_by is not None else self.deadline
         if next_deadline is None:
             return POLL_SECONDS

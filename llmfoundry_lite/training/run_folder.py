@@ -330,8 +330,10 @@ class RunFolder(LoggerDestination):
 
 @contextlib.contextmanager
 def disk_errors_as_user_errors(path: Path) -> Iterator[None]:
-    """Raise UserError instead of OSError in a block that writes to `path`: the disk is full, read-only or missing, or
-    the file is a link, which somebody else may have put there."""
+    """Raise UserError instead of OSError in a block that writes to `path`.
+
+    The disk is full, read-only or missing, or the file is a link, which somebody else may have put there.
+    """
     try:
         yield
     except OSError as error:

@@ -249,10 +249,10 @@ class RunHandle:
                 self._newest_lease = self._saving.saver.store.leases.highest_epoch()
 
     def has_successor(self) -> bool:
-        """Return whether another launch has taken the run's lease since this one has, or else since
-        `note_newest_lease`.
+        """Return whether another launch has taken the run's lease since this one took it.
 
-        Rank 0 reads the leases, and broadcasts the answer. If they cannot be read, the answer is False.
+        If this launch has not, returns whether one has since `note_newest_lease`. Rank 0 reads the leases, and
+        broadcasts the answer. If they cannot be read, the answer is False.
         """
         has_successor = False
         if dist.get_rank() == 0:

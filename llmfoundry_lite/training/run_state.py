@@ -191,8 +191,7 @@ def recorded_variable(name: str, value: str) -> str:
 
 
 def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[Segment, ...]:
-    """Return the segments of earlier launches, with values of variables replaced by references where `config` has
-    those.
+    """Return the segments of earlier launches, with references to variables where `config` has references.
 
     Earlier releases recorded the values, which may be secrets.
     """

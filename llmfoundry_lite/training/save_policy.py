@@ -37,8 +37,11 @@ class Decision(NamedTuple):
 
 
 class SavePolicy:
-    """Decides on saves: at every `save_interval`, counted in training or by the clock; after the last batch of the run
-    or of the launch; and before leaving early."""
+    """Decides whether a batch is saved, and whether the launch ends after it.
+
+    It saves at every `save_interval`, counted in training or by the clock; after the last batch of the run or of the
+    launch; and before leaving early.
+    """
 
     def __init__(self, config: TrainConfig, preemption: Preemption, agreement: Agreement):
         """Prepare the policy of a launch. `start` sets where in the run it begins."""

@@ -79,12 +79,11 @@ def convert_duration(
 def _inverse_square_root(
     schedule: SchedulerConfig, t: float, t_warmup: float, t_max: float, t_scale: float, t_cooldown: float
 ) -> float:
-    """Return the multiplier of LLM Foundry's inverse square root schedule after the warm-up: a decay, then a linear
-    cooldown.
+    """Return the multiplier of LLM Foundry's inverse square root schedule after the warm-up.
 
-    `t` is the time trained; all times are in the unit of the run. The decay falls from 1 to `alpha_f_decay` as
-    1 / sqrt((t - t_warmup + t_scale) / t_scale). The cooldown takes the last `t_cooldown` before `t_max`, and ends at
-    `alpha_f_cooldown`.
+    It decays, then cools down linearly. `t` is the time trained; all times are in the unit of the run. The decay falls
+    from 1 to `alpha_f_decay` as 1 / sqrt((t - t_warmup + t_scale) / t_scale). The cooldown takes the last `t_cooldown`
+    before `t_max`, and ends at `alpha_f_cooldown`.
     """
 
     def decayed(t: float) -> float:
@@ -100,12 +99,11 @@ def _inverse_square_root(
 
 
 def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
-    """Return the multiplier of MiniCPM's schedule (Hu et al. 2024) after the warm-up: 1, and a decay to `alpha_f` at
-    the end.
+    """Return the multiplier of MiniCPM's schedule (Hu et al. 2024) after the warm-up.
 
-    `t` is the time trained, `t_max` the length of the run and `t_decay` that of its decay, in one unit. The decay
-    `1-sqrt` is that of Hägele et al. 2024. Before t_max - t_decay nothing depends on when the run ends. So any
-    checkpoint from before it can be carried on with another end, or decay at once.
+    It is 1, and decays to `alpha_f` at the end. `t` is the time trained, `t_max` the length of the run and `t_decay`
+    that of its decay, in one unit. The decay `1-sqrt` is that of Hägele et al. 2024. Before t_max - t_decay nothing
+    depends on when the run ends. So any checkpoint from before it can be carried on with another end, or decay at once.
     """
     if t_decay:
         fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
@@ -131,8 +129,7 @@ class LearningRate(Callback):
     max_duration: Duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Raise ConfigError if a duration of the schedule needs the number of batches in an epoch, and the data has
-        none."""
+        """Raise ConfigError if the schedule needs the number of batches in an epoch, and the data does not have it."""
         if state.dataloader_len is not None:
             return
         units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))

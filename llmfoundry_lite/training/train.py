@@ -150,11 +150,11 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Switch torch to deterministic kernels if the run asks for them, so that a repetition on the same devices computes
-    the same bits.
+    """Switch torch to deterministic kernels if the run asks for them.
 
-    Returns the configuration with `deterministic` true then, and else unchanged. `device_type` is "cuda" or "cpu".
-    Raises ConfigError if CUBLAS_WORKSPACE_CONFIG has a value that torch refuses with deterministic kernels.
+    With those, a repetition on the same devices computes the same bits. Returns the configuration with `deterministic`
+    true then, and else unchanged. `device_type` is "cuda" or "cpu". Raises ConfigError if CUBLAS_WORKSPACE_CONFIG has a
+    value that torch refuses with deterministic kernels.
     """
     if not config.is_deterministic_on(device_type):
         return config
@@ -179,9 +179,11 @@ def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
 
 
 def set_microbatch_size(config: TrainConfig, trainer: ParallelTrainer, checkpointing: Checkpointing) -> None:
-    """Set the number of samples that a device computes at once: the checkpoint's if exact sums need it, else the
-    configured one, or with `auto` the largest that fits. Collective. Raises ConfigError if a single sample does not
-    fit."""
+    """Set the number of samples that a device computes at once. Collective.
+
+    It is the checkpoint's if exact sums need that, else the configured one, or with `auto` the largest that fits.
+    Raises ConfigError if a single sample does not fit.
+    """
     size = checkpointing.microbatch_of_run
     if size is None:
         size = choose_microbatch(config, checkpointing.model, trainer.state.optimizers[0])
@@ -300,8 +302,10 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
 
 
 def has_lost_work(launch: Launch) -> bool:
-    """Return whether batches were trained that no save holds: by this launch, or by one before it that has failed, if
-    this launch has not carried on."""
+    """Return whether batches were trained that no save holds.
+
+    They are this launch's, or those of an earlier one that has failed, if this launch has not carried on.
+    """
     if launch.run_folder.trainer is None:
         return has_lost_batches(read_status(launch.run_folder.folder) or {})
     if launch.trainer is None or launch.checkpointing is None:

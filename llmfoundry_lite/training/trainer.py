@@ -143,15 +143,15 @@ class ParallelTrainer(Trainer):
         self.agreement.begin_epoch(batches)
 
     def _loader_batches(self) -> Iterator[Any]:
-        """Return the batches of Composer's current data loader, cut off after the length that Composer knows, if
-        any."""
+        """Return the batches of Composer's current data loader, as many as Composer has been told, if it has."""
         assert self.state.dataloader is not None
         length = self.state.dataloader_len
         return islice(self.state.dataloader, None if length is None else int(length))
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """Train on this rank's rows, `state.batch`: add the gradients of its microbatches, sum them over ranks and
-        launches, clip, and step the optimizer. Collective. `Checkpointing.batch_end` comes next.
+        """Train on this rank's rows of a batch, `state.batch`. Collective. `Checkpointing.batch_end` comes next.
+
+        Adds the gradients of the microbatches, sums them over ranks and launches, clips, and steps the optimizer.
 
         The loss is the mean over the global batch's tokens or samples, however ranks, microbatches and pipeline stages
         divide them. `use_grad_scaling` is Composer's, and not used. Returns None, so that Composer's loop does not sum
@@ -219,42 +219,55 @@ class ParallelTrainer(Trainer):
     def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:
         """Compute a microbatch, and add its gradient to the parameters'.
 
-        A pipeline computes all microbatches in one pass. `microbatch` is on the host, `state.batch` is the same on the
-        device, and `loss_divisor` is explained by the table at the top of this file. Fires Composer's events where
-        Composer's own step does. Returns a scalar, this rank's weighted loss. Its mean over ranks, or its sum with
-        exact sums, is the global batch's loss.
+        `microbatch` is on the host, and `state.batch` is the same on the device. `loss_divisor` is explained by the
+        table at the top of this file. Fires Composer's events where Composer's own step does. Returns a scalar, this
+        rank's weighted loss. Its mean over ranks, or its sum with exact sums, is the global batch's loss.
         """
         state, step, run_event = self.state, self.gradient_step, self.engine.run_event
         model: Any = self._original_model
-        spec = cast(DataSpec, self._train_data_spec)
-        is_pipeline = model.num_stages > 1
+        if model.num_stages > 1:
+            return self._add_pipeline_gradient(loss_divisor)
+
         run_event(Event.BEFORE_FORWARD)
-        if not is_pipeline:
-            state.outputs = state.model(state.batch)
+        outputs: Any = state.model(state.batch)
+        state.outputs = outputs
         run_event(Event.AFTER_FORWARD)
         run_event(Event.BEFORE_LOSS)
-        if is_pipeline:  # forward and backward passes of all microbatches
-            losses = model.train_on(state.batch, cast(int, state.device_train_microbatch_size), loss_divisor)
-            state.loss = losses.sum()
-        else:
-            losses = state.loss = model.loss(state.outputs, state.batch)
-        step.after_loss(cast(torch.Tensor, state.loss))
+        mean_loss = model.loss(outputs, state.batch)
+        state.loss = mean_loss
+        step.after_loss(mean_loss)
         run_event(Event.AFTER_LOSS)
         run_event(Event.BEFORE_BACKWARD)
-        if not is_pipeline:
-            if step.exact_sums:  # the product that a pipeline computes, so that both give the same bits
-                outputs: Any = state.outputs
-                losses = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
-            elif self.accumulate_train_batch_on_tokens:
-                losses = losses * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / loss_divisor)
-            else:
-                losses = losses * (count_rows(microbatch) / loss_divisor)
-            losses.backward()
+        if step.exact_sums:  # the product that a pipeline computes, so that both give the same bits
+            loss = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
+        elif self.accumulate_train_batch_on_tokens:
+            spec = cast(DataSpec, self._train_data_spec)
+            loss = mean_loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / loss_divisor)
+        else:
+            loss = mean_loss * (count_rows(microbatch) / loss_divisor)
+        loss.backward()
         run_event(Event.AFTER_BACKWARD)
-        losses = losses.detach()
-        if step.exact_sums:
-            losses = round_loss(losses)
-        return losses.sum()
+        return round_loss(loss.detach()) if step.exact_sums else loss.detach()
+
+    def _add_pipeline_gradient(self, loss_divisor: float) -> torch.Tensor:
+        """Compute all microbatches of `state.batch` in one pass through the pipeline's stages, and add up their
+        gradients.
+
+        Forward and backward passes alternate within one call, so Composer's events before and after them say nothing of
+        their time. See `_add_gradient` for `loss_divisor` and for the scalar that is returned.
+        """
+        state, step, run_event = self.state, self.gradient_step, self.engine.run_event
+        model: Any = self._original_model
+        for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS):
+            run_event(event)
+        losses_m = model.train_on(state.batch, state.device_train_microbatch_size, loss_divisor)  # one per microbatch
+        loss_sum = losses_m.sum()
+        state.loss = loss_sum
+        step.after_loss(loss_sum)
+        for event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
+            run_event(event)
+        losses_m = losses_m.detach()
+        return (round_loss(losses_m) if step.exact_sums else losses_m).sum()
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
