@@ -43,28 +43,42 @@ LISTING = "export.json"
 
 @contextlib.contextmanager
 def published(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder, then sync it and move it to `folder`, replacing an earlier export. Raises ExportError."""
+    """Yield an empty draft folder, and move it to `folder` at the end of the block, if that does not raise.
+
+    The export appears under its name in one step, once all its files are on disk, and replaces an earlier export. If
+    the process is killed while it moves the folders, the next export restores the earlier one.
+
+    Raises ExportError if something cannot be written, if `folder` has files that no export wrote, or if another
+    process is exporting to it.
+    """
     folder = folder.resolve()
-    with contextlib.suppress(FileNotFoundError):  # the working folder may be gone
-        if (here := Path.cwd()) in folder.parents:
-            folder = folder.relative_to(here)
-    # A fixed name, so that the next export restores or removes what a killed one leaves behind.
+    with contextlib.suppress(FileNotFoundError):  # the working directory may have been removed
+        working_directory = Path.cwd()
+        if working_directory in folder.parents:
+            folder = folder.relative_to(working_directory)
+    # The name is fixed, so that the next export finds what a killed one has left.
     work = folder.parent / f".{folder.name}.export"
     draft, replaced = work / "draft", work / "replaced"
     try:
-        with _alone_in(work, folder):
-            if not folder.exists() and _find_foreign(replaced) is None:  # killed between the renames below
+        with _exclusive_work_folder(work, folder):
+            # An earlier export was killed between the two renames below.
+            if not folder.exists() and _find_foreign_file(replaced) is None:
                 replaced.rename(folder)
-            is_taken = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
-            if is_taken and (foreign := _find_foreign(folder)) is not None:
-                raise ExportError(
-                    f"{folder}: exists and is not an earlier export: {foreign}; give another folder or remove it"
-                )
+            is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+            if folder.exists() and not is_empty_folder:
+                foreign_file = _find_foreign_file(folder)
+                if foreign_file is not None:
+                    raise ExportError(
+                        f"{folder}: exists and is not an earlier export: {foreign_file}; give another folder or "
+                        "remove it"
+                    )
             for leftover in (draft, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
+
             draft.mkdir()
             yield draft
-            write_json(draft / LISTING, {"files": {path.name: _hash(path) for path in sorted(draft.iterdir())}})
+            hashes = {path.name: _hash(path) for path in sorted(draft.iterdir())}
+            write_json(draft / LISTING, {"files": hashes})
             sync_folder(draft)
             if folder.exists():
                 folder.rename(replaced)
@@ -75,9 +89,14 @@ def published(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone_in(work: Path, folder: Path) -> Iterator[None]:
-    """Exclude other exports, if the file system can lock, and restore `folder` after a failure. Raises ExportError."""
-    while True:
+def _exclusive_work_folder(work: Path, folder: Path) -> Iterator[None]:
+    """Create and lock the folder `work` during a block, and remove it at the end.
+
+    If the block has moved `folder` to `work / "replaced"` and failed, it is moved back. Raises ExportError if another
+    process holds the lock. On a file system without locks, nothing excludes another process.
+    """
+    has_lock = False
+    while not has_lock:
         work.mkdir(parents=True, exist_ok=True)
         try:
             lock = lock_folder(work)
@@ -85,21 +104,27 @@ def _alone_in(work: Path, folder: Path) -> Iterator[None]:
             raise ExportError(
                 f"{folder}: another export is writing it; wait for that one, or give another folder"
             ) from None
-        with contextlib.suppress(FileNotFoundError):  # removed by another export that has just ended
-            if os.path.samestat(os.fstat(lock), os.stat(work)):
-                break
-        os.close(lock)
+        # An export that has just ended may have removed the folder before it was locked here. Then another is created.
+        with contextlib.suppress(FileNotFoundError):
+            has_lock = os.path.samestat(os.fstat(lock), os.stat(work))
+        if not has_lock:
+            os.close(lock)
     try:
         yield
     finally:
-        if not folder.exists() and (work / "replaced").exists():
-            (work / "replaced").rename(folder)
+        replaced = work / "replaced"
+        if not folder.exists() and replaced.exists():
+            replaced.rename(folder)
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
 
 
-def _find_foreign(folder: Path) -> str | None:
-    """Describe the first file in `folder` that no export has written; None for an unchanged export."""
+def _find_foreign_file(folder: Path) -> str | None:
+    """Describe the first file in `folder` that is missing, changed, or not written by an export; None if there is none.
+
+    An export lists the hash of each of its files in LISTING. Without a listing that can be read, no file is an
+    export's.
+    """
     try:
         hashes = bounded.read_json(folder / LISTING, "a listing")["files"]
         names = {path.name for path in folder.iterdir()} - {LISTING}
@@ -115,6 +140,7 @@ def _find_foreign(folder: Path) -> str | None:
 
 
 def _hash(path: Path) -> str:
+    """Return the hash of a file's content, as LISTING has it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -122,49 +148,63 @@ def _hash(path: Path) -> str:
 def write_weights(
     sizes_bytes: Mapping[str, int], build_tensor: Callable[[str], torch.Tensor], folder: Path, max_shard_bytes: int
 ) -> None:
-    """Write one file, or several and an index; only one shard's tensors are in memory at a time."""
+    """Write tensors into one safetensors file, or into several of at most `max_shard_bytes` with an index.
+
+    `sizes_bytes` has the size of each tensor, by name, in the order in which they are written. `build_tensor` returns
+    a tensor by its name; only those of one file are in memory at a time. A tensor above the limit gets a file of its
+    own.
+    """
     shards: list[list[str]] = [[]]
+    shard_bytes = 0
     for name, size_bytes in sizes_bytes.items():
-        if shards[-1] and sum(sizes_bytes[other] for other in shards[-1]) + size_bytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + size_bytes > max_shard_bytes:
             shards.append([])
+            shard_bytes = 0
         shards[-1].append(name)
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        shard_bytes += size_bytes
+
+    is_single = len(shards) == 1
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if is_single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors({name: build_tensor(name) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
+    if not is_single:
         index = {"metadata": {"total_size": sum(sizes_bytes.values())}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one file with the umask's permissions; safetensors itself would let only the owner read it.
+    """Write a safetensors file with the permissions of the umask; the library alone would let only the owner read it.
 
-    Raises OSError.
+    Raises OSError, with the system's error number, if it cannot be written.
     """
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        if number := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
+        os_error = re.search(r"\(os error (\d+)\)", str(error))
+        if os_error is None:
+            raise
+        number = int(os_error[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
     path.chmod(mode)
 
 
 def read_weights(
     folder: Path, read_pickle: Callable[[Path], dict[str, torch.Tensor]] | None
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of a folder, from safetensors or else from pickles. Raises ExportError."""
+    """Read all tensors of a Hugging Face folder, by name, from safetensors files, or if it has none, from pickles.
+
+    `read_pickle` reads a pickle; without it, pickles are refused, because they can run code. Raises ExportError.
+    """
     check_no_adapter(folder)
     files = _weight_files(folder, "model", "safetensors")
     if files is not None:
-        return _read_all(
-            folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_tensor(name))
-        )
-    pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in sorted(folder.glob(pattern))]
+        return _read_all(folder, files, _read_tensors)
+
+    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
     if not pickles:
         raise ExportError(f"{folder}: no model.safetensors; expected the folder of a Hugging Face model")
     if read_pickle is None:
@@ -188,49 +228,70 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def read_dtypes(folder: Path) -> dict[str, str]:
-    """Read the dtype of each tensor as safetensors names it, such as BF16; empty where there are only pickles.
+    """Return the dtype of each tensor of a folder as safetensors names it, such as BF16, without reading the tensors.
 
-    Raises ExportError as `read_weights` does.
+    Empty if the folder only has pickles. Raises ExportError as `read_weights` does.
     """
     files = _weight_files(folder, "model", "safetensors") or []
-    return _read_all(
-        folder, files, lambda path: _read_safetensors(path, lambda reader, name: reader.get_slice(name).get_dtype())
-    )
+    return _read_all(folder, files, _read_tensor_dtypes)
 
 
 def _read_all(folder: Path, files: list[str], read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
-    """Read the tensors of all files. Raises ExportError for a tensor that two files have."""
-    state: dict[str, T] = {}
+    """Call `read` with the path of each file, and return all its results, by tensor name.
+
+    Raises ExportError for a tensor that two files have.
+    """
+    contents: dict[str, T] = {}
     for file in files:
         content = read(folder / file)
-        if repeated := sorted(state.keys() & content.keys()):
+        repeated = sorted(contents.keys() & content.keys())
+        if repeated:
             raise ExportError(
                 f"{folder}: {repeated[0]} is in {file} and in another file; it cannot be told which counts"
             )
-        state |= content
-    return state
+        contents |= content
+    return contents
 
 
 def _weight_files(folder: Path, stem: str, suffix: str) -> list[str] | None:
-    """List the one file, or the files of an index; None if there is neither. Raises ExportError if one is missing."""
-    index, single = folder / f"{stem}.{suffix}.index.json", f"{stem}.{suffix}"
+    """List a folder's files of weights: `<stem>.<suffix>`, or those named in its index; None if there is neither.
+
+    Raises ExportError if the index is malformed, names a file that is missing or in another folder, or leaves out the
+    single file that is there too.
+    """
+    single = f"{stem}.{suffix}"
+    has_single = (folder / single).is_file()
+    index = folder / f"{single}.index.json"
     if not index.is_file():
-        return [single] if (folder / single).is_file() else None
+        return [single] if has_single else None
+
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ExportError(f"{index}: weight_map gives no file for each tensor; copy the file again from its source")
     files = sorted(set(weight_map.values()))
-    if (folder / single).is_file() and single not in files:
+    if has_single and single not in files:
         raise ExportError(
             f"{folder}: holds {single} and {index.name}, which names other files; remove those that are not the model's"
         )
     for file in files:
-        if Path(file).name != file or not (folder / file).is_file():
+        is_plain_name = Path(file).name == file
+        if not is_plain_name or not (folder / file).is_file():
             raise ExportError(f"{folder}: {file}, named in {index.name}, is not in the folder")
     return files
 
 
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a safetensors file, by name. Raises ExportError if it is damaged."""
+    return _read_safetensors(path, lambda reader, name: reader.get_tensor(name))
+
+
+def _read_tensor_dtypes(path: Path) -> dict[str, str]:
+    """Read the dtypes of the tensors in a safetensors file, by name. Raises ExportError if it is damaged."""
+    return _read_safetensors(path, lambda reader, name: reader.get_slice(name).get_dtype())
+
+
 def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]:
+    """Return `read(reader, name)` for each tensor of a safetensors file. Raises ExportError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as reader:
             return {name: read(reader, name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
@@ -239,51 +300,64 @@ def _read_safetensors(path: Path, read: Callable[[Any, str], T]) -> dict[str, T]
 
 
 def write_tokenizer(folder: Path, draft: Path, model_max_length: int) -> dict[str, Any]:
-    """Copy a tokenizer, with generation_config.json. Returns the ids of its special tokens, for config.json.
+    """Copy a tokenizer from `folder` to `draft`, with generation_config.json.
 
-    Ids in generation_config.json take precedence over the tokenizer's own, because a chat model may stop at several.
-    Raises ExportError, or DataError for files that cannot be read.
+    `model_max_length` is written into its configuration, since evaluation harnesses otherwise assume 2,048 tokens for
+    MPT.
+
+    Returns the ids of its special tokens, for config.json: `bos_token_id` and so on. Ids in generation_config.json
+    take precedence over the tokenizer's own, because a chat model may stop at several. Raises ExportError, and
+    DataError for files that cannot be read.
     """
     files = read_folder(folder)
-    config, generation = read_config(files, str(folder)), read_generation_settings(files, str(folder))
+    config = read_config(files, str(folder))
+    generation = read_generation_settings(files, str(folder))
     for name in VOCABULARY_FILES:
         if (folder / name).is_file():
             content = bounded.read_at_most(folder / name, bounded.MAX_TOKENIZER_BYTES, "a tokenizer")
             (draft / name).write_bytes(content)
-    # Without the length, evaluation harnesses take 2,048 tokens for MPT.
     write_json(draft / CONFIG_FILE, config | {"model_max_length": model_max_length})
-    ids, special = _ids_of(folder / TOKENIZER_FILE), {}
+
+    token_ids = _read_token_ids(folder / TOKENIZER_FILE)
+    special_ids: dict[str, Any] = {}
     for kind in ("bos_token", "eos_token", "pad_token"):
-        found = generation.get(f"{kind}_id", ids.get(token_text(config.get(kind))))
-        special |= {} if found is None else {f"{kind}_id": found}
-    if special or generation:
-        write_json(draft / GENERATION_FILE, special | generation)
-    return special
+        own_id = token_ids.get(token_text(config.get(kind)))
+        token_id = generation.get(f"{kind}_id", own_id)
+        if token_id is not None:
+            special_ids[f"{kind}_id"] = token_id
+    if special_ids or generation:
+        write_json(draft / GENERATION_FILE, special_ids | generation)
+    return special_ids
 
 
 def write_for_plain_class(draft: Path, tokenizer: Tokenizer) -> None:
-    """Rewrite a draft's tokenizer for the class of transformers that takes tokenizer.json as it is."""
+    """Rewrite the tokenizer in `draft` for the class of transformers that uses tokenizer.json as it is.
+
+    Other classes replace parts of it by their own. The `model_max_length` that `write_tokenizer` has written stays.
+    """
     files = tokenizer.files()
-    settings = read_json(draft / CONFIG_FILE)
+    model_max_length = read_json(draft / CONFIG_FILE)["model_max_length"]
     (draft / TOKENIZER_FILE).write_bytes(files[TOKENIZER_FILE])
-    write_json(
-        draft / CONFIG_FILE, {**json.loads(files[CONFIG_FILE]), "model_max_length": settings["model_max_length"]}
-    )
+    config = json.loads(files[CONFIG_FILE])
+    write_json(draft / CONFIG_FILE, {**config, "model_max_length": model_max_length})
 
 
-def _ids_of(path: Path) -> dict[str | None, int]:
-    """Return token -> id, as a tokenizer.json has them; empty without the file."""
+def _read_token_ids(path: Path) -> dict[str | None, int]:
+    """Return the id of each token in a tokenizer.json, added tokens included; empty without the file."""
     if not path.is_file():
         return {}
     tokenizer = read_json(path)
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    # Unigram models keep [token, score] pairs in the order of their ids.
-    ids = {token: i for i, (token, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):
+        # A unigram model has [token, score] pairs in the order of their ids.
+        token_ids = {token: i for i, (token, _) in enumerate(vocabulary)}
+    else:
+        token_ids = dict(vocabulary)
+    return token_ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ExportError."""
+    """Read a JSON object. Raises ExportError if the file cannot be read or is something else."""
     try:
         value = bounded.read_json(path, "a JSON file")
     except (OSError, ValueError) as error:
@@ -294,4 +368,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object, indented as transformers does it."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
