@@ -76,8 +76,9 @@ def measure_segment(log: Log, segment: Segment, prices: Mapping[str, float]) -> 
     mfu = None
     if num_devices and timed_seconds > 0:
         tokens_per_second = float(tokens[is_timed].sum() / timed_seconds) / num_devices
-        if tokens_per_second and accelerator:
-            mfu = tokens_per_second * mfu_per_token_rate(log, rows, num_devices)
+        mfu_of_one = mfu_per_token_rate(log, rows, num_devices)
+        if tokens_per_second and accelerator and mfu_of_one is not None:
+            mfu = tokens_per_second * mfu_of_one
 
     hours = elapsed_hours(log, rows)
     device_hours = hours * num_devices if hours is not None and num_devices else None
@@ -194,15 +195,17 @@ def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
     return None
 
 
-def mfu_per_token_rate(log: Log, rows: slice, num_devices: int) -> float:
+def mfu_per_token_rate(log: Log, rows: slice, num_devices: int) -> float | None:
     """Return the MFU that one token per second on each device is worth: the same for all batches of one model.
 
-    It is computed from the last of `rows` with an MFU and a rate. The log must have such a row.
+    It is computed from the last of `rows` with an MFU and a rate. None if there is none, in a log of another program.
     """
     mfu = log.numbers(MFU)[rows]
     tokens_per_second = log.numbers(RATE)[rows]  # of all devices
-    last_known = np.flatnonzero(np.isfinite(mfu) & (tokens_per_second > 0))[-1]
-    return float(mfu[last_known] / (tokens_per_second[last_known] / num_devices))
+    known = np.flatnonzero(np.isfinite(mfu) & (tokens_per_second > 0))
+    if not len(known):
+        return None
+    return float(mfu[known[-1]] / (tokens_per_second[known[-1]] / num_devices))
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:

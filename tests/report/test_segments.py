@@ -38,3 +38,12 @@ def test_a_sum_with_an_unknown_part_is_unknown():
     sums = sum_segments([known, unknown])
     assert (sums["cost"], sums["energy_kwh"], sums["joules_per_token"]) == (None, None, None)
     assert (sums["tokens"], sums["cost_per_million_tokens"]) == (6000, None)
+
+
+def test_a_log_with_an_mfu_and_no_rate_has_facts_without_an_mfu():
+    """Only another program writes such a log."""
+    lines = [{"batch": b, "time/token": 1000 * b, "time/batch_seconds": 2.0} for b in (1, 2)]
+    lines[1] |= {"throughput/device/mfu": 0.4, "throughput/device/flops_per_sec": 0.4 * 989.5e12}
+    log = parse_log([json.dumps(line).encode() + b"\n" for line in lines])
+    fact = measure_segment(log, H100, {})
+    assert (fact["tokens_per_second_per_device"], fact["mfu"]) == (250, None)
