@@ -276,14 +276,14 @@ def test_a_run_behind_a_url_goes_where_the_user_says(tmp_path):
     assert (tmp_path / "out/report.md").is_file()
 
 
-def test_of_a_hundred_thousand_batches_the_one_that_differs_is_found(tmp_path):
+def test_of_twenty_thousand_batches_the_one_that_differs_is_found(tmp_path):
     """Statistics are of all batches, however few are drawn."""
-    records = [record(b, 2 + math.sin(b)) for b in range(1, 100_001)]
+    records = [record(b, 2 + math.sin(b)) for b in range(1, 20_001)]
     one = write_run(tmp_path / "one", records)
-    records[77_776] = record(77_777, 5.5)
+    records[17_776] = record(17_777, 5.5)
     two = write_run(tmp_path / "two", records)
     (pair,) = report([one, two])["comparisons"]
-    assert (pair["num_common"], pair["num_equal"], pair["max_absolute_batch"]) == (100_000, 99_999, 77_777)
+    assert (pair["num_common"], pair["num_equal"], pair["max_absolute_batch"]) == (20_000, 19_999, 17_777)
 
 
 def test_the_csv_has_a_row_for_each_batch_and_run_and_no_repeats(tmp_path):
