@@ -44,7 +44,7 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 def watch_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or a save_folder, which may be a URL.")],
     patience: Annotated[
-        str, typer.Option(metavar="TIME", help="Time without a launch after which a run in a bucket has ended.")
+        str, typer.Option(metavar="TIME", help="For a bucket: time without any launch after which watch exits.")
     ] = "30m",
 ) -> None:
     """Show a run live until it ends.
