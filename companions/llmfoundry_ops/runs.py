@@ -21,7 +21,7 @@ from llmfoundry_lite.checkpoint.run_log import POSITIONS, Record, number_of, rea
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError
-from llmfoundry_lite.ranks.identity import is_alive
+from llmfoundry_lite.ranks.identity import boot_id, is_alive
 from llmfoundry_lite.ranks.status import STATUS, read_status
 from llmfoundry_lite.report.reading import (
     LOSS,
@@ -254,7 +254,9 @@ class SavedRun(LiveRun):
                 return {"status": "done", "batch": stamp.batch, "reason": None}
         holder = self._store.leases.current_holder()
         owner = holder.owner if holder is not None and not holder.is_released else {}
-        if {"host", "pid"} <= owner.keys() and is_alive(owner) is False:
+        # Several machines may have one host name, such as ubuntu, so the boot has to be this one too.
+        is_of_this_machine = {"host", "pid"} <= owner.keys() and owner.get("boot") == boot_id()
+        if is_of_this_machine and is_alive(owner) is False:
             reason = f"process {owner['pid']} of this machine, the last that saved here, is gone"
             return {"status": "ended", "batch": stamp.batch, "reason": reason}
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -267,6 +268,18 @@ def test_a_bucket_whose_holder_elsewhere_renews_nothing_ends_when_patience_does(
     assert (first, exit_code_of(status)) == (WATCHED, 1)
     assert idle == f"{WATCHED} · host gpu-17, process 42 has not renewed its lease for 30 s"
     assert last == "ended at batch 2: host gpu-17, process 42 has not renewed its lease for 60 s (--patience)"
+
+
+def test_a_holder_on_another_machine_of_this_host_name_is_watched_on(monkeypatch):
+    url = "memory://watch/namesake/tiny"
+    lease = save_with_log(url, 2)
+    leases = CheckpointStore(url).leases
+    owner = lease.owner | {"boot": "another", "host": socket.gethostname(), "pid": 2**22 + 1}
+    leases.folder.put(f"{lease.epoch:08d}.json", json.dumps(owner).encode())
+    renewals = [lambda number=number: leases.renew(Lease(lease.epoch, owner), number) for number in range(3)]
+    clock = Clock(monkeypatch, *renewals)
+    watch(url, patience_seconds=60, console=Console(file=io.StringIO(), width=300), pause=clock.pause)
+    assert clock.now == 3 * 10 + 60
 
 
 def test_a_log_that_cannot_be_read_now_is_read_at_the_next_look(monkeypatch):
