@@ -21,7 +21,7 @@ from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.files import check_replaceable, open_own, open_regular
-from llmfoundry_lite.prepare.listing import list_files, read_object
+from llmfoundry_lite.prepare.listing import list_files, read_json_object
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_lite.report.reading import read_run
@@ -82,7 +82,7 @@ READERS = {
         preflight._count_samples,
         lambda path: shard_state(path.parent),
     ],
-    "report.json": [check_replaceable, read_json, read_object],
+    "report.json": [check_replaceable, read_json, read_json_object],
     "task.jsonl": [
         lambda path: read_rows(TaskConfig(label="t", icl_task_type="language_modeling", dataset_uri=str(path))),
         lambda path: is_replaceable(path, {}),

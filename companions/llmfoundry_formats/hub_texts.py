@@ -15,8 +15,8 @@ from llmfoundry_lite.prepare.sources import (
     HUB_PREFIX,
     MAX_UNIT_BYTES,
     Source,
-    inventory,
     stream_units,
+    summarize_files,
 )
 
 STREAM_UNIT_CHARACTERS = MAX_UNIT_BYTES // 4
@@ -34,11 +34,11 @@ def open_hub(name_and_config: str, request: PrepareRequest) -> Source:
     folder = Path(name)
     revision = None if folder.is_dir() else hub_revision(name)
 
-    def identify() -> dict[str, str | int]:
+    def describe_state() -> dict[str, str | int]:
         if revision is not None:
             return {"revision": revision}
         files = sorted(file for file in folder.rglob("*") if file.is_file())
-        return inventory((file.relative_to(folder).as_posix(), file, True) for file in files)
+        return summarize_files((file.relative_to(folder).as_posix(), file, True) for file in files)
 
     def units() -> Iterator[Unit]:
         origin = f"{HUB_PREFIX}{name_and_config}, split {request.split}"
@@ -46,7 +46,7 @@ def open_hub(name_and_config: str, request: PrepareRequest) -> Source:
         texts = ((text_of_row(row, request.text_keys), 0) for row in rows)
         yield from stream_units("rows", origin, texts, STREAM_UNIT_CHARACTERS)
 
-    return Source(units=units, identify=identify, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
+    return Source(units=units, describe_state=describe_state, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
 
 
 def hub_revision(name: str) -> str:

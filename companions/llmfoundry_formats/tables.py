@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare.contents import MAX_DOCUMENT_BYTES, Bad, named_encoding, open_content
+from llmfoundry_lite.prepare.contents import (
+    MAX_DOCUMENT_BYTES,
+    UnreadableText,
+    encoding_errors_as_data_errors,
+    open_content,
+)
 from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import stream_units
@@ -28,29 +33,31 @@ def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request
 # CSV
 
 
-def read_csv(path: Path, encoding: str | None, wanted: Sequence[str]) -> Iterator[tuple[Mapping[str, str] | Bad, int]]:
+def read_csv(
+    path: Path, encoding: str | None, wanted: Sequence[str]
+) -> Iterator[tuple[Mapping[str, str] | UnreadableText, int]]:
     """Read the rows below the header, each with the number of bytes read from disk so far.
 
     Raises DataError where the rows cannot be separated, or if two columns have the same name and it is `wanted`.
     """
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    with open_content(path) as (file, position), named_encoding(path, encoding):
+    with open_content(path) as (file, position), encoding_errors_as_data_errors(path, encoding):
         text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
         rows = csv.reader(
             lines := CsvLines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True
         )
         header = next_row(rows, lines)
-        if isinstance(header, Bad):
-            raise DataError(f"{path}: its header{header.sentence}; repair the file")
+        if isinstance(header, UnreadableText):
+            raise DataError(f"{path}: its header{header.description}; repair the file")
         check_names_differ(path, header or [], wanted)
         while header is not None and (row := next_row(rows, lines)) is not None:
-            if isinstance(row, Bad):
+            if isinstance(row, UnreadableText):
                 yield row, position()
             elif len(row) == len(header):
                 yield dict(zip(header, row, strict=True)), position()
             elif row:  # an empty line is none
                 sentence = f" has {len(row)} fields, expected the {len(header)} of the header"
-                yield Bad("invalid_csv", sentence), position()
+                yield UnreadableText("invalid_csv", sentence), position()
 
 
 class CsvLines:
@@ -74,7 +81,7 @@ class CsvLines:
         return line.removeprefix("\ufeff") if self._number == 1 else line
 
 
-def next_row(rows: Any, lines: CsvLines) -> list[str] | Bad | None:
+def next_row(rows: Any, lines: CsvLines) -> list[str] | UnreadableText | None:
     first_line, path, lines.row_characters = rows.line_num + 1, lines.path, 0
     try:
         return next(rows, None)
@@ -83,7 +90,7 @@ def next_row(rows: Any, lines: CsvLines) -> list[str] | Bad | None:
             raise DataError(
                 f"{path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the file"
             ) from error
-        return Bad("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
+        return UnreadableText("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
 
 
 def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> None:
@@ -103,7 +110,7 @@ def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit
     for group, group_bytes in group_by_size(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
         left = size_bytes - consumed_bytes
         share, end = left if group_bytes < target_bytes else min(group_bytes, left), start + len(group)
-        yield Unit(kind="table", names=(str(path),), start=start, end=end, first=1 + num_rows, num_bytes=share)
+        yield Unit(kind="table", names=(str(path),), start=start, end=end, first_number=1 + num_rows, num_bytes=share)
         start, consumed_bytes = end, consumed_bytes + share
         num_rows += sum(rows for rows, _ in group)
 
@@ -123,7 +130,7 @@ def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
             yield metadata.row_group(index).num_rows, share
 
 
-def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | Bad]:
+def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | UnreadableText]:
     """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is missing."""
     with arrow_errors(path, "is damaged"):
         if path.suffix == ".arrow":
@@ -156,13 +163,13 @@ def has_field(parent: Any, names: list[str]) -> bool:
     return pa.types.is_struct(kind) and has_field(kind, names[1:])
 
 
-def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | Bad]:
+def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | UnreadableText]:
     """Yield the rows of a record batch. A batch with a bad string, which Arrow does not check, is read row by row."""
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
-            yield Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the text)")
+            yield UnreadableText("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the text)")
             return
         for index in range(batch.num_rows):
             yield from rows_of(batch.slice(index, 1))

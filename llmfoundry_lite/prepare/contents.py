@@ -1,7 +1,7 @@
-"""Readers of one input file: whole text, and lines. A companion reads the rows of CSV, parquet and arrow.
+"""Readers of one input file, as a single text or as lines. A companion reads the rows of CSV, parquet and arrow.
 
-A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES. A text that
-cannot be read is returned as a `Bad`, so that the caller decides whether to stop or to leave it out.
+A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES. For a text
+that cannot be read, an `UnreadableText` is returned, so that the caller decides whether to stop or to skip it.
 """
 
 import gzip
@@ -18,36 +18,39 @@ from llmfoundry_lite.files import open_regular
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 MAX_DOCUMENT_BYTES = MAX_LINE_BYTES
-"""Most bytes of one document in a compressed file: 60 KB of .zst can hold gigabytes of the same letter."""
+"""Limit of one document in a compressed file, because 60 KB of .zst can decompress to gigabytes of the same letter."""
 MAX_PLAIN_BYTES = MAX_LOG_BYTES
-"""Most bytes of one document in a file that is not compressed. It is read whole."""
-OTHER_ENCODING = "; --encoding names another encoding"
-"""End of a sentence about a text that is not valid."""
+"""Limit of one document in a file that is not compressed. The document is read into memory as a whole."""
+ENCODING_ADVICE = "; --encoding names another encoding"
+"""End of an error about a text that is not valid in its encoding."""
 
 
-class Bad(NamedTuple):
-    """Placeholder for a text that cannot be read."""
+class UnreadableText(NamedTuple):
+    """What is returned in place of a text that cannot be read: the reason, for counts and errors."""
 
     reason: str
     """One of `documents.SKIP_REASONS`."""
-    sentence: str
-    """Sentence that continues the name of the document."""
+    description: str
+    """The end of a sentence that begins with the location of the document: " is not valid UTF-8"."""
 
 
-TOO_LARGE = Bad(
+TOO_LARGE = UnreadableText(
     "too_large",
     f" decompresses to more than {MAX_DOCUMENT_BYTES // 2**20} MiB, the most that one document of a compressed "
     "file may have (decompress the file if that is meant)",
 )
 
-TOO_LARGE_PLAIN = Bad("too_large", f" has more than {MAX_PLAIN_BYTES // 2**30} GiB, the most that a document may have")
+TOO_LARGE_PLAIN = UnreadableText(
+    "too_large", f" has more than {MAX_PLAIN_BYTES // 2**30} GiB, the most that a document may have"
+)
 
 
 @contextmanager
 def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a file, decompressed if its suffix says so. Yields it, and a function that tells the bytes read from disk.
+    """Context manager: open a file for reading, decompressed if its suffix is .gz or .zst.
 
-    Raises DataError for a compressed file that is damaged or cut short.
+    Yields the file, and a function that returns how many bytes have been read from disk so far. Raises DataError for a
+    compressed file that is damaged or truncated.
     """
     with open(path, "rb", opener=open_regular) as file:
         try:
@@ -61,15 +64,15 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
                 yield file, file.tell
         except (EOFError, OSError, ValueError, zlib.error) as error:
             is_plain = path.suffix not in COMPRESSED_SUFFIXES
-            is_of_content = isinstance(error, DataError | UnicodeError)  # raised by the caller while it reads
-            is_of_disk = getattr(error, "errno", None) is not None
-            if is_plain or is_of_content or is_of_disk:
+            is_raised_by_caller = isinstance(error, DataError | UnicodeError)  # in the `with` block
+            is_disk_error = getattr(error, "errno", None) is not None
+            if is_plain or is_raised_by_caller or is_disk_error:
                 raise
             raise decompression_error(path, error) from error
 
 
 def decompression_error(path: Path, error: Exception) -> DataError:
-    """Return the error for a compressed file, from the words that its library has for the fault."""
+    """Return the error for a compressed file, by the error that the decompression library has raised."""
     if "too much memory" in str(error):
         return DataError(
             f"{path} was compressed with a longer window than can be read here; decompress it, or compress it "
@@ -80,8 +83,11 @@ def decompression_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: it does not decompress ({error})")
 
 
-def read_text(path: Path, encoding: str | None) -> str | Bad:
-    """Read a whole file as text, without its byte order mark. None for the encoding is UTF-8."""
+def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
+    """Read a file as one text, without a byte order mark. `encoding` None is UTF-8.
+
+    Returns an UnreadableText for a file that is too large, or not valid in the encoding.
+    """
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     max_bytes = MAX_DOCUMENT_BYTES + 1 if is_compressed else -1
     with open_content(path) as (file, _):
@@ -94,35 +100,36 @@ def read_text(path: Path, encoding: str | None) -> str | Bad:
         return content.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeError as error:
         position = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
-        return Bad("invalid_utf8", f" is not valid {encoding or 'UTF-8'}{position}{OTHER_ENCODING}")
+        return UnreadableText("invalid_utf8", f" is not valid {encoding or 'UTF-8'}{position}{ENCODING_ADVICE}")
 
 
-def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Bad, int]]:
-    """Read a file's lines as UTF-8, each with the number of bytes read from disk so far.
+def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | UnreadableText, int]]:
+    """Yield the lines of a file, converted to UTF-8, each with the number of bytes read from disk so far.
 
-    A byte that the encoding does not know becomes half of a surrogate pair. That is no valid UTF-8, so the line is
-    reported as damaged later. A line of more than MAX_DOCUMENT_BYTES is yielded as TOO_LARGE.
+    `encoding` is that of the file; None is UTF-8. For a line of more than MAX_DOCUMENT_BYTES, TOO_LARGE is yielded. A
+    byte that is not valid in the encoding becomes a surrogate, which is not valid UTF-8, so that decoding the line
+    fails later, and the caller can name the line. Raises DataError for a file that cannot be decoded at all.
     """
-    with open_content(path) as (file, bytes_read), named_encoding(path, encoding):
+    with open_content(path) as (file, bytes_read), encoding_errors_as_data_errors(path, encoding):
         text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
-        is_within_line = False  # which was too large; its rest is dropped, block by block
+        is_skipping_line = False  # whether the rest of a line that was too large is being skipped, block by block
         while True:
-            limit = BLOCK_BYTES if is_within_line else MAX_DOCUMENT_BYTES
+            limit = BLOCK_BYTES if is_skipping_line else MAX_DOCUMENT_BYTES
             if text is not None:
                 line = text.readline(limit).encode("utf-8", "surrogatepass")
             else:
                 line = file.readline(limit)
             if not line:
                 return
-            is_whole = line.endswith(b"\n") or len(line) < limit
-            if not is_within_line:
-                yield line if is_whole else TOO_LARGE, bytes_read()
-            is_within_line = not is_whole
+            is_line_end = line.endswith(b"\n") or len(line) < limit
+            if not is_skipping_line:
+                yield line if is_line_end else TOO_LARGE, bytes_read()
+            is_skipping_line = not is_line_end
 
 
 @contextmanager
-def named_encoding(path: Path, encoding: str | None) -> Iterator[None]:
-    """Raise DataError, in one sentence, for a stream that the encoding cannot read at all."""
+def encoding_errors_as_data_errors(path: Path, encoding: str | None) -> Iterator[None]:
+    """Context manager: turn a UnicodeError into a DataError that names the file and its encoding (None: UTF-8)."""
     try:
         yield
     except UnicodeError as error:

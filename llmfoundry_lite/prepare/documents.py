@@ -1,8 +1,8 @@
 """Units of a source, and the documents in them.
 
-A unit is read by one worker. Units that can be found again (files, byte ranges, row groups) carry only their place.
-Units of a stream carry their content, because only the reader of the stream can get at it. `sources.py` makes units;
-`read_documents` reads one.
+A unit is the part of a source that one worker reads at a time. A unit of files has only their paths and the range of
+bytes or row groups. A unit of a stream has its content, because a stream cannot be read from an arbitrary position.
+`sources.py` cuts sources into units, and `read_documents` reads one.
 
 | kind  | files                          | a document is | a unit is                                          |
 |-------|--------------------------------|---------------|----------------------------------------------------|
@@ -28,10 +28,10 @@ from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.prepare.contents import (
     BLOCK_BYTES,
+    ENCODING_ADVICE,
     MAX_PLAIN_BYTES,
-    OTHER_ENCODING,
     TOO_LARGE_PLAIN,
-    Bad,
+    UnreadableText,
     read_text,
 )
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -39,28 +39,28 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 T = TypeVar("T")
 
 STDLIB_HASH_SEED = 187
-"""Seed chosen by its split on Python 3.11 to 3.13. It holds out modules of ordinary code (`argparse`, `pathlib`,
-`pickle`, …) with 5 % of the text, none much larger than the others."""
+"""Seed of the standard library's split keys. It was chosen on Python 3.11 to 3.13, so that modules of ordinary code
+(`argparse`, `pathlib`, `pickle`, …) with 5 % of the text are held out, none of them much larger than the others."""
 
 SKIP_REASONS = ("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large")
-"""Reasons to leave a document out. `empty` is always left out; the others only with `--on-error skip`."""
+"""Reasons to skip a document. Empty documents are always skipped, others only with `--on-error skip`."""
 
-MAX_NAMED_PER_UNIT = 10
-"""Number of left-out documents of a unit that are named; the others are only counted."""
+MAX_EXAMPLES_PER_UNIT = 10
+"""Number of skipped documents of a unit that are described; the others are only counted."""
 
 FIELD_SEPARATOR = "\n\n"
 """Text between the values of several text keys."""
 
 MISSING = object()
-"""Value of a key that a row does not have. None is the value of a key that is null."""
+"""Stands for the value of a key that a row does not have. None is the value of a key that is null."""
 
 
 class Document(NamedTuple):
-    """One document: its text, and what decides its split.
+    """One document: its text, and the key that decides its split.
 
-    `split_key` is a 64-bit hash, so a document is in the validation split when its key is below a threshold. It
-    hashes the text itself (the same text never sits in both splits) or, for the standard library, the name of the
-    top-level module (whole modules are held out).
+    A document is in the validation split if its `split_key`, a 64-bit hash, is below a threshold. The key is the hash
+    of the text, so that equal texts are in the same split. For the standard library it is the hash of the top-level
+    module's name, so that whole modules are held out.
     """
 
     text: str
@@ -71,56 +71,64 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A piece of a source: a place in files or, for a stream, what was read from it."""
+    """A part of a source: paths and a range in a file or, for a stream, the content that was read from it."""
 
     kind: str
-    """Kind in the table above."""
+    """How documents are read: `whole`, `lines`, `table` or `rows`. The module's table explains them."""
     names: tuple[str, ...]
     """Paths of files, or the name of a stream."""
     num_bytes: int
-    """Bytes on disk: the unit's share of the progress bar."""
+    """Bytes on disk, by which the progress bar advances."""
     start: int = 0
     end: int = 0
     """`start` and `end` delimit bytes of a plain file of lines, or row groups or record batches of a table."""
-    first: int = 1
-    """Number of the first line of `content`, or of the first row."""
+    first_number: int = 1
+    """Number of the first line in `content`, or of the first row."""
     content: tuple[Any, ...] | None = field(default=None, repr=False)
-    """Lines as bytes, or texts, with a Bad for each that cannot be read."""
+    """Lines as bytes, or texts. An UnreadableText stands for one that cannot be read. None for files."""
     modules: tuple[str, ...] = ()
-    """Top-level module of each file, for the standard library, whose files that are not UTF-8 are left out."""
+    """Top-level module of each file of the standard library; empty for other sources. The library's files that are not
+    UTF-8 are skipped without an error."""
 
     def digest(self) -> str:
-        """Return a name for the unit, which is the same in every launch, and different for any other unit."""
-        fields = (self.kind, self.names, self.start, self.end, self.first, self.content)
+        """Return a hash of the unit, the same in every launch, by which its token file is recognized.
+
+        It contains the names and the range of files, but not their content.
+        """
+        fields = (self.kind, self.names, self.start, self.end, self.first_number, self.content)
         return xxhash.xxh3_128_hexdigest(repr(fields).encode(errors="backslashreplace"))
 
-    def place(self, index: int) -> str:
-        """Name the document that `read_values` yields with the number `index`, for a sentence about it."""
+    def describe_location(self, index: int) -> str:
+        """Describe where a document is, for an error: its file and line or row.
+
+        `index` is the number that `read_values` yields with the document: an offset in a byte range of lines, and
+        otherwise a position in the unit.
+        """
         if self.kind == "whole":
             return self.names[index]
         if self.kind != "lines":
-            return f"{self.names[0]}, row {self.first + index}"
+            return f"{self.names[0]}, row {self.first_number + index}"
         if self.content is not None:
-            return f"{self.names[0]}, line {self.first + index}"
-        lines_before = count_lines(Path(self.names[0]), index)  # in a byte range, the number is an offset
+            return f"{self.names[0]}, line {self.first_number + index}"
+        lines_before = count_lines(Path(self.names[0]), index)  # in a byte range, the index is an offset
         return f"{self.names[0]}, line {lines_before + 1}"
 
 
 @dataclass(slots=True)
 class Skipped:
-    """Record of a unit's documents that were left out."""
+    """Counts and examples of the documents in a unit that were skipped."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Reason in SKIP_REASONS -> number of documents."""
-    named: list[str] = field(default_factory=list)
-    """A sentence for each of the first MAX_NAMED_PER_UNIT documents. Empty documents are not named."""
+    examples: list[str] = field(default_factory=list)
+    """A sentence for each of the first MAX_EXAMPLES_PER_UNIT documents. Empty documents have none."""
 
 
 def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Iterator[Document]:
-    """Yield the documents of a unit, in order. Adds those that it leaves out to `skipped`.
+    """Yield the documents of a unit, in order, and add those that are skipped to `skipped`.
 
-    Empty documents are always left out. With `on_error="stop"` a document that cannot be read raises DataError, which
-    names its file and line or row.
+    Empty documents are always skipped. With the request's `on_error="stop"`, a document that cannot be read raises
+    DataError, which says where it is.
     """
     for index, value in read_values(unit, request.text_keys, request.encoding):
         content = b""
@@ -128,8 +136,8 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
             try:
                 content = value.encode("utf-8")
             except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no encoding can write
-                sentence = ": its text contains half of a surrogate pair, which is not valid Unicode"
-                value = Bad("invalid_utf8", sentence)
+                description = ": its text contains half of a surrogate pair, which is not valid Unicode"
+                value = UnreadableText("invalid_utf8", description)
 
         if isinstance(value, str) and content:
             module = unit.modules[index].encode() if unit.modules else b""
@@ -137,30 +145,34 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
             yield Document(value, len(content), key)
             continue
 
-        if not isinstance(value, Bad):
+        if not isinstance(value, UnreadableText):
             skipped.counts["empty"] += 1
             continue
         skipped.counts[value.reason] += 1
         if not unit.modules:  # a user cannot repair the standard library
-            sentence = f"{unit.place(index)}{value.sentence}"
+            sentence = f"{unit.describe_location(index)}{value.description}"
             if request.on_error == "stop":
                 raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
-            if len(skipped.named) < MAX_NAMED_PER_UNIT:
-                skipped.named.append(sentence)
+            if len(skipped.examples) < MAX_EXAMPLES_PER_UNIT:
+                skipped.examples.append(sentence)
 
 
-def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) -> Iterator[tuple[int, str | Bad]]:
-    """Yield each document's number and text. In a byte range the number is an offset, otherwise it counts from 0.
+def read_values(
+    unit: Unit, text_keys: tuple[str, ...], encoding: str | None
+) -> Iterator[tuple[int, str | UnreadableText]]:
+    """Yield the index and text of each document in a unit, or an UnreadableText for one that cannot be read.
 
-    Numbers are for `Unit.place`. Lines of white space are no documents.
+    The index is for `Unit.describe_location`. In a byte range it is the line's offset in the file, otherwise the
+    position in the unit. Lines of white space are ignored. `text_keys` are the fields of the text in JSON and tables,
+    and `encoding` is that of text files; None is UTF-8.
     """
     match unit.kind:
         case "whole":
             yield from enumerate(read_text(Path(name), encoding) for name in unit.names)
         case "lines":
-            numbered_lines = lines_of_range(unit) if unit.content is None else enumerate(unit.content)
-            for index, line in numbered_lines:
-                if isinstance(line, Bad):
+            indexed_lines = read_line_range(unit) if unit.content is None else enumerate(unit.content)
+            for index, line in indexed_lines:
+                if isinstance(line, UnreadableText):
                     yield index, line
                     continue
                 if index == 0:
@@ -175,11 +187,11 @@ def read_values(unit: Unit, text_keys: tuple[str, ...], encoding: str | None) ->
             yield from enumerate(unit.content or ())
 
 
-def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
-    """Yield the lines that start in [start, end) with their offsets in the file; the last may reach beyond the end.
+def read_line_range(unit: Unit) -> Iterator[tuple[int, bytes | UnreadableText]]:
+    """Yield the lines that start in the unit's byte range [start, end), each with its offset in the file.
 
-    Of a file "ab\\ncd\\nef\\n", the range [1, 4) has the one line that starts at 3, since "ab" belongs to the range of
-    its start.
+    The last line may extend beyond the range. In a file "ab\\ncd\\nef\\n", the range [1, 4) has only the line at offset
+    3, because "ab" starts before it. A line of more than MAX_PLAIN_BYTES is yielded as an UnreadableText.
     """
     with open(unit.names[0], "rb", opener=open_regular) as file:
         offset = unit.start
@@ -193,13 +205,13 @@ def lines_of_range(unit: Unit) -> Iterator[tuple[int, bytes | Bad]]:
                 return
             if len(line) > MAX_PLAIN_BYTES:
                 yield offset, TOO_LARGE_PLAIN
-                return  # this line takes the rest of the range
+                return  # the range ends within this line
             yield offset, line
             offset += len(line)
 
 
 def count_lines(path: Path, end: int) -> int:
-    """Count the line ends before the byte offset `end`."""
+    """Count the line ends in a file before the byte offset `end`."""
     num_lines = 0
     bytes_left = end
     with path.open("rb") as file:
@@ -212,12 +224,12 @@ def count_lines(path: Path, end: int) -> int:
     return num_lines
 
 
-def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
-    """Return the text of a line of JSON, or the reason why it has none."""
+def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | UnreadableText:
+    """Return the text in a line of JSON, from the fields `text_keys`, or an UnreadableText that says why not."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Bad("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the line){OTHER_ENCODING}")
+        return UnreadableText("invalid_utf8", f" is not valid UTF-8 (byte {error.start} of the line){ENCODING_ADVICE}")
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"
@@ -225,35 +237,39 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | Bad:
             reason = "too deep"
         else:  # a number of more than 4,300 digits
             reason, _, _ = str(error).partition(";")
-        return Bad("invalid_json", f" does not parse as JSON ({reason}); expected one object per line")
+        return UnreadableText("invalid_json", f" does not parse as JSON ({reason}); expected one object per line")
     if not isinstance(row, dict):
-        return Bad("invalid_json", f" holds a JSON {type(row).__name__}, expected an object")
+        return UnreadableText("invalid_json", f" holds a JSON {type(row).__name__}, expected an object")
     return text_of_row(row, text_keys)
 
 
-def text_of_row(row: Mapping[str, Any] | Bad, text_keys: tuple[str, ...]) -> str | Bad:
-    """Return the text of a row: the value of its key, or of several keys, with a blank line between them.
+def text_of_row(row: Mapping[str, Any] | UnreadableText, text_keys: tuple[str, ...]) -> str | UnreadableText:
+    """Return the text of a row: the values of `text_keys`, with a blank line between them.
 
-    Returns a Bad for a row without one of the keys, and for a value that is no text.
+    Returns an UnreadableText for a row without one of the keys, and for a value that is not a string. A row that is one
+    already is returned unchanged.
     """
-    if isinstance(row, Bad):
+    if isinstance(row, UnreadableText):
         return row
     values = []
     for key in text_keys:
-        value = value_of(row, key)
+        value = get_value(row, key)
         if value is MISSING:
-            names = list_names(name for column, item in row.items() for name in names_within(column, item))
+            names = list_names(name for column, item in row.items() for name in list_keys(column, item))
             offered = f"there are: {names or 'none'} (choose one with --text-key)"
-            return Bad("missing_text_key", f" has no {key!r}; {offered}")
+            return UnreadableText("missing_text_key", f" has no {key!r}; {offered}")
         if not isinstance(value, str):
             kind = "null" if value is None else f"a {type(value).__name__}"
-            return Bad("not_text", f": {list_names([key])} is {kind}, expected a string")
+            return UnreadableText("not_text", f": {list_names([key])} is {kind}, expected a string")
         values.append(value)
     return FIELD_SEPARATOR.join(values)
 
 
-def value_of(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of the key `a.b`, else of `b` in the object `a`; MISSING if there is neither."""
+def get_value(row: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key. If a row has no key `a.b`, that is the value of `b` in the object `a`.
+
+    Returns MISSING if there is neither.
+    """
     if key in row:
         return row[key]
     value: Any = row
@@ -264,8 +280,11 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def names_within(name: str, value: Any) -> list[str]:
-    """Return the keys by which a column can be read: its name, or `name.field` for each field of an object."""
+def list_keys(name: str, value: Any) -> list[str]:
+    """Return the keys by which a column can be read: its name, or `name.field` for each field of an object.
+
+    `value` is the column's value in a row.
+    """
     if isinstance(value, Mapping) and value:
         return [f"{name}.{field_name}" for field_name in value]
     return [name]
@@ -274,10 +293,11 @@ def names_within(name: str, value: Any) -> list[str]:
 def group_by_size(
     items: Iterable[T], size_of: Callable[[T], int], target: int, *, max_items: int | None = None
 ) -> Iterator[tuple[list[T], int]]:
-    """Yield groups of consecutive items, and the size of each group. The last group may be smaller than the others.
+    """Yield groups of consecutive items, each with its size.
 
-    A group ends as soon as its size is `target` or more, or when it has `max_items`. Items of sizes 3, 3, 9 and 1 with
-    a target of 5 make groups of 6, 9 and 1.
+    A group ends as soon as its size is at least `target`, or when it has `max_items` items; only the last may be
+    smaller. Items of sizes 3, 3, 9 and 1 with a target of 5 make groups of sizes 6, 9 and 1. `size_of` returns the size
+    of an item.
     """
     group: list[T] = []
     size = 0
@@ -293,5 +313,5 @@ def group_by_size(
 
 
 def split_key(content: bytes, seed: int = 0) -> int:
-    """Return a 64-bit hash that is the same on every machine and in every process."""
+    """Return the 64-bit hash of a document that decides its split. It is the same on every machine."""
     return xxhash.xxh3_64_intdigest(content, seed=seed)

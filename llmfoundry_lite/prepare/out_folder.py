@@ -1,9 +1,9 @@
 """The output folder of `data prepare`: its lock, checks of earlier content, work in progress, and publication.
 
-If `summary.json` exists, the rest is complete. Work in progress is in `.partial`. `prepare` holds the lock
+If `summary.json` exists, everything else is complete. Work in progress is in `.partial`. `prepare` holds the lock
 (`only_preparation_in`), looks for a finished preparation (`find_finished`), opens the work in progress (`open_partial`)
-and publishes it in the end (`publish`). A launch may be killed between any two steps of these; the next one finds out
-from `.partial/request.json`, the mark `.partial/publishing` and `summary.json` how far it came.
+and finally publishes it (`publish`). A launch may be killed at any moment. From `.partial/request.json`, the mark
+`.partial/publishing` and `summary.json`, the next launch knows how far it came.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from typing import Any
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import lock_folder, sync_folder, write_atomically
-from llmfoundry_lite.prepare.listing import count_files, read_object
+from llmfoundry_lite.prepare.listing import count_files, read_json_object
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
-LAYOUT = 4
-"""Version of `.partial`, raised when units are cut or their tokens stored in another way. Results do not contain it."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk."""
-UNUSABLE = (
+PARTIAL_VERSION = 4
+"""Version of the files in `.partial`. It is raised when units or token files change. Results do not contain it."""
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk."""
+UNUSABLE_PATH_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -40,31 +40,35 @@ UNUSABLE = (
     errno.ESTALE,
     errno.EIO,
 )
-"""Errors of an input or output folder that are reported in one sentence."""
+"""Error numbers of an input or output path that are reported in one sentence, instead of a traceback."""
 REQUEST_FILE = "request.json"
-"""File in `.partial` with the request that the work is for."""
+"""File in `.partial` with the request that the work in progress belongs to."""
 PUBLISHING = "publishing"
-"""File in `.partial` that marks the content of the output folder as this preparation's."""
+"""File in `.partial` which says that the content of the output folder was written by this command, so that it may be
+replaced or removed."""
 
 
-def record_of(request: PrepareRequest, source: Source, given: Tokenizer | None) -> dict[str, Any]:
-    """Return the request with the state of its input and tokenizer, in the form that is stored and compared.
+def build_request_record(
+    request: PrepareRequest, source: Source, existing_tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Return the request as JSON-compatible data, with the current state of its input and tokenizer.
 
-    `given` is the tokenizer of the request; None for one that is to be trained.
+    Two launches with equal records make the same data. The record is stored, and compared by the next launch.
+    `existing_tokenizer` is the tokenizer of the request; None if it is to be trained.
     """
     record = asdict(request)
-    record["input"] = source.identify()
-    record["tokenizer_fingerprint"] = given.fingerprint if given else None
+    record["input"] = source.describe_state()
+    record["tokenizer_fingerprint"] = existing_tokenizer.fingerprint if existing_tokenizer else None
     record["format_version"] = FORMAT_VERSION
-    return json.loads(json.dumps(record))  # tuples become lists, as in a record that is read
+    return json.loads(json.dumps(record))  # tuples become lists, as in a stored record
 
 
-def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Describe in a sentence the first difference of two requests; None if they are the same.
+def describe_difference(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
+    """Describe the first difference between a stored and the current record of a request; None if there is none.
 
-    Only the keys of `now` are compared.
+    Only the keys of `current` are compared.
     """
-    for key, value in now.items():
+    for key, value in current.items():
         stored_value = stored.get(key)
         if stored_value == value:
             continue
@@ -77,15 +81,15 @@ def difference(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
 
 
 def _describe_input(state: Any) -> str:
-    """Describe the state of an input, such as "files 3, bytes 4096, digest 0f3a"."""
+    """Format the recorded state of an input: "files 3, bytes 4096, digest 0f3a"."""
     if not isinstance(state, dict):
         return "unknown"
     return ", ".join(f"{name} {value}" for name, value in state.items())
 
 
 def check_unchanged(source: Source, record: dict[str, Any]) -> None:
-    """Raise DataError if the input has changed in the meantime, because the result may be a mixture."""
-    changed = difference({"input": record["input"]}, {"input": source.identify()})
+    """Raise DataError if the input has changed since `record` was built, so that the result may be a mixture."""
+    changed = describe_difference({"input": record["input"]}, {"input": source.describe_state()})
     if changed:
         raise DataError(
             f"{changed}: it was written to while it was read, so nothing is published; when it is complete, run the "
@@ -93,41 +97,54 @@ def check_unchanged(source: Source, record: dict[str, Any]) -> None:
         )
 
 
-def find_finished(out: Path, record: dict[str, Any], given: Tokenizer | None) -> Summary | None:
-    """Return the summary in `out` if the same request is finished there. Raises DataError if another one is."""
+def find_finished(out: Path, record: dict[str, Any], existing_tokenizer: Tokenizer | None) -> Summary | None:
+    """Return the summary of a finished preparation in `out`; None if there is none.
+
+    Raises DataError if that is the preparation of another request than `record`. `existing_tokenizer` is the tokenizer
+    of the current request, unless it is to be trained.
+    """
     if not (out / SUMMARY_FILE).is_file():
         return None
     summary = load_summary(out)
-    changed = difference(summary.request, record)
-    if given and not changed:
-        changed = difference({"eos_token": summary.tokenizer.eos_token}, {"eos_token": given.eos_token})
+    changed = describe_difference(summary.request, record)
+    if existing_tokenizer and not changed:
+        stored_token = {"eos_token": summary.tokenizer.eos_token}
+        changed = describe_difference(stored_token, {"eos_token": existing_tokenizer.eos_token})
     if changed:
         raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or pass --overwrite")
     shutil.rmtree(out / PARTIAL, ignore_errors=True)  # a launch was killed after writing the summary
     return summary
 
 
-def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, notify: Callable[[str], None]) -> Path:
-    """Open the folder of work in progress: a new one, or that of a killed launch of the same request.
+def open_partial(
+    out: Path, record: dict[str, Any], existing_tokenizer: Tokenizer | None, notify: Callable[[str], None]
+) -> Path:
+    """Open the folder of work in progress: that of an earlier launch with the same request, or a new one.
 
-    Raises DataError where units of another request are finished there, and for files that are not this command's.
-    `notify` gets a sentence about work that is carried on or thrown away.
+    `record` describes the current request, and `existing_tokenizer` is its tokenizer unless it is to be trained.
+    `notify` is called with a sentence if earlier work is resumed or discarded.
+
+    Returns the path of the folder. Raises DataError if it contains finished units of another request, and if `out`
+    contains files that this command has not written.
     """
     partial = out / PARTIAL
     request_file = partial / REQUEST_FILE
-    record = record | {"layout": LAYOUT, "eos_token": given.eos_token if given else None}
+    record = record | {
+        "layout": PARTIAL_VERSION,
+        "eos_token": existing_tokenizer.eos_token if existing_tokenizer else None,
+    }
     content = json.dumps(record, indent=2)
-    if request_file.is_file() and _can_carry_on(partial, record, notify):
+    if request_file.is_file() and _can_resume(partial, record, notify):
         write_atomically(request_file, content)
         return partial
 
-    # From here on the work begins anew.
-    was_begun = request_file.is_file()
-    if (partial / PUBLISHING).is_file() and not was_begun:
-        discard(out)  # a launch with --overwrite was killed while it removed an earlier preparation
-    refuse_others(out)
+    # Nothing can be resumed, so the work starts from the beginning.
+    has_request = request_file.is_file()
+    if (partial / PUBLISHING).is_file() and not has_request:
+        discard_preparation(out)  # a launch with --overwrite was killed while it was doing this
+    check_no_other_content(out)
     if partial.exists():
-        if not was_begun and count_files(partial):
+        if not has_request and count_files(partial):
             raise DataError(f"{partial} is not of this command: it has no {REQUEST_FILE}; choose another --out")
         shutil.rmtree(partial)
     (partial / "units").mkdir(parents=True)
@@ -135,13 +152,15 @@ def open_partial(out: Path, record: dict[str, Any], given: Tokenizer | None, not
     return partial
 
 
-def _can_carry_on(partial: Path, record: dict[str, Any], notify: Callable[[str], None]) -> bool:
-    """Return whether the work in `partial` is for the same request, or for another one and not begun.
+def _can_resume(partial: Path, record: dict[str, Any], notify: Callable[[str], None]) -> bool:
+    """Return whether the work in `partial` belongs to the current request, so that it can be resumed.
 
-    Units made with `on_error` stop count for skip too, because no document in them was bad. Raises DataError where
-    units of another request are finished, and for a request that cannot be read.
+    Returns False for another request of which no unit is finished, so that the work can be discarded. If units are
+    finished, raises DataError, and also if the stored request cannot be read. Units that were made with
+    `on_error="stop"` are valid for "skip" too, because no document in them was unreadable. `notify` is called with a
+    sentence that says which of both will happen.
     """
-    stored = read_object(partial / REQUEST_FILE)
+    stored = read_json_object(partial / REQUEST_FILE)
     if not stored:
         raise DataError(
             f"{partial / REQUEST_FILE} cannot be read, so it is unknown what was begun there; choose another --out, or "
@@ -151,7 +170,7 @@ def _can_carry_on(partial: Path, record: dict[str, Any], notify: Callable[[str],
         stored["on_error"] = "skip"
 
     num_finished = len(list((partial / "units").glob("*.npz")))
-    changed = difference(stored, record)
+    changed = describe_difference(stored, record)
     if not changed:
         notify(f"carrying on in {partial}: {num_finished} pieces of the input are tokenised already")
         return True
@@ -164,8 +183,8 @@ def _can_carry_on(partial: Path, record: dict[str, Any], notify: Callable[[str],
     return False
 
 
-def refuse_others(out: Path) -> None:
-    """Raise DataError where the output folder has content under the names that this preparation will publish."""
+def check_no_other_content(out: Path) -> None:
+    """Raise DataError if the output folder already has one of the folders that a preparation publishes."""
     present = [name for name in (*SPLITS, "tokenizer") if os.path.lexists(out / name)]
     if present:
         raise DataError(
@@ -173,8 +192,8 @@ def refuse_others(out: Path) -> None:
         )
 
 
-def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
-    """Raise DataError for an `--out` within a source, because the next launch would read it as input."""
+def check_outside_sources(out: Path, sources: Sequence[str]) -> None:
+    """Raise DataError if `--out` is inside a source folder, because the next launch would read the output as input."""
     for source in sources:
         folder = Path(source.removeprefix(HUB_PREFIX)).expanduser()
         if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
@@ -184,34 +203,39 @@ def refuse_within_source(out: Path, sources: Sequence[str]) -> None:
 
 
 def publish(partial: Path, out: Path, summary: Summary) -> None:
-    """Move the finished parts into place, then write the summary, which marks them as complete.
+    """Move the finished data from `.partial` into the output folder, and then write the summary.
 
-    The tokenizer is copied, so that a launch that is killed here still finds it in `.partial` and carries on.
+    The summary marks the preparation as complete, so it comes last. The tokenizer is copied rather than moved, so that
+    a launch that follows a kill still finds it in `.partial`, and can publish again.
     """
     copy = partial / "tokenizer.copy"
     copy.mkdir(exist_ok=True)
-    for path in (partial / "tokenizer").iterdir():  # `copytree` hides that the disk is full
+    for path in (partial / "tokenizer").iterdir():  # `copytree` would hide the error of a full disk
         shutil.copy(path, copy)
     sync_folder(copy)
     mark = partial / PUBLISHING
     if not mark.exists():
-        refuse_others(out)
+        check_no_other_content(out)
         write_atomically(mark, b"")
     for source, target in (("train", "train"), ("val", "val"), ("tokenizer.copy", "tokenizer")):
-        shutil.rmtree(out / target, ignore_errors=True)  # left by a launch that was killed here
+        shutil.rmtree(out / target, ignore_errors=True)  # from a launch that was killed here
         if (partial / source).is_dir():
             (partial / source).rename(out / target)
     write_atomically(out / SUMMARY_FILE, json.dumps(asdict(summary), indent=2) + "\n")
     shutil.rmtree(partial)
 
 
-def discard(out: Path) -> None:
-    """Remove an earlier preparation, finished or not. Anything that does not look like one stays."""
+def discard_preparation(out: Path) -> None:
+    """Remove an earlier preparation from the output folder, whether it is finished or not.
+
+    Only files that this command has written are removed: those beside its summary, request file or mark.
+    """
     partial = out / PARTIAL
     mark = partial / PUBLISHING
-    is_finished = "format_version" in read_object(out / SUMMARY_FILE)
+    is_finished = "format_version" in read_json_object(out / SUMMARY_FILE)
     if is_finished:
-        # Without its summary a folder does not look finished, and by this mark a later launch knows it as ours.
+        # Without a summary, the folder does not look finished. If this launch is killed, the mark tells the next one
+        # that the content was written by this command.
         partial.mkdir(exist_ok=True)
         write_atomically(mark, b"")
         (out / SUMMARY_FILE).unlink()
@@ -224,18 +248,19 @@ def discard(out: Path) -> None:
 
 @contextlib.contextmanager
 def only_preparation_in(out: Path) -> Iterator[None]:
-    """Create the output folder and hold a lock on it, which ends with this process, however that ends.
+    """Context manager: create the output folder, and hold a lock on it, so that two preparations do not share it.
 
-    Raises DataError where it cannot be a folder, and where another preparation holds the lock.
+    The kernel frees the lock when this process ends, also after a kill. Raises DataError if the folder cannot be
+    created, or if another preparation holds the lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRORS:
             raise
         raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
     try:
-        lock = lock_folder(out)  # without locks two launches would only waste work: all writes are atomic
+        lock = lock_folder(out)  # where locks do nothing, two launches only waste work: writes are atomic
     except BlockingIOError as error:
         raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
     try:
@@ -246,15 +271,18 @@ def only_preparation_in(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors_as_data_errors(out: Path) -> Iterator[None]:
-    """Raise DataError, in one sentence, for a full or unwritable disk. Other errors of the system pass."""
+    """Context manager: turn errors of a full, unreadable or unwritable disk into a DataError of one sentence.
+
+    Other OSErrors are raised unchanged.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRORS:
             raise DataError(
                 f"no space left for {out}; nothing there looks finished. Free some space and run the same command "
                 f"again to carry on, or remove {out / PARTIAL}"
             ) from error
-        if error.errno in UNUSABLE:
+        if error.errno in UNUSABLE_PATH_ERRORS:
             raise DataError(f"{error.filename or out} cannot be read or written: {error.strerror}") from error
         raise

@@ -1,18 +1,18 @@
-"""Text to tokens to MDS shards: what `llmfoundry-lite data prepare` does.
+"""`llmfoundry-lite data prepare`: text -> tokens -> MDS shards.
 
     OUT/train, OUT/val     MDS: one column `tokens`, `ndarray:uint16:N` (uint32 for vocabularies above 65,536)
     OUT/tokenizer          the tokenizer, in Hugging Face layout
-    OUT/summary.json       a `Summary`; written last, so where it is, the rest is whole
-    OUT/.partial           work in progress: what was asked for, the tokenizer, one file of tokens per unit
+    OUT/summary.json       a `Summary`; written last, so if it exists, everything else is complete
+    OUT/.partial           work in progress: the request, the tokenizer, and one token file for each unit
 
-It works in two steps. First each unit of the source becomes a file of tokens, in any order, by any worker; a unit
-whose file exists is never done again. Then one pass over those files, in order, cuts samples and writes shards.
-The second step depends on the files alone, so neither the number of workers nor a kill at any moment changes a byte
-of the result. The price is disk space: the tokens are stored twice until the end.
+There are two steps. First, each unit of the source becomes a token file, in any order, by any worker. A unit whose file
+exists is not tokenised again. Then one pass over the token files, in order, cuts samples and writes shards. The second
+step depends only on the files, so neither the number of workers nor a kill at any moment changes a byte of the result.
+The cost is disk space: the tokens are stored twice until the end.
 
-A document is its tokens followed by the end-of-text token. Samples are cut from the documents, joined in the source's
-order. Only the last piece of each split, which does not fill a sample, is dropped, and it is counted. The column has a
-fixed shape, so MDS stores neither size nor shape with each sample.
+Each document's tokens are followed by the end-of-text token. All documents of a split are concatenated in the order of
+the source, and cut into samples. Only the last tokens of a split, too few for a sample, are dropped, and counted. The
+column has a fixed shape, so MDS stores neither size nor shape with each sample.
 """
 
 import itertools
@@ -31,33 +31,33 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync_folder
 from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
 from llmfoundry_lite.prepare.out_folder import (
+    build_request_record,
+    check_outside_sources,
     check_unchanged,
-    discard,
+    discard_preparation,
     disk_errors_as_data_errors,
     find_finished,
     only_preparation_in,
     open_partial,
     publish,
-    record_of,
-    refuse_within_source,
 )
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, PrepareRequest
-from llmfoundry_lite.prepare.samples import pack, raise_threshold, threshold_of
+from llmfoundry_lite.prepare.samples import initial_threshold, pack_samples, raise_threshold
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import (
     MAX_LOST_TEXT,
     leave_if_imported_by_worker,
-    origin_of_tokens,
     token_dtype,
-    tokenize,
+    tokenize_source,
+    tokenizer_identity,
 )
 from llmfoundry_lite.ranks.rank import count_usable_cores
 
 TOKENIZER_SAMPLE_BYTES = 128 * 1024 * 1024
-"""Most text on which a tokenizer is trained, taken evenly from the source."""
+"""Limit of the text on which a tokenizer is trained, in UTF-8 bytes. It is taken evenly from the source."""
 RESERVED_BYTES_PER_TOKEN = 32
-"""Bytes for a token: more than any tokenizer packs into one on average. See `sample_for_training`."""
+"""Upper bound of a tokenizer's average bytes per token, by which `sample_for_training` reserves validation text."""
 
 
 def prepare(
@@ -70,41 +70,43 @@ def prepare(
     show_progress: bool = False,
     notify: Callable[[str], None] = lambda line: None,
 ) -> Summary:
-    """Tokenise documents into samples and write them as MDS; carry on where a killed launch stopped.
+    """Tokenise documents into samples and write them as MDS shards. Resumes the work of a launch that was killed.
 
-    `num_workers` processes, by default one per core this process may use (a script that calls this needs the usual
-    `if __name__ == "__main__":` unless it is 1). `max_lost_text` is the share of characters that the tokenizer may
-    lose, as `data/spelling.py` counts them. `overwrite` discards what an earlier preparation left in `out`.
-    `notify` gets a sentence when work is skipped or continued. Raises DataError for any fault of input, request or
-    disk, and then nothing in `out` looks finished.
+    `num_workers` is the number of processes that tokenise, by default one for each core that this process may use. A
+    script that calls this function with more than one needs the usual `if __name__ == "__main__":`. `max_lost_text` is
+    the fraction of characters that the tokenizer may lose; `data/spelling.py` defines what is lost. `overwrite`
+    discards an earlier preparation in `out`. `notify` is called with a sentence when work is skipped or resumed.
+
+    Returns the summary, which is also in `out`. Raises DataError for any fault of the input, request or disk, and then
+    `out` has no summary.
     """
     leave_if_imported_by_worker()
     started = time.monotonic()
     out = Path(out).expanduser()
-    refuse_within_source(out, request.sources)
+    check_outside_sources(out, request.sources)
     source = open_source(request)
     if request.val_fraction is None:
         request = replace(request, val_fraction=source.val_fraction)
-    given = None  # the tokenizer of the request, unless it is to be trained
+    existing_tokenizer = None  # stays None if the tokenizer is to be trained
     if not request.tokenizer.startswith(TRAIN_PREFIX):
-        given = load_tokenizer(request.tokenizer)
-    record = record_of(request, source, given)
+        existing_tokenizer = load_tokenizer(request.tokenizer)
+    record = build_request_record(request, source, existing_tokenizer)
     listing = source.listing
 
     with disk_errors_as_data_errors(out), only_preparation_in(out):
         if overwrite:
-            discard(out)
-        finished = find_finished(out, record, given)
+            discard_preparation(out)
+        finished = find_finished(out, record, existing_tokenizer)
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
-        tell_repeated(listing.repeated, notify)
-        partial = open_partial(out, record, given, notify)
+        notify_of_duplicates(listing.repeated, notify)
+        partial = open_partial(out, record, existing_tokenizer, notify)
         with progress_bars(show_progress) as bars:
-            tokenizer = provide_tokenizer(partial, given, request, source, bars)
+            tokenizer = provide_tokenizer(partial, existing_tokenizer, request, source, bars)
             workers = num_workers or count_usable_cores()
-            work = tokenize(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
-            packed = pack(partial, work.num_units, request, tokenizer, bars)
+            counts = tokenize_source(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
+            packed = pack_samples(partial, counts.num_units, request, tokenizer, bars)
         check_unchanged(source, record)
 
         seconds = time.monotonic() - started
@@ -124,19 +126,22 @@ def prepare(
             skipped=packed.skipped,
             ignored_files=listing.num_ignored,
             seconds=round(seconds, 3),
-            documents_per_second=round(work.documents / seconds, 1),
-            text_bytes_per_second=round(work.text_bytes / seconds, 1),
-            skipped_examples=tuple(packed.named),
+            documents_per_second=round(counts.documents / seconds, 1),
+            text_bytes_per_second=round(counts.text_bytes / seconds, 1),
+            skipped_examples=tuple(packed.skipped_examples),
             unreadable=tuple(listing.unreadable),
             repeated=tuple(listing.repeated),
-            lost_text=work.loss.as_json(),
+            lost_text=counts.loss.as_json(),
         )
         publish(partial, out, summary)
     return summary
 
 
-def tell_repeated(sentences: Sequence[str], notify: Callable[[str], None]) -> None:
-    """Notify of files and folders that have several names; `sentences` are those of `Listing.repeated`."""
+def notify_of_duplicates(sentences: Sequence[str], notify: Callable[[str], None]) -> None:
+    """Notify the user of files and folders that were named several times, or have several names.
+
+    `sentences` are those of `Listing.repeated`. The first MAX_SHOWN are passed on, and then the number of others.
+    """
     for sentence in sentences[:MAX_SHOWN]:
         notify(f"{sentence}, so it is read once")
     if len(sentences) > MAX_SHOWN:
@@ -144,20 +149,21 @@ def tell_repeated(sentences: Sequence[str], notify: Callable[[str], None]) -> No
 
 
 def provide_tokenizer(
-    partial: Path, given: Tokenizer | None, request: PrepareRequest, source: Source, bars: Progress
+    partial: Path, existing_tokenizer: Tokenizer | None, request: PrepareRequest, source: Source, bars: Progress
 ) -> Tokenizer:
-    """Load the tokenizer in `.partial/tokenizer`. An earlier launch left it, or it is the given one, or trained now.
+    """Put the tokenizer of a preparation into `.partial/tokenizer`, unless an earlier launch has, and load it.
 
-    It is loaded from there in any case, so that this process and its workers have the same.
+    `existing_tokenizer` is that of the request; if it is None, a tokenizer is trained. Returns the tokenizer loaded
+    from the folder in any case, because worker processes load it from there too.
     """
     folder = partial / "tokenizer"
-    if folder.is_dir() and given:
-        is_same = origin_of_tokens(load_tokenizer(folder)) == origin_of_tokens(given)
+    if folder.is_dir() and existing_tokenizer:
+        is_same = tokenizer_identity(load_tokenizer(folder)) == tokenizer_identity(existing_tokenizer)
         if not is_same:
             shutil.rmtree(folder)
 
     if not folder.is_dir():
-        tokenizer = given
+        tokenizer = existing_tokenizer
         if tokenizer is None:
             task = bars.add_task("training the tokenizer", total=None)
             texts = sample_for_training(source, request)
@@ -171,12 +177,14 @@ def provide_tokenizer(
 
 
 def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
-    """Read documents of the training split to train a tokenizer on, at most TOKENIZER_SAMPLE_BYTES of them.
+    """Read texts of the training split on which to train a tokenizer, about TOKENIZER_SAMPLE_BYTES of them.
 
-    A source of known size gives every n-th unit, a stream its beginning. If the validation fraction alone does not give
-    one sample, `samples.choose_threshold` will hold out the documents with the next lowest split keys too. That is
-    decided after tokenising, so enough of those stay out of the training sample here, by a safe guess of tokens per
-    byte.
+    They are from every n-th unit if the size of the source is known, and from the beginning of a stream otherwise.
+    Documents of the validation split are left out. Which these are is decided only after tokenising: if the validation
+    fraction does not give one sample, `samples.choose_threshold` holds out more documents. So this leaves out enough of
+    them by a safe estimate, RESERVED_BYTES_PER_TOKEN.
+
+    Raises DataError if there is no document.
     """
     total_bytes = source.total_bytes or 0
     step = max(1, -(-total_bytes // TOKENIZER_SAMPLE_BYTES))  # rounded up
@@ -193,7 +201,7 @@ def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
 
     keys = np.array([document.split_key for document in documents], np.uint64)
     sizes = np.array([document.num_bytes for document in documents], np.int64)
-    threshold = threshold_of(request)
+    threshold = initial_threshold(request)
     if threshold > 0:
         bytes_of_a_sample = request.max_seq_len * RESERVED_BYTES_PER_TOKEN
         threshold = raise_threshold(threshold, keys, sizes, bytes_of_a_sample)
@@ -201,7 +209,7 @@ def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
 
 
 def progress_bars(show: bool) -> Progress:
-    """Build the progress display: a line for each step on standard error, with the remaining time."""
+    """Build the progress display, a line for each step on standard error. If not `show`, nothing is displayed."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""The request of `data prepare`: everything that decides its result. `__post_init__` checks it."""
+"""The request of `data prepare`: everything that decides its result. Building one checks it."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ COMPRESSION_LEVELS = {
     "snappy": range(0),
     "zstd": range(1, 23),
 }
-"""Levels that StreamingDataset 0.13 knows. Importing it to ask takes seconds, which is too long for an error."""
+"""Compression -> its levels in StreamingDataset 0.13. They are listed here because importing it takes seconds."""
 
 SHARD_LIMIT_BYTES = 2**32
-"""Most bytes that MDS can address in a shard."""
+"""Size from which on MDS cannot address the bytes of a shard: offsets have 32 bits."""
 SHARD_HEAD_BYTES = 4096
-"""Upper limit of the bytes before the samples of an MDS shard."""
+"""Upper bound of the bytes before the samples of an MDS shard."""
 MAX_BYTES_PER_TOKEN = 8
-"""Bytes in a shard for each token: at most 4 of the token, and the offset of a sample of one token."""
+"""Upper bound of bytes in a shard for each token: 4 of the token, and 4 of an offset if samples have one token."""
 MAX_SEQ_LEN = (SHARD_LIMIT_BYTES - 1 - SHARD_HEAD_BYTES) // MAX_BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRequest:
-    """A request for a preparation: everything that decides the result, and nothing else. Raises DataError."""
+    """A request for a preparation: everything that decides its result, and nothing else."""
 
     sources: tuple[str, ...]
     """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs; see `sources.open_source`."""
@@ -34,25 +34,25 @@ class PrepareRequest:
     max_seq_len: int
     """Tokens in a sample."""
     text_key: str | tuple[str, ...] = "text"
-    """The field of a JSON object, or the column of a table, that holds the document. `meta.text` is a field within a
-    field. The values of several keys are joined by blank lines."""
+    """The field of a JSON object, or the column of a table, that contains the document's text. `meta.text` is the field
+    `text` in the object `meta`. The values of several keys are joined by blank lines."""
     split: str = "train"
-    """The split to read, for a data set of the Hub or one that `datasets` saved. Other sources ignore it."""
+    """The split to read of a data set from the Hub, or saved by `datasets`. Other sources ignore it."""
     encoding: str | None = None
     """Encoding of text, JSON lines and CSV, as Python names it; None is UTF-8."""
     on_error: str = "stop"
-    """Policy for a document that cannot be read: `stop`, or `skip`, which counts it."""
+    """What to do with a document that cannot be read: `stop` with an error, or `skip` and count it."""
     val_fraction: float | None = None
-    """Share of the documents (of the modules, for the standard library) that is held out. None means 0.05 for the
-    standard library and 0.005 elsewhere. It is raised until there is one validation sample, if the data allow that; 0
-    holds out nothing."""
+    """Fraction of the documents (for the standard library, of the modules) that is held out for validation. None means
+    0.05 for the standard library and 0.005 for other sources. More is held out if that gives less than one sample and
+    there is enough data. 0 holds out nothing."""
     size_limit_bytes: int = 64 * 1024 * 1024
-    """Bytes of a shard, before compression."""
+    """Maximum size of a shard before compression."""
     compression: str | None = None
     """Compression of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
 
     def __post_init__(self) -> None:
-        """Raise DataError for an impossible value, in the words of the command's options."""
+        """Raise DataError for a value that is not valid. The error names the option of the command."""
         if not self.text_keys or not all(self.text_keys):
             raise DataError("--text-key is empty; expected the name of a field or column")
         if not 1 <= self.max_seq_len <= MAX_SEQ_LEN:
@@ -64,10 +64,10 @@ class PrepareRequest:
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
-        smallest = SHARD_HEAD_BYTES + MAX_BYTES_PER_TOKEN * self.max_seq_len
-        if not smallest <= self.size_limit_bytes < SHARD_LIMIT_BYTES:
+        min_limit = SHARD_HEAD_BYTES + MAX_BYTES_PER_TOKEN * self.max_seq_len
+        if not min_limit <= self.size_limit_bytes < SHARD_LIMIT_BYTES:
             raise DataError(
-                f"--size-limit {self.size_limit_bytes} bytes: expected at least {smallest} (one sample of "
+                f"--size-limit {self.size_limit_bytes} bytes: expected at least {min_limit} (one sample of "
                 f"{self.max_seq_len} tokens) and less than 4 GiB (what MDS can address)"
             )
         if self.compression is not None:
@@ -79,12 +79,12 @@ class PrepareRequest:
 
     @property
     def text_keys(self) -> tuple[str, ...]:
-        """The keys of `text_key`, also where there is one."""
+        """The keys of `text_key` as a tuple, also if it is a single key."""
         return (self.text_key,) if isinstance(self.text_key, str) else self.text_key
 
 
 def check_encoding(encoding: str) -> None:
-    """Raise DataError unless Python knows an encoding of text by this name."""
+    """Raise DataError unless Python has a text encoding of this name."""
     try:
         "text".encode(encoding)
     except (LookupError, ValueError) as error:
@@ -95,7 +95,7 @@ def check_encoding(encoding: str) -> None:
 
 
 def check_compression(compression: str) -> None:
-    """Raise DataError unless this is the name of a compression, alone or with one of its levels."""
+    """Raise DataError unless `compression` is a known algorithm, alone or with one of its levels, such as `zstd:9`."""
     names = set()
     descriptions = []
     for name, levels in COMPRESSION_LEVELS.items():

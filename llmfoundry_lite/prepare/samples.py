@@ -1,7 +1,7 @@
 """Step 2 of `data prepare`: token files, in order -> samples and shards.
 
-Held-out documents, samples and MDS files depend on the token files alone. `pack` is the whole step: it asks
-`choose_threshold` which documents are held out, and gives those of each split to a `SplitWriter`.
+Which documents are held out, the samples and the MDS files depend only on the token files. `pack_samples` is the whole
+step: `choose_threshold` decides which documents are held out, and a `SplitWriter` writes the shards of each split.
 """
 
 import bz2
@@ -25,46 +25,49 @@ from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import load_unit, token_dtype
 
 SHARD_HASH = "xxh3_64"
-"""Algorithm of the hash of every shard in index.json, by which readers find damage."""
+"""Hash algorithm of the shards in index.json, by which readers detect damage."""
 
 MAX_TEXT_BYTES = 1_000_000
-"""Approximate size of HELD_OUT_TEXT in bytes."""
+"""Approximate limit of the file HELD_OUT_TEXT in bytes."""
 
 OFFSET_BYTES = 4
-"""Bytes of each offset in an MDS shard, and of its number of samples: uint32."""
+"""Size of each offset in an MDS shard, and of its number of samples: uint32."""
 
-MAX_NAMED = 20
-"""Number of left-out documents that the summary names."""
+MAX_SKIPPED_EXAMPLES = 20
+"""Number of skipped documents that the summary names."""
 
 
-class Packed(NamedTuple):
-    """What `pack` has written, and what was left out."""
+class PackResult(NamedTuple):
+    """The splits that `pack_samples` has written, and the documents that were skipped."""
 
     splits: dict[str, SplitSummary]
-    """Without a split that has no document."""
+    """Split -> its summary, for splits with at least one document."""
     skipped: dict[str, int]
-    """Reason in SKIP_REASONS -> number of left-out documents."""
-    named: list[str]
-    """Sentences that name the first of them."""
+    """Reason in SKIP_REASONS -> number of skipped documents."""
+    skipped_examples: list[str]
+    """A sentence for each of the first MAX_SKIPPED_EXAMPLES skipped documents."""
 
 
-def pack(partial: Path, num_units: int, request: PrepareRequest, tokenizer: Tokenizer, bars: Progress) -> Packed:
-    """Cut the samples of both splits and write their shards into `.partial`.
+def pack_samples(
+    partial: Path, num_units: int, request: PrepareRequest, tokenizer: Tokenizer, bars: Progress
+) -> PackResult:
+    """Cut the tokens of all documents into samples, and write the shards of both splits into `partial`.
 
-    Raises DataError if the training split has less than one sample. After any error, neither split's folder is left.
+    `partial` is the folder of work in progress, with `num_units` token files. Raises DataError if the training split
+    has less than one sample. After any error, the folders of both splits are removed.
     """
     paths = [partial / "units" / f"{number:08}.npz" for number in range(num_units)]
     threshold = choose_threshold(paths, request)
-    skipped = np.zeros(len(SKIP_REASONS), np.int64)
-    named: list[str] = []
+    num_skipped = np.zeros(len(SKIP_REASONS), np.int64)
+    skipped_examples: list[str] = []
     writers = {split: SplitWriter(partial / split, request, token_dtype(tokenizer)) for split in SPLITS}
     held_out_text = HeldOutText()
     task = bars.add_task("writing shards", total=num_units)
     try:
         for path in paths:
             unit = load_unit(path)
-            skipped += unit.skipped
-            named += unit.named.tolist()[: MAX_NAMED - len(named)]
+            num_skipped += unit.skipped
+            skipped_examples += unit.named.tolist()[: MAX_SKIPPED_EXAMPLES - len(skipped_examples)]
 
             is_held_out = unit.doc_keys < threshold
             for split, is_of_split in (("train", ~is_held_out), ("val", is_held_out)):
@@ -78,11 +81,11 @@ def pack(partial: Path, num_units: int, request: PrepareRequest, tokenizer: Toke
                     held_out_text.add(tokens, unit.doc_tokens[is_of_split], tokenizer)
             bars.advance(task)
 
-        counts: dict[str, int] = dict(zip(SKIP_REASONS, skipped.tolist(), strict=True))
-        check_there_is_a_sample(request, writers["train"], counts)
+        skipped_counts: dict[str, int] = dict(zip(SKIP_REASONS, num_skipped.tolist(), strict=True))
+        check_has_sample(request, writers["train"], skipped_counts)
         held_out_text.write(partial / "val" / HELD_OUT_TEXT)
         splits = {split: writer.finish() for split, writer in writers.items() if writer.documents}
-        return Packed(splits, counts, named)
+        return PackResult(splits, skipped_counts, skipped_examples)
     except BaseException:
         for split in SPLITS:
             shutil.rmtree(partial / split, ignore_errors=True)
@@ -90,33 +93,33 @@ def pack(partial: Path, num_units: int, request: PrepareRequest, tokenizer: Toke
 
 
 class HeldOutText:
-    """The first held-out documents as text, cut at MAX_TEXT_BYTES: a task for any model, whatever its tokenizer."""
+    """The first held-out documents as text, to evaluate models with any tokenizer. At most MAX_TEXT_BYTES."""
 
     def __init__(self) -> None:
-        """Begin without any text."""
+        """Start without documents."""
         self.rows: list[str] = []
         """Lines of JSON, one for each document."""
         self.bytes_left = MAX_TEXT_BYTES
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, tokenizer: Tokenizer) -> None:
-        """Add documents that stand one after another in `tokens`. Each has one of `lengths`, the end of text included.
+        """Decode documents and add their texts, until MAX_TEXT_BYTES are reached. The last text may be cut.
 
-        The text is decoded from the tokens, because a token file does not keep it. Once MAX_TEXT_BYTES are reached,
-        this does nothing.
+        `tokens` are the concatenated documents. `lengths` are the numbers of their tokens, each with its end-of-text
+        token. Texts are decoded because token files do not contain them.
         """
-        begin = 0
+        start = 0
         for length in lengths.tolist():
             if self.bytes_left <= 0:
                 return
-            document_tokens = tokens[begin : begin + length - 1]
-            begin += length
+            document_tokens = tokens[start : start + length - 1]
+            start += length
             text = tokenizer.decode(document_tokens[:MAX_TEXT_BYTES].tolist())
-            kept = text.encode()[: self.bytes_left].decode(errors="ignore")  # a character that is cut is dropped
+            kept = text.encode()[: self.bytes_left].decode(errors="ignore")  # without half a character
             self.bytes_left -= len(kept.encode()) + 1
             self.rows.append(json.dumps({"text": kept}, ensure_ascii=False))
 
     def write(self, path: Path) -> None:
-        """Write the texts as lines of JSON; no file without any."""
+        """Write the texts as lines of JSON. If there is none, no file is written."""
         if not self.rows:
             return
         path.parent.mkdir(exist_ok=True)
@@ -124,19 +127,19 @@ class HeldOutText:
 
 
 class SplitWriter:
-    """Joins the documents of one split, cuts them into samples and writes MDS shards and their index.
+    """Writer of one split: concatenates its documents, cuts samples, and writes MDS shards and their index.
 
-    The files are byte for byte those of StreamingDataset's own writer, whose import takes seconds and most of a
-    gigabyte. A shard consists of the number of samples, the offset of each and of the end (all uint32), a description
-    in JSON, and the samples.
+    The files equal byte for byte those of StreamingDataset's writer, which is not used because its import takes seconds
+    and most of a gigabyte. A shard consists of the number of samples, the offset of each sample and of the end (all
+    uint32), a description in JSON, and the samples.
     """
 
     def __init__(self, folder: Path, request: PrepareRequest, dtype: np.dtype) -> None:
-        """Remove what an earlier launch left in `folder`. `dtype` is the type of tokens in the shards."""
+        """Prepare to write shards into `folder`, and remove its content. `dtype` is the type of tokens in shards."""
         self.folder = folder
         self.compression = request.compression
-        self.length = request.max_seq_len
-        self.sample_bytes = self.length * dtype.itemsize
+        self.sample_tokens = request.max_seq_len
+        self.sample_bytes = self.sample_tokens * dtype.itemsize
         self.description = {
             "version": 2,
             "format": "mds",
@@ -144,17 +147,18 @@ class SplitWriter:
             "hashes": [SHARD_HASH],
             "size_limit": request.size_limit_bytes,
             "column_names": ["tokens"],
-            "column_encodings": [f"ndarray:{dtype.name}:{self.length}"],
+            "column_encodings": [f"ndarray:{dtype.name}:{self.sample_tokens}"],
             "column_sizes": [self.sample_bytes],
         }
-        """What all records of shards in the index have in common."""
+        """The part of a shard's record in the index that is the same for all shards."""
         self.header = json.dumps(self.description, sort_keys=True).encode()
-        # The size limit holds the number of samples, the end, the header, and for each sample its offset and bytes.
+        # A shard has the number of samples, the offset of the end, the header, and an offset and bytes for each sample.
         bytes_for_samples = request.size_limit_bytes - 2 * OFFSET_BYTES - len(self.header)
-        self.tokens_per_shard = bytes_for_samples // (self.sample_bytes + OFFSET_BYTES) * self.length
-        self.waiting = [np.empty(0, dtype)]
-        """Tokens that are not in a shard yet, in pieces; `num_waiting` together."""
-        self.num_waiting = 0
+        self.tokens_per_shard = bytes_for_samples // (self.sample_bytes + OFFSET_BYTES) * self.sample_tokens
+        self.unwritten = [np.empty(0, dtype)]
+        """Arrays of the tokens that are not in a shard yet."""
+        self.num_unwritten = 0
+        """Number of tokens in all arrays of `unwritten`."""
         self.tokens = 0
         self.documents = 0
         self.text_bytes = 0
@@ -163,25 +167,28 @@ class SplitWriter:
         shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
-        """Append the tokens of whole documents, end-of-text tokens included, and write the shards that are full."""
-        self.waiting.append(tokens)
-        self.num_waiting += len(tokens)
+        """Append documents, and write a shard whenever there are enough tokens for it.
+
+        `tokens` are those of `documents` whole documents with end-of-text tokens, whose UTF-8 text has `text_bytes`.
+        """
+        self.unwritten.append(tokens)
+        self.num_unwritten += len(tokens)
         self.tokens += len(tokens)
         self.documents += documents
         self.text_bytes += text_bytes
-        # StreamingDataset's writer ends a full shard when the next sample comes, so the last shard is never empty.
-        enough_tokens = self.tokens_per_shard + self.length
-        if self.num_waiting >= enough_tokens:
-            joined = np.concatenate(self.waiting)
+        # Like StreamingDataset's writer, write a full shard only when there is another sample for the next one.
+        enough_tokens = self.tokens_per_shard + self.sample_tokens
+        if self.num_unwritten >= enough_tokens:
+            joined = np.concatenate(self.unwritten)
             while len(joined) >= enough_tokens:
                 self.write_shard(joined[: self.tokens_per_shard])
                 joined = joined[self.tokens_per_shard :]
-            self.waiting = [joined]
-            self.num_waiting = len(joined)
+            self.unwritten = [joined]
+            self.num_unwritten = len(joined)
 
     def write_shard(self, tokens: np.ndarray) -> None:
-        """Write the next shard, of the samples that `tokens` are, and compress it if the request says so."""
-        num_samples = len(tokens) // self.length
+        """Write the next shard, compressed if the request says so. `tokens` are those of all its samples."""
+        num_samples = len(tokens) // self.sample_tokens
         first_offset = OFFSET_BYTES + OFFSET_BYTES * (num_samples + 1) + len(self.header)
         offsets = np.arange(num_samples + 1, dtype=np.uint32) * np.uint32(self.sample_bytes)
         offsets += np.uint32(first_offset)
@@ -199,12 +206,12 @@ class SplitWriter:
         self.shards.append(shard | self.description)
 
     def finish(self) -> SplitSummary:
-        """Write the last shard and the index, and sync all files to disk.
+        """Write the last shard and the index, and sync all files to disk. Returns the summary of the split.
 
-        Tokens that do not fill a sample are dropped, and counted as `remainder_tokens`.
+        Remaining tokens, too few for a sample, are dropped, and counted as `remainder_tokens`.
         """
-        num_samples, remainder = divmod(self.tokens, self.length)
-        joined = np.concatenate(self.waiting)
+        num_samples, remainder = divmod(self.tokens, self.sample_tokens)
+        joined = np.concatenate(self.unwritten)
         if len(joined) > remainder:
             self.write_shard(joined[: len(joined) - remainder])
         self.folder.mkdir(exist_ok=True)
@@ -214,7 +221,7 @@ class SplitWriter:
         return SplitSummary(
             documents=self.documents,
             samples=num_samples,
-            tokens=num_samples * self.length,
+            tokens=num_samples * self.sample_tokens,
             remainder_tokens=remainder,
             text_bytes=self.text_bytes,
             shards=len(self.shards),
@@ -222,12 +229,15 @@ class SplitWriter:
 
 
 def file_description(name: str, content: bytes) -> dict[str, Any]:
-    """Describe a file of a shard as the index does."""
+    """Return the record of a shard's file for the index: its name, size and hash."""
     return {"basename": name, "bytes": len(content), "hashes": {SHARD_HASH: xxhash.xxh3_64_hexdigest(content)}}
 
 
 def compress(compression: str, content: bytes) -> bytes:
-    """Compress to the same bytes as StreamingDataset, with the same libraries."""
+    """Compress a shard to the same bytes as StreamingDataset does, with the same libraries.
+
+    `compression` is an algorithm, alone or with a level, such as `zstd:9`.
+    """
     name, _, level = compression.partition(":")
     match name:
         case "br":
@@ -246,19 +256,20 @@ def compress(compression: str, content: bytes) -> bytes:
             import zstd
 
             return zstd.compress(content, int(level or 3))
-    raise AssertionError(f"{compression}: PrepareRequest lets no other through")
+    raise AssertionError(f"{compression}: PrepareRequest accepts no other")
 
 
 # The validation split
 
 
 def choose_threshold(paths: list[Path], request: PrepareRequest) -> np.uint64:
-    """Choose the split key below which a document of these token files is held out for validation.
+    """Choose the threshold of split keys: documents with a key below it are held out for validation.
 
-    That is the request's fraction of all keys, if both splits then have a sample. Otherwise more is held out until the
-    validation split has one. Returns 0, which holds nothing out, if the data do not suffice for that.
+    `paths` are all token files. The threshold is the request's fraction of the range of keys, if both splits then have
+    at least one sample. Otherwise it is raised until the validation split has one. Returns 0, so that nothing is held
+    out, if there is not enough data for a sample in both splits.
     """
-    threshold = threshold_of(request)
+    threshold = initial_threshold(request)
     if threshold == 0:
         return threshold
     one_sample = request.max_seq_len
@@ -272,7 +283,7 @@ def choose_threshold(paths: list[Path], request: PrepareRequest) -> np.uint64:
         if val_tokens >= one_sample and train_tokens >= one_sample:
             return threshold
 
-    # A rare case of little data: one split has less than one sample. A split too small to use is no gain.
+    # There is so little data that one split has less than one sample. If it is the training split, hold out nothing.
     if train_tokens < one_sample:
         return np.uint64(0)
     units = [load_unit(path, without_tokens=True) for path in paths]
@@ -283,38 +294,42 @@ def choose_threshold(paths: list[Path], request: PrepareRequest) -> np.uint64:
     return threshold if has_sample else np.uint64(0)
 
 
-def threshold_of(request: PrepareRequest) -> np.uint64:
-    """Return the split key below which the validation fraction lies, since keys are uniform over 64 bits."""
-    assert request.val_fraction is not None, "prepare fills in the source's own"
+def initial_threshold(request: PrepareRequest) -> np.uint64:
+    """Return the split key below which the request's validation fraction of all documents is expected.
+
+    Split keys are hashes, and so uniformly distributed over 64 bits.
+    """
+    assert request.val_fraction is not None, "prepare sets the source's default"
     return np.uint64(int(request.val_fraction * 2**64))
 
 
-def raise_threshold(threshold: np.uint64, keys: np.ndarray, sizes: np.ndarray, at_least: int) -> np.uint64:
-    """Raise the threshold, in the order of the keys, until `at_least` is held out, but never more than half of all.
+def raise_threshold(threshold: np.uint64, keys: np.ndarray, sizes: np.ndarray, min_size: int) -> np.uint64:
+    """Raise the threshold of split keys until the documents below it have `min_size` together, but at most half of all.
 
-    `keys` are the split keys of all documents, and `sizes` their tokens or bytes, in which `at_least` counts.
+    `keys` are the split keys of all documents, and `sizes` their sizes, in tokens or bytes as `min_size`. Documents
+    with equal keys are held out together. Returns the new threshold, or `threshold` if it need not be raised.
     """
     if not len(keys):
         return threshold
     order = np.argsort(keys, kind="stable")
     sorted_keys = keys[order]
-    is_last_of_key = np.append(sorted_keys[1:] != sorted_keys[:-1], True)  # documents of one text have one key
+    is_last_of_key = np.append(sorted_keys[1:] != sorted_keys[:-1], True)  # equal texts have equal keys
     sizes_up_to_key = np.cumsum(sizes[order])[is_last_of_key]
     half_of_all = sizes.sum() / 2
     for key, size_up_to_key in zip(sorted_keys[is_last_of_key], sizes_up_to_key, strict=True):
         if key < threshold:
             continue
-        is_enough = sizes[keys < threshold].sum() >= at_least
-        would_be_too_much = size_up_to_key > half_of_all
-        is_largest_key = key == 2**64 - 1  # no threshold lies above it
-        if is_enough or would_be_too_much or is_largest_key:
+        is_enough = sizes[keys < threshold].sum() >= min_size
+        exceeds_half = size_up_to_key > half_of_all
+        is_largest_key = key == 2**64 - 1  # there is no threshold above it
+        if is_enough or exceeds_half or is_largest_key:
             break
         threshold = np.uint64(key + np.uint64(1))
     return threshold
 
 
-def check_there_is_a_sample(request: PrepareRequest, train: SplitWriter, skipped: dict[str, int]) -> None:
-    """Raise DataError if the training split has less than one sample, with the reasons why documents were left out."""
+def check_has_sample(request: PrepareRequest, train: SplitWriter, skipped: dict[str, int]) -> None:
+    """Raise DataError if the training split has less than one sample. The error counts skipped documents by reason."""
     if train.tokens >= request.max_seq_len:
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)

@@ -2,8 +2,8 @@
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
 
-A source is cut into units of work that are the same in every launch and on every machine. `listing.py` finds the files;
-`documents.py` says what a unit is, and reads it.
+A source is cut into units of work that are the same in every launch and on every machine. `listing.py` finds the files.
+`documents.py` defines a unit, and reads it.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from typing import Any
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import guess_url
-from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, Bad, read_lines
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, UnreadableText, read_lines
 from llmfoundry_lite.prepare.documents import Unit, group_by_size
-from llmfoundry_lite.prepare.listing import Listing, kind_of, list_files
+from llmfoundry_lite.prepare.listing import Listing, file_kind, list_files
 from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
 TABLES = ("csv", "table")
-"""Kinds of files that a companion reads."""
+"""Kinds of files, of those in `listing.SUFFIXES`, that a companion reads."""
 
-# Unit sizes depend on the input alone, never on the number of workers, so that every launch makes the same units.
+# Unit sizes depend only on the input, and not on the number of workers, so that every launch has the same units.
 MIN_UNIT_BYTES = 256 * 1024
 MAX_UNIT_BYTES = 8 * 1024 * 1024
 TARGET_UNITS = 64
@@ -38,9 +38,9 @@ MAX_ROWS_PER_UNIT = 65536
 STDLIB_VAL_FRACTION = 0.05
 DEFAULT_VAL_FRACTION = 0.005
 
-# Third-party code, tests (some are not UTF-8 or not Python on purpose), a bundled grammar package with bad data,
-# tables of characters (a seventh of all bytes, with nothing to learn from), and generated files that record paths of
-# the machine on which Python was built.
+# Excluded are third-party code; tests, some of which are deliberately not UTF-8 or not Python; a bundled grammar
+# package with unsuitable data; tables of characters, a seventh of all bytes; and generated files with paths of the
+# machine on which Python was built.
 STDLIB_EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -60,21 +60,21 @@ class Source:
 
     units: Callable[[], Iterator[Unit]]
     """Function that yields the units. Each call starts from the beginning and yields the same ones."""
-    identify: Callable[[], dict[str, str | int]]
-    """Function that reads the input's current state, which must be unchanged for a preparation to be resumed."""
+    describe_state: Callable[[], dict[str, str | int]]
+    """Function that describes the current state of the input. A preparation is resumed only if it is unchanged."""
     total_bytes: int | None
     """Bytes on disk; None for a stream, whose length is unknown."""
     val_fraction: float
-    """The fraction held out for validation unless the user says otherwise."""
+    """Fraction that is held out for validation by default."""
     listing: Listing = field(default_factory=Listing)
-    """Local files, and those that were left out."""
+    """Local files, and records of those that are not read."""
 
 
 def _check_spelling(source: str) -> None:
-    """Raise DataError for a URL, also a misspelt one, unless it is the name of something here."""
+    """Raise DataError if a source is a URL, even a misspelt one, unless a local path has this name."""
     url = guess_url(source) or source
-    hub_folder = source.removeprefix(HUB_PREFIX)  # `hf:` may name a folder here, by its absolute path too
-    exists = os.path.exists(source) or os.path.exists(hub_folder)
+    path_after_prefix = source.removeprefix(HUB_PREFIX)  # `hf:` may also be followed by a local folder
+    exists = os.path.exists(source) or os.path.exists(path_after_prefix)
     if "://" not in url or exists:
         return
     if url.startswith("hf://"):
@@ -83,14 +83,17 @@ def _check_spelling(source: str) -> None:
 
 
 def open_source(request: PrepareRequest) -> Source:
-    """Find the documents that `--source` names. Raises DataError when there are none, ConfigError for a companion."""
+    """Open the sources of a request: the standard library, a data set of the Hub, or local files.
+
+    Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
+    """
     sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
     for source in sources:
         _check_spelling(source)
 
-    # The standard library, or a data set of the Hub, must stand alone.
+    # The standard library and data sets of the Hub cannot be combined with other sources.
     not_files = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
     if not_files and len(sources) > 1:
         raise DataError(f"{not_files[0]} cannot be prepared together with other sources; prepare them into two folders")
@@ -102,22 +105,25 @@ def open_source(request: PrepareRequest) -> Source:
 
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     for path in listing.files:
-        if kind_of(path) in TABLES:
-            companions.require("llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow")  # raises at once
+        if file_kind(path) in TABLES:
+            companions.require(
+                "llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow"
+            )  # raises if it is missing
             break
     return Source(
         units=lambda: file_units(listing, request),
-        identify=lambda: inventory((path.as_posix(), path, True) for path in listing.files),
+        describe_state=lambda: summarize_files((path.as_posix(), path, True) for path in listing.files),
         total_bytes=sum(listing.files.values()),
         val_fraction=DEFAULT_VAL_FRACTION,
         listing=listing,
     )
 
 
-def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
-    """Return facts on all files to compare and show: their number, bytes, and a digest of names, sizes and times.
+def summarize_files(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
+    """Summarize the state of files: their number, total bytes, and a digest of names, sizes and modification times.
 
-    `files` are names, paths, and whether the time of modification counts. Raises DataError for a file that is gone.
+    `files` are (name, path, whether the modification time is part of the digest). Two summaries are equal only if no
+    file has changed. Raises DataError for a file that no longer exists.
     """
     digest = hashlib.sha256()
     num_files = 0
@@ -135,9 +141,10 @@ def inventory(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
 
 
 def open_standard_library(folder: Path | None = None) -> Source:
-    """Open the source code of this interpreter's standard library: real text that is always there.
+    """Open the source code of this interpreter's standard library, which is text that needs no download.
 
-    The order is by path within the library; neither order nor split depends on where Python is installed.
+    Files are ordered by their path within the library (in `folder`), so neither the order nor the split depends on
+    where Python is installed. Raises DataError if Python was installed without its source code.
     """
     folder = Path(folder or sysconfig.get_path("stdlib"))
     files: list[Path] = []
@@ -151,21 +158,22 @@ def open_standard_library(folder: Path | None = None) -> Source:
     total_bytes = sum(sizes.values())
     modules = {str(folder / path): path.parts[0].removesuffix(".py") for path in files}
 
-    def identify() -> dict[str, str | int]:
+    def describe_state() -> dict[str, str | int]:
+        """Return the version of Python and a summary of the library's files."""
         version = ".".join(map(str, sys.version_info[:3]))
-        # Times do not count, because installing the same Python elsewhere changes them.
-        return {"python": version, **inventory((path.as_posix(), folder / path, False) for path in files)}
+        # Modification times are left out, because they change when the same Python is installed elsewhere.
+        return {"python": version, **summarize_files((path.as_posix(), folder / path, False) for path in files)}
 
     return Source(
-        units=lambda: whole_units(sizes.items(), unit_bytes(total_bytes), modules),
-        identify=identify,
+        units=lambda: whole_units(sizes.items(), choose_unit_bytes(total_bytes), modules),
+        describe_state=describe_state,
         total_bytes=total_bytes,
         val_fraction=STDLIB_VAL_FRACTION,
     )
 
 
 def is_library_source(path: Path) -> bool:
-    """Return whether a file, by its path within the library, is part of the corpus."""
+    """Return whether a file of the standard library is read, by its path within the library."""
     folders = path.parts[:-1]
     return not STDLIB_EXCLUDED_FOLDERS.intersection(folders) and not path.name.startswith(STDLIB_EXCLUDED_MODULES)
 
@@ -173,20 +181,24 @@ def is_library_source(path: Path) -> bool:
 # Units
 
 
-def unit_bytes(total_bytes: int) -> int:
-    """Choose the size of units, so that small inputs have enough for all workers, and large ones not too many files."""
+def choose_unit_bytes(total_bytes: int) -> int:
+    """Choose the target size of units, so that small inputs have enough units for all workers.
+
+    Units are TARGET_UNITS parts of the input, but have at least MIN_UNIT_BYTES and at most MAX_UNIT_BYTES.
+    """
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
 def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
     """Cut local files into units, in the order of the listing.
 
-    Small whole files share a unit. Files of lines are cut by bytes where their lines can be found by offset, and read
-    through otherwise: a compressed file has no offsets, and another encoding may have other line ends.
+    Several small text files share a unit. A plain UTF-8 file of lines is cut into byte ranges. One that is compressed,
+    or in another encoding, is read here, and its units have its lines as content: a compressed file has no offsets, and
+    another encoding may have other line ends. A companion cuts tables.
     """
     encoding = request.encoding
-    target = unit_bytes(sum(listing.files.values()))
-    for kind, files in itertools.groupby(listing.files.items(), key=lambda item: kind_of(item[0])):
+    target = choose_unit_bytes(sum(listing.files.values()))
+    for kind, files in itertools.groupby(listing.files.items(), key=lambda item: file_kind(item[0])):
         if kind == "whole":
             yield from whole_units(files, target)
             continue
@@ -201,7 +213,7 @@ def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
 
 
 def range_units(path: Path, size: int, target_bytes: int) -> Iterator[Unit]:
-    """Cut a plain file of lines into ranges of `target_bytes`; the last may have less."""
+    """Cut a plain file of lines, of `size` bytes, into byte ranges of `target_bytes`. The last one may be shorter."""
     for start in range(0, size, target_bytes):
         end = min(size, start + target_bytes)
         yield Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
@@ -210,9 +222,9 @@ def range_units(path: Path, size: int, target_bytes: int) -> Iterator[Unit]:
 def whole_units(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Unit]:
-    """Yield groups of consecutive files of at least `target_bytes`; the last may have less.
+    """Group consecutive text files into units of at least `target_bytes`. The last unit may be smaller.
 
-    `files` are paths and sizes. `modules` are the top-level modules of the standard library's files, by path.
+    `files` are paths and sizes in bytes. `modules` are the top-level modules of the standard library's files, by path.
     """
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
         names = tuple(str(path) for path, _ in group)
@@ -223,12 +235,13 @@ def whole_units(
 def stream_units(
     kind: str, name: str, values: Iterable[tuple[Any, int]], target: int, size_bytes: int = 0
 ) -> Iterator[Unit]:
-    """Cut a stream of values into units of about `target` bytes or characters, or of MAX_ROWS_PER_UNIT values.
+    """Cut a stream of lines or texts into units that contain them.
 
-    `values` are lines or texts, each with the bytes that have been read from disk so far. `size_bytes` is the size of
-    the file, which the last unit makes up for, so that the progress bar ends at its end.
+    A unit has about `target` bytes or characters, and at most MAX_ROWS_PER_UNIT values. `values` are lines or texts,
+    each with the number of bytes read from disk so far. `kind` and `name` are those of the units. `size_bytes` is the
+    size of the file; the last unit gets all bytes that are left, so that the progress bar reaches its end.
     """
-    first_row = 1
+    first_number = 1
     bytes_before = 0
     for group, length in group_by_size(values, _length_of_value, target, max_items=MAX_ROWS_PER_UNIT):
         _, bytes_read = group[-1]
@@ -236,12 +249,14 @@ def stream_units(
         if is_last:
             bytes_read = max(size_bytes, bytes_read)
         content = tuple(value for value, _ in group)
-        yield Unit(kind=kind, names=(name,), first=first_row, content=content, num_bytes=bytes_read - bytes_before)
-        first_row += len(group)
+        yield Unit(
+            kind=kind, names=(name,), first_number=first_number, content=content, num_bytes=bytes_read - bytes_before
+        )
+        first_number += len(group)
         bytes_before = bytes_read
 
 
 def _length_of_value(value: tuple[Any, int]) -> int:
-    """Return the length of a line or text of a stream; 0 for one that cannot be read."""
+    """Return the length of the line or text in a value of `stream_units`; 0 if it cannot be read."""
     content, _ = value
-    return 0 if isinstance(content, Bad) else len(content)
+    return 0 if isinstance(content, UnreadableText) else len(content)

@@ -1,4 +1,4 @@
-"""The summary at the end of a preparation: `summary.json`, and a table of it."""
+"""The summary at the end of a preparation: the file `summary.json`, and a table for the terminal."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,24 +12,24 @@ from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.tables import Table
 
 FORMAT_VERSION = 1
-"""Version of `summary.json` and of the shards. Another one is another preparation."""
+"""Version of `summary.json` and of the shards. A preparation with another version is not taken for the same one."""
 SPLITS = ("train", "val")
 SUMMARY_FILE = "summary.json"
 MAX_SHOWN = 5
-"""Number of left-out things that the table names."""
+"""Number of sentences about files or documents that are printed at most; the others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSummary:
-    """One split. Tokens include the end-of-text token of each document."""
+    """Counts of one split. Tokens include the end-of-text token of each document."""
 
     documents: int
     samples: int
     """Samples of `max_seq_len` tokens."""
     tokens: int
-    """Tokens in samples."""
+    """Number of tokens in all samples."""
     remainder_tokens: int
-    """Number of last tokens, too few to fill a sample. No other tokens are missing from the shards."""
+    """Number of tokens at the end that are too few for a sample. Only these are not in the shards."""
     text_bytes: int
     """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
     shards: int
@@ -43,7 +43,7 @@ class TokenizerSummary:
     """The value of `--tokenizer`."""
     fingerprint: str
     vocab_size: int
-    """The largest id plus one; a trained tokenizer may have fewer than were asked for."""
+    """The largest id plus one. For a trained tokenizer, it may be smaller than requested."""
     eos_token_id: int
     eos_token: str
 
@@ -54,7 +54,7 @@ class Summary:
 
     format_version: int
     request: dict[str, Any]
-    """The request, the state of its input, and the tokenizer's fingerprint. The same request again does nothing."""
+    """The request, its input's state, and the tokenizer's fingerprint. A launch with an equal record does nothing."""
     max_seq_len: int
     token_dtype: str
     """`uint16` or `uint32`."""
@@ -62,26 +62,26 @@ class Summary:
     splits: dict[str, SplitSummary]
     """`train`, and `val` unless nothing could be held out."""
     skipped: dict[str, int]
-    """Reason in `documents.SKIP_REASONS` -> number of left-out documents."""
+    """Reason in `documents.SKIP_REASONS` -> number of skipped documents."""
     ignored_files: int
-    """Number of files that are of no kind we read, or lie beside a saved data set without being part of it."""
+    """Number of files that are of an unsupported kind, or beside a saved data set without being part of it."""
     seconds: float
-    """Seconds of the launch that finished the work. The two rates count only the work of that launch."""
+    """Duration of the launch that finished the work. The two rates count only the work of that launch."""
     documents_per_second: float
     text_bytes_per_second: float
     skipped_examples: tuple[str, ...] = ()
-    """A sentence for each of the first left-out documents. Empty documents are not named."""
+    """A sentence for each of the first skipped documents. Empty documents have none."""
     unreadable: tuple[str, ...] = ()
-    """A sentence for each file or folder left out because it could not be read."""
+    """A sentence for each file or folder that was skipped because it could not be read."""
     repeated: tuple[str, ...] = ()
-    """A sentence for each name of a file or folder that was read under another name."""
+    """A sentence for each further name of a file or folder that was read under another name."""
     lost_text: dict[str, Any] = field(default_factory=dict)
-    """Count of characters that do not come back from their tokens, at the beginning of every unit: their `share`, and
-    the number of each kind in `data/spelling.py`. Empty in older summaries."""
+    """Counts of characters that the tokenizer loses at the beginning of every unit, as `LostText.as_json` returns them.
+    Empty in older summaries."""
 
 
 def load_summary(folder: str | Path) -> Summary:
-    """Read `summary.json` of a prepared folder. Raises DataError when it is missing or not one of ours."""
+    """Read `summary.json` of a prepared folder. Raises DataError if it is missing or not valid."""
     path = Path(folder) / SUMMARY_FILE
     try:
         content = read_json(path, "a summary")
@@ -97,16 +97,16 @@ def load_summary(folder: str | Path) -> Summary:
 
 
 def print_summary(summary: Summary, out: str | Path, console: Console | None = None) -> None:
-    """Print the short table at the end of a preparation, and lines on the tokenizer and on what was left out."""
+    """Print a table of the splits, and lines about the tokenizer, skipped documents, files and speed."""
     console = console or Console()
     table = _table_of_splits(summary, title=f"prepared in {printable(str(out))}")
     console.print(table.title, highlight=False, markup=False)
     table.print(console)
-    console.print("\n".join(_lines_on(summary)), highlight=False, markup=False)
+    console.print("\n".join(_describe_summary(summary)), highlight=False, markup=False)
 
 
 def _table_of_splits(summary: Summary, title: str) -> Table:
-    """Make a table with a row for each split."""
+    """Build the table with the counts of each split."""
     columns = ["split", "documents", "samples", "tokens", "left over", "text", "shards"]
     rows = []
     for name, split in summary.splits.items():
@@ -124,14 +124,17 @@ def _table_of_splits(summary: Summary, title: str) -> Table:
     return Table(title, columns, rows)
 
 
-def _lines_on(summary: Summary) -> list[str]:
-    """Return the lines below the table. All that other people have named is made printable."""
+def _describe_summary(summary: Summary) -> list[str]:
+    """Return the lines that are printed below the table of splits.
+
+    Names of files and texts may be untrusted, so control characters in them are escaped.
+    """
     tokenizer = summary.tokenizer
     lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
-        num_not_empty = sum(summary.skipped.values()) - summary.skipped["empty"]  # empty ones are not named
+        num_not_empty = sum(summary.skipped.values()) - summary.skipped["empty"]  # empty ones have no sentence
         lines += first_sentences(summary.skipped_examples, num_not_empty)
     if summary.ignored_files:
         lines.append(f"files ignored, of no kind we read or no part of a saved data set: {summary.ignored_files:,}")
@@ -152,7 +155,7 @@ def _lines_on(summary: Summary) -> list[str]:
 
 
 def first_sentences(sentences: tuple[str, ...], count: int) -> list[str]:
-    """Return indented lines: the first sentences, and the number of others among `count`."""
+    """Return the first MAX_SHOWN sentences as indented lines, and a line with the number of others of `count`."""
     lines = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
     num_more = count - len(lines)
     if num_more > 0:

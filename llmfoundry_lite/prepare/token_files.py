@@ -1,8 +1,8 @@
-"""Step 1 of `data prepare`: units of text to files of tokens, by any worker in any order.
+"""Step 1 of `data prepare`: units of text -> token files, by any worker in any order.
 
-A unit whose token file, `.partial/units/NNNNNNNN.npz`, is there and made of this text by this tokenizer is never done
-again. `tokenize` is the whole step. `TokenFiles` makes one file; it exists once in this process, and once in each
-worker.
+A unit is not tokenised again if its token file, `.partial/units/NNNNNNNN.npz`, exists and is of the same text and
+tokenizer. `tokenize_source` is the whole step. A `TokenFiles` writes single files; this process has one, and so does
+each worker.
 """
 
 import math
@@ -34,25 +34,26 @@ from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Source
 
-SPELLED_CHARACTERS = 16 * 1024
-"""Characters of every unit, its first ones, that are looked up in their tokens."""
-ENOUGH_CHARACTERS = 1024 * 1024
-"""Characters after which a tokenizer that loses text is refused without reading the rest."""
+MAX_MEASURED_CHARACTERS = 16 * 1024
+"""Number of characters at the beginning of every unit for which lost text is measured."""
+MIN_CHARACTERS_TO_REJECT = 1024 * 1024
+"""Number of measured characters from which on a tokenizer that loses text is rejected before all units are done."""
 MAX_LOST_TEXT = 0.01
-"""Share of characters. Stray symbols of ordinary text are rarer; its capitals, or words of another script, are not."""
-VERDICT = "distrusted-encoder.txt"
-"""In `.partial`: why the fast encoder is not asked any more."""
-IN_GIGATOKEN = " in gigatoken"
-"""End of the origin of a token file that the fast encoder has made."""
+"""Fraction of characters that a tokenizer may lose by default. Rare symbols in ordinary text stay below it; capital
+letters, or words in another script, exceed it."""
+DISTRUST_FILE = "distrusted-encoder.txt"
+"""File in `.partial` which says that, and why, the fast encoder must not be used any more."""
+FAST_ENCODER_SUFFIX = " in gigatoken"
+"""End of `TokenUnit.made_of` if the fast encoder has made the tokens."""
 MAX_TASKS_PER_WORKER = 2
-"""Units under way for each worker, which keep it busy. More would only wait in memory, with their text."""
-MAX_WAITING_PER_WORKER = 16
-"""Units of a worker whose results may wait for an earlier unit's."""
+"""Units submitted for each worker, enough to keep it busy. More would only wait in memory, with their text."""
+MAX_PENDING_PER_WORKER = 16
+"""Finished units for each worker that may wait for the result of an earlier unit."""
 MAX_UINT16_VOCAB = 1 << 16
 
 
 class Unequal(Exception):
-    """The two libraries made different tokens of one document, or the fast one failed."""
+    """The fast encoder failed, or made other tokens of a document than the tokenizers library."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,53 +69,53 @@ class TokenUnit:
     doc_keys: np.ndarray
     """The split key of each document; uint64."""
     skipped: np.ndarray
-    """Documents left out, in the order of SKIP_REASONS; int64."""
+    """Number of skipped documents for each of SKIP_REASONS; int64."""
     named: np.ndarray
-    """Sentences that name the first of them; str."""
+    """A sentence for each of the first skipped documents; str."""
     made_of: np.ndarray
-    """One str: the unit and the tokenizer."""
+    """One str that identifies the text and the tokenizer: a token file with another one is made again."""
     loss: np.ndarray
-    """One str: characters of the unit's beginning that the tokens do not spell, as `LostText.as_text` has it."""
+    """One str: the lost text at the beginning of the unit, as `LostText.as_text` serializes it."""
 
 
 class NumberedUnit(NamedTuple):
-    """A unit of the source, before this launch's work on it."""
+    """A unit of the source, and whether it has still to be tokenised."""
 
     number: int
     unit: Unit
     has_file: bool
-    """Whether its token file is there already."""
+    """Whether an earlier launch has written its token file."""
 
 
 class UnitCounts(NamedTuple):
-    """What a unit holds."""
+    """Numbers of documents and of their UTF-8 bytes in a unit."""
 
     documents: int
     text_bytes: int
 
 
 class FinishedUnit(NamedTuple):
-    """A unit whose token file is there."""
+    """A unit whose token file is complete."""
 
     number: int
     unit: Unit
     counts: UnitCounts | None
-    """None where the file was there already."""
+    """None if an earlier launch wrote the file."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Work:
-    """Counts of the tokenising step in this launch."""
+class TokenizeCounts:
+    """Counts of the tokenising step. Documents and bytes are those of this launch alone."""
 
     num_units: int = 0
-    """Units of the whole source, those of earlier launches included."""
+    """Number of units in the whole source, including those that earlier launches have tokenised."""
     documents: int = 0
     text_bytes: int = 0
     loss: LostText = field(default_factory=LostText)
-    """Text of all units that the tokens do not spell."""
+    """Lost text of all units, including those of earlier launches."""
 
 
-def tokenize(
+def tokenize_source(
     source: Source,
     request: PrepareRequest,
     tokenizer: Tokenizer,
@@ -123,92 +124,103 @@ def tokenize(
     bars: Progress,
     max_lost_text: float,
     notify: Callable[[str], None] = lambda line: None,
-) -> Work:
-    """Make the missing token files, by the tokenizer in `.partial`. On an error the first failing unit's is raised.
+) -> TokenizeCounts:
+    """Write the token files of all units of a source, except those that earlier launches have written.
 
-    The fast encoder is used where it is worth while. If it proves unequal, all it has made is made again without it.
-    Raises DataError for a tokenizer that loses more than `max_lost_text` of the text.
+    `partial` is the folder of work in progress, and `tokenizer` the one in it. The fast encoder is used if it is
+    installed and the source is large enough. If it makes other tokens than the tokenizers library, its files are made
+    again without it, and `notify` is called with a sentence.
+
+    Raises DataError for a tokenizer that loses more than the fraction `max_lost_text` of the characters, and the error
+    of the first unit that fails.
     """
     fast_encoder = companions.load_if_installed("llmfoundry_formats.fast_encoder:FastEncoder")
-    if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / VERDICT):
+    if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / DISTRUST_FILE):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
-            return make_token_files(source, files, num_workers, bars, max_lost_text)
+            return write_token_files(source, files, num_workers, bars, max_lost_text)
         except Unequal as error:
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
-    return make_token_files(source, files, num_workers, bars, max_lost_text)
+    return write_token_files(source, files, num_workers, bars, max_lost_text)
 
 
-def make_token_files(
+def write_token_files(
     source: Source, files: "TokenFiles", num_workers: int, bars: Progress, max_lost_text: float
-) -> Work:
-    """Make the missing token files by the encoder that `files` has. Raises Unequal, and DataError for lost text.
+) -> TokenizeCounts:
+    """Write the missing token files with the encoder that `files` uses, in this process or in `num_workers` workers.
 
-    Units are counted in their order, those of earlier launches too, so that each launch refuses the same.
+    Lost text is added up in the order of units, also for files of earlier launches, so that every launch rejects the
+    tokenizer at the same unit. Raises DataError if too much text is lost, and Unequal if the fast encoder fails.
     """
-    work = Work()
-    bytes_to_do = source.total_bytes
-    task = bars.add_task("tokenising", total=bytes_to_do)
+    counts = TokenizeCounts()
+    remaining_bytes = source.total_bytes
+    task = bars.add_task("tokenising", total=remaining_bytes)
     units = number_units(source, files)
     if num_workers == 1:
-        finished_units = make_here(files, units)
+        finished_units = write_in_this_process(files, units)
     else:
-        finished_units = make_in_processes(files, units, num_workers)
+        finished_units = write_in_worker_processes(files, units, num_workers)
 
-    for number, unit, counts in finished_units:
-        work.num_units = number + 1
-        if counts is not None:
-            work.documents += counts.documents
-            work.text_bytes += counts.text_bytes
+    for number, unit, unit_counts in finished_units:
+        counts.num_units = number + 1
+        if unit_counts is not None:
+            counts.documents += unit_counts.documents
+            counts.text_bytes += unit_counts.text_bytes
             bars.advance(task, unit.num_bytes)
-        elif bytes_to_do is not None:  # shrink the work rather than advance, or the ETA believes the old speed
-            bytes_to_do -= unit.num_bytes
-            bars.update(task, total=bytes_to_do)
+        elif remaining_bytes is not None:
+            # Reduce the total instead of advancing, because the speed would count in the estimate of remaining time.
+            remaining_bytes -= unit.num_bytes
+            bars.update(task, total=remaining_bytes)
 
-        work.loss += files.loss(number)
-        if work.loss.characters >= ENOUGH_CHARACTERS:
-            refuse_lost_text(work.loss, files.request, max_lost_text)
-    refuse_lost_text(work.loss, files.request, max_lost_text)
-    return work
+        counts.loss += files.load_loss(number)
+        if counts.loss.characters >= MIN_CHARACTERS_TO_REJECT:
+            check_lost_text(counts.loss, files.request, max_lost_text)
+    check_lost_text(counts.loss, files.request, max_lost_text)
+    return counts
 
 
 def number_units(source: Source, files: "TokenFiles") -> Iterator[NumberedUnit]:
-    """Yield the units of a source, and whether an earlier launch has left the token file of each."""
-    left_names = {path.name for path in files.folder.glob("*.npz")}
+    """Yield the units of a source with their numbers, and whether an earlier launch has written each token file."""
+    existing_names = {path.name for path in files.folder.glob("*.npz")}
     for number, unit in enumerate(source.units()):
-        has_file = files.path(number).name in left_names and files.is_of(number, unit)
+        has_file = files.path(number).name in existing_names and files.is_current(number, unit)
         yield NumberedUnit(number, unit, has_file)
 
 
-def refuse_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
-    """Raise DataError where a tokenizer loses more of the text than is allowed."""
+def check_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
+    """Raise DataError if a tokenizer loses more than the fraction `max_lost_text` of the characters."""
     if loss.share > max_lost_text:
         raise DataError(
             f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; "
             f"choose a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
-            f"{allowing(loss.share):g}"
+            f"{round_up_to_percent(loss.share):g}"
         )
 
 
-def allowing(share: float) -> float:
-    """Return a round number that allows this share: 0.02 for 0.0101."""
-    return math.ceil(100 * share) / 100
+def round_up_to_percent(fraction: float) -> float:
+    """Round a fraction up to whole percents: 0.0101 to 0.02."""
+    return math.ceil(100 * fraction) / 100
 
 
-def make_here(files: "TokenFiles", units: Iterator[NumberedUnit]) -> Iterator[FinishedUnit]:
-    """Make the missing token files in this process. Yields all units in order."""
-    files.prove()
+def write_in_this_process(files: "TokenFiles", units: Iterator[NumberedUnit]) -> Iterator[FinishedUnit]:
+    """Write the missing token files in this process. Yields all units in order, each when its file is complete.
+
+    Raises Unequal if the fast encoder fails its check.
+    """
+    files.check_fast_encoder()
     for number, unit, has_file in units:
-        counts = None if has_file else files.make(number, unit)
+        counts = None if has_file else files.write(number, unit)
         yield FinishedUnit(number, unit, counts)
 
 
-def make_in_processes(files: "TokenFiles", units: Iterator[NumberedUnit], num_workers: int) -> Iterator[FinishedUnit]:
-    """Make the missing token files in worker processes. Yields all units in order.
+def write_in_worker_processes(
+    files: "TokenFiles", units: Iterator[NumberedUnit], num_workers: int
+) -> Iterator[FinishedUnit]:
+    """Write the missing token files in worker processes. Yields all units in order, each when its file is complete.
 
-    Results are taken in order, so that every launch over the same input names the same bad document. Raises DataError
-    where a worker process has ended, and what a worker raises.
+    Results are taken in the order of units, so that every launch over the same input reports the same unreadable
+    document. Raises the error of a worker, and DataError if a worker process has ended.
     """
     workers = ProcessPoolExecutor(
         num_workers,
@@ -217,30 +229,32 @@ def make_in_processes(files: "TokenFiles", units: Iterator[NumberedUnit], num_wo
         initializer=start_worker,
         initargs=(files.request, files.partial, files.is_fast),
     )
-    # Units in order, whose results are yet to be taken. The future is None where the token file is there already.
-    waiting: deque[tuple[int, Unit, Future[UnitCounts] | None]] = deque()
+    # Units that have not been yielded yet, in order. The future is None for units that have a token file already.
+    pending: deque[tuple[int, Unit, Future[UnitCounts] | None]] = deque()
 
-    def must_take_first() -> bool:
-        _, _, first_future = waiting[0]
+    def must_wait_for_first() -> bool:
+        """Return whether the first pending unit should be yielded before another unit is submitted."""
+        _, _, first_future = pending[0]
         if first_future is None:
             return True
-        num_tasks = sum(future is not None for _, _, future in waiting)
-        return num_tasks > MAX_TASKS_PER_WORKER * num_workers or len(waiting) > MAX_WAITING_PER_WORKER * num_workers
+        num_tasks = sum(future is not None for _, _, future in pending)
+        return num_tasks > MAX_TASKS_PER_WORKER * num_workers or len(pending) > MAX_PENDING_PER_WORKER * num_workers
 
     def take_first() -> FinishedUnit:
-        number, unit, future = waiting.popleft()
+        """Remove the first pending unit, after waiting until its token file is complete."""
+        number, unit, future = pending.popleft()
         counts = None if future is None else future.result()  # waits, and raises the worker's error
         return FinishedUnit(number, unit, counts)
 
     try:
-        if files.is_fast:  # not here, where a crash of the library would end the command
-            workers.submit(prove_in_worker).result()
+        if files.is_fast:  # in a worker, because a crash of the library in this process would end the command
+            workers.submit(check_fast_encoder_in_worker).result()
         for number, unit, has_file in units:
-            future = None if has_file else workers.submit(make_in_worker, number, unit)
-            waiting.append((number, unit, future))
-            while waiting and must_take_first():
+            future = None if has_file else workers.submit(write_in_worker, number, unit)
+            pending.append((number, unit, future))
+            while pending and must_wait_for_first():
                 yield take_first()
-        while waiting:
+        while pending:
             yield take_first()
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
@@ -257,11 +271,12 @@ def make_in_processes(files: "TokenFiles", units: Iterator[NumberedUnit], num_wo
 
 
 def leave_if_imported_by_worker() -> None:
-    """End this process in one line if it is a worker that runs the caller's script again, which starts with an import.
+    """Exit with a message of one line if this process is a worker that is importing the caller's script.
 
-    Python imports the script into each worker under the name __mp_main__. Without a guard, the import prepares again.
+    Python imports the script into each worker process under the name __mp_main__. Without the usual guard,
+    `if __name__ == "__main__":`, every worker would start a preparation of its own.
     """
-    if getattr(current_process(), "_inheriting", False):  # multiprocessing's own mark, as long as it imports
+    if getattr(current_process(), "_inheriting", False):  # set by multiprocessing during the import
         raise SystemExit(
             f'{sys.argv[0]}: its worker processes run it again; put what it does under `if __name__ == "__main__":`, '
             "or pass num_workers=1"
@@ -269,41 +284,45 @@ def leave_if_imported_by_worker() -> None:
 
 
 _files_of_worker: "TokenFiles"
-"""Set by `start_worker`, in a worker process alone."""
+"""Writer of token files in a worker process, where `start_worker` sets it. It does not exist in other processes."""
 
 
 def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
-    """Make this process a worker: load the tokenizer, and never outlive the process that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops us
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or each worker has a thread for every core, all of them idle
+    """Initialize a worker process: load the tokenizer from `partial`, and make sure that it exits with its parent.
+
+    Sets `_files_of_worker`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
+    # Otherwise each worker would start an idle thread for every core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
     assert parent is not None, "start_worker is for worker processes"
 
-    def follow_parent() -> None:
-        # After a kill -9 nobody closes the task queue, so without this workers would wait on it without end.
+    def exit_with_parent() -> None:
+        """Exit when the parent process ends. After a kill -9, workers would otherwise wait for a task forever."""
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     global _files_of_worker
     _files_of_worker = TokenFiles(request, partial, load_tokenizer(partial / "tokenizer"), is_fast=is_fast)
 
 
-def prove_in_worker() -> None:
-    """Compare the encoders of this worker. Raises Unequal."""
-    _files_of_worker.prove()
+def check_fast_encoder_in_worker() -> None:
+    """Compare the fast encoder of this worker process with the tokenizers library. Raises Unequal."""
+    _files_of_worker.check_fast_encoder()
 
 
-def make_in_worker(number: int, unit: Unit) -> UnitCounts:
-    """Write the token file of one unit, by the tokenizer of this worker."""
-    return _files_of_worker.make(number, unit)
+def write_in_worker(number: int, unit: Unit) -> UnitCounts:
+    """Write the token file of one unit in this worker process. Returns the counts of its documents."""
+    return _files_of_worker.write(number, unit)
 
 
 class TokenFiles:
-    """The token files of a preparation, and one process's means to make them."""
+    """Reader and writer of the token files of a preparation, one object in each process."""
 
     def __init__(self, request: PrepareRequest, partial: Path, tokenizer: Tokenizer, *, is_fast: bool) -> None:
-        """Take the folder of work in progress, and the tokenizer in it. `is_fast` uses the fast encoder."""
+        """Take the folder of work in progress, and the tokenizer in it. `is_fast` selects the fast encoder."""
         self.request = request
         self.partial = partial
         self.folder = partial / "units"
@@ -312,24 +331,24 @@ class TokenFiles:
 
     @cached_property
     def encoder(self) -> Any:
-        """The fast encoder if it is used, built by the first task, where an error can be reported; else None."""
+        """The fast encoder, or None if it is not used. It is built by the first task, which can report an error."""
         if not self.is_fast:
             return None
         encoder_class = companions.load("llmfoundry_formats.fast_encoder:FastEncoder")
-        return encoder_class(self.tokenizer, self.partial / VERDICT)
+        return encoder_class(self.tokenizer, self.partial / DISTRUST_FILE)
 
     @cached_property
     def speller(self) -> Speller:
-        """What finds the text that the tokenizer loses."""
+        """Object that measures which text the tokenizer loses."""
         return Speller(self.tokenizer)
 
-    def loss(self, number: int) -> LostText:
-        """Return the text that the tokenizer loses at the beginning of a unit, from its token file."""
+    def load_loss(self, number: int) -> LostText:
+        """Read from a unit's token file how much text the tokenizer loses at the unit's beginning."""
         with np.load(self.path(number)) as stored:
             return load_lost_text(str(stored["loss"]))
 
-    def prove(self) -> None:
-        """Compare the two encoders, if there are two. Raises Unequal."""
+    def check_fast_encoder(self) -> None:
+        """Compare the fast encoder, if it is used, with the tokenizers library. Raises Unequal if they differ."""
         if self.encoder:
             self.encoder.prove()
 
@@ -337,27 +356,35 @@ class TokenFiles:
         """Return the path of a unit's token file."""
         return self.folder / f"{number:08}.npz"
 
-    def is_of(self, number: int, unit: Unit) -> bool:
-        """Return whether a token file is of this unit and tokenizer. The fast encoder's count only where it is used."""
+    def is_current(self, number: int, unit: Unit) -> bool:
+        """Return whether the token file of a unit was made from the same text by the same tokenizer.
+
+        A file that the fast encoder has made is current only if the fast encoder is used. Returns False for a damaged
+        or missing file.
+        """
         try:
             with np.load(self.path(number)) as stored:
                 made_of = str(stored["made_of"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return False
-        origin = self.origin(unit)
-        return made_of == origin or (self.is_fast and made_of == origin + IN_GIGATOKEN)
+        expected = self.identity(unit)
+        return made_of == expected or (self.is_fast and made_of == expected + FAST_ENCODER_SUFFIX)
 
-    def origin(self, unit: Unit) -> str:
-        """Name what a token file is made of: the text of a unit, and the tokenizer."""
-        return f"{unit.digest()} by {origin_of_tokens(self.tokenizer)}"
+    def identity(self, unit: Unit) -> str:
+        """Return a text that identifies the content of a unit and the tokenizer, stored as `TokenUnit.made_of`."""
+        return f"{unit.digest()} by {tokenizer_identity(self.tokenizer)}"
 
-    def make(self, number: int, unit: Unit) -> UnitCounts:
-        """Write the token file of one unit. Raises DataError for a document that cannot be read, and Unequal."""
+    def write(self, number: int, unit: Unit) -> UnitCounts:
+        """Tokenise the documents of a unit and write its token file. Returns the numbers of documents and bytes.
+
+        `number` is the unit's position in the source. Raises DataError for a document that cannot be read, unless such
+        documents are to be skipped, and Unequal if the fast encoder fails.
+        """
         dtype = token_dtype(self.tokenizer)
         end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
         skipped = Skipped()
         loss = LostText()
-        pieces: list[np.ndarray] = []
+        token_arrays: list[np.ndarray] = []
         doc_tokens: list[int] = []
         doc_bytes: list[int] = []
         doc_keys: list[int] = []
@@ -366,22 +393,22 @@ class TokenFiles:
                 ids = self.encoder.encode(document)
             else:
                 ids = self.tokenizer.encode_to_array(document.text)
-            pieces.append(ids.astype(dtype))
-            pieces.append(end_of_text)
+            token_arrays.append(ids.astype(dtype))
+            token_arrays.append(end_of_text)
             doc_tokens.append(len(ids) + 1)
             doc_bytes.append(document.num_bytes)
             doc_keys.append(document.split_key)
-            if loss.characters < SPELLED_CHARACTERS:
-                loss += self.speller.measure(document.text[: SPELLED_CHARACTERS - loss.characters])
+            if loss.characters < MAX_MEASURED_CHARACTERS:
+                loss += self.speller.measure(document.text[: MAX_MEASURED_CHARACTERS - loss.characters])
 
         token_unit = TokenUnit(
-            tokens=np.concatenate(pieces) if pieces else np.empty(0, dtype),
+            tokens=np.concatenate(token_arrays) if token_arrays else np.empty(0, dtype),
             doc_tokens=np.array(doc_tokens, np.int64),
             doc_bytes=np.array(doc_bytes, np.int64),
             doc_keys=np.array(doc_keys, np.uint64),
             skipped=np.array([skipped.counts[reason] for reason in SKIP_REASONS], np.int64),
-            named=np.array(skipped.named, str),
-            made_of=np.array(self.origin(unit) + IN_GIGATOKEN * self.is_fast),
+            named=np.array(skipped.examples, str),
+            made_of=np.array(self.identity(unit) + FAST_ENCODER_SUFFIX * self.is_fast),
             loss=np.array(loss.as_text()),
         )
         content = BytesIO()
@@ -391,19 +418,22 @@ class TokenFiles:
 
 
 def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
-    """Read a token file, or only what it says about its documents."""
+    """Read a token file. With `without_tokens`, the tokens are not read, and `tokens` is empty."""
     with np.load(path) as stored:
-        # An entry of an .npz file is read when it is asked for.
+        # numpy reads an array of an .npz file only when it is accessed.
         values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
         values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
         return TokenUnit(**values)
 
 
-def origin_of_tokens(tokenizer: Tokenizer) -> str:
-    """Name what decides the tokens of a text: the tokenizer's fingerprint, and the id that ends a document."""
+def tokenizer_identity(tokenizer: Tokenizer) -> str:
+    """Return a text that identifies everything that decides the tokens of a document.
+
+    That is the tokenizer's fingerprint, and the id of the end-of-text token.
+    """
     return f"{tokenizer.fingerprint} {tokenizer.eos_token_id}"
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the smallest type that holds every id."""
+    """Return the smallest number type that can represent every token id: uint16 or uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= MAX_UINT16_VOCAB else np.uint32)

@@ -56,7 +56,7 @@ def test_allowed_lost_text_is_in_the_summary_and_no_work_is_done_twice(tmp_path:
 
 
 def test_a_tokenizer_that_loses_text_is_refused_before_the_rest_is_read(tmp_path, lossy, monkeypatch) -> None:
-    monkeypatch.setattr(token_files, "ENOUGH_CHARACTERS", 10_000)
+    monkeypatch.setattr(token_files, "MIN_CHARACTERS_TO_REJECT", 10_000)
     for number in range(4):
         write_jsonl(tmp_path / f"{number}.jsonl", [GREEK if number < 2 else LATIN] * 300)
     wanted = request(tmp_path / "*.jsonl", lossy, val_fraction=0)
@@ -73,4 +73,4 @@ def test_text_that_comes_back_is_silent(tmp_path: Path, tokenizer_folder: Path, 
 
 
 def test_the_advice_allows_what_was_lost():
-    assert [token_files.allowing(share) for share in (0.0101, 0.014, 0.2, 0.999)] == [0.02, 0.02, 0.2, 1.0]
+    assert [token_files.round_up_to_percent(share) for share in (0.0101, 0.014, 0.2, 0.999)] == [0.02, 0.02, 0.2, 1.0]

@@ -25,7 +25,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import documents, out_folder, samples, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
-from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, lines_of_range, split_key
+from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, read_line_range, split_key
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, PrepareRequest
 from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
@@ -105,7 +105,7 @@ def test_documents_go_to_the_splits_by_their_text_and_none_is_lost(
 def test_every_line_belongs_to_exactly_one_byte_range(unit_bytes: int, tmp_path: Path, monkeypatch) -> None:
     lines = [b"\n", b"ab\n", b"\n", b"c" * 60 + b"\n", b"defg\n", b"end without newline"]
     path = plain(tmp_path / "lines.jsonl", b"".join(lines))
-    found = [item for part in ranges(path, path.stat().st_size, unit_bytes) for item in lines_of_range(part)]
+    found = [item for part in ranges(path, path.stat().st_size, unit_bytes) for item in read_line_range(part)]
     assert [line for _, line in found] == lines
     assert [offset for offset, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
 
@@ -129,7 +129,7 @@ def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pyt
     content = b"c" * 10_000 + b"\nend"
     monkeypatch.setattr(documents, "open", lambda *arguments, **options: Counting(content), raising=False)
     parts = ranges(Path("lines.jsonl"), 10_000, 10)
-    assert [offset for part in parts for offset, _ in lines_of_range(part)] == [0]
+    assert [offset for part in parts for offset, _ in read_line_range(part)] == [0]
     assert Counting.num_bytes < 3 * 10_000
 
 
@@ -140,7 +140,7 @@ def test_units_of_a_compressed_file_end_where_lines_end(unit_bytes: int, tmp_pat
     units = list(sources.stream_units("lines", "a", read_lines(path, None), unit_bytes, path.stat().st_size))
     lines = [line for unit in units for line in unit.content or ()]
     assert lines == content.splitlines(keepends=True)
-    assert [unit.first for unit in units] == [lines.index((unit.content or [b""])[0]) + 1 for unit in units]
+    assert [unit.first_number for unit in units] == [lines.index((unit.content or [b""])[0]) + 1 for unit in units]
     assert sum(unit.num_bytes for unit in units) == path.stat().st_size
 
 
@@ -173,7 +173,7 @@ def test_the_standard_library_reads_the_same_wherever_python_is_installed(tmp_pa
     for folder in (first, shutil.copytree(first, tmp_path / "site-packages" / "test" / "lib")):
         monkeypatch.setattr("sysconfig.get_path", lambda name, folder=folder: str(folder))
         source = sources.open_standard_library()
-        found.append((texts_of("python-stdlib"), [unit.modules for unit in source.units()], source.identify()))
+        found.append((texts_of("python-stdlib"), [unit.modules for unit in source.units()], source.describe_state()))
     assert found[0] == found[1]
     assert found[0][0] == ["# abc.py\n", "# json/__init__.py\n", "# json/decoder.py\n"]
 
@@ -371,7 +371,7 @@ def test_another_request_is_refused_by_naming_the_difference(small_request: Prep
 
 def stop_before_packing(wanted: PrepareRequest, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(prepare_module, "pack", lambda *args: 1 / 0)
+        patch.setattr(prepare_module, "pack_samples", lambda *args: 1 / 0)
         prepare(wanted, out, num_workers=1)
 
 
@@ -419,7 +419,7 @@ def test_unfinished_work_for_another_request_or_of_another_release_is_refused(
     stop_before_packing(small_request, tmp_path / "out")
     with pytest.raises(DataError, match=r"unfinished preparation of something else: text_key was 'text' and is 'body'"):
         prepare(replace(small_request, text_key="body"), tmp_path / "out")
-    monkeypatch.setattr(out_folder, "LAYOUT", out_folder.LAYOUT + 1)
+    monkeypatch.setattr(out_folder, "PARTIAL_VERSION", out_folder.PARTIAL_VERSION + 1)
     with pytest.raises(DataError, match=r"it was begun by another release, which keeps unfinished work in another way"):
         prepare(small_request, tmp_path / "out", num_workers=1)
 
@@ -453,9 +453,9 @@ def test_a_token_file_counts_for_its_unit_and_tokenizer_alone(
 
     made = files("sha256:1", 0)
     made.folder.mkdir()
-    np.savez(made.path(0), made_of=made.origin(Unit(kind="lines", names=("a",), num_bytes=9)))
+    np.savez(made.path(0), made_of=made.identity(Unit(kind="lines", names=("a",), num_bytes=9)))
     asked = Unit(kind="lines", names=(name,), num_bytes=9)
-    assert files(fingerprint, eos_token_id).is_of(0, asked) == is_same
+    assert files(fingerprint, eos_token_id).is_current(0, asked) == is_same
 
 
 def test_a_tokenizer_that_changes_between_two_launches_is_noticed(

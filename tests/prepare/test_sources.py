@@ -329,7 +329,7 @@ def test_an_input_that_is_written_to_meanwhile_is_not_published(
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
     wanted = request(path, tokenizer_folder)
-    tokenize = prepare_module.tokenize
+    tokenize = prepare_module.tokenize_source
 
     def tokenize_then_change(*arguments):
         work = tokenize(*arguments)
@@ -343,7 +343,7 @@ def test_an_input_that_is_written_to_meanwhile_is_not_published(
             match=r"the input has changed .*: it was written to while|was there when the preparation began and is",
         ),
     ):
-        patch.setattr(prepare_module, "tokenize", tokenize_then_change)
+        patch.setattr(prepare_module, "tokenize_source", tokenize_then_change)
         prepare(wanted, tmp_path / "out", num_workers=1)
     assert not (tmp_path / "out" / "summary.json").exists() and not (tmp_path / "out" / "train").exists()
     if change == "rewrite":
@@ -354,12 +354,12 @@ def test_an_input_that_is_written_to_meanwhile_is_not_published(
 
 def test_an_input_that_goes_away_while_it_is_read_is_one_line(tmp_path: Path, tokenizer_folder, monkeypatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
-    tokenize = prepare_module.tokenize
+    tokenize = prepare_module.tokenize_source
 
     def remove_then_tokenize(*arguments):
         path.unlink()
         return tokenize(*arguments)
 
-    monkeypatch.setattr(prepare_module, "tokenize", remove_then_tokenize)
+    monkeypatch.setattr(prepare_module, "tokenize_source", remove_then_tokenize)
     with pytest.raises(DataError, match=r"a\.jsonl cannot be read or written: No such file or directory$"):
         prepare(request(path, tokenizer_folder), tmp_path / "out", num_workers=1)

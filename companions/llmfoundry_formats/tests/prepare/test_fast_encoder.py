@@ -15,7 +15,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, build_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.documents import Document, split_key
 from llmfoundry_lite.prepare.prepare import prepare
-from llmfoundry_lite.prepare.token_files import VERDICT, Unequal
+from llmfoundry_lite.prepare.token_files import DISTRUST_FILE, Unequal
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import request, write_jsonl
 from tests.helpers.present import leave_out_companions
@@ -61,7 +61,7 @@ def trained(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 @needs_gigatoken
 def test_the_tokenizers_trained_here_prove_equal(tokenizer: Tokenizer, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(fast_encoder, "RECYCLE_BYTES", 1000)
-    encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
+    encoder = FastEncoder(tokenizer, tmp_path / DISTRUST_FILE)
     encoder.prove()
     backends = {id(encoder.backend): encoder.backend}
     texts = [*make_documents(120), "a<|endoftext|>b", "<|endoftext|>"]
@@ -70,7 +70,7 @@ def test_the_tokenizers_trained_here_prove_equal(tokenizer: Tokenizer, tmp_path:
         backends[id(encoder.backend)] = encoder.backend
     assert encoder.num_checked == fast_encoder.FIRST_CHECKED
     assert len(backends) > 1, "it begins anew before its memory grows"
-    assert not (tmp_path / VERDICT).exists()
+    assert not (tmp_path / DISTRUST_FILE).exists()
 
 
 @needs_gigatoken
@@ -78,10 +78,10 @@ def test_the_tokenizers_trained_here_prove_equal(tokenizer: Tokenizer, tmp_path:
 def test_other_tokenizers_are_used_only_if_they_prove_equal(make, tmp_path: Path) -> None:
     tokenizer = build_tokenizer("test", make(), {"eos_token": "<|endoftext|>"})
     try:
-        encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
+        encoder = FastEncoder(tokenizer, tmp_path / DISTRUST_FILE)
         encoder.prove()
     except Unequal as error:
-        assert (tmp_path / VERDICT).read_text() == f"{error}\n"
+        assert (tmp_path / DISTRUST_FILE).read_text() == f"{error}\n"
         return
     texts = ["".join(chr(code) for code in range(start, start + 100)) for start in range(0, 0xD700, 100)]
     assert [encoder.encode(document).tolist() for document in documents_of(*texts)] == tokenizer.encode_batch(texts)
@@ -94,7 +94,7 @@ def test_marks_that_the_two_order_otherwise_are_found_in_the_proof(tmp_path: Pat
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = build_tokenizer("test", trained(backend), {"eos_token": "<|endoftext|>"})
-    encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
+    encoder = FastEncoder(tokenizer, tmp_path / DISTRUST_FILE)
     texts = [f"a{chr(code)}\u0323\u0301b" for code in range(0x300, 0x1B00)]
     differing = [text for text in texts if encoder.tokenizer.encode_batch([text]) != [encoder.ids_of(text).tolist()]]
     assert all(any(text in probe for probe in fast_encoder.marks()) for text in differing)
@@ -176,9 +176,9 @@ def test_a_difference_in_a_late_document_is_named_and_all_is_made_again(
 def test_a_difference_outlives_an_error_of_another_unit(tmp_path: Path, tokenizer: Tokenizer, lying) -> None:
     lying("I'm we'll")
     with pytest.raises(Unequal, match="differ on \"I'm we'll THEY'RE"):
-        FastEncoder(tokenizer, tmp_path / VERDICT).prove()
-    assert (tmp_path / VERDICT).read_text().startswith("gigatoken 0 and tokenizers differ on")
-    assert not FastEncoder.may_be_used(None, tmp_path / VERDICT)
+        FastEncoder(tokenizer, tmp_path / DISTRUST_FILE).prove()
+    assert (tmp_path / DISTRUST_FILE).read_text().startswith("gigatoken 0 and tokenizers differ on")
+    assert not FastEncoder.may_be_used(None, tmp_path / DISTRUST_FILE)
 
 
 @pytest.mark.multiprocess
@@ -201,7 +201,7 @@ def test_the_end_of_the_longest_documents_alone_goes_unchecked(
     monkeypatch.setattr(fast_encoder, "MAX_CHECKED_CHARACTERS", 1000)
     monkeypatch.setattr(fast_encoder, "FIRST_CHECKED", 0)
     lying("wrong")
-    encoder = FastEncoder(tokenizer, tmp_path / VERDICT)
+    encoder = FastEncoder(tokenizer, tmp_path / DISTRUST_FILE)
     texts = [f"wrong {'word ' * 400}{number}" for number in range(3000)]
     chosen = [d for d in documents_of(*texts) if d.split_key % fast_encoder.CHECKED_ONE_IN == 0]
     assert chosen

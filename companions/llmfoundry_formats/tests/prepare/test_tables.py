@@ -144,7 +144,7 @@ def test_bad_rows_of_csv_are_named_or_counted(tmp_path: Path) -> None:
     ((texts, skipped),) = units_of(path, on_error="skip")
     assert texts == ["one", "five"]
     assert skipped.counts == {"invalid_csv": 2, "invalid_utf8": 1}
-    assert skipped.named[1] == f"{path}, row 3 has 3 fields, expected the 2 of the header"
+    assert skipped.examples[1] == f"{path}, row 3 has 3 fields, expected the 2 of the header"
 
 
 @pytest.mark.parametrize(
