@@ -25,8 +25,11 @@ STATUS = "status.json"
 MAX_BATCH = 1 << 53
 """Limit of the number of a batch: floats hold whole numbers below it."""
 SAVES_STAND = "the newest save stands, if there is one"
-SAVES = ("last_saved", "failed_saves", "save_error")
-"""Keys of status.json about saves: the newest one, how many have failed since, and why the last of them did."""
+HAS_PARTNERS = "has_partners"
+"""Key of status.json, true for a launch that trains a run together with others, such as an island."""
+SAVES = ("last_saved", "failed_saves", "save_error", HAS_PARTNERS)
+"""Keys of status.json about saves: the newest one, how many have failed since, why the last of them did, and whether
+another launch may have made later ones."""
 TRY_AGAIN = "try_again"
 """Key of status.json, true where a `failed` launch met a fault that may pass and should be launched again, because it
 had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing
@@ -129,8 +132,10 @@ def has_lost_batches(status: dict[str, Any]) -> bool:
     """Return whether the launch with this status has failed, and has trained batches that no save holds.
 
     `status` is the content of status.json. The newest save is named for its batch, such as ba200; it is None before
-    the first.
+    the first. The batches of a launch with partners are not lost with it, because others hold and save them.
     """
+    if status.get(HAS_PARTNERS):
+        return False
     if status.get("status") != "failed" or "last_saved" not in status:
         return False
     last_saved = status["last_saved"]

@@ -36,6 +36,7 @@ from llmfoundry_lite.data.tokenizer import TOKENIZER_FILE, find_fingerprints, lo
 from llmfoundry_lite.errors import CheckpointError, DivergedError, TransientError, UserError, one_line, printable
 from llmfoundry_lite.ranks.ending import Preempted, all_ranks_fail, is_lost_peer
 from llmfoundry_lite.ranks.exchange import broadcast_json, raising_on_all_ranks
+from llmfoundry_lite.ranks.status import HAS_PARTNERS
 from llmfoundry_lite.retry import Budget
 from llmfoundry_lite.training.adapter import LanguageModel
 from llmfoundry_lite.training.agreement import Agreement
@@ -455,11 +456,14 @@ class Checkpointing(Callback):
 
     def describe_saves(self) -> dict[str, Any]:
         """Return the fields of status.json about saves."""
-        return {
+        saves: dict[str, Any] = {
             "last_saved": f"ba{self.published_batch}" if self.published_batch > 0 else None,
             "failed_saves": self.failed_saves.count,
             "save_error": self.failed_saves.reason or None,
         }
+        if not self.config.trains_alone:
+            saves[HAS_PARTNERS] = True
+        return saves
 
     # ----------------------------------------------------------------------------------------------------- save
 

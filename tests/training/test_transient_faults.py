@@ -17,6 +17,7 @@ from llmfoundry_lite.checkpoint.save import Saved
 from llmfoundry_lite.config.spans import Time, parse_limit
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.ending import describe_error
+from llmfoundry_lite.ranks.status import has_lost_batches
 from llmfoundry_lite.training import checkpointing, failed_saves
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.failed_saves import FailedSaves
@@ -48,7 +49,7 @@ class Run:
     def __init__(self, monkeypatch, *ends: Saved | CheckpointError | None, retry_for: str = "1m"):
         self.ends, self.pauses, self.saves, self.said, self.now = list(ends), [], [], [], 0.0
         parts = Checkpointing.__new__(Checkpointing)
-        parts.config = SimpleNamespace(retry_for=Time.parse(retry_for))
+        parts.config = SimpleNamespace(retry_for=Time.parse(retry_for), trains_alone=True)
         parts.saver = SimpleNamespace(wait=self._wait)
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
@@ -139,6 +140,15 @@ def test_batches_are_lost_that_no_save_holds(monkeypatch, batch, published_batch
     run = Run(monkeypatch)
     run.parts.published_batch, run.state.timestamp.batch = published_batch, batch
     assert run.parts.has_unsaved_batches(run.state) is expected
+
+
+def test_an_island_says_that_others_hold_its_batches(monkeypatch):
+    """It may have saved nothing itself, and its next launch meets a fault: that one has lost nothing."""
+    parts = Run(monkeypatch).parts
+    assert "has_partners" not in parts.describe_saves()
+    parts.config.trains_alone = False
+    killed = {"status": "failed", "batch": 9, **parts.describe_saves()}
+    assert killed["last_saved"] == "ba2" and not has_lost_batches(killed)
 
 
 def test_a_launch_that_left_before_its_first_save_does_not_name_the_checkpoint_it_came_from(monkeypatch):
