@@ -35,7 +35,10 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def shapes_in(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
-    """Return name -> shape of the model's tensors, tied ones under each of their names."""
+    """Return the shape of each of the model's tensors in a checkpoint, by name.
+
+    A tensor that several names share (tied embeddings) is under each of them.
+    """
     manifest = checkpoint.manifest
     shapes = {name: record.shape for name, record in manifest.tensors.items() if name.startswith(MODEL)}
     shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items() if name in shapes}
@@ -43,7 +46,10 @@ def shapes_in(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
 
 
 def misfit(checkpoint: Checkpoint, problem: str) -> CheckpointError:
-    """Return the error for a checkpoint whose configuration is another model's."""
+    """Return the error for a checkpoint whose configuration describes another model than its tensors.
+
+    `problem` says how they differ.
+    """
     return CheckpointError(
         f"{checkpoint.url}: its configuration does not fit its tensors: {problem}; the manifest was changed, or the "
         "weights are another program's: use another checkpoint"

@@ -39,7 +39,8 @@ from llmfoundry_lite.models.mpt import MPT
 HUB = "hf:"
 METADATA = ".metadata"
 """File that marks a checkpoint in several files, by Composer or another user of DCP."""
-NARROW = (torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes whose every value fp32 has, too."""
 
 
 class Weights(NamedTuple):
@@ -66,12 +67,15 @@ class Imported(NamedTuple):
 def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, config: Sequence[str] = ()) -> Imported:
     """Publish the weights of `source` as `<out>/ba0`, fp32, with the model's configuration in the manifest.
 
-    `out` is a folder (or fsspec URL) that holds no checkpoints yet. `config` are YAML files and `key=value` arguments,
-    for checkpoints that do not say what model they are. Raises CheckpointError, ExportError or ConfigError, and then
-    nothing is published.
+    `out` is a folder (or fsspec URL) that holds no checkpoints yet. `config` are YAML files and `key=value`
+    arguments, for checkpoints that do not say what model they are. `trust_pickle` allows reading pickles, which can
+    run code. Raises CheckpointError, ExportError or ConfigError, and then nothing is published.
     """
-    store, path = open_empty_store(out), Path(source)
-    if (path / METADATA).is_file() or (path.is_file() and path.suffix != ".safetensors"):
+    store = open_empty_store(out)
+    path = Path(source)
+    is_dcp_folder = (path / METADATA).is_file()
+    is_pickle = path.is_file() and path.suffix != ".safetensors"
+    if is_dcp_folder or is_pickle:
         needed_for = f"{source}: checkpoints of Composer and DCP"
         import_pickled = companions.load("llmfoundry_formats.checkpoints:import_pickled", needed_for)
         return import_pickled(path, store, out, trust_pickle, config)
@@ -80,31 +84,46 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
 
 
 def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: str) -> Imported:
-    """Publish weights of `source` in an empty store, at `out`. Raises CheckpointError for NaN."""
+    """Save weights as the checkpoint `ba0` of an empty store, with their tokenizer beside it.
+
+    `source` is where they come from, which the manifest records, and `out` is the store's location. Raises
+    CheckpointError for weights that are not finite, and if the checkpoint cannot be written.
+    """
     notes = list(weights.notes)
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
-    about = SaveMetadata(  # only what is known: no data, no optimizer, no hardware, batch 0
+    # Only what is known: no data, no optimizer, no hardware, batch 0.
+    metadata = SaveMetadata(
         timestamp=Timestamp(batch=0),
         config={"model": asdict(weights.config)},
         scalars={"imported_from": {"kind": weights.kind, "source": origin}},
     )
-    narrow = sorted({str(t.dtype).removeprefix("torch.") for t in weights.tensors.values() if t.dtype in NARROW})
-    if narrow:
-        notes.append(f"{' and '.join(narrow)} weights became fp32, which holds each of them exactly")
+    dtypes = {tensor.dtype for tensor in weights.tensors.values()}
+    narrow_names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype in NARROW_DTYPES)
+    if narrow_names:
+        notes.append(f"{' and '.join(narrow_names)} weights became fp32, which holds each of them exactly")
+
     model = build_model(weights)
     saver = Saver(store)
     saver.take_lease()
-    if weights.tokenizer and (problem := keep_tokenizer(weights.tokenizer, store.root, about)):
-        notes.append(problem)
-    saver.save(model, None, about)
+    if weights.tokenizer:
+        problem = keep_tokenizer(weights.tokenizer, store.root, metadata)
+        if problem:
+            notes.append(problem)
+    saver.save(model, None, metadata)
     saver.wait()
     saver.release_lease()
+
+    checkpoint = open_checkpoint(f"{out.rstrip('/')}/ba0")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Imported(open_checkpoint(f"{out.rstrip('/')}/ba0"), weights.kind, num_parameters, notes)
+    return Imported(checkpoint, weights.kind, num_parameters, notes)
 
 
 def open_empty_store(out: str) -> CheckpointStore:
-    """Open the store at `out`. Raises CheckpointError unless it is empty: the import must not be resumed by a run."""
+    """Open the store of checkpoints at `out`, which must be empty.
+
+    Raises CheckpointError if it has checkpoints, or what may be left of some, if it is a checkpoint itself or lies in
+    one, and if it is a file: an import must not be mistaken for a save of a run that is there.
+    """
     store = CheckpointStore(out)
     path = store.root.path_here
     if path is not None and path.exists() and not path.is_dir():
@@ -116,20 +135,26 @@ def open_empty_store(out: str) -> CheckpointStore:
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
     names = store.root.names()
-    if leftover := next((name for name in names if name.startswith((DAMAGED, REPLACED))), None):
+    leftovers = [name for name in names if name.startswith((DAMAGED, REPLACED))]
+    if leftovers:
         raise CheckpointError(
-            f"{store.root.url}: holds {leftover}, which may be all that is left of a run; give another folder"
+            f"{store.root.url}: holds {leftovers[0]}, which may be all that is left of a run; give another folder"
         )
-    if replaced := next((name for name in ("ba0", TOKENIZER, HINT) if name in names), None):
-        raise CheckpointError(
-            f"{store.root.url}: already holds {replaced}, which the import would replace; give another folder, or "
-            "remove it"
-        )
+    for name in ("ba0", TOKENIZER, HINT):
+        if name in names:
+            raise CheckpointError(
+                f"{store.root.url}: already holds {name}, which the import would replace; give another folder, or "
+                "remove it"
+            )
     return store
 
 
 def check_source(source: str) -> None:
-    """Raise CheckpointError for a source that is no Hugging Face model."""
+    """Raise CheckpointError for a source that is no Hugging Face model, and say what to give instead.
+
+    `source` is a folder, or `hf:` and the name of a model of the Hub. A folder that contains sharded checkpoints of
+    Composer gets the newest of them as a suggestion.
+    """
     if source.startswith(HUB):
         return
     if "://" in source:
@@ -143,8 +168,11 @@ def check_source(source: str) -> None:
         raise CheckpointError(f"{path}: a portable checkpoint already; use it as it is")
     if (path / "config.json").is_file():
         return
-    batches = [(int(match[1]), one) for one in path.glob("ep*-ba*") if (match := re.search(r"-ba(\d+)", one.name))]
-    suggestion = f"; did you mean {max(batches)[1]}?" if batches else ""
+    suggestion = ""
+    checkpoints = [(batch_in_name(checkpoint), checkpoint) for checkpoint in path.glob("ep*-ba*")]
+    last_batch, newest = max(checkpoints, default=(-1, path))
+    if last_batch >= 0:
+        suggestion = f"; did you mean {newest}?"
     raise CheckpointError(
         f"{path}: neither a Hugging Face folder (config.json) nor a checkpoint of Composer (ep0-ba10-rank0.pt, or a "
         f"folder with .metadata){suggestion}"
@@ -154,16 +182,31 @@ def check_source(source: str) -> None:
 # -------------------------------------------------------------------------------------------------- Hugging Face
 
 
+def batch_in_name(path: Path) -> int:
+    """Return the batch in the name of a checkpoint of Composer, such as 10 of ep0-ba10-rank0.pt; -1 without one."""
+    match = re.search(r"-ba(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
 def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:
-    """Read a folder, or a model of the Hub. Raises CheckpointError, ExportError and ConfigError."""
+    """Read a Hugging Face folder, or with `hf:` in front, a model of the Hub, from its cache if it is there.
+
+    The other parameters are those of `import_checkpoint`. Raises CheckpointError, ExportError and ConfigError.
+    """
     name = source.removeprefix(HUB)
-    if name == source:
+    is_on_hub = name != source
+    if not is_on_hub:
         return read_hugging_face(Path(source), source, trust_pickle, config)
     fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_import", source)
     return read_hugging_face(fetch(name, trust_pickle), source, trust_pickle, config)
 
 
 def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
+    """Read the model, weights and tokenizer of a Hugging Face folder. `source` names it in errors.
+
+    `config` must be empty, because the folder's config.json says what model it is. Raises CheckpointError,
+    ExportError, and ConfigError if a companion is missing.
+    """
     if config:
         raise CheckpointError(f"{source}: its config.json says what model it is; leave out --config")
     notes: list[str] = []
@@ -175,65 +218,91 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
         return tensors
 
     model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
-    files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
-    tokenizer = {path.name: read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer") for path in files}
-    generation = tokenizers.read_folder(folder)
-    notes += describe_generation(read_json(folder / "config.json"), generation, has_tokenizer=bool(tokenizer))
-    return Weights("Hugging Face", model_config, tensors, tokenizer | (generation if tokenizer else {}), notes)
+    tokenizer: dict[str, bytes] = {}
+    for name in VOCABULARY_FILES:
+        if (folder / name).is_file():
+            tokenizer[name] = read_at_most(folder / name, MAX_TOKENIZER_BYTES, "a tokenizer")
+    other_files = tokenizers.read_folder(folder)
+    notes += describe_generation(read_json(folder / "config.json"), other_files, has_tokenizer=bool(tokenizer))
+    if tokenizer:
+        tokenizer |= other_files
+    return Weights("Hugging Face", model_config, tensors, tokenizer, notes)
 
 
 def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *, has_tokenizer: bool) -> list[str]:
-    """Return a note on settings of generation in a folder that the import leaves behind. Raises DataError."""
-    file, found = tokenizers.GENERATION_FILE, tokenizers.read_generation_settings(files, "to import")
-    if found and not has_tokenizer:
-        return [f"{file} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
-    others = tokenizers.generation_settings_of(hf_config)
-    return [
-        f"{key} is {json.dumps(value)[:60]} in config.json and {json.dumps(found.get(key))[:60]} in {file}, which is "
-        "what generate obeys; config.json's is not carried"
-        for key, value in others.items()
-        if found.get(key) != value
-    ]
+    """Return a note on each setting of text generation in a folder that the import leaves behind.
+
+    Settings are imported with the tokenizer, from generation_config.json in `files`. Those in config.json, which
+    older folders have, are not. Raises DataError if `files` cannot be read.
+    """
+    file_name = tokenizers.GENERATION_FILE
+    imported = tokenizers.read_generation_settings(files, "to import")
+    if imported and not has_tokenizer:
+        return [f"{file_name} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
+
+    notes = []
+    for key, value in tokenizers.generation_settings_of(hf_config).items():
+        if imported.get(key) != value:
+            text, imported_text = json.dumps(value)[:60], json.dumps(imported.get(key))[:60]
+            notes.append(
+                f"{key} is {text} in config.json and {imported_text} in {file_name}, which is what generate obeys; "
+                "config.json's is not carried"
+            )
+    return notes
 
 
 # ------------------------------------------------------------------------------------------------------- writing
 
 
 def build_model(weights: Weights) -> MPT:
-    """Build a model whose parameters are the given tensors, so that a memory-mapped file is not copied."""
+    """Build a model whose parameters are the given tensors, so that a memory-mapped file is not copied.
+
+    bf16 and fp16 become fp32. Raises CheckpointError for a tensor that is not finite, or has no values in memory.
+    """
     with torch.device("meta"):
         model = MPT(weights.config)
-    tensors = {name: t.float() if t.dtype in NARROW else t for name, t in weights.tensors.items()}
-    for name, tensor in tensors.items():
+    tensors: Tensors = {}
+    for name, tensor in weights.tensors.items():
+        if tensor.dtype in NARROW_DTYPES:
+            tensor = tensor.float()
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise CheckpointError(f"{name} is a tensor without values of its own ({tensor.layout}, {tensor.device})")
         if not tensor.isfinite().all():
             raise CheckpointError(
                 f"{name} holds NaN or infinity, of which nothing can be computed; import other weights"
             )
+        tensors[name] = tensor
     model.load_state_dict(tensors, assign=True)
     return model
 
 
-def keep_tokenizer(files: dict[str, bytes], out: Folder, about: SaveMetadata) -> str:
-    """Write a tokenizer's files beside the checkpoint, and note it in `about`. Returns why it failed; empty if done."""
+def keep_tokenizer(files: dict[str, bytes], out: Folder, metadata: SaveMetadata) -> str:
+    """Write a tokenizer's files beside the checkpoint that is imported into `out`, in the form in which a run keeps
+    them.
+
+    `files` maps a file's name to its content. The tokenizer's fingerprint and location are added to `metadata`, which
+    is saved with the checkpoint. Returns why the tokenizer was left out; empty if it was written.
+    """
     if out.path_here is None:
         return "its tokenizer is not carried to a URL"
     folder = out.path_here.resolve() / TOKENIZER
-    (folder / tokenizers.NAMED_TEMPLATES).mkdir(parents=True)
+    templates = folder / tokenizers.NAMED_TEMPLATES
+    templates.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     try:
-        loaded = tokenizers.load_tokenizer(folder)
+        tokenizer = tokenizers.load_tokenizer(folder)
     except DataError as error:
         shutil.rmtree(folder)
         return f"its tokenizer is left out: {error}"
+
     # One file with all special tokens and chat templates, as a run keeps them, instead of several.
-    shutil.rmtree(folder / tokenizers.NAMED_TEMPLATES)
+    shutil.rmtree(templates)
     (folder / tokenizers.CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
-    for name, content in ((tokenizers.CONFIG_FILE, loaded.config), (tokenizers.GENERATION_FILE, loaded.generation)):
-        if content:
-            write_json(folder / name, content)
-    about.fingerprints["tokenizer"] = loaded.fingerprint
-    about.config["tokenizer"] = {"name": str(folder)}
+    if tokenizer.config:
+        write_json(folder / tokenizers.CONFIG_FILE, tokenizer.config)
+    if tokenizer.generation:
+        write_json(folder / tokenizers.GENERATION_FILE, tokenizer.generation)
+    metadata.fingerprints["tokenizer"] = tokenizer.fingerprint
+    metadata.config["tokenizer"] = {"name": str(folder)}
     return ""

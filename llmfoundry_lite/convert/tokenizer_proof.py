@@ -36,10 +36,11 @@ MAX_ADDED_TOKENS = 1024
 
 
 def find_difference(folder: Path, ours: Tokenizer) -> str | None:
-    """Describe the first text of which `AutoTokenizer` makes other ids in `folder` than `ours`; None if all are equal.
+    """Describe the first text that transformers tokenises differently from `ours`; None if all ids are equal.
 
-    Special tokens that a text spells out count on both sides as the special tokens. Nothing is downloaded, and no code
-    of the folder runs.
+    `folder` is an exported model, whose tokenizer `AutoTokenizer` loads as a user's program would. The id that ends a
+    text must be equal, too. Special tokens that a text spells out count as special tokens on both sides. Nothing is
+    downloaded, and no code of the folder runs. A tokenizer that cannot be loaded is a difference.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -66,21 +67,30 @@ def find_difference(folder: Path, ours: Tokenizer) -> str | None:
 
 
 def _samples_of(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield texts and their ids: SAMPLES, texts of the vocabulary's own tokens, and every added token between words."""
-    added = tokenizer.backend.get_added_tokens_decoder()
-    ids = sorted(set(tokenizer.backend.get_vocab(with_added_tokens=False).values()) - added.keys())
-    own = (tokenizer.decode(ids[i : i + TOKENS_OF_A_TEXT]) for i in range(0, len(ids), TOKENS_OF_A_TEXT))
-    between_words = (f"a {added[i].content} b{added[i].content}" for i in sorted(added)[:MAX_ADDED_TOKENS])
+    """Yield texts and the ids that our tokenizer makes of them.
 
+    They are SAMPLES, texts that together contain every token of the vocabulary, and each added token between words. A
+    text that the tokenizer cannot encode is left out, because no run has trained on it.
+    """
+    added_tokens = tokenizer.backend.get_added_tokens_decoder()
+    ids = sorted(set(tokenizer.backend.get_vocab(with_added_tokens=False).values()) - added_tokens.keys())
+    texts: list[str] = list(SAMPLES)
+    for start in range(0, len(ids), TOKENS_OF_A_TEXT):
+        texts.append(tokenizer.decode(ids[start : start + TOKENS_OF_A_TEXT]))
+    for token_id in sorted(added_tokens)[:MAX_ADDED_TOKENS]:
+        token = added_tokens[token_id].content
+        texts.append(f"a {token} b{token}")
+
+    # Special tokens in a text count as such until the last text is encoded, as in transformers.
     tokenizer.backend.encode_special_tokens = False
     try:
-        for texts in (SAMPLES, own, between_words):
-            for text in texts:
-                with contextlib.suppress(DataError):  # no token for it, so no run has trained on it
-                    yield text, tokenizer.encode(text)
+        for text in texts:
+            with contextlib.suppress(DataError):
+                yield text, tokenizer.encode(text)
     finally:
         tokenizer.backend.encode_special_tokens = True
 
 
 def _excerpt(text: str) -> str:
+    """Return the beginning of a text in quotes, for an error."""
     return repr(text if len(text) <= 40 else f"{text[:39]}…")
