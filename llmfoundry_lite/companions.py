@@ -135,7 +135,7 @@ def find_companions() -> list[Companion]:
         try:
             companion = entry_point.load()
             if not isinstance(companion, Companion):
-                raise TypeError(f"{entry_point.value} is no Companion")
+                raise TypeError(f"{entry_point.value} is not a Companion")
             _check_names(companion, companions)
         except Exception as error:
             leave_out(entry_point.name, error)
@@ -150,7 +150,7 @@ def _check_names(companion: Companion, others: list[Companion]) -> None:
         names = {name for other in others for name in getattr(other, table)}
         taken = names & {*getattr(companion, table)}
         if taken:
-            raise ValueError(f"its {table} {', '.join(sorted(taken))} are another's already")
+            raise ValueError(f"its {table} {', '.join(sorted(taken))} are already defined by another companion")
 
 
 def parts(table: str) -> Iterator[tuple[str, Any]]:

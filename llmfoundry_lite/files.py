@@ -88,9 +88,9 @@ def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
             raise ConfigError(f"{path}: a link, which would be written through; name another folder, or remove it")
     for path in existing:
         if not path.is_file():
-            raise ConfigError(f"{path}: exists and is no regular file; name another folder, or remove it")
+            raise ConfigError(f"{path}: exists and is not a regular file; name another folder, or remove it")
     if existing and not _is_result(record):
-        raise ConfigError(f"{existing[0]}: exists and is no earlier answer of this command; name another, or remove it")
+        raise ConfigError(f"{existing[0]}: exists and was not written by this command; name another, or remove it")
 
 
 def check_result_replaceable(folder: Path, name: str) -> None:

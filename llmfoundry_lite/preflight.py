@@ -182,7 +182,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
         subject = "each rank needs"
         if len(devices) < num_ranks_here:
             raise ConfigError(
-                f"{num_ranks_here} ranks given, and this machine has {len(devices)} devices; start as many"
+                f"{num_ranks_here} ranks given, and this machine has {len(devices)} devices; start that many"
             )
 
     fullest = min(devices[:num_ranks_here], key=lambda device: device.free_bytes)

@@ -44,7 +44,7 @@ def test_one_of_others_is_found_and_a_broken_one_is_left_out_with_a_line(others,
         *("warning: companion NOWHERE", "warning: companion NONE", "warning: companion TAKEN"),
         "warning: companion lost",
     ]
-    assert "its commands hello are another's already" in lines[2]
+    assert "its commands hello are already defined by another companion" in lines[2]
 
 
 @pytest.mark.parametrize("table", companions.TABLES)

@@ -183,9 +183,11 @@ def check_is_free(store: CheckpointStore, name: str, *, overwrite: bool) -> None
         raise CheckpointError(f"{folder.url}: cannot be read: {error.strerror or error}") from error
     if MANIFEST in names:
         if not overwrite:
-            raise CheckpointError(f"{folder.url}: there already; give another name, or overwrite=True to replace it")
+            raise CheckpointError(
+                f"{folder.url}: already exists; give another name, or pass overwrite=True to replace it"
+            )
     elif foreign := next((one for one in names if not store.commits.drafts_in_place or not SAVE_ID.fullmatch(one)), ""):
-        raise CheckpointError(f"{folder.url}: holds {foreign} and is no checkpoint; give another name, or remove it")
+        raise CheckpointError(f"{folder.url}: holds {foreign} and is not a checkpoint; give another name, or remove it")
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> Any:

@@ -31,7 +31,7 @@ def register() -> None:
         from lm_eval.api.registry import model_registry
     except ImportError as error:
         raise ConfigError(
-            f"lm_eval is not here, or not the release that this is for ({error}); pip install 'lm-eval==0.4.13'"
+            f"lm_eval is not installed, or is not the release that this needs ({error}); pip install 'lm-eval==0.4.13'"
         ) from None
     model_registry.register("llmfoundry_lite", target="llmfoundry_formats.lm_eval_model:CheckpointLM")
 

@@ -159,8 +159,8 @@ class CheckpointLM(TemplateLM):
         room = self.max_length + 1 - len(answer)  # the last token is predicted and never read
         if not answer:
             raise DataError(
-                f"{name}: the answer has no token of its own: it is empty, or one token joins it to its context; leave "
-                "the task out, or begin the answer with a space"
+                f"{name}: the answer has no token of its own: it is empty, or shares its only token with the context; "
+                "leave the task out, or begin the answer with a space"
             )
         if room < 1:
             raise DataError(
@@ -215,7 +215,9 @@ class CheckpointLM(TemplateLM):
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         if self.data_rank.num_ranks > 1:
-            raise ConfigError("--use_cache: ranks would differ in what is left to ask; leave it out, or use one rank")
+            raise ConfigError(
+                "--use_cache: ranks would differ in which requests are left; leave it out, or use one rank"
+            )
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:

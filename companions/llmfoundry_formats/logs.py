@@ -80,7 +80,7 @@ def load_logs(paths: Sequence[Path], cluster: str | None) -> list[Results]:
             if tools[path] == OURS:
                 read_results(path)  # raises DataError, which says why no tool's reader fits
         raise DataError(
-            f"{first} is of {tools[first]}, {other} of {tools[other]}: tools ask and score in ways of their own; "
+            f"{first} is of {tools[first]}, {other} of {tools[other]}: each tool prompts and scores in its own way; "
             "compare results of one tool"
         )
     if tools[first] == OURS:
@@ -114,8 +114,8 @@ def result_in(path: Path) -> Path:
         raise DataError(f"{path} holds {len(found)} results: {names}; name one of them")
     if not found and averages:
         raise DataError(
-            f"{path}: {averages[0].relative_to(path)} has averages alone, and no samples_*.jsonl lies beside it; run "
-            "lm_eval again with --log_samples"
+            f"{path}: {averages[0].relative_to(path)} has only averages, and there is no samples_*.jsonl beside it; "
+            "run lm_eval again with --log_samples"
         )
     return found[0] if found else path
 
@@ -190,7 +190,7 @@ def _lm_eval_logs(path: Path) -> list[Path]:
     files = [file for file in sorted(path.parent.glob("samples_*.jsonl")) if file.stem.endswith(f"_{date}")]
     if not files:
         raise DataError(
-            f"{path} has averages alone, and no samples_*_{date}.jsonl lies beside it; run lm_eval again with "
+            f"{path} has only averages, and there is no samples_*_{date}.jsonl beside it; run lm_eval again with "
             "--log_samples"
         )
     return files
@@ -305,7 +305,7 @@ def _open_inspect(file: Path) -> Iterator[tuple[Record, Iterator[Record]]]:
 
 def _check_header(header: Record, file: Path) -> Record:
     if not isinstance(header.get("eval"), dict):
-        raise DataError(f"{file} is no log of Inspect: it has no 'eval'")
+        raise DataError(f"{file} is not a log of Inspect: it has no 'eval'")
     if header.get("status") != "success":
         raise DataError(
             f"{file}: the evaluation has status {header.get('status')!r}, expected 'success'; finish it: inspect "
@@ -499,5 +499,5 @@ def _read_json(text: str | bytes, where: str) -> Record:
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise DataError(f"{where} is no JSON object")
+        raise DataError(f"{where} is not a JSON object")
     return found

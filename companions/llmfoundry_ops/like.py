@@ -49,9 +49,7 @@ def write_like(data: Path, like: str, out: Path | None, *, trust_pickle: bool = 
     check_tokenizer(data, like, facts)
     folder = out.with_name(f"{out.stem}-weights")
     if folder.is_dir() and (names := os.listdir(folder)) and LEASES not in names:
-        raise ConfigError(
-            f"{folder}: there is one already, and it holds no checkpoints; choose another name with --out"
-        )
+        raise ConfigError(f"{folder}: already exists, and holds no checkpoints; choose another name with --out")
     store = open_empty_store(str(folder))
     weights = read_hugging_face_source(like, trust_pickle)
     if facts.vocab_size > weights.config.vocab_size:

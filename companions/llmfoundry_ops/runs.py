@@ -330,7 +330,7 @@ def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
     """List the runs in a folder by name. Raises DataError if there is no such folder."""
     opened = open_folder(folder)
     if opened.path_here is not None and not opened.path_here.is_dir():
-        raise DataError(f"{os.fspath(folder)} is no folder on this disk; expected one whose folders are runs")
+        raise DataError(f"{os.fspath(folder)} is not a folder on this disk; expected one that contains run folders")
     try:
         names = sorted(opened.names())
     except OSError as error:

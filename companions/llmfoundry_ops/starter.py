@@ -131,13 +131,13 @@ def check_places(data: Path, out: Path) -> Facts:
         return Facts(length, vocab_size, num_train, num_val, tokenizer.get("fingerprint"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{summary_file} is not what `data prepare` writes ({error}); prepare the data again"
+            f"{summary_file} is not a file that `data prepare` writes ({error}); prepare the data again"
         ) from error
 
 
 def check_free(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out}: there is one already; choose another name with --out, or remove it")
+        raise ConfigError(f"{out}: already exists; choose another name with --out, or remove it")
 
 
 def write_yaml(out: Path, text: str) -> None:

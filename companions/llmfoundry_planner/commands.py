@@ -133,7 +133,7 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
     clusters = [(name, number) for name in given.hardware.split(",") for number in parse_counts(given.devices)]
     second = parse_cluster(given.join) if given.join else None
     if given.join and given.as_json:
-        raise ConfigError("--join is told in a line for people; leave out --json")
+        raise ConfigError("--join prints a sentence, not JSON; leave out --json")
     if len(clusters) == 1:
         print_plan(given, plan_on(given, *clusters[0]), second)
     if given.join or given.write:
@@ -236,7 +236,7 @@ def fabric_command(
     if not math.isfinite(message):
         raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
     if nodes * per_node == 1:
-        raise ConfigError("--nodes: 1 device has nobody to exchange with, expected 2 or more in all nodes")
+        raise ConfigError("--nodes: 1 device has nothing to exchange, expected 2 or more in all nodes")
     if ports % 2:
         raise ConfigError(f"--ports: {ports} given, expected an even number: half of a switch's ports go up")
     text = describe(

@@ -93,7 +93,7 @@ def read_layers(
     if dotlist:
         values = _read_dotlist(dotlist)
         if "overlay" in values:
-            raise ConfigError("command line: overlay: belongs into a YAML file, whose keys it limits")
+            raise ConfigError("command line: overlay: belongs in a YAML file, whose keys it limits")
         layers.append(Layer(COMMAND_LINE, values))
     if for_training:
         _name_eval_loaders(layers)
@@ -139,7 +139,7 @@ def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
     of a line. Where a shell has put such text, it is a name or a path."""
     stripped = text.strip()
     if value is None and stripped.lower() not in ("null", "~"):
-        raise ConfigError(f"command line: {key}: {text!r} given, of which YAML reads nothing; write it in quotes")
+        raise ConfigError(f"command line: {key}: {text!r} given, which YAML reads as nothing; write it in quotes")
     is_quoted = stripped[0] in "\"'|>"
     if isinstance(value, str) and "\n" in stripped and not is_quoted:
         raise ConfigError(f"command line: {key}: {text!r} given, several lines; give one, or write them in quotes")

@@ -193,7 +193,7 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
             name = entry.get("model_name") if isinstance(entry, dict) else entry
             raise ConfigError(
                 f"{source}: models[{index}]: {name!r} is not evaluated here; expected an MPT's load_path, "
-                "or model.pretrained_model_name_or_path under hf_causal_lm, in no 8 bits and without adapters"
+                "or model.pretrained_model_name_or_path under hf_causal_lm, not in 8 bits and without adapters"
             )
         name = str(entry.get("model_name") or place).rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.\-]", "_", name)
@@ -294,7 +294,7 @@ def load_tasks(
         for shots in task.num_fewshot:
             name = f"{task.label}/{shots}-shot"
             if name in results:
-                raise ConfigError(f"icl_tasks: {name} is asked for twice; remove one, or give it another label")
+                raise ConfigError(f"icl_tasks: {name} is listed twice; remove one, or give it another label")
             results.add(name)
     return tasks
 
@@ -321,7 +321,9 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
     here = [task for task in tasks if "://" in task.dataset_uri or os.path.exists(task.dataset_uri)]
     missing = [task for task in tasks if task not in here]
     if not here:
-        raise ConfigError(f"skip_missing_tasks: the data of no task are here; {missing[0].dataset_uri} is the first")
+        raise ConfigError(
+            f"skip_missing_tasks: the data of every task is missing here; {missing[0].dataset_uri} is the first"
+        )
     return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
 
 
@@ -346,7 +348,7 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
     tasks = [{"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path} for path in paths]
     if not (names or tasks):
         raise ConfigError(
-            f"command line: no YAML file given, and of no task in {folder}/ are the data here; in a clone, "
+            f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
     return Layer(folder, {"icl_tasks": [*tasks, *names]})

@@ -247,7 +247,7 @@ def _read_all(folder: Path, files: list[str], read: Callable[[Path], dict[str, T
         repeated = sorted(contents.keys() & content.keys())
         if repeated:
             raise ExportError(
-                f"{folder}: {repeated[0]} is in {file} and in another file; it cannot be told which counts"
+                f"{folder}: {repeated[0]} is in {file} and in another file; it is not clear which of them counts"
             )
         contents |= content
     return contents

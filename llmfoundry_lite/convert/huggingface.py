@@ -157,7 +157,7 @@ def import_model(
 
 
 def read_hf_config(folder: Path) -> HFConfig:
-    """Read a folder's config.json. Raises ExportError if there is none, or it is no JSON object."""
+    """Read a folder's config.json. Raises ExportError if there is none, or it is not a JSON object."""
     if not (folder / "config.json").is_file():
         raise ExportError(f"{folder}: no config.json; expected the folder of a Hugging Face model")
     return read_json(folder / "config.json")

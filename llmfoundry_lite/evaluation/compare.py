@@ -198,7 +198,7 @@ def check_same_questions(task: str, first: Results, other: Results) -> None:
     has_same_fingerprint = first_record["fingerprint"] == other_record["fingerprint"]
     if not differences and not has_same_fingerprint and not (is_text and tokenizers_differ):
         fingerprints = f"{first_record['fingerprint']} against {other_record['fingerprint']}"
-        differences.append(f"what no setting tells (fingerprint {fingerprints})")
+        differences.append(f"something that no setting shows (fingerprint {fingerprints})")
 
     if differences:
         remedy = "evaluate both without limit" if limit_differs else "evaluate both with one task file"
@@ -324,7 +324,7 @@ def _collect_common_items(task: str, metric: str, first: Results, other: Results
     other_items = {item["index"]: item for item in other.items[task]}
     first_items = [item for item in first.items[task] if item["index"] in other_items]
     if not first_items:
-        raise DataError(f"{task}: {first.name} and {other.name} were asked no item in common")
+        raise DataError(f"{task}: {first.name} and {other.name} have no item in common")
 
     data = first.tasks[task]["data_fingerprint"]
     cluster_of: dict[Unit, Unit] = {}

@@ -183,7 +183,7 @@ def _read_samples(config: TaskConfig, split: Path, tokenizer: Tokenizer) -> Iter
     except TooLargeError as error:
         raise DataError(f"{config.label}: {error}") from error
     except (ValueError, LookupError, OSError) as error:
-        raise DataError(f"{config.label}: {split} is no MDS split of tokens ({error})") from error
+        raise DataError(f"{config.label}: {split} is not an MDS split of tokens ({error})") from error
 
 
 def lost_text_of_split(split: Path) -> LostText:

@@ -60,7 +60,7 @@ class Encoding:
 
         if not answer_ids and answer.strip():
             raise UnusableItemError(
-                "an answer that one token joins to its context (tokenization: separate has it apart)"
+                "an answer that shares its only token with the context (tokenization: separate keeps them apart)"
             )
         if not answer_ids:
             raise UnusableItemError("an answer without tokens")

@@ -320,7 +320,7 @@ def check_result(facts: Any, path: object) -> None:
     is_result = isinstance(facts, dict) and "model" in facts and isinstance(facts.get("tasks"), dict)
     if not is_result:
         raise DataError(
-            f"{path} is no result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
+            f"{path} is not a result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
         )
     _check_types(facts, RESULT, f"{path}: it")
     for name, record in facts["tasks"].items():

@@ -140,7 +140,7 @@ class ResultFiles:
         """Raise DataError now, and not after the first task, for a folder that cannot be written."""
         existing = next(parent for parent in self.path.absolute().parents if parent.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise DataError(f"results_folder: {existing} is no folder that can be written to")
+            raise DataError(f"results_folder: {existing} is not a folder that can be written to")
 
     def _read_files(self) -> None:
         """Read the files again, because other launches may write them, too.
@@ -160,7 +160,7 @@ class ResultFiles:
                 self.stored_item_lines = item_lines
         except (DataError, OSError) as error:
             if not self.redo:
-                raise DataError(f"{error}; it would be replaced: move it away, or say redo=true") from error
+                raise DataError(f"{error}; it would be replaced: move it away, or set redo=true") from error
 
     def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | PreparedTask]) -> None:
         """Raise DataError if writing the results of `tasks` would replace a finished task that differs from them.

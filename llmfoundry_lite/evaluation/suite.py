@@ -242,7 +242,7 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
     except OSError as error:
         raise DataError(
             f"results_folder: the tables in {folder} cannot be written: {error.strerror or error}; the results are "
-            "there, and the same command again asks nothing twice"
+            "there, and running the same command again repeats no finished task"
         ) from error
 
 

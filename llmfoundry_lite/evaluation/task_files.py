@@ -76,7 +76,7 @@ def _parse_row(line: str, place: str) -> Row:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which tokenizers refuse
-        raise DataError(f"{place} has half a character, such as \\ud83d alone") from None
+        raise DataError(f"{place} has half of a surrogate pair, such as \\ud83d alone") from None
     except RecursionError:
         raise DataError(f"{place} is not JSON: too deep") from None
     except ValueError as error:

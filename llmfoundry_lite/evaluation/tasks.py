@@ -175,7 +175,7 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         accepted = accepted_answers(row)
         if not any(clean(config, answer) for answer in accepted):
             # Every accepted answer has only punctuation and articles, which normalisation removes.
-            raise UnusableItemError("answers of which nothing is left to compare")
+            raise UnusableItemError("answers with nothing but punctuation and articles")
     else:
         requests = [
             encoding.request(preamble, context, answer)

@@ -148,7 +148,7 @@ def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool
     # A checkpoint's manifest has the configuration of the batches before it.
     config = later_checkpoints[0].manifest.config if later_checkpoints else run.config
     if not isinstance(config, dict):
-        raise DataError(f"{location}: the run's configuration is not there")
+        raise DataError(f"{location}: the run's configuration is missing")
     start_checkpoints = [] if start is None else [start]
     for checkpoint in later_checkpoints or start_checkpoints:
         # Raises for a configuration of a larger model than the checkpoint's tensors belong to, before ranks build it.

@@ -261,8 +261,8 @@ def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[lis
             has_indices = any(value for key, value in state.items() if key.startswith("_indices"))
             if has_indices:
                 raise DataError(
-                    f"{folder} was saved with a choice of its rows beside them, by an old release of datasets; load "
-                    "and save it again with a new one"
+                    f"{folder} was saved by an old release of datasets, with a selection of its rows stored beside the "
+                    "data; load and save it again with a new release"
                 )
             files = [str(file["filename"]) for file in state["_data_files"]]
             return files, [name for name in names if name not in (*DATASET_FILES, *files)]

@@ -258,7 +258,9 @@ def only_preparation_in(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL_ERRORS:
             raise
-        raise DataError(f"--out {out} is no folder and cannot become one: {error.strerror}; choose another") from error
+        raise DataError(
+            f"--out {out} is not a folder and cannot become one: {error.strerror}; choose another"
+        ) from error
     try:
         lock = lock_folder(out)  # where locks do nothing, two launches only waste work: writes are atomic
     except BlockingIOError as error:

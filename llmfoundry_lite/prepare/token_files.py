@@ -259,7 +259,7 @@ def write_in_worker_processes(
     except BrokenProcessPool as error:
         encoder = "; if it was not, uninstall gigatoken, which encodes there" if files.is_fast else ""
         raise DataError(
-            "a worker process ended; if it said nothing, it was killed, perhaps for want of memory; what is done is "
+            "a worker process ended; if it said nothing, it was killed, perhaps for lack of memory; finished work is "
             f"kept: run the same command again, with fewer --num-workers if it was memory{encoder}; "
             'a script that calls this needs `if __name__ == "__main__":`'
         ) from error

@@ -116,7 +116,7 @@ def find_recorded_failure() -> FirstError | None:
         for rank, record in others.items():
             was_killed = record.exit_code is None and start_ticks(record.pid) != record.started
             if was_killed:
-                cause = "has ended without a word: it was killed, perhaps for want of memory, or has crashed"
+                cause = "has ended without a message: it was killed, perhaps for lack of memory, or has crashed"
                 return FirstError(int(rank), EXIT_FAILURE, f"error: rank {rank} {cause}")
             if record.exit_code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
                 text = f"error: rank {rank} has left with exit code {record.exit_code}"

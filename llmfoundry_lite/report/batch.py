@@ -224,7 +224,7 @@ def open_data(run: Run, changes: Sequence[Layer]) -> OpenedData:
     ConfigError for a loader of the user's own, and for a reference that would have to be resolved.
     """
     if run.config is None:
-        raise DataError(f"{run.location}: the run's configuration is not there")
+        raise DataError(f"{run.location}: the run's configuration is missing")
     changed_keys = [key for layer in changes for key in leaf_keys(layer.values)]
     recorded = {key: run.config[key] for key in DATA_KEYS if key in run.config}
     recorded = refuse_unresolved(without(changed_keys, recorded), run.location)

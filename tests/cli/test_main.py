@@ -164,7 +164,7 @@ def test_an_answer_is_not_written_into_a_pipe(tmp_path):
     """An earlier answer lies beside it. Opening the pipe would wait for a reader for ever."""
     (tmp_path / "mfu.json").write_text('{"rows": []}')
     os.mkfifo(tmp_path / "mfu.csv")
-    with pytest.raises(ConfigError, match=r"mfu\.csv: exists and is no regular file; name another folder"):
+    with pytest.raises(ConfigError, match=r"mfu\.csv: exists and is not a regular file; name another folder"):
         check_result_replaceable(tmp_path, "mfu")
 
 

@@ -189,7 +189,7 @@ def test_a_missing_file_names_its_neighbour():
             ["run.yaml", "seed=1", "model=[1"],
             "cannot read model=[1: did not find expected ',' or ']', line 2, column 1",
         ),
-        (["run.yaml", "overlay=hardware"], "overlay: belongs into a YAML file, whose keys it limits"),
+        (["run.yaml", "overlay=hardware"], "overlay: belongs in a YAML file, whose keys it limits"),
     ],
 )
 def test_arguments_that_cannot_be_read_are_named(arguments, message):
@@ -199,7 +199,7 @@ def test_arguments_that_cannot_be_read_are_named(arguments, message):
 @pytest.mark.parametrize("text", ["&a", "---", "!!null x"])
 def test_a_name_of_which_yaml_reads_nothing_is_not_taken_for_null(text):
     """Such as a name that a script has made. With null the run would have the YAML's name."""
-    words = f"command line: run_name: {text!r} given, of which YAML reads nothing; write it in quotes"
+    words = f"command line: run_name: {text!r} given, which YAML reads as nothing; write it in quotes"
     assert refusal("run.yaml", f"run_name={text}") == words
 
 

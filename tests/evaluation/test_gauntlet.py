@@ -157,7 +157,9 @@ def test_a_task_without_its_data_is_left_out_by_name_when_asked_to(checkout):
     assert [task.label for task in loaded.tasks] == ["arc"]
     assert loaded.notes[-1] == "gone is left out: eval/gone.jsonl is not here"
     (checkout / "eval/arc.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"skip_missing_tasks: the data of no task are here; eval/arc.jsonl is the"):
+    with pytest.raises(
+        ConfigError, match=r"skip_missing_tasks: the data of every task is missing here; eval/arc.jsonl is the"
+    ):
         load_eval_config(["eval/yamls/hf_eval.yaml", "skip_missing_tasks=true"])
 
 

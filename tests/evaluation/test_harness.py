@@ -566,7 +566,7 @@ def test_a_runs_own_held_out_text_is_a_task_where_it_is_here(here):
         (["--all-checkpoints", "a/x", "b/x"], "models: a/x and b/x are both x; name one otherwise: models.NAME=b/x"),
         (
             ["models.a=b", "task_folder=none"],
-            "no YAML file given, and of no task in none/ are the data here; in a clone, ",
+            "no YAML file given, and the data of every task in none/ is missing; in a clone, ",
         ),
     ],
 )
@@ -696,7 +696,7 @@ def test_a_file_that_is_no_result_is_not_overwritten_unasked(here):
     path.parent.mkdir(parents=True)
     for content in ("[1]", '{"torn'):
         path.write_text(content)
-        with pytest.raises(DataError, match=r"ours.json .*; it would be replaced: move it away, or say redo=true$"):
+        with pytest.raises(DataError, match=r"ours.json .*; it would be replaced: move it away, or set redo=true$"):
             run()
         assert path.read_text() == content
     run(redo=True)
@@ -704,7 +704,7 @@ def test_a_file_that_is_no_result_is_not_overwritten_unasked(here):
 
 
 def test_a_results_folder_that_is_a_file_is_refused(here):
-    with pytest.raises(DataError, match=r"results_folder: .*choice.jsonl is no folder that can be written to"):
+    with pytest.raises(DataError, match=r"results_folder: .*choice.jsonl is not a folder that can be written to"):
         ResultFiles(Path("choice.jsonl"), "suite", "ours")
 
 

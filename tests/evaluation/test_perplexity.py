@@ -212,8 +212,8 @@ def test_a_limit_counts_windows(tmp_path, tokenizer) -> None:
         ("a.jsonl", '{"text":' + "[" * 200_000, "line 1 is not JSON: too deep"),
         ("val/index.json", "[]", "is not an index of MDS version 2"),
         ("a.jsonl", '{"text": 3}\n', "line 1: text is 3, expected a text"),
-        ("a.jsonl", '{"text": "a \\ud83d"}\n', "line 1 has half a character, such as"),
-        ("val/index.json", '{"shards": []}', "is no MDS split of tokens"),
+        ("a.jsonl", '{"text": "a \\ud83d"}\n', "line 1 has half of a surrogate pair, such as"),
+        ("val/index.json", '{"shards": []}', "is not an MDS split of tokens"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, tokenizer, name, content, message) -> None:
@@ -245,7 +245,9 @@ def test_a_compressed_split_is_read_and_a_damaged_one_refused(tmp_path, tokenize
         content = bytearray((place / name).read_bytes())
         content[-3] ^= 1
         (place / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"no MDS split of tokens \({name} is damaged: its xxh64 is not the one"):
+        with pytest.raises(
+            DataError, match=rf"not an MDS split of tokens \({name} is damaged: its xxh64 is not the one"
+        ):
             prepared(place)
 
 
@@ -279,7 +281,7 @@ def test_rows_of_bytes_are_read_as_what_they_are(tmp_path, tokenizer, dtype) -> 
 def test_rows_that_are_no_tokens_are_refused(tmp_path, tokenizer, column, row, message) -> None:
     with MDSWriter(out=str(tmp_path / "val"), columns={"tokens": column}) as writer:
         writer.write({"tokens": row})
-    with pytest.raises(DataError, match=rf"is no MDS split of tokens \(.*{re.escape(message)}"):
+    with pytest.raises(DataError, match=rf"is not an MDS split of tokens \(.*{re.escape(message)}"):
         prepare_text(task(tmp_path / "val"), tokenizer, max_seq_len=8, limit=None)
 
 

@@ -419,7 +419,8 @@ def test_an_answer_that_joins_its_context_in_one_token_is_skipped_and_says_why()
     """lm-evaluation-harness ends there. LLM Foundry tokenises apart."""
     config = task("language_modeling", continuation_delimiter="")
     found, _ = ask(config, tokenization="joint")
-    reason = "an answer that one token joins to its context (tokenization: separate has it apart), first in row 1"
+    reason = "an answer that shares its only token with the context (tokenization: separate keeps them apart)"
+    reason += ", first in row 1"
     assert found.skipped == {reason: 1} and [item.index for item in found.items] == [1, 2]
     assert not ask(config)[0].skipped
 
@@ -535,7 +536,7 @@ def test_a_question_none_of_whose_answers_can_be_right_is_skipped_and_counted():
     rows = [{"context": "a", "answer": "The", "aliases": ["!", "an"]}, {"context": "b", "answer": "The Who"}]
     found, _ = ask(config, rows=rows)
     assert [item.index for item in found.items] == [1]
-    assert found.skipped == {"answers of which nothing is left to compare, first in row 1": 1}
+    assert found.skipped == {"answers with nothing but punctuation and articles, first in row 1": 1}
 
 
 @pytest.mark.parametrize(
@@ -588,7 +589,11 @@ BY = "expected a text or a whole number, because"
         (GOOD.replace('"Is ice cold?"', "3"), "multiple_choice", ", line 1: query is 3, expected a text"),
         ('{"context": "", "answer": "", "aliases": "b"}', "generation_task_with_answers", "aliases is 'b', expected t"),
         ("[1]", "multiple_choice", ", line 1 is not a JSON object"),
-        (GOOD.replace("ice", "\\ud83d\\ude00 \\uD83D"), "multiple_choice", ", line 1 has half a character, such as"),
+        (
+            GOOD.replace("ice", "\\ud83d\\ude00 \\uD83D"),
+            "multiple_choice",
+            ", line 1 has half of a surrogate pair, such as",
+        ),
         (GOOD + '{"query":' + "[" * 200_000, "multiple_choice", ", line 2 is not JSON: too deep"),
         (GOOD + "{", "multiple_choice", ", line 2 is not JSON: Expecting property name enclosed in double quotes: "),
     ],
@@ -792,7 +797,7 @@ def test_a_named_task_may_be_changed_in_place(tmp_path):
     [
         ([{"label": "arcs", "num_fewshot": [5]}], "icl_tasks[0].label: {folder} has no task 'arcs'; did you mean arc?"),
         ([{"label": "arc", "num_shots": 5}], "icl_tasks[0].num_shots: unknown key; did you mean icl_tasks[0].num_few"),
-        ([{"label": "arc", "num_fewshot": [5]}, "many"], "icl_tasks: arc/5-shot is asked for twice; remove one, or"),
+        ([{"label": "arc", "num_fewshot": [5]}, "many"], "icl_tasks: arc/5-shot is listed twice; remove one, or"),
         ([{"label": "many", "num_fewshot": [5]}], "{folder}/many.yaml holds a list of tasks; icl_tasks[0]: change"),
         (["wrong"], "{folder}/wrong.yaml: icl_tasks: 'arc' given, expected a list of tasks"),
     ],

@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_launch_with_1(begin, tmp
         assert launcher.poll() is None
     ranks[3].kill()
     code, output = end(launcher)
-    assert (code, output.count("rank 3 has ended without a word"), output.count("preempted")) == (1, 1, 0), output
+    assert (code, output.count("rank 3 has ended without a message"), output.count("preempted")) == (1, 1, 0), output
 
 
 def has_pending(process, number):

@@ -109,7 +109,7 @@ def test_the_configuration_is_that_of_the_first_save_after_the_start(run):
     assert plan(where, "ba2..ba6").config["seed"] == 4
     assert plan(where, "ba4..ba6").config["seed"] == 6
     rewrite(where, 6, config=None)
-    with pytest.raises(DataError, match="the run's configuration is not there"):
+    with pytest.raises(DataError, match="the run's configuration is missing"):
         plan(where, "ba4..ba6")
 
 

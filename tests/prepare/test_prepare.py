@@ -561,7 +561,9 @@ def test_a_folder_that_cannot_be_made_is_named(
     out: str, reason: str, small_request: PrepareRequest, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=rf"--out {tmp_path / out} is no folder and cannot become one: {reason}.*; cho"):
+    with pytest.raises(
+        DataError, match=rf"--out {tmp_path / out} is not a folder and cannot become one: {reason}.*; cho"
+    ):
         prepare(small_request, tmp_path / out)
 
 

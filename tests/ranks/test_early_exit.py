@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_while_it_imports_has_failed(tmp_path):
     killed = run(PROGRAMS["script"], tmp_path, signal.SIGKILL, TMPDIR=str(tmp_path), **rank_1)
     done = run([*PROGRAMS["script"], "--dry-run"], tmp_path, signal.SIGTERM, TMPDIR=str(tmp_path), **ONE_OF_TWO)
     assert (killed.returncode, done.returncode) == (-signal.SIGKILL, 1)
-    assert done.stderr.startswith("error: rank 1 has ended without a word") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: rank 1 has ended without a message") and done.stderr.count("\n") == 1
 
 
 def test_a_rank_that_leaves_while_it_imports_has_not_been_killed(tmp_path):

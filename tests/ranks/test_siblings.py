@@ -80,7 +80,7 @@ def test_one_rank_prints_what_all_meet():
 def test_a_rank_that_was_killed_has_failed():
     run_rank(3)
     assert siblings.find_recorded_failure()[:2] == (3, 1)
-    assert "rank 3 has ended without a word: it was killed" in siblings.find_recorded_failure().text
+    assert "rank 3 has ended without a message: it was killed" in siblings.find_recorded_failure().text
 
 
 def test_a_rank_that_left_with_a_failure_s_code_has_failed():

@@ -102,13 +102,13 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(url):
 def test_a_checkpoint_that_is_there_is_replaced_only_when_asked_and_nothing_else_ever_is(tmp_path):
     where = tmp_path / "a[1]" / "ba2"
     save(small(), where)
-    assert "ba2: there already; give another name, or overwrite=True" in refused(save, small(), where)
+    assert "ba2: already exists; give another name, or pass overwrite=True" in refused(save, small(), where)
     save(small(2.0), where, overwrite=True)
     assert load(small(0.0), where)["step"] == 6
     foreign = tmp_path / "a[1]" / "ba3"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
-    assert "ba3: holds notes.txt and is no checkpoint" in refused(save, small(), foreign, overwrite=True)
+    assert "ba3: holds notes.txt and is not a checkpoint" in refused(save, small(), foreign, overwrite=True)
     (tmp_path / "ba4").write_text("mine")
     assert "ba4: a file; give another name" in refused(save, small(), tmp_path / "ba4", overwrite=True)
     assert "is a checkpoint, or has the name of one" in refused(save, small(), where / "ba5")
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_there_is_replaced_only_when_asked_and_nothing_else
         assert f"{name}: the name of a checkpoint is ba and" in refused(save, small(), tmp_path / name, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["a[1]", "ba4"] and os.listdir(foreign) == ["notes.txt"]
     where.rename(where.with_name(".replaced-e9-ba2-abc"))  # where a kill in the middle of replacing it leaves it
-    assert "ba2: there already" in refused(save, small(), where)
+    assert "ba2: already exists" in refused(save, small(), where)
     assert load(small(0.0), where)["step"] == 6
 
 

@@ -326,6 +326,6 @@ def test_an_output_folder_of_several_results_or_of_averages_alone_is_refused_by_
     assert f"{out} holds 2 results: models__a, models__b; name one of them" in refusal(out, LM_EVAL[0])
     _without_samples(out / "models__a")
     _without_samples(out / "models__b")
-    assert f"{out}: models__a/results_2026-11-25T04-02-17.980768.json has averages alone" in refusal(out)
+    assert f"{out}: models__a/results_2026-11-25T04-02-17.980768.json has only averages" in refusal(out)
     assert "run lm_eval again with --log_samples" in refusal(out / "models__b")
     assert "does not exist" in refusal(tmp_path / "nowhere")

@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
     name = str(report.get("bench", path.stem)) if isinstance(report, dict) else path.stem
     again = f"measure {name.removeprefix('compare-')} again, with --out FOLDER"
     if not isinstance(report, dict):
-        raise DataError(f"{path}: is no report of a bench; {again}")
+        raise DataError(f"{path}: is not a bench report; {again}")
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
     if missing:
         raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
@@ -66,7 +66,7 @@ def read(path: Path) -> dict[str, Any]:
     )
     is_named = re.fullmatch(r"[\w-]+", name) is not None  # the name is part of a file's name
     if not are_tables or not is_named or not isinstance(report["asked"], dict):
-        raise DataError(f"{path}: is no report of a bench; {again}")
+        raise DataError(f"{path}: is not a bench report; {again}")
     return report
 
 

@@ -54,7 +54,7 @@ def run(models: Sequence[str] = (), minutes: float = 3, most: int = 8, out: Path
     device = accelerator()
     if device is None:
         raise ConfigError(
-            f"bench memory: {device_name()} is no GPU of the hardware table; `llmfoundry-lite rehearse` needs none"
+            f"bench memory: {device_name()} is not a GPU in the hardware table; `llmfoundry-lite rehearse` needs none"
         )
     cases = []
     for variant, overrides in VARIANTS.items():  # each model as it is, before any other

@@ -128,7 +128,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         events = json.loads(path.read_text())["traceEvents"]
         return [event for event in events if event.get("ph") == "X" and {"name", "dur"} <= event.keys()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(f"{path}: is no trace of torch's profiler (export_chrome_trace)") from None
+        raise DataError(f"{path}: is not a trace of torch's profiler (export_chrome_trace)") from None
 
 
 def break_down(events: Sequence[dict[str, Any]]) -> Steps:

@@ -108,7 +108,7 @@ def measure_in_a_process(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode == -signal.SIGKILL:
-        raise RuntimeError(f"{settings['side']}: killed, for want of memory as a rule")
+        raise RuntimeError(f"{settings['side']}: killed, usually for lack of memory")
     if process.returncode != 0:
         raise RuntimeError(f"{settings['side']} failed:\n{output}\n{errors}")
     return json.loads(output.splitlines()[-1])

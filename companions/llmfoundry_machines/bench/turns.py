@@ -144,7 +144,7 @@ class Case:
             return "the server of the processes has ended"
         self.process.join(END_SECONDS)
         if self.process.exitcode == -signal.SIGKILL:
-            return "killed, for want of memory as a rule"
+            return "killed, usually for lack of memory"
         said = self.log.read_text(errors="replace").split("\n") if self.log.is_file() else []
         last = next((f": {line}" for line in reversed(said) if line.strip()), "")
         return f"exit code {self.process.exitcode}{last}"

@@ -154,7 +154,7 @@ def test_odd_names_and_folders_are_taken_as_they_are_or_refused(tmp_path, monkey
             "taken-weights",
             "--out",
             "taken.yaml",
-        ): "taken-weights: there is one already, and it holds no checkpoints; ch",
+        ): "taken-weights: already exists, and holds no checkpoints; ch",
         (
             "small",
         ): "small has embeddings of 256 ids, and its tokenizer has 297; give it more with transformers' resize",

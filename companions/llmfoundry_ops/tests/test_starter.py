@@ -89,7 +89,7 @@ def test_any_name_of_data_and_file_makes_a_yaml_that_loads(tmp_path, folder, nam
 def test_a_summary_that_is_none_is_refused_by_name(tmp_path, content):
     (tmp_path / "summary.json").write_text(content)
     with pytest.raises(
-        DataError, match=r"summary\.json is not what `data prepare` writes \(.*\); prepare the data again"
+        DataError, match=r"summary\.json is not a file that `data prepare` writes \(.*\); prepare the data again"
     ):
         write_starter(tmp_path, "125m", tmp_path / "mine.yaml")
 

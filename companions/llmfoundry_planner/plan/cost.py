@@ -60,7 +60,7 @@ def cost_of(
     if lost > MAX_LOST_SHARE:
         raise ConfigError(
             f"--mtbf: a failure every {between:.3g} s on {num_devices} devices, each of which costs "
-            f"{RESTART_SECONDS:g} s: the run would not come forward"
+            f"{RESTART_SECONDS:g} s: the run would make no progress"
         )
     hours = num_tokens / tokens_per_second / 3600 / (1 - lost)
     watts = node.power_watts / node.num_devices

@@ -134,7 +134,7 @@ def check_devices(config: TrainConfig, num_devices: int, per_node: int, pipeline
     if num_devices > per_node and num_devices % per_node:
         below = num_devices // per_node * per_node
         raise ConfigError(
-            f"--devices: {num_devices} are no whole number of nodes of {per_node}; the nearest counts are "
+            f"--devices: {num_devices} are not a whole number of nodes of {per_node}; the nearest counts are "
             f"{below} and {below + per_node} (--per-node says how many a node has)"
         )
     num_stages = pipeline.pipeline_parallel_degree if pipeline else 1
@@ -168,7 +168,7 @@ def write_overlay(plan: Plan, path: Path) -> None:
     overlay = plan.candidates[0].overlay(plan.config)
     try:
         if path.is_file() and path.stat().st_size and not path.read_bytes().startswith(PLANNED.encode()):
-            raise ConfigError(f"--write: {path} exists and is no plan that was written before; choose another file")
+            raise ConfigError(f"--write: {path} exists and was not written by `plan --write`; choose another file")
         path.write_text(head + yaml.safe_dump(overlay, sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--write: {path}: {error.strerror}; choose another file") from None

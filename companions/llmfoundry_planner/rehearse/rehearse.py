@@ -100,7 +100,7 @@ def check_count(config: TrainConfig, num_devices: int, per_node: int) -> None:
 
 def find_refusal(config: TrainConfig, num_devices: int, per_node: int) -> ConfigError | None:
     if num_devices > per_node and num_devices % per_node:
-        return ConfigError(f"no whole number of nodes of {per_node} (--per-node says how many devices a node has)")
+        return ConfigError(f"not a whole number of nodes of {per_node} (--per-node says how many devices a node has)")
     try:
         preflight.check(config, layout_of(config, num_devices, per_node), must_exist=False)
     except ConfigError as error:

@@ -54,7 +54,7 @@ def test_the_command_tells_both_with_price_and_power(capsys):
     ("option", "words"),
     [
         (["--ports", "5"], "--ports: 5 given, expected an even number: half of a switch's ports go up"),
-        (["--nodes", "1", "--per-node", "1"], "--nodes: 1 device has nobody to exchange with"),
+        (["--nodes", "1", "--per-node", "1"], "--nodes: 1 device has nothing to exchange"),
         (["--message", "inf"], "--message: inf given, expected MiB, such as 186"),
     ],
 )

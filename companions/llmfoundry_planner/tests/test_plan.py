@@ -120,7 +120,7 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
     [
         ([*ON_H100, "64", "--write", "/nonexistent/x.yaml"], "--write: /nonexistent/x.yaml: No such file or directory"),
         ([*ON_H100, "64", "--write", "/tmp"], "--write: /tmp: Is a directory; choose another file"),
-        ([*ON_H100, "64", "--join", "h100:12"], "--devices: 12 are no whole number of nodes of 8"),
+        ([*ON_H100, "64", "--join", "h100:12"], "--devices: 12 are not a whole number of nodes of 8"),
         ([*ON_H100, "64", "--tokens", "inf"], "--tokens: inf given, expected a number of tokens, such as 1e12"),
         ([*ON_H100, "4096", "--mtbf", "1", "global_train_batch_size=4096"], "--mtbf: a failure every 0.879 s on 4096"),
         ([*ON_H100, "64", "--stall", "inf"], "--stall: inf given, expected a finite number"),
@@ -132,7 +132,7 @@ ON_H100 = ["mpt-7b", "--hardware", "h100", "--devices"]
         (["mpt-7b"], "expected RUN.yaml, --hardware and --devices, or --check RUN"),
         (["mpt-1b", "--hardware", "h1000", "--devices", "8"], "'h1000' is not in the table; expected one of V100-16GB"),
         (["mpt-1b", "--hardware", "a100", "--devices", "8"], "'a100' may be A100-40GB and A100-80GB; name one of them"),
-        ([*ON_H100, "12"], "12 are no whole number of nodes of 8; the nearest counts are 8 "),
+        ([*ON_H100, "12"], "12 are not a whole number of nodes of 8; the nearest counts are 8 "),
         ([*ON_H100, "8", "--pipeline", "3"], "3 stages do not divide 8 devices"),
         ([*ON_H100, "8", "precision=fp16"], "precision"),
         (["mpt-1b", "--hardware", "mi250", "--devices", "8", "precision=tf32"], "MI250: no tf32 peak is published"),

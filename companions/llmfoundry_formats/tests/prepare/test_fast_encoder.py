@@ -214,7 +214,7 @@ def test_the_end_of_the_longest_documents_alone_goes_unchecked(
 def test_a_worker_that_its_encoder_kills_is_told_of(tmp_path: Path, tokenizer_folder: Path, lying) -> None:
     lying("abort")
     text = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
-    with pytest.raises(DataError, match=r"killed, perhaps for want of memory; .*; if it was not, uninstall gigatoken"):
+    with pytest.raises(DataError, match=r"killed, perhaps for lack of memory; .*; if it was not, uninstall gigatoken"):
         said_by_preparing(text, tokenizer_folder, tmp_path / "out", num_workers=2)
 
 

@@ -63,9 +63,9 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(changes, words, tmp_
         ("no JSON", "is not JSON"),
         (
             json.dumps({"schema": 2, "bench": "mfu", "asked": {}, "tables": [{"rows": []}]}),
-            "is no report of a bench; measure mfu again",
+            "is not a bench report; measure mfu again",
         ),
-        ("[1]", "is no report of a bench; measure mfu again, with --out FOLDER$"),
+        ("[1]", "is not a bench report; measure mfu again, with --out FOLDER$"),
         (
             json.dumps({"date": "2026-11-01", "rows": []}),
             "an older release's report, or none: it has no schema, bench, asked or tables; measure mfu again",

@@ -99,9 +99,9 @@ def test_steps_of_one_trace_are_averaged():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("no JSON", "is no trace of torch's profiler"),
-        ("{}", "is no trace of torch's profiler"),
-        (json.dumps({"traceEvents": [3]}), "is no trace of torch's profiler"),
+        ("no JSON", "is not a trace of torch's profiler"),
+        ("{}", "is not a trace of torch's profiler"),
+        (json.dumps({"traceEvents": [3]}), "is not a trace of torch's profiler"),
         (json.dumps({"traceEvents": [event("aten::mm", 0, 1)]}), "the trace has no ProfilerStep"),
     ],
 )

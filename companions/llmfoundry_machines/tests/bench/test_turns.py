@@ -133,7 +133,7 @@ def test_how_one_fails_is_told_in_a_line():
     words = {
         "refused": "no such setting",
         "broken": "ValueError: no such value",
-        "killed": "killed, for want of memory as a rule",
+        "killed": "killed, usually for lack of memory",
         "crashed": "exit code 3: the last words",
     }
     with Turns(fail, [FRESH | {"how": how} for how in words]) as measured:
