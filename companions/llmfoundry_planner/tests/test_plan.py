@@ -316,7 +316,7 @@ def test_a_second_cluster_is_answered_with_a_way_and_what_each_would_reach(capsy
     assert plan(*arguments, "global_train_batch_size=512") == 0
     assert by_device == capsys.readouterr().out  # both clusters plan the same batch
     assert plan(*arguments, "--json") == 2
-    assert "--join is told in a line for people" in capsys.readouterr().err
+    assert "--join prints a sentence, not JSON" in capsys.readouterr().err
     assert plan(*arguments[:-1], "mi250") == 2
     assert "--join: 'mi250' given, expected HARDWARE:DEVICES" in capsys.readouterr().err
     assert plan(*arguments[:-1], "mi2500:8") == 2

@@ -34,7 +34,7 @@ TABLE = "For a new device, copy the row of one like it in llmfoundry_lite/hardwa
         ([*EIGHT, "--hardware", "H1000"], f"hardware 'H1000' is not in the table.* H100-80GB.*{TABLE}"),
         ([RUN[0], "--devices", "8"], "name it with --hardware"),
         ([RUN[0], "a100.yaml", "--devices", "8"], "hardware 'a100' may be A100-40GB and A100-80GB; name one of them"),
-        ([*RUN, "--devices", "12"], "no whole number of nodes of 8.*the nearest counts that fit: 8 and 16\n"),
+        ([*RUN, "--devices", "12"], "not a whole number of nodes of 8.*the nearest counts that fit: 8 and 16\n"),
         ([*RUN, "--devices", "24"], "the nearest counts that fit: 16 and 32\n"),
         ([*EIGHT, "--rank", "8"], "--rank: 8 given, expected 0 to 7"),
         ([*EIGHT, "--search", "--all-kinds", "--batches", "3"], "--search: it rehearses one rank, for two batches"),
