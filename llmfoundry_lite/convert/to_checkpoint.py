@@ -212,6 +212,7 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
     notes: list[str] = []
 
     def read_pickle(path: Path) -> Tensors:
+        """Read a file of pickled weights by a companion, and note that it was trusted."""
         read_weights_file = companions.load("llmfoundry_formats.pickles:read_weights_file", "pytorch_model.bin")
         tensors, note = read_weights_file(path, is_trusted=True)
         notes.append(note)

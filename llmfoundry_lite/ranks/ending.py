@@ -146,6 +146,7 @@ def raise_when_interrupted() -> None:
     ctrl_c = CtrlC()
 
     def raise_preempted(number: int, frame: Any) -> None:
+        """Handle the first signal."""
         name = signal.Signals(number).name
         handle_leaving_signals(exit_on_second_ctrl_c)
         exit_on_second_ctrl_c(number, frame)  # counts this one
@@ -156,6 +157,7 @@ def raise_when_interrupted() -> None:
         raise Preempted(f"{describe_reason_to_leave(name)}; run the same command again")
 
     def exit_on_second_ctrl_c(number: int, frame: Any) -> None:
+        """Handle the signals after the first."""
         if number == signal.SIGINT and ctrl_c.is_second_press():
             exit_now(EXIT_INTERRUPTED)
 
@@ -189,6 +191,7 @@ def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_cod
     reader, writer = os.pipe()  # Python's C code writes the number of each signal into it
 
     def watch() -> None:
+        """Wait in a thread until the block is over or the time is up, which is sooner after a signal."""
         signal_number: int | None = None
         end = time.monotonic() + limit_seconds
         while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -449,6 +452,7 @@ def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
     answers: list[Any] = []  # of one element: the answer or the error
 
     def run() -> None:
+        """Ask the store, in a thread."""
         try:
             answers.append(ask(store))
         except RuntimeError as error:

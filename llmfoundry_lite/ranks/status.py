@@ -56,9 +56,11 @@ def write_status(
     """Write a run's status into status.json, and append the beginning or the end of a launch to launches.jsonl.
 
     `status` is running, done, stopped, preempted or failed. `batch` is the last batch that was trained. `reason` says
-    why the launch ended, or while it is running, why it was asked to leave. `has_begun`: whether the launch had
-    started to train before it ended. `launch`: its number in metrics.jsonl; both go into launches.jsonl alone. `more`
-    are further keys of status.json.
+    why the launch ended, or while it is running, why it was asked to leave. `more` are further keys of status.json.
+
+    `has_begun` says whether the launch had started to train before it ended, and `launch` is its number in
+    metrics.jsonl. Both go into launches.jsonl alone.
+
     `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed where the
     file already says that this process is running.
 

@@ -526,6 +526,7 @@ class LaunchNumbering:
     """
 
     def __init__(self) -> None:
+        """Begin without launches."""
         self.launches: dict[int, NumberedLaunch] = {}
         """Number -> launch."""
         self._numbers_by_number_in_file: dict[int, list[int]] = {}
