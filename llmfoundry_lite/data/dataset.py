@@ -50,7 +50,7 @@ from llmfoundry_lite.ranks.rank import return_freed_memory, this_rank
 
 NUM_FETCHING_THREADS = 2
 DEFAULT_PREDOWNLOAD_BATCHES = 8
-"""Number of batches ahead of the one being read whose shards a worker fetches by default, as in StreamingDataset."""
+"""How many batches ahead of the current one a worker fetches shards by default, as in StreamingDataset."""
 
 # A worker computes its sample ids in pieces. A piece is usually one shuffled block, because a part of a block costs as
 # much as all of it. Where blocks are tiny or huge, these are the bounds of a piece.
@@ -429,8 +429,8 @@ class TextDataset(IterableDataset):
     def _check_content(self, state: dict[str, Any], num_streams: int) -> None:
         """Compare the data that a checkpoint was trained with, and the first `num_streams` streams of this data set.
 
-        Raises OtherDataError, which says how they differ. States of the first releases have no digests of the content,
-        so only their `order` is compared, elsewhere.
+        `state` is the checkpoint's `state_dict`. Raises OtherDataError, which says how the data differ. A state of the
+        first releases has no digests of the content, and passes; its fingerprint of the order is compared elsewhere.
         """
         digests = self.cache.table.content_digests[:num_streams]
         saved_digests = state.get("content", digests)
@@ -444,11 +444,10 @@ class TextDataset(IterableDataset):
             difference = f"{len(digests)} streams here, {len(saved_digests)} in the checkpoint: {', '.join(names)}"
         else:
             differences = []
-            for folder, digest, name, saved in zip(
-                self.folders[:num_streams], digests, names, saved_digests, strict=True
-            ):
-                if digest != saved:
-                    differences.append(f"{folder.path} holds {digest}, {name} in the checkpoint was {saved}")
+            folders = self.folders[:num_streams]
+            for folder, digest, name, saved_digest in zip(folders, digests, names, saved_digests, strict=True):
+                if digest != saved_digest:
+                    differences.append(f"{folder.path} holds {digest}, {name} in the checkpoint was {saved_digest}")
             difference = "; ".join(differences)
         raise OtherDataError(
             f"the data is not what the checkpoint was trained with: {difference}; restore the data, "
@@ -559,11 +558,12 @@ class TextDataset(IterableDataset):
         """
         worker = 0
         num_workers = 1
-        worker_info = get_worker_info()  # None in the rank itself
+        worker_info = get_worker_info()  # None outside a loader worker
         if worker_info is not None:
             worker = worker_info.id
             num_workers = worker_info.num_workers
 
+        # A stage may end within an epoch. An evaluation has no stages, and reads the same batches in every epoch.
         num_batches = self.stages.num_batches(epoch)
         if self.is_evaluation:
             num_batches = self.order.num_batches
@@ -580,6 +580,8 @@ class TextDataset(IterableDataset):
         if self._assigned_rows is not None:
             row_indices = self._assigned_rows
 
+        # A piece is one shuffled block, unless that has too few or too many samples. The worker's steps are every
+        # `steps.step`-th batch.
         samples_per_step = max(len(row_indices), 1)
         steps_per_block = epoch_order.order.block_samples // steps.step
         min_steps = max(MIN_PIECE_SAMPLES // samples_per_step, 1)

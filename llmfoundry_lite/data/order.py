@@ -248,7 +248,8 @@ class EpochOrder:
         block_samples = self.order.block_samples
         blocks_k = np.arange(steps[0] // block_samples, steps[-1] // block_samples + 1)
 
-        # Each row's span of positions, counted from the epoch's first sample. Lengths differ by at most one sample.
+        # The span of row i is the positions from i * num_samples // batch_size on, counted from the epoch's first
+        # sample, to where the span of row i + 1 begins. The lengths of spans differ by at most one sample.
         indices_i = np.asarray(row_indices, np.int64)
         span_begins_i = _scale_and_floor(indices_i, num_samples, batch_size)
         span_ends_i = _scale_and_floor(indices_i + 1, num_samples, batch_size)

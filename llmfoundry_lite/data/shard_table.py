@@ -45,7 +45,7 @@ READER_KEYS = ("column_encodings", "column_names", "column_sizes", "compression"
 SCHEMA_KEYS = (*READER_KEYS, "format", "version")
 """All keys of a shard's record in the index that belong to its schema."""
 NO_FILE = {"basename": "", "bytes": 0, "hashes": {}}
-"""Description of the packed file of a shard that is not compressed."""
+"""Stands for the compressed file of a shard that is not compressed."""
 MAX_QUOTED = 60
 """Characters of a bad name that an error quotes."""
 MAX_SAMPLES_BITS = 32
@@ -159,7 +159,7 @@ def read_indexes(
         if hash_name:
             chosen_hashes = index.choose_hashes(hash_name, allow_unhashed_shards=allow_unhashed_shards)
 
-        tables.append(index.columns(chosen_hashes, first_schema=len(metadata["schemas"])))
+        tables.append(index.build_columns(chosen_hashes, first_schema=len(metadata["schemas"])))
         metadata["content_digests"].append(index.digest(fastest_hashes))
         metadata["num_shards"].append(len(index.records))
         for schema, chosen_hash in zip(index.schemas, chosen_hashes, strict=True):
@@ -262,7 +262,7 @@ class _Index:
                 chosen.append(hash_name or (common or names)[0])
         return chosen
 
-    def columns(self, hash_names: Sequence[str], first_schema: int) -> dict[str, NDArray[Any]]:
+    def build_columns(self, hash_names: Sequence[str], first_schema: int) -> dict[str, NDArray[Any]]:
         """Return the columns of the table for this index, one array [num_shards] for each.
 
         `hash_names` has the algorithm for each of `schemas`, as `choose_hashes` returns it; only its hashes are kept.

@@ -83,7 +83,7 @@ class LostText:
             self.examples[character] += count
 
     @property
-    def share(self) -> float:
+    def lost_fraction(self) -> float:
         """Fraction of the characters that are lost, from 0 to 1."""
         num_lost = sum(self.kinds[kind] for kind in LOST)
         return min(1, num_lost / max(self.characters, 1))
@@ -108,7 +108,7 @@ class LostText:
             "characters": self.characters,
             "text_bytes": self.text_bytes,
             "lost_bytes": self.lost_bytes,
-            "share": self.share,
+            "share": self.lost_fraction,
         }
         counts = {kind: self.kinds[kind] for kind in KINDS}
         examples = [character for character, _ in self.examples.most_common(NUM_EXAMPLES)]

@@ -104,7 +104,7 @@ def open_dataset(
     """Open MDS shards and iterate over this rank's batches, in any training loop.
 
     Batch 1000 has the same samples on any number of ranks. By default the ranks are those of torch.distributed, and all
-    of them must call this function together. Set `rank` and `world_size` for meshes in which several ranks share data.
+    of them must call this function together. Set `rank` and `world_size` if several ranks read the same data.
 
     All other arguments are keys of [`train_loader.dataset`](data.md), such as `split`, `shuffle`, `shuffle_seed`,
     `streams`, `stages` and `remote`. `drop_last=False` fills the last batch with rows of -100.

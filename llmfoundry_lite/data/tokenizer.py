@@ -166,9 +166,10 @@ def generation_settings_of(hf_config: Any) -> dict[str, Any]:
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], name: str) -> "Tokenizer":
-    """Build a tokenizer from the contents of its files by name.
+    """Build a tokenizer from its files.
 
-    Raises DataError; `name` is the tokenizer's, for errors.
+    `files` are their contents by file name, with at least tokenizer.json. `name` is the tokenizer's folder or Hub name.
+    Raises DataError, which begins with `name`, for damaged files and for a tokenizer that exceeds a bound.
     """
     try:
         backend = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])

@@ -138,7 +138,7 @@ def prepare(
 
 
 def notify_of_duplicates(sentences: Sequence[str], notify: Callable[[str], None]) -> None:
-    """Notify the user of files and folders that were named several times, or have several names.
+    """Notify the user of files and folders that have several names and are read only once.
 
     `sentences` are those of `Listing.repeated`. The first MAX_SHOWN are passed on, and then the number of others.
     """

@@ -70,7 +70,7 @@ class Source:
     """Local files, and records of those that are not read."""
 
 
-def _check_spelling(source: str) -> None:
+def _check_not_url(source: str) -> None:
     """Raise DataError if a source is a URL, even a misspelt one, unless a local path has this name."""
     url = guess_url(source) or source
     path_after_prefix = source.removeprefix(HUB_PREFIX)  # `hf:` may also be followed by a local folder
@@ -91,24 +91,25 @@ def open_source(request: PrepareRequest) -> Source:
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
     for source in sources:
-        _check_spelling(source)
+        _check_not_url(source)
 
     # The standard library and data sets of the Hub cannot be combined with other sources.
-    not_files = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
-    if not_files and len(sources) > 1:
-        raise DataError(f"{not_files[0]} cannot be prepared together with other sources; prepare them into two folders")
+    special_sources = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
+    if special_sources and len(sources) > 1:
+        raise DataError(
+            f"{special_sources[0]} cannot be prepared together with other sources; prepare them into two folders"
+        )
     if sources == [PYTHON_STDLIB]:
         return open_standard_library()
-    if not_files:
-        open_hub = companions.load("llmfoundry_formats.hub_texts:open_hub", not_files[0])
-        return open_hub(not_files[0].removeprefix(HUB_PREFIX), request)
+    if special_sources:
+        open_hub = companions.load("llmfoundry_formats.hub_texts:open_hub", special_sources[0])
+        return open_hub(special_sources[0].removeprefix(HUB_PREFIX), request)
 
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     for path in listing.files:
         if file_kind(path) in TABLES:
-            companions.require(
-                "llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow"
-            )  # raises if it is missing
+            # Raises now rather than in a worker if the companion is not installed.
+            companions.require("llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow")
             break
     return Source(
         units=lambda: file_units(listing, request),

@@ -190,11 +190,11 @@ def number_units(source: Source, files: "TokenFiles") -> Iterator[NumberedUnit]:
 
 def check_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
     """Raise DataError if a tokenizer loses more than the fraction `max_lost_text` of the characters."""
-    if loss.share > max_lost_text:
+    if loss.lost_fraction > max_lost_text:
         raise DataError(
             f"{' '.join(request.sources)}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; "
             f"choose a tokenizer that spells the text, such as train:32768, or allow it with --max-lost-text "
-            f"{round_up_to_percent(loss.share):g}"
+            f"{round_up_to_percent(loss.lost_fraction):g}"
         )
 
 
@@ -290,7 +290,7 @@ _files_of_worker: "TokenFiles"
 def start_worker(request: PrepareRequest, partial: Path, is_fast: bool) -> None:
     """Initialize a worker process: load the tokenizer from `partial`, and make sure that it exits with its parent.
 
-    Sets `_files_of_worker`.
+    The executor calls this in each worker process. Sets `_files_of_worker`, which the tasks of this process use.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and ends its workers
     # Otherwise each worker would start an idle thread for every core.
