@@ -187,10 +187,11 @@ class TextDataset(IterableDataset):
             table_file.close()  # all ranks of the node have opened it by now
 
     def _hold_folders(self, launch_id: str, *, exclusive: bool) -> None:
-        """Lock all data folders as long as this object lives. Raises DataError if another launch holds one.
+        """Lock all data folders as long as this object lives.
 
-        With `exclusive`, other launches are kept out of the folders that this one downloads into. Without, this only
-        joins the lock of the launch. `launch_id` is the same on all ranks.
+        With `exclusive`, other launches are kept out of the folders that this one downloads into, and DataError is
+        raised if another launch is already using one. Otherwise this rank only joins the lock that the first rank of
+        its node holds. `launch_id` is the same on all ranks.
         """
         # Every launch locks in the same order, so that no two wait for each other.
         folders = sorted(self.folders, key=lambda folder: os.path.realpath(folder.path))

@@ -220,8 +220,8 @@ def walk_folder(folder: Path, listing: Listing) -> Iterator[Path]:
             folders.clear()  # so that `os.walk` does not enter them
             continue
 
-        data_names, other_names = separate_data_names(Path(path), [*folders, *files], listing.split)
-        for name in other_names:
+        data_names, ignored_names = separate_data_names(Path(path), [*folders, *files], listing.split)
+        for name in ignored_names:
             if not name.startswith("."):
                 listing.num_ignored += count_files(Path(path, name))
 
@@ -241,12 +241,16 @@ def describe_dead_link(path: Path) -> str:
 
 
 def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[list[str], list[str]]:
-    """Separate the names in a folder that contain data from the other names beside a data set saved by `datasets`.
+    """Divide the names in a folder into those to read and those to ignore.
 
-    If the folder has several splits, only `split` contains data. In a folder that `datasets` has not saved, all names
-    do. Returns both lists. Raises DataError if there is no such split, and for a data set whose selection of rows was
-    saved separately, because that is not supported.
+    In a folder that the `datasets` library has saved, only its data files are read, and of several splits only `split`.
+    In any other folder, all names are read. The library's
+    description files, and other splits, are in neither list.
+
+    Returns the names to read, and the names to ignore. Raises DataError if there is no such split, and for a data set
+    whose selection of rows was saved separately, because that is not supported.
     """
+    # A folder of several splits, each in a subfolder of its own.
     if SPLITS_FILE in names:
         splits = read_json_object(folder / SPLITS_FILE).get("splits")
         if isinstance(splits, list):
@@ -255,6 +259,7 @@ def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[lis
                 raise DataError(f"{folder} has no split {split!r}; there are: {offered} (choose one with --split)")
             return [split], [name for name in names if name not in (SPLITS_FILE, *splits)]
 
+    # The folder of one split, whose state file lists the data files.
     if STATE_FILE in names:
         state = read_json_object(folder / STATE_FILE)
         if isinstance(state.get("_data_files"), list):
@@ -267,6 +272,7 @@ def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[lis
             files = [str(file["filename"]) for file in state["_data_files"]]
             return files, [name for name in names if name not in (*DATASET_FILES, *files)]
 
+    # A folder with .arrow files, but without a state file that lists them.
     if any(name.endswith(".arrow") for name in names):
         return [name for name in names if name not in DATASET_FILES], []
     return names, []
