@@ -1,13 +1,13 @@
 """State of runs that may still be written, for `lf.runs` and `watch`. No torch.
 
-Reads status.json, config.yaml and, at each look, what metrics.jsonl has since the last one. Of a folder of checkpoints,
-such as one in a bucket, it reads the newest checkpoint and the log that travels with it.
+`LiveRun` reads status.json, config.yaml and metrics.jsonl of a run directory on this machine. `SavedRun` describes a
+folder that has only checkpoints, such as one in a bucket, by the newest one and the log that it carries.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,116 +34,111 @@ from llmfoundry_lite.report.reading import (
 )
 
 SAVED = "saved"
-"""Status of a run of which only the checkpoints are known: whether it still trains cannot be told from them."""
+"""Status of a run of which only the checkpoints are known. They do not tell whether a launch still trains it."""
 LOOK_SECONDS = 1.0
 """Time between two looks at a log on this machine."""
 BUCKET_SECONDS = 10.0
 """Time between two looks at checkpoints. A look at a bucket lists it and asks for each of them."""
 PATIENCE_SECONDS = 1800.0
-"""Time without a sign of a launch after which a run that is known by its checkpoints counts as ended. By default a
+"""Time without a sign of a launch after which a run that is known by its checkpoints counts as ended. By default, a
 launch that has lost its bucket trains on for as long (`max_unsaved`)."""
 
 
-class LiveRun:
-    """State of a run: each `look` reads what has been written since the last one.
+class RunState:
+    """State of a run as of the last call of `look`, which reads what has been written since the one before.
 
-    `status` is what `status.json` has, `last` the newest line of the log, `config` the run's YAML.
+    This is what `LiveRun` and `SavedRun` have in common.
     """
 
-    look_seconds = LOOK_SECONDS
+    look_seconds: float
+    """Time between two looks while a run is watched."""
 
-    def __init__(self, folder: Path):
-        """Raises DataError if there is no run."""
-        self.folder: Path | str = folder
-        """The run directory; of a `SavedRun`, the path or URL of its checkpoints."""
-        self._path = folder
+    def __init__(self, folder: Path | str, opened: Folder, status: str):
+        """Describe a run of which nothing has been read yet.
+
+        folder: the run directory, or the path or URL of its checkpoints.
+        opened: the same folder, open for reading.
+        status: the status of the run before the first look.
+        """
+        self.folder = folder
         self.config: dict[str, Any] = {}
-        self.status: dict[str, Any] = {}
-        self.last: Record = {}
+        """The run's YAML."""
+        self.status: dict[str, Any] = {"status": status, "batch": 0, "reason": None}
+        """What status.json has, or the same keys as far as checkpoints tell them."""
+        self.last_record: Record = {}
         """Numbers in the newest line of the log."""
         self.validation: tuple[int, float] | None = None
-        """(batch, loss)"""
+        """The newest batch with a validation loss, and that loss."""
         self.max_duration: Duration | None = None
-        self.trouble: str | None = None
+        """Length of the run, if the configuration could be read."""
+        self.read_error: str | None = None
         """Why the last look could not read the checkpoints, or not the newest one."""
-        self.idle: str | None = None
+        self.idle_reason: str | None = None
         """Why it seems that no launch trains the run, if it is known by its checkpoints alone."""
-        self._offset = 0
-        self._opened = open_folder(str(folder))
-        if not any((folder / name).is_file() for name in (STATUS, METRICS)):
-            raise DataError(f"{folder}: no {STATUS} here; {suggest_location(folder)}")
+        self._opened = opened
 
     def look(self) -> None:
-        """Read the status, and what the log has since the last look."""
-        self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self._path) or {})}
-        if self.max_duration is None:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not written yet, or not by us
-                self.config = read_config(self._opened) or {}
-                self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
-        with contextlib.suppress(OSError):
-            self._take(self._new_lines())
+        """Read what has been written since the last look, and update the attributes."""
+        raise NotImplementedError
 
-    def _take(self, lines: Iterable[bytes]) -> None:
-        """Note what lines of the log say."""
-        for _, record in read_lines(lines):
-            self.last = {key: value for key, value in record.items() if number_of(value) is not None}
-            losses = [*validation_losses(self.last).values()]
-            if losses:
-                self.validation = (record["batch"], losses[0])
-
-    def _new_lines(self) -> Iterator[bytes]:
-        """Yield lines of the log since the last look. One that is being written is for the next."""
-        for line in read_lines_at_most(self._path / METRICS, MAX_LOG_BYTES, METRICS, begin=self._offset):
-            if line.endswith(b"\n"):
-                self._offset += len(line)
-                yield line
+    def last_checkpoint(self) -> str | None:
+        """Return the name of the newest checkpoint, such as `ba200`, or None if there is none."""
+        raise NotImplementedError
 
     def __fspath__(self) -> str:
+        """Return the folder, so that a run can be given in place of its path, as to `lf.load`."""
         return str(self.folder)
 
     def __repr__(self) -> str:
-        facts = [f"{self.folder}: {self.ending}"]
+        """Return `<runs/tiny: done at batch 6, loss 2.1034, saved ba6>`."""
+        facts = [f"{self.folder}: {self.describe_status()}"]
         if self.loss is not None:
             facts.append(f"loss {self.loss:.4f}")
         if self.validation is not None:
-            facts.append(f"validation {self.validation[1]:.4f} at batch {self.validation[0]:,}")
-        if saved := self.last_checkpoint():
-            facts.append(f"saved {saved}")
+            batch, loss = self.validation
+            facts.append(f"validation {loss:.4f} at batch {batch:,}")
+        checkpoint = self.last_checkpoint()
+        if checkpoint is not None:
+            facts.append(f"saved {checkpoint}")
         if self.failed_saves:
             facts.append(f"failed saves {self.failed_saves}: {self.save_error}")
         return f"<{', '.join(facts)}>"
 
-    @property
-    def ending(self) -> str:
-        """Return `done at batch 300` or `failed at batch 120: out of memory …`."""
-        reason = f": {self.status['reason']}" if self.status.get("reason") else ""
-        return f"{self.status['status']} at batch {self.batch}{reason}"
-
-    @property
-    def loss(self) -> float | None:
-        """Training loss of the newest batch."""
-        return self.last.get(LOSS)
+    def describe_status(self) -> str:
+        """Return the status with batch and reason: `done at batch 300` or `failed at batch 120: out of memory …`."""
+        text = f"{self.status['status']} at batch {self.batch}"
+        if self.status.get("reason"):
+            text += f": {self.status['reason']}"
+        return text
 
     @property
     def has_ended(self) -> bool:
+        """Whether no launch trains the run any more."""
         return self.status["status"] != "running"
 
     @property
     def batch(self) -> int:
-        # Batches that were logged after the last save of a run that has ended are trained again.
-        counts_log = not self.has_ended or self.status["status"] == "unknown"
-        return max(self.status["batch"], self.last.get("batch", 0) if counts_log else 0)
+        """Batches that are trained, or if the run has ended, those that are trained and saved."""
+        logged_batch = self.last_record.get("batch", 0)
+        if self.has_ended and self.status["status"] != "unknown":
+            logged_batch = 0  # the next launch trains batches again that were logged after the last save
+        return max(self.status["batch"], logged_batch)
+
+    @property
+    def loss(self) -> float | None:
+        """Training loss of the newest batch."""
+        return self.last_record.get(LOSS)
 
     @property
     def progress(self) -> float | None:
-        """Return the share of the run that is done."""
+        """Part of the run that is done, from 0.0 to 1.0, or None if the length of the run is unknown."""
         if self.status["status"] == "done":
             return 1.0
         if self.max_duration is None:
             return None
         key = POSITIONS[self.max_duration.unit]
-        done = self.batch if key == "batch" else self.last.get(key, 0)
-        return min(1.0, done / float(self.max_duration.value))
+        position = self.batch if key == "batch" else self.last_record.get(key, 0)
+        return min(1.0, position / float(self.max_duration.value))
 
     @property
     def failed_saves(self) -> int:
@@ -156,178 +151,270 @@ class LiveRun:
         """Why the last of the failed saves failed."""
         return str(self.status.get("save_error") or "")
 
+    def _update_from_log(self, lines: Iterable[bytes]) -> None:
+        """Update `last_record` and `validation` from new lines of the log. Lines that are no record are skipped."""
+        for _, record in read_lines(lines):
+            self.last_record = {key: value for key, value in record.items() if number_of(value) is not None}
+            losses = list(validation_losses(self.last_record).values())
+            if losses:
+                self.validation = (record["batch"], losses[0])
+
+
+class LiveRun(RunState):
+    """State of a run whose run directory is on this machine, from its status.json, config.yaml and metrics.jsonl."""
+
+    look_seconds = LOOK_SECONDS
+
+    def __init__(self, folder: Path):
+        """Open a run directory. Raises DataError if there is no run."""
+        super().__init__(folder, open_folder(str(folder)), status="unknown")
+        self._path = folder
+        self._num_bytes_read = 0
+        """Bytes of the log that earlier looks have read."""
+        if not any((folder / name).is_file() for name in (STATUS, METRICS)):
+            raise DataError(f"{folder}: no {STATUS} here; {suggest_location(folder)}")
+
+    def look(self) -> None:
+        """Read the status, the configuration if it is not known yet, and new lines of the log."""
+        self.status = {"status": "unknown", "batch": 0, "reason": None, **(read_status(self._path) or {})}
+        if self.max_duration is None:
+            # The file may not be written yet, or may not be a configuration of this package.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                self.config = read_config(self._opened) or {}
+                self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
+        with contextlib.suppress(OSError):
+            self._update_from_log(self._read_new_lines())
+
+    def _read_new_lines(self) -> Iterator[bytes]:
+        """Yield new lines of the log since the last look. A line that is still being written is left for the next."""
+        for line in read_lines_at_most(self._path / METRICS, MAX_LOG_BYTES, METRICS, begin=self._num_bytes_read):
+            if line.endswith(b"\n"):
+                self._num_bytes_read += len(line)
+                yield line
+
     def last_checkpoint(self) -> str | None:
-        """Return `ba200`; None if there is none. If they lie behind a URL, it is the one that status.json names."""
-        where = find_checkpoint_folder(self._opened, self.config, allowed_protocols=())
-        with contextlib.suppress(CheckpointError):  # a disk that does not answer now
-            candidates = CheckpointStore(where).candidates() if where is not None else []
-            if where is not None:
-                return next((f"ba{one.batch}" for one in candidates if one.head is not None), None)
-        saved = self.status.get("last_saved")
-        return saved if isinstance(saved, str) and COMMITTED.fullmatch(saved) else None
+        """Return the name of the newest checkpoint, such as `ba200`, or None if there is none.
+
+        If the checkpoints lie behind a URL, it is the one that status.json names, and nothing is read from there.
+        """
+        checkpoint_folder = find_checkpoint_folder(self._opened, self.config, allowed_protocols=())
+        if checkpoint_folder is not None:
+            with contextlib.suppress(CheckpointError):  # the disk may not answer now
+                for candidate in CheckpointStore(checkpoint_folder).candidates():
+                    if candidate.head is not None:
+                        return f"ba{candidate.batch}"
+                return None  # there is a folder, but no checkpoint that can be read
+
+        name = self.status.get("last_saved")
+        if isinstance(name, str) and COMMITTED.fullmatch(name):
+            return name
+        return None
 
 
-class SavedRun(LiveRun):
-    """State of a run as its checkpoints tell it: each `look` reads the newest one, if that is another than before.
+class SavedRun(RunState):
+    """State of a run of which this machine sees only the checkpoints, such as those in a bucket.
 
-    The `status` is `done` when the newest checkpoint is the run's end, else `saved`: no checkpoint says how a launch
-    ended. It is `ended` when the process that saved last is known to be gone. It is too when for `patience_seconds`
-    nobody has held the lease, or its holder has neither renewed it nor saved: until then another launch may come, as
-    between two sites of a relay.
+    Each `look` reads the newest checkpoint, if it is a new one, and the log that it carries. The status is
+
+    - `done` if the newest checkpoint is the end of the run,
+    - `ended` if the process that saved last ran on this machine and is gone, or if for `patience_seconds` nobody has
+      held the run's lease, or its holder has neither renewed it nor saved. Until then another launch may come, as
+      between two sites of a relay.
+    - `saved` otherwise, because no checkpoint tells how a launch ended.
     """
 
     look_seconds = BUCKET_SECONDS
 
     def __init__(self, opened: Folder, store: CheckpointStore):
+        """Describe the run whose checkpoints are in `store`. `opened` is the folder that the user named."""
+        super().__init__(opened.url, opened, status=SAVED)
         self.patience_seconds = PATIENCE_SECONDS
-        self.folder = opened.url
-        self.config = {}
-        self.status = {"status": SAVED, "batch": 0, "reason": None}
-        self.last = {}
-        self.validation = None
-        self.max_duration = None
-        self.trouble = None
-        self.idle = None
-        self._last_sign = ""
-        """Text that changes with each sign of a launch."""
-        self._last_sign_at = 0.0
-        """When that changed, by the monotonic clock."""
-        self._opened = opened
         self._store = store
         self._newest: Checkpoint | None = None
+        """The checkpoint that the last look has read."""
+        self._activity = ""
+        """Text that changes whenever a launch claims or renews the lease, or saves."""
+        self._activity_changed_at = 0.0
+        """When it changed, in seconds of the monotonic clock."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run is complete, or no launch seems to train it any more."""
+        return self.status["status"] != SAVED
+
+    def last_checkpoint(self) -> str | None:
+        """Return the name of the newest checkpoint that could be read, such as `ba200`."""
+        return self._newest.name if self._newest is not None else None
 
     def look(self) -> None:
-        """Read the newest checkpoint. Raises CheckpointError if the first look finds none that can be read; a later one
-        notes the `trouble`, as a bucket that does not answer now may answer at the next look."""
+        """Read the newest checkpoint, and update the status.
+
+        Raises CheckpointError or DataError if the first look finds no checkpoint that can be read. Later looks note the
+        error in `read_error` instead, because a bucket that does not answer now may answer at the next look.
+        """
         try:
             self._read_newest()
         except CheckpointError as error:
             if self._newest is None:
                 raise
-            self.trouble = str(error)
+            self.read_error = str(error)
         except OSError as error:
             text = f"{self._opened.url}: cannot be read: {error.strerror or error}"
             if self._newest is None:
                 raise DataError(text) from error
-            self.trouble = text
+            self.read_error = text
 
     def _read_newest(self) -> None:
-        before = self._newest.manifest.save_id if self._newest is not None else None
-        listed = [candidate for candidate in self._store.candidates() if candidate.head is not None]
-        if not listed:
+        """Read the newest checkpoint that is not damaged, unless the last look has read it, and update the status.
+
+        A damaged one is noted in `read_error`, and the next older one is read, from which a launch would carry on.
+        Raises DataError if there is none, CheckpointError and OSError if none can be read.
+        """
+        candidates = [candidate for candidate in self._store.candidates() if candidate.head is not None]
+        if not candidates:
             raise DataError(f"{self._store.root.url}: no checkpoint here can be read")
-        damaged: CheckpointError | None = None
-        for candidate in listed:
+
+        save_id_read = self._newest.manifest.save_id if self._newest is not None else None
+        first_error: CheckpointError | None = None
+        for candidate in candidates:
             assert candidate.head is not None
-            if candidate.head.save_id == before:
+            if candidate.head.save_id == save_id_read:
                 break
             try:
                 newest = candidate.open()
             except (DamagedCheckpointError, IncompleteCheckpointError) as error:
-                damaged = damaged or error  # the run would carry on from an older one, which tells of it
+                if first_error is None:
+                    first_error = error
                 continue
-            self._read_log(newest)
-            self._newest = newest  # if its log cannot be read now, the next look reads both again
+            self._read_config_and_log(newest)
+            # Only now, so that the next look reads both again if the log could not be read.
+            self._newest = newest
             break
-        if damaged is not None and self._newest is None:
-            raise damaged
-        self.trouble = str(damaged) if damaged is not None else None
-        self.status = self._tell_status()
 
-    def _read_log(self, newest: Checkpoint) -> None:
-        config = newest.manifest.config
+        if first_error is not None and self._newest is None:
+            raise first_error
+        self.read_error = None if first_error is None else str(first_error)
+        self.status = self._find_status()
+
+    def _read_config_and_log(self, checkpoint: Checkpoint) -> None:
+        """Update the configuration, the newest record and the validation loss from a checkpoint."""
+        config = checkpoint.manifest.config
         self.config = config if isinstance(config, dict) else {}
-        with contextlib.suppress(ValueError, LookupError, TypeError):  # a configuration that is not ours
+        # The configuration may not be one of this package.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
             self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
-        content = b""
-        if METRICS in self._opened.names():  # a run directory that was copied there
-            content = read_run_file(self._opened, METRICS, MAX_LOG_BYTES)
-        self.last = {"batch": newest.manifest.timestamp.batch}
-        self._take(add_carried_log(content, newest, []))
 
-    def _tell_status(self) -> dict[str, Any]:
+        content = b""
+        if METRICS in self._opened.names():  # the folder is a copy of a run directory
+            content = read_run_file(self._opened, METRICS, MAX_LOG_BYTES)
+        self.last_record = {"batch": checkpoint.manifest.timestamp.batch}
+        self._update_from_log(add_carried_log(content, checkpoint, []))
+
+    def _find_status(self) -> dict[str, Any]:
+        """Return the status from the newest checkpoint and the run's lease, and update `idle_reason`."""
         assert self._newest is not None
-        stamp = self._newest.manifest.timestamp
-        if self.max_duration is not None:
-            position = {"ba": stamp.batch, "ep": stamp.epoch, "sp": stamp.sample, "tok": stamp.token}
-            if position[self.max_duration.unit] >= self.max_duration.value:
-                return {"status": "done", "batch": stamp.batch, "reason": None}
+        batch = self._newest.manifest.timestamp.batch
+        if self._is_at_end():
+            return {"status": "done", "batch": batch, "reason": None}
+
         holder = self._store.leases.current_holder()
-        owner = holder.owner if holder is not None and not holder.is_released else {}
+        owner: Mapping[str, Any] = {}
+        if holder is not None and not holder.is_released:
+            owner = holder.owner
         # Several machines may have one host name, such as ubuntu, so the boot has to be this one too.
         is_of_this_machine = {"host", "pid"} <= owner.keys() and owner.get("boot") == boot_id()
         if is_of_this_machine and is_alive(owner) is False:
             reason = f"process {owner['pid']} of this machine, the last that saved here, is gone"
-            return {"status": "ended", "batch": stamp.batch, "reason": reason}
+            return {"status": "ended", "batch": batch, "reason": reason}
 
-        seconds = self._seconds_without_a_sign(holder)
-        self.idle = _describe_idle(holder, seconds)
-        if seconds >= self.patience_seconds:
-            return {"status": "ended", "batch": stamp.batch, "reason": f"{self.idle} (--patience)"}
-        return {"status": SAVED, "batch": stamp.batch, "reason": None}
+        idle_seconds = self._measure_idle_seconds(holder)
+        self.idle_reason = _describe_idle(holder, idle_seconds)
+        if idle_seconds >= self.patience_seconds:
+            return {"status": "ended", "batch": batch, "reason": f"{self.idle_reason} (--patience)"}
+        return {"status": SAVED, "batch": batch, "reason": None}
 
-    def _seconds_without_a_sign(self, holder: Holder | None) -> float:
-        """Return for how long the looks have found the same lease and the same checkpoint."""
+    def _is_at_end(self) -> bool:
+        """Return whether the newest checkpoint is the end of the run. False if the run's length is unknown."""
         assert self._newest is not None
-        lease = f"{holder.activity_id} {holder.is_released}" if holder is not None else ""
-        sign = f"{lease} {self._newest.manifest.save_id}"
+        if self.max_duration is None:
+            return False
+        timestamp = self._newest.manifest.timestamp
+        positions = {
+            "ba": timestamp.batch,
+            "ep": timestamp.epoch,
+            "sp": timestamp.sample,
+            "tok": timestamp.token,
+        }
+        return positions[self.max_duration.unit] >= self.max_duration.value
+
+    def _measure_idle_seconds(self, holder: Holder | None) -> float:
+        """Return for how long the looks have found the same lease and the same checkpoint.
+
+        `holder` is the lease that this look has found, or None.
+        """
+        assert self._newest is not None
+        activity = self._newest.manifest.save_id
+        if holder is not None:
+            activity = f"{holder.activity_id} {holder.is_released} {activity}"
+
         now = time.monotonic()
-        if sign != self._last_sign:
-            self._last_sign, self._last_sign_at = sign, now
-        return now - self._last_sign_at
-
-    @property
-    def has_ended(self) -> bool:
-        return self.status["status"] != SAVED
-
-    def last_checkpoint(self) -> str | None:
-        return self._newest.name if self._newest is not None else None
+        if activity != self._activity:
+            self._activity = activity
+            self._activity_changed_at = now
+        return now - self._activity_changed_at
 
 
-def _describe_idle(holder: Holder | None, seconds: float) -> str | None:
-    """Return why it seems that no launch trains a run; None if its holder may only be about to renew its lease."""
+def _describe_idle(holder: Holder | None, idle_seconds: float) -> str | None:
+    """Return why it seems that no launch trains a run, or None if its lease's holder may only be about to renew it."""
     if holder is None:
-        return f"no launch holds this run, for {seconds:.0f} s"
+        return f"no launch holds this run, for {idle_seconds:.0f} s"
     if holder.is_released:
-        return f"{holder.describe()} has released this run, and no launch has taken it for {seconds:.0f} s"
-    if seconds < WATCH_SECONDS:
+        return f"{holder.describe()} has released this run, and no launch has taken it for {idle_seconds:.0f} s"
+    if idle_seconds < WATCH_SECONDS:
         return None
-    return f"{holder.describe()} has not renewed its lease for {seconds:.0f} s"
+    return f"{holder.describe()} has not renewed its lease for {idle_seconds:.0f} s"
 
 
-def open_run(folder: str | os.PathLike[str]) -> LiveRun:
-    """Open a run directory, or a folder of checkpoints: here, or behind a URL. Nothing is read before `look`.
+def open_run(folder: str | os.PathLike[str]) -> RunState:
+    """Open a run directory, or a folder of checkpoints, on this machine or behind a URL.
 
-    Raises DataError if there is no run, CheckpointError for a URL that cannot be opened.
+    Returns the run's state, of which nothing is read before `look`. Raises DataError if there is no run, and
+    CheckpointError for a URL that cannot be opened.
     """
     opened = open_folder(folder)
     path = opened.path_here
     if path is not None and any(os.path.isfile(path / name) for name in (STATUS, METRICS)):
         return LiveRun(path)
-    store = _store_in(opened)
+    store = _find_checkpoints(opened)
     if store is not None:
         return SavedRun(opened, store)
     if path is not None:
-        return LiveRun(path)  # which says what to give instead
+        return LiveRun(path)  # raises a DataError that suggests another folder
     raise DataError(f"{opened.url}: no checkpoints here; expected a run's save_folder")
 
 
-def _store_in(folder: Folder) -> CheckpointStore | None:
-    """Return the checkpoints in a folder, or in a run directory; None if there are none."""
-    for place in (folder, folder.child(INSIDE_A_RUN)):
+def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
+    """Return the checkpoints in a folder, or in the run directory that it is, or None if there are none.
+
+    Raises DataError for a URL that cannot be read.
+    """
+    for checkpoint_folder in (folder, folder.child(INSIDE_A_RUN)):
         try:
-            names = place.names()
+            names = checkpoint_folder.names()
         except OSError as error:
             if folder.path_here is not None:
-                return None  # a folder into which this user may not look
+                return None  # this user may not list the folder
             raise DataError(f"{folder.url}: cannot be read: {error.strerror or error}") from error
         if any(COMMITTED.fullmatch(name) for name in names):
-            return CheckpointStore(place.url)
+            return CheckpointStore(checkpoint_folder.url)
     return None
 
 
-def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
-    """List the runs in a folder by name. Raises DataError if there is no such folder."""
+def list_runs(folder: str | os.PathLike[str]) -> list[RunState]:
+    """List the runs in a folder by name, each with its present state. Entries that are no runs are skipped.
+
+    Raises DataError if there is no such folder.
+    """
     opened = open_folder(folder)
     if opened.path_here is not None and not opened.path_here.is_dir():
         raise DataError(f"{os.fspath(folder)} is not a folder on this disk; expected one that contains run folders")
@@ -336,7 +423,7 @@ def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
     except OSError as error:
         raise DataError(f"{opened.url}: cannot be read: {error.strerror or error}") from error
 
-    found = []
+    runs: list[RunState] = []
     for name in names:
         child = opened.child(name)
         if child.path_here is not None and not child.path_here.is_dir():
@@ -344,5 +431,5 @@ def list_runs(folder: str | os.PathLike[str]) -> list[LiveRun]:
         with contextlib.suppress(DataError):  # not a run
             run = open_run(child.url)
             run.look()
-            found.append(run)
-    return found
+            runs.append(run)
+    return runs

@@ -1,7 +1,7 @@
 """Live line of a run: batch, loss, rate, remaining time, last checkpoint. No torch.
 
 llmfoundry-lite watch runs/mpt-1b
-llmfoundry-lite watch s3://bucket/mpt-1b     what its checkpoints tell
+llmfoundry-lite watch s3://bucket/mpt-1b     as far as its checkpoints tell
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from rich.text import Text
 from llmfoundry_lite import tables
 from llmfoundry_lite.checkpoint.run_log import console_line
 from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_PREEMPTED, printable
-from llmfoundry_ops.runs import PATIENCE_SECONDS, LiveRun, SavedRun, open_run
+from llmfoundry_ops.runs import PATIENCE_SECONDS, RunState, SavedRun, open_run
 
 PIPE_SECONDS = 10.0
 """Time between two lines that go to a file or pipe."""
@@ -26,6 +26,7 @@ EXIT_CODES = {"done": EXIT_DONE, "stopped": EXIT_DONE, "preempted": EXIT_PREEMPT
 
 
 def exit_code_of(status: dict[str, Any]) -> int:
+    """Return the exit code of `watch` for the last status of a run."""
     return EXIT_CODES.get(status["status"], EXIT_FAILURE)
 
 
@@ -36,50 +37,72 @@ def watch(
     console: Console | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Show the run at `folder` until it has ended; returns its status. Raises DataError if there is no run.
+    """Show the state of a run until it has ended, and return its status.
 
-    A terminal has one line, written anew at each look; a file or pipe gets one whenever the run has moved on, and when
-    it begins or ends that checkpoints cannot be read, or that nobody seems to train the run. A run that is known by its
-    checkpoints alone counts as ended after `patience_seconds` without a launch.
+    A terminal has one line, which each look rewrites. A file or pipe gets a new line whenever the run has trained a
+    batch, and whenever checkpoints become unreadable or readable again, or the run seems to be abandoned or trained
+    again.
+
+    folder: a run directory, or a folder or URL of checkpoints.
+    patience_seconds: time without a sign of a launch after which a run that is known by its checkpoints alone counts as
+        ended.
+    pause: waits between two looks.
+
+    Raises DataError if there is no run.
     """
     console = console or tables.console()
-    run, shown = open_run(folder), None
+    run = open_run(folder)
     if isinstance(run, SavedRun):
         run.patience_seconds = patience_seconds
     run.look()
-    with Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext() as live:
+
+    pause_seconds = run.look_seconds if console.is_terminal else PIPE_SECONDS
+    display = Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext()
+    shown: tuple[Any, ...] | None = None
+    with display as live:
         while True:
             line = Text(printable(line_of(run)))
             if live is not None:
                 live.update(line, refresh=True)
-            elif run.last:
-                news = (run.last["batch"], run.trouble is None, run.idle is None)
+            elif run.last_record:
+                news = (run.last_record["batch"], run.read_error is None, run.idle_reason is None)
                 if news != shown:
                     shown = news
                     console.print(line)
             if run.has_ended:
                 break
-            pause(run.look_seconds if console.is_terminal else PIPE_SECONDS)
+            pause(pause_seconds)
             run.look()
-    console.print(Text(printable(f"{run.folder}: {run.ending}" if console.is_terminal else run.ending)))
+
+    ending = run.describe_status()
+    if console.is_terminal:
+        ending = f"{run.folder}: {ending}"
+    console.print(Text(printable(ending)))
     return run.status
 
 
-def line_of(run: LiveRun) -> str:
-    """Return `batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2`."""
-    if not run.last:
+def line_of(run: RunState) -> str:
+    """Describe a run in a line, such as `batch 2/4 · loss 4.5000 · 1,234 tokens/s · ETA 1:15 · saved ba2`."""
+    if not run.last_record:
         return f"{run.status['status']}, no batch done yet"
-    parts = [console_line(run.last, run.max_duration) if run.max_duration else f"batch {run.last['batch']}"]
-    if "islands/local_steps" in run.last:
-        parts.append(f"local steps, every {run.last['islands/local_steps']}: losses are of this island's rows")
-    if (saved := run.last_checkpoint()) is not None:
-        parts.append(f"saved {saved}")
+
+    if run.max_duration is None:
+        parts = [f"batch {run.last_record['batch']}"]
+    else:
+        parts = [console_line(run.last_record, run.max_duration)]
+    if "islands/local_steps" in run.last_record:
+        parts.append(f"local steps, every {run.last_record['islands/local_steps']}: losses are of this island's rows")
+    checkpoint = run.last_checkpoint()
+    if checkpoint is not None:
+        parts.append(f"saved {checkpoint}")
     if run.failed_saves:
         parts.append(f"failed saves {run.failed_saves}: {run.save_error}")
-    if run.trouble is not None:
-        parts.append(run.trouble)
-    if run.idle is not None and not run.has_ended:
-        parts.append(run.idle)
-    if not run.has_ended and (reason := run.status.get("reason")):
-        parts.append(f"asked to leave: {reason}")
+    if run.read_error is not None:
+        parts.append(run.read_error)
+
+    if not run.has_ended:
+        if run.idle_reason is not None:
+            parts.append(run.idle_reason)
+        if run.status.get("reason"):
+            parts.append(f"asked to leave: {run.status['reason']}")
     return " · ".join(parts)
