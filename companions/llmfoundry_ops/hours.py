@@ -1,4 +1,4 @@
-"""`llmfoundry-lite init --hours`: the model that this machine trains in so many hours, by steps that are timed here.
+"""`llmfoundry-lite init --hours`: the model that this machine trains best in a number of hours, found by measuring it.
 
 A few widths of one family are trained for some batches of random tokens, as one rank of a launch would: forward,
 backward, clipping, optimizer. Other widths are computed from the rates of FLOPs that were measured.
@@ -48,12 +48,14 @@ from llmfoundry_ops.starter import (
 )
 
 MIN_TOKENS_PER_PARAMETER = 5
-"""Fewest tokens of text for a parameter. Between it and TOKENS_PER_PARAMETER, a larger model is chosen
-where the text would end before the hours. A choice."""
+"""Fewest tokens of text for each parameter. With between this number and TOKENS_PER_PARAMETER, a larger model is still
+chosen if the text would end before the hours do. This is a choice, not a measurement."""
 MEASURED_WIDTHS = (96, 192, 384, 768)
+"""Widths whose speed is measured, as far as the time allows. Others are computed from theirs."""
 MEASURED_TOKENS = 1024
 """Tokens of a measured microbatch."""
 BUDGET_SECONDS = 15.0
+"""Time for measuring all widths."""
 NUM_STEPS = 2
 """Fewest steps that are timed. More follow while the sum is below STEPS_SECONDS."""
 STEPS_SECONDS = 1.5
@@ -61,142 +63,213 @@ QUIET_SHARE = 0.75
 """Least share of the cores' time that a measurement uses on a quiet CPU. Its threads wait during the rest."""
 MAX_FACTOR = 4.0
 """A rate is corrected by at most this factor, because a quota of processor time looks like other programs."""
-VOCABULARY, LENGTH, HELD_OUT = 4096, 512, 0.05
-"""Ids, tokens of a sample and share, for texts that `init` prepares: small enough for a small model."""
+# Texts that `init` prepares have a small vocabulary and short samples, which suit a small model.
+VOCABULARY = 4096
+MAX_SEQ_LEN = 512
+VAL_FRACTION = 0.05
+MEASUREMENT_SEED = 17
+"""Seed of the measured models' weights. Any would do."""
 
 
-class Point(NamedTuple):
-    """The measured rates of a width."""
+class WidthSpeed(NamedTuple):
+    """How fast this machine trains a model of one width.
+
+    Work has two parts: the FLOPs of the forward and backward passes, and the optimizer's multiplications.
+    """
 
     work: tuple[float, float]
-    """FLOPs of a token, and the optimizer's work on a batch, as `work_of` counts them."""
+    """FLOPs for each token, and the optimizer's work for each batch, as `count_work` counts them."""
     rates: tuple[float, float]
-    """Both kinds of work per second."""
-    share: float = 1.0
-    """Share of the cores' time that this process had meanwhile."""
+    """Both parts of the work per second."""
+    cpu_share: float = 1.0
+    """Part of the cores' time that this process got while it measured; 1.0 on a GPU."""
 
 
 def write_for_hours(data: Path, hours: float, out: Path) -> str:
-    """Measure, choose, write `out`, and return a sentence on it. Raises as `write_starter` does."""
+    """Write a YAML to `out` that trains the best model for `data` in a number of hours on this machine.
+
+    Measures the machine first, which takes about BUDGET_SECONDS, and prints a line if other programs disturbed the
+    measurement. Returns a sentence on the model and the time. Raises as `write_starter` does.
+    """
     facts = check_places(data, out)
-    points = measure_widths(facts)
-    share = float(np.median([point.share for point in points]))
-    shape, speed = choose(facts, hours, [as_on_a_quiet_machine(point) for point in points])
+    speeds = measure_widths(facts)
+    shape, speed = choose(facts, hours, [correct_for_other_programs(one) for one in speeds])
     text, note = starter(data, out, facts, shape, speed)
     write_yaml(out, text)
-    num_ranks = max(1, count_devices())
-    here = f"{num_ranks} rank{'s' * (num_ranks > 1)} in {precision_here()}"
-    if share < QUIET_SHARE:
+
+    cpu_share = float(np.median([one.cpu_share for one in speeds]))
+    if cpu_share < QUIET_SHARE:
         print(
-            f"other programs left {share:.0%} of the cores' time: the hours are a guess, as if this machine were quiet"
-            "; repeat it when they have ended"
+            f"other programs left {cpu_share:.0%} of the cores' time: the hours are a guess, as if this machine were "
+            "quiet; repeat it when they have ended"
         )
-    return f"{note}; {shape.model['n_layers']} blocks of width {shape.model['d_model']}, {here}"
+    num_ranks = max(1, count_devices())
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    model = f"{shape.model['n_layers']} blocks of width {shape.model['d_model']}"
+    return f"{note}; {model}, {ranks} in {precision_here()}"
 
 
-def as_on_a_quiet_machine(point: Point) -> Point:
-    slowed = max(1 / MAX_FACTOR, min(1.0, point.share / QUIET_SHARE))
-    return point._replace(rates=(point.rates[0] / slowed, point.rates[1] / slowed))
+def correct_for_other_programs(speed: WidthSpeed) -> WidthSpeed:
+    """Return the speed as it would be on a quiet machine, if other programs used the cores during the measurement."""
+    slowdown = speed.cpu_share / QUIET_SHARE
+    slowdown = max(1 / MAX_FACTOR, min(1.0, slowdown))
+    pass_rate, optimizer_rate = speed.rates
+    return speed._replace(rates=(pass_rate / slowdown, optimizer_rate / slowdown))
 
 
 def prepare_texts(source: Path) -> Path:
-    """Prepare a folder of texts with a small vocabulary and short samples, unless that is done; return the data."""
+    """Prepare a folder of texts with a small vocabulary and short samples, and return the folder of the data.
+
+    That folder is in `data/` and has the name of the texts. If it was prepared before, nothing is done.
+    """
     out = Path("data") / source.resolve().name
     if out.resolve() == source.resolve():
         out = out.with_name(f"{out.name}-tokens")
     request = PrepareRequest(
-        sources=(str(source),), tokenizer=f"train:{VOCABULARY}", max_seq_len=LENGTH, val_fraction=HELD_OUT
+        sources=(str(source),),
+        tokenizer=f"train:{VOCABULARY}",
+        max_seq_len=MAX_SEQ_LEN,
+        val_fraction=VAL_FRACTION,
     )
-    print_summary(prepare(request, out, show_progress=True, notify=print), out)
+    summary = prepare(request, out, show_progress=True, notify=print)
+    print_summary(summary, out)
     return out
 
 
-def choose(facts: Facts, hours: float, points: list[Point]) -> tuple[Shape, Speed]:
-    """Return the largest shape with enough time and text, and its speed; the smallest if there is none."""
-    available, chosen = MAX_EPOCHS * facts.num_train * facts.max_seq_len, None
-    for shape in map(scaled_shape, WIDTHS):
-        parameters = count_parameters(shape.model, facts.vocab_rounded)
-        speed = Speed(tokens_per_second(facts, shape, points, hours), hours)
-        tokens = min(TOKENS_PER_PARAMETER * parameters, available)
-        is_enough = MIN_TOKENS_PER_PARAMETER * parameters <= tokens <= speed.max_tokens
-        is_in_range = MILLIONS[0] * 1e6 <= parameters <= MILLIONS[1] * 1e6
-        if chosen is None or (is_in_range and is_enough) or parameters < MILLIONS[0] * 1e6:
-            chosen = shape._replace(size=f"{parameters / 1e6:.3g}M"), speed
+def choose(facts: Facts, hours: float, speeds: list[WidthSpeed]) -> tuple[Shape, Speed]:
+    """Choose the largest model for which this machine has enough time, and the data enough text.
+
+    A model needs MIN_TOKENS_PER_PARAMETER tokens of text, repeated up to MAX_EPOCHS times, and the time to train on all
+    tokens that it can use. If no model fits, the largest below MILLIONS[0] is chosen, or the smallest of all.
+
+    Returns the model's shape, named after its parameters, and this machine's speed with it.
+    """
+    min_parameters = MILLIONS[0] * 1e6
+    max_parameters = MILLIONS[1] * 1e6
+    available_tokens = MAX_EPOCHS * facts.num_train * facts.max_seq_len
+    chosen: tuple[Shape, Speed] | None = None
+    for width in WIDTHS:
+        shape = scaled_shape(width)
+        num_parameters = count_parameters(shape.model, facts.vocab_rounded)
+        speed = Speed(tokens_per_second(facts, shape, speeds, hours), hours)
+
+        num_tokens = min(TOKENS_PER_PARAMETER * num_parameters, available_tokens)
+        has_enough_text = num_tokens >= MIN_TOKENS_PER_PARAMETER * num_parameters
+        has_enough_time = num_tokens <= speed.max_tokens
+        fits = num_parameters <= max_parameters and has_enough_text and has_enough_time
+        if chosen is None or num_parameters < min_parameters or fits:
+            chosen = shape._replace(size=f"{num_parameters / 1e6:.3g}M"), speed
     assert chosen is not None
     return chosen
 
 
-def tokens_per_second(facts: Facts, shape: Shape, points: list[Point], hours: float) -> float:
-    """Predict the rate of all ranks, by interpolating between measured widths. Outside them, the nearest one counts."""
-    rates = [
-        float(np.interp(math.log(work), [math.log(one.work[i]) for one in points], [one.rates[i] for one in points]))
-        for i, work in enumerate(work_of(facts, shape))
-    ]
-    flops, optimizer_work = work_of(facts, shape)
-    _, batch_size, _, _ = length_of_run(facts, shape, Speed(rates[0] / flops, hours))
-    num_tokens, num_ranks = batch_size * facts.max_seq_len, max(1, count_devices())
-    return num_tokens / (num_tokens * flops / rates[0] / num_ranks + optimizer_work / rates[1])
+def tokens_per_second(facts: Facts, shape: Shape, speeds: list[WidthSpeed], hours: float) -> float:
+    """Predict how many tokens per second all ranks of this machine train together with a model of this shape.
+
+    The rates of both parts of the work are interpolated between the measured widths, over the logarithm of the work.
+    Outside the measured widths, that of the nearest one is used. `hours` decides the size of a batch.
+    """
+    work = count_work(facts, shape)
+    rates: list[float] = []
+    for part in (0, 1):
+        measured_work = [math.log(speed.work[part]) for speed in speeds]
+        measured_rates = [speed.rates[part] for speed in speeds]
+        rates.append(float(np.interp(math.log(work[part]), measured_work, measured_rates)))
+    flops_per_token, optimizer_work = work
+    pass_rate, optimizer_rate = rates
+
+    # Ranks divide the tokens of a batch, but each runs the whole optimizer's step.
+    one_rank_without_steps = Speed(pass_rate / flops_per_token, hours)
+    _, batch_size, _, _ = length_of_run(facts, shape, one_rank_without_steps)
+    num_tokens = batch_size * facts.max_seq_len
+    num_ranks = max(1, count_devices())
+    pass_seconds = num_tokens * flops_per_token / pass_rate / num_ranks
+    step_seconds = optimizer_work / optimizer_rate
+    return num_tokens / (pass_seconds + step_seconds)
 
 
-def work_of(facts: Facts, shape: Shape) -> tuple[float, float]:
-    """Return the FLOPs of a token, and the optimizer's work: multiplications of Muon's iteration plus the embedding's
-    parameters, which AdamW updates."""
+def count_work(facts: Facts, shape: Shape) -> tuple[float, float]:
+    """Return the FLOPs of the forward and backward passes for each token, and the optimizer's work for each batch.
+
+    That work is the multiplications of Muon's iteration, in proportion, plus the parameters of the embedding, which
+    AdamW updates.
+    """
     model = model_of(facts, shape)
-    embedding = model.vocab_size * model.d_model
-    return count_flops_per_token(model, facts.max_seq_len), 12.0 * model.n_layers * model.d_model**3 + embedding
+    flops_per_token = count_flops_per_token(model, facts.max_seq_len)
+    # Each block's matrices have 12 * d_model^2 elements, and a product with such a matrix costs d_model for each.
+    muon_work = 12.0 * model.n_layers * model.d_model**3
+    return flops_per_token, muon_work + model.vocab_size * model.d_model
 
 
 def model_of(facts: Facts, shape: Shape) -> ModelConfig:
-    given = {**shape.model, "max_seq_len": facts.max_seq_len, "vocab_size": facts.vocab_rounded}
-    return build_block(ModelConfig, given, "model")
+    """Return the configuration of a model of this shape for the data."""
+    settings = {**shape.model, "max_seq_len": facts.max_seq_len, "vocab_size": facts.vocab_rounded}
+    return build_block(ModelConfig, settings, "model")
 
 
-def measure_widths(facts: Facts) -> list[Point]:
-    """Measure widths, the smallest first, as long as the next one fits into BUDGET_SECONDS."""
+def measure_widths(facts: Facts) -> list[WidthSpeed]:
+    """Measure MEASURED_WIDTHS, the smallest first, until the next one would take longer than BUDGET_SECONDS allow.
+
+    The time for a width is predicted from the rates of the one before it. The smallest is always measured.
+    """
     keep_freed_memory()
     choose_device(device_type())
-    end, points = time.perf_counter() + BUDGET_SECONDS, list[Point]()
+    deadline = time.perf_counter() + BUDGET_SECONDS
+    speeds: list[WidthSpeed] = []
     for width in MEASURED_WIDTHS:
         shape = scaled_shape(width)
-        if points:
-            work = work_of(facts, shape)
-            predicted = sum(
-                w * scale / rate for w, scale, rate in zip(work, (MEASURED_TOKENS, 1), points[-1].rates, strict=True)
-            )
-            if time.perf_counter() + (NUM_STEPS + 1) * predicted > end:
+        if speeds:
+            flops_per_token, optimizer_work = count_work(facts, shape)
+            pass_rate, optimizer_rate = speeds[-1].rates
+            batch_seconds = MEASURED_TOKENS * flops_per_token / pass_rate + optimizer_work / optimizer_rate
+            if time.perf_counter() + (NUM_STEPS + 1) * batch_seconds > deadline:
                 break
-        points.append(measure_width(facts, shape))
-    return points
+        speeds.append(measure_width(facts, shape))
+    return speeds
 
 
-def measure_width(facts: Facts, shape: Shape) -> Point:
-    """Train some batches, the first of which is not timed. The median of each part counts."""
-    config, precision = model_of(facts, shape), PRECISIONS[precision_here(), "DEFAULT"]
+def measure_width(facts: Facts, shape: Shape) -> WidthSpeed:
+    """Train a model of this shape on random tokens, and return its speed from the median times of a batch.
+
+    The first batch is not counted. At least NUM_STEPS more follow, until all batches together have taken STEPS_SECONDS.
+    """
+    config = model_of(facts, shape)
+    precision = PRECISIONS[precision_here(), "DEFAULT"]
     device = torch.device(device_type())
     implementation, _ = choose_implementation(config, device.type, precision.autocast or precision.parameters)
     model = MPT(config, implementation)
-    initialise_weights(model, 17)
+    initialise_weights(model, MEASUREMENT_SEED)
     model = model.to(device)
     prepare_for_one_device(model, FSDPConfig(), precision)
     optimizer = build_muon(dict(model.named_parameters()), build_block(OptimizerConfig, shape.optimizer), config)
-    num_samples, seconds = max(1, MEASURED_TOKENS // facts.max_seq_len), list[tuple[float, float]]()
-    all_began, cpu_began = time.perf_counter(), time.process_time()
-    while len(seconds) < NUM_STEPS + 1 or sum(map(sum, seconds)) < STEPS_SECONDS:
+
+    num_samples = max(1, MEASURED_TOKENS // facts.max_seq_len)
+    pass_seconds: list[float] = []  # forward and backward passes of each batch
+    step_seconds: list[float] = []  # clipping and the optimizer's step
+    all_began = time.perf_counter()
+    cpu_began = time.process_time()
+    while len(pass_seconds) < NUM_STEPS + 1 or sum(pass_seconds) + sum(step_seconds) < STEPS_SECONDS:
         tokens_bt = torch.randint(facts.vocab_size, (num_samples, facts.max_seq_len), device=device)
         synchronize()
         began = time.perf_counter()
-        head = partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt))
-        (model(tokens_bt, head=head) / tokens_bt.numel()).backward()
+        loss_sum = model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=next_token_labels(tokens_bt)))
+        (loss_sum / tokens_bt.numel()).backward()
         synchronize()
-        middle = time.perf_counter()
+        passes_ended = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         synchronize()
-        seconds.append((middle - began, time.perf_counter() - middle))
-    flops, optimizer_work = work_of(facts, shape)
-    passes, steps = np.median(seconds[1:], axis=0)
-    num_tokens = num_samples * facts.max_seq_len
-    share = (time.process_time() - cpu_began) / (time.perf_counter() - all_began) / torch.get_num_threads()
-    rates = num_tokens * flops / passes, optimizer_work / steps
-    return Point((flops, optimizer_work), rates, share if device.type == "cpu" else 1.0)
+        pass_seconds.append(passes_ended - began)
+        step_seconds.append(time.perf_counter() - passes_ended)
+
+    cpu_share = 1.0
+    if device.type == "cpu":
+        cpu_seconds = time.process_time() - cpu_began
+        cpu_share = cpu_seconds / (time.perf_counter() - all_began) / torch.get_num_threads()
+
+    flops_per_token, optimizer_work = count_work(facts, shape)
+    num_flops = num_samples * facts.max_seq_len * flops_per_token
+    pass_rate = num_flops / float(np.median(pass_seconds[1:]))
+    optimizer_rate = optimizer_work / float(np.median(step_seconds[1:]))
+    return WidthSpeed((flops_per_token, optimizer_work), (pass_rate, optimizer_rate), cpu_share)

@@ -11,7 +11,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_ops import hours, like, starter
-from llmfoundry_ops.hours import Point, choose
+from llmfoundry_ops.hours import WidthSpeed, choose
 from llmfoundry_ops.starter import Facts, count_parameters, read_shape, sizes, write_starter
 from tests.helpers.present import leave_out_companions
 
@@ -142,7 +142,7 @@ def test_a_size_that_is_none_is_refused(tmp_path, size):
 def test_more_hours_are_a_larger_model_that_ends_in_time(samples):
     facts, sizes_chosen = Facts(512, 4096, samples, 64, None), []
     for given in (0.02, 1, 8, 100):
-        shape, speed = choose(facts, given, [Point((1e7, 1e8), (5e10, 1e10))])
+        shape, speed = choose(facts, given, [WidthSpeed((1e7, 1e8), (5e10, 1e10))])
         parameters, batch_size, wanted, _ = starter.length_of_run(facts, shape, speed)
         assert wanted * batch_size * 512 / speed.tokens_per_second <= 0.86 * given * 3600 or wanted == 1
         assert wanted * batch_size <= 4 * samples
@@ -163,7 +163,7 @@ def test_beside_other_programs_the_rate_is_that_of_a_quiet_machine(tmp_path, mon
     for share in (1.0, hours.QUIET_SHARE / 2):
         rates = 5e10 * share, 1e10 * share
         monkeypatch.setattr(
-            hours, "measure_widths", lambda facts, rates=rates, share=share: [Point((1e7, 1e8), rates, share)]
+            hours, "measure_widths", lambda facts, rates=rates, share=share: [WidthSpeed((1e7, 1e8), rates, share)]
         )
         hours.write_for_hours(data_folder(tmp_path, 1_000), 0.01, tmp_path / f"{share}.yaml")
     quiet, busy = (yaml.safe_load(path.read_text()) for path in sorted(tmp_path.glob("*.yaml"), reverse=True))
