@@ -265,54 +265,84 @@ def publish(
         timestamp=Timestamp(batch=batch_of(committed_name(save_id))),
         written_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         scalars=scalars,
-        tensors=lay_out(pieces, {name: number for number, name in enumerate(files)}),
+        tensors=describe_tensors(pieces, {name: number for number, name in enumerate(files)}),
         files=tuple(dataclasses.replace(file, name=prefix + file.name) for file in files.values()),
         state_digest=format_digest(sum(piece.digest for piece in pieces)),
     )
     return store.publish(manifest, lease)
 
 
-def lay_out(pieces: Sequence[Written], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
-    pieces_of: dict[str, list[Written]] = {}
+def describe_tensors(pieces: Sequence[Written], file_numbers: dict[str, int]) -> dict[str, TensorRecord]:
+    """Return name -> record in the manifest of each tensor, from the chunks that all ranks have written.
+
+    `file_numbers` has the number of each file in the manifest, by the file's name. Tensors that are cut alike share a
+    grid, which keeps the manifest small.
+
+    Raises CheckpointError if ranks disagree about a tensor, or if its chunks are not a grid that covers it once.
+    """
+    pieces_by_tensor: dict[str, list[Written]] = {}
     for piece in pieces:
-        pieces_of.setdefault(piece.chunk.tensor, []).append(piece)
-    grids: dict[Any, Grid | str] = {}
-    records = {}
-    for name, found in pieces_of.items():
-        dtype, shape = found[0].chunk.dtype, found[0].shape
-        if other := next((one for one in found if (one.chunk.dtype, one.shape) != (dtype, shape)), None):
-            raise CheckpointError(
-                f"{name} is {other.chunk.dtype} {list(other.shape)} on one rank and {dtype} {list(shape)} on another"
-            )
-        chunks = tuple((file_numbers[one.file.name], one.chunk) for one in found if one.chunk.num_bytes)
-        if (key := (tuple((file, *chunk[2:]) for file, chunk in chunks), shape)) not in grids:
-            grids[key] = grid_of(chunks, shape)
-        if isinstance(grid := grids[key], str):
-            raise CheckpointError(f"{name}: {grid}; this sharding cannot be saved")
-        records[name] = TensorRecord(dtype, shape, grid)
+        pieces_by_tensor.setdefault(piece.chunk.tensor, []).append(piece)
+
+    grids: dict[Any, Grid] = {}
+    records: dict[str, TensorRecord] = {}
+    for name, pieces_of_tensor in pieces_by_tensor.items():
+        dtype = pieces_of_tensor[0].chunk.dtype
+        shape = pieces_of_tensor[0].shape
+        for piece in pieces_of_tensor:
+            if (piece.chunk.dtype, piece.shape) != (dtype, shape):
+                other = f"{piece.chunk.dtype} {list(piece.shape)}"
+                raise CheckpointError(f"{name} is {other} on one rank and {dtype} {list(shape)} on another")
+
+        # Chunks without elements are in no file.
+        chunks = [(file_numbers[piece.file.name], piece.chunk) for piece in pieces_of_tensor if piece.chunk.num_bytes]
+        boxes_and_files = tuple((number, chunk.offset, chunk.shape) for number, chunk in chunks)
+        key = (boxes_and_files, shape)
+        if key not in grids:
+            grid = find_grid(chunks, shape)
+            if isinstance(grid, str):
+                raise CheckpointError(f"{name}: {grid}; this sharding cannot be saved")
+            grids[key] = grid
+        records[name] = TensorRecord(dtype, shape, grids[key])
     return records
 
 
-def grid_of(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Grid | str:
-    """Return the grid that a tensor's chunks form, each with the number of its file, or why they form none."""
-    boxes = [(chunk.offset, chunk.shape) for _, chunk in chunks]
-    for offset, lengths in boxes:
-        if len(offset) != len(shape) or len(lengths) != len(shape):
-            return f"chunk at {offset} of shape {lengths} in {shape}"
-        if any(n <= 0 or begin + n > whole for begin, n, whole in zip(offset, lengths, shape, strict=True)):
-            return f"chunk at {offset} of shape {lengths} reaches out of {shape}"
-    covered, whole = sum(math.prod(lengths) for _, lengths in boxes), math.prod(shape)
-    if covered != whole:
-        return f"{covered:,} of its {whole:,} values are there; a chunk is missing or chunks overlap"
-    if not whole:
+def find_grid(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Grid | str:
+    """Return the grid that a tensor's chunks form, or a text that says why they form none.
+
+    chunks: the chunks that have elements, each with the number of its file in the manifest.
+    shape: shape of the whole tensor.
+
+    The chunks form a grid if each dimension is cut at the same places everywhere, and if they cover the tensor once.
+    """
+    for _, chunk in chunks:
+        if len(chunk.offset) != len(shape) or len(chunk.shape) != len(shape):
+            return f"chunk at {chunk.offset} of shape {chunk.shape} in {shape}"
+        for begin, length, whole_length in zip(chunk.offset, chunk.shape, shape, strict=True):
+            if length <= 0 or begin + length > whole_length:
+                return f"chunk at {chunk.offset} of shape {chunk.shape} reaches out of {shape}"
+
+    num_covered = sum(math.prod(chunk.shape) for _, chunk in chunks)
+    num_elements = math.prod(shape)
+    if num_covered != num_elements:
+        return f"{num_covered:,} of its {num_elements:,} values are there; a chunk is missing or chunks overlap"
+    if num_elements == 0:
         return Grid((), (0,))
-    cuts = [sorted({offset[dim] for offset, _ in boxes}) for dim in range(len(shape))]
-    files = {chunk.offset: file for file, chunk in chunks}
-    if len(files) == len(chunks) == math.prod(map(len, cuts)):
-        grid = Grid(tuple(tuple(cut[1:]) for cut in cuts), tuple(files.get(at, -1) for at in itertools.product(*cuts)))
-        if {box for _, box in grid.overlapping(shape, (0,) * len(shape), shape)} == {*boxes}:
-            return grid
-    return "chunks overlap, or are not cut as a grid"
+
+    # The offsets at which chunks begin along each dimension make a grid of cells. Each cell must be one chunk.
+    no_grid = "chunks overlap, or are not cut as a grid"
+    begins = [sorted({chunk.offset[dim] for _, chunk in chunks}) for dim in range(len(shape))]
+    file_by_offset = {chunk.offset: number for number, chunk in chunks}
+    cells = list(itertools.product(*begins)) if math.prod(map(len, begins)) == len(chunks) else []
+    if sorted(file_by_offset) != cells:
+        return no_grid
+
+    cuts = tuple(tuple(begins_of_dim[1:]) for begins_of_dim in begins)
+    grid = Grid(cuts, tuple(file_by_offset[cell] for cell in cells))
+    cells_of_grid = {box for _, box in grid.overlapping(shape, (0,) * len(shape), shape)}
+    if cells_of_grid != {(chunk.offset, chunk.shape) for _, chunk in chunks}:
+        return no_grid  # a chunk is longer or shorter than its cell
+    return grid
 
 
 # ------------------------------------------------------------------------------------------------------- reading
