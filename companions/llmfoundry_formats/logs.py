@@ -48,6 +48,8 @@ NO_METRICS = {
 """Keys of lm-eval's samples that are no metrics, for its older releases, which do not list a sample's `metrics`."""
 LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 """Inspect's values for correct, partial, incorrect and no answer, and the words that it counts as such."""
+INDEX_DIGITS = 12
+"""Hexadecimal digits of a hash that stand for a sample whose id is no number."""
 IN_PARTS = (
     "convert a log of Inspect, to be read sample by sample: inspect log convert --to eval --output-dir FOLDER FILE"
 )
@@ -379,21 +381,57 @@ def _read_inspect(file: Path, cluster: str | None) -> Log:
     return Log(task, str(spec.get("model")), {**record, "generation": generation}, items, {"precision": ""})
 
 
-def _inspect_row(sample: Record, where: str, cluster: str | None) -> Row:
+def _inspect_row(sample: Record, file: str, cluster: str | None) -> Row:
+    """Return the row of one sample of an Inspect log.
+
+    A sample that ended with an error has no values. The row's index is the sample's id, if that is a whole number, and
+    otherwise a hash of the id. The prompt is left empty, because the settings of the task decide it.
+
+    file: the log, as errors name it.
+    cluster: field of the sample's metadata that related samples share, or None.
+
+    Raises DataError if the sample lacks its id, input or target.
+    """
     for key in ("id", "input", "target"):
         if key not in sample:
-            raise DataError(f"{where}: a sample has no {key}, by which samples are told apart")
-    name = f"sample {sample['id']}"
-    row = fingerprint([sample["input"], sample.get("choices"), sample["target"]])
+            raise DataError(f"{file}: a sample has no {key}, by which samples are told apart")
+
     values: dict[str, float] = {}
-    for scorer, score in (sample.get("scores") or {}).items() if not sample.get("error") else ():
-        value = score.get("value") if isinstance(score, dict) else None
-        for key, part in value.items() if isinstance(value, dict) else [("", value)]:
-            if (number := _number(LETTERS.get(part, part) if isinstance(part, str) else part)) is not None:
-                values[f"{scorer}/{key}" if key else scorer] = number
-    numbered = sample["id"] if type(sample["id"]) is int and sample["id"] >= 0 else None
-    index = int(fingerprint(str(sample["id"])).removeprefix("sha256:")[:12], 16) if numbered is None else numbered
-    return Row(index, name, row, "", _field(sample.get("metadata"), cluster), values)
+    if not sample.get("error"):
+        for scorer, score in (sample.get("scores") or {}).items():
+            values |= _inspect_values(scorer, score)
+
+    sample_id = sample["id"]
+    is_index = type(sample_id) is int and sample_id >= 0
+    if is_index:
+        index = sample_id
+    else:
+        digits = fingerprint(str(sample_id)).removeprefix("sha256:")[:INDEX_DIGITS]
+        index = int(digits, base=16)
+    row_hash = fingerprint([sample["input"], sample.get("choices"), sample["target"]])
+    group = _field(sample.get("metadata"), cluster)
+    return Row(index, f"sample {sample_id}", row_hash, "", group, values)
+
+
+def _inspect_values(scorer: str, score: Any) -> dict[str, float]:
+    """Return metric -> number from 0 to 1 of what one scorer of Inspect gave a sample.
+
+    The metric is the scorer's name, or `scorer/key` if the score has several values. Values that are no such number,
+    and have no meaning as one (LETTERS), are left out.
+    """
+    value = score.get("value") if isinstance(score, dict) else None
+    values_by_metric: dict[str, Any] = {scorer: value}
+    if isinstance(value, dict):
+        values_by_metric = {f"{scorer}/{key}" if key else scorer: part for key, part in value.items()}
+
+    numbers: dict[str, float] = {}
+    for metric, part in values_by_metric.items():
+        if isinstance(part, str):
+            part = LETTERS.get(part, part)
+        number = _number(part)
+        if number is not None:
+            numbers[metric] = number
+    return numbers
 
 
 def _mean_of(epochs: Sequence[Row]) -> Row:
