@@ -73,7 +73,7 @@ def test_a_run_that_is_still_written_stands_as_it_is_now(here, tmp_path):
 @watches
 def test_a_folder_without_runs_has_none_and_no_folder_is_an_error(tmp_path):
     assert lf.runs(tmp_path) == []
-    with pytest.raises(lf.UserError, match="nowhere is no folder"):
+    with pytest.raises(lf.UserError, match="nowhere is not a folder"):
         lf.runs(tmp_path / "nowhere")
 
 
