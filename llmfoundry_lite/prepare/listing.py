@@ -244,8 +244,7 @@ def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[lis
     """Divide the names in a folder into those to read and those to ignore.
 
     In a folder that the `datasets` library has saved, only its data files are read, and of several splits only `split`.
-    In any other folder, all names are read. The library's
-    description files, and other splits, are in neither list.
+    In any other folder, all names are read. The library's description files, and other splits, are in neither list.
 
     Returns the names to read, and the names to ignore. Raises DataError if there is no such split, and for a data set
     whose selection of rows was saved separately, because that is not supported.
