@@ -93,7 +93,7 @@ class Grid:
             for cut, begin, length in zip(self.chunks, offset, lengths, strict=False)
         ]
         for index in itertools.product(*ranges_of_chunks):
-            yield self._file(index, counts), self.box(shape, index)
+            yield self._file_index(index, counts), self.box(shape, index)
 
     def box(self, shape: Sequence[int], index: Sequence[int]) -> Box:
         """Return the box of the chunk with this index, for a tensor of this shape."""
@@ -121,7 +121,7 @@ class Grid:
             return by_file
         counts = self.counts(shape)
         for index in itertools.product(*map(range, counts)):
-            by_file.setdefault(self._file(index, counts), []).append(index)
+            by_file.setdefault(self._file_index(index, counts), []).append(index)
         return by_file
 
     def problem(self, shape: Sequence[int], num_files: int) -> str | None:
@@ -170,9 +170,15 @@ class Grid:
             return f"chunk in file number {highest}, which is not there"
         return None
 
-    def _file(self, index: Sequence[int], counts: Sequence[int]) -> int:
-        """Return the file of the chunk with this index, by the strides or from the row-major list of files. `counts`
-        are the numbers of chunks along each dimension."""
+    def _file_index(self, index: Sequence[int], counts: Sequence[int]) -> int:
+        """Return the index of the file that holds a chunk.
+
+        index: the chunk's position along each dimension.
+        counts: the number of chunks along each dimension.
+
+        With `strides`, `files` has one element, the file of the first chunk, and a step along a dimension adds its
+        stride. Without, `files` lists the file of every chunk in row-major order.
+        """
         if self.strides is not None:
             return self.files[0] + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
         position = 0

@@ -267,10 +267,13 @@ class Shard:
         _map_in_threads(read, _split_range(0, self.file.hashed_bytes, self.file.block_bytes), NUM_THREADS)
 
     def _read_blocks(self, blocks: BlockRange, requests: Sequence[ReadRequest]) -> None:
-        """Read and verify a range of blocks. Bytes that `requests` ask for go to their targets, and all others, which
-        have to be hashed too, to scratch memory.
+        """Read a range of whole blocks of the file, and verify the hash of each block.
 
-        Raises UnsoundCheckpointError that names the file and a tensor in the damaged block.
+        blocks: the first byte of the range and the byte after its end.
+        requests: the parts of the file that are wanted, sorted and without overlaps. Their bytes go to their targets.
+            All other bytes of the range have to be hashed as well, and go to temporary memory.
+
+        Raises UnsoundCheckpointError, which names the file and a tensor in the damaged block.
         """
         first_byte, range_end = blocks
         buffers: list[Buffer] = []
@@ -284,6 +287,7 @@ class Shard:
             position = end
         if position < range_end:
             buffers.append(np.empty(range_end - position, np.uint8))
+        # The file is read into these buffers one after the other. `starts` has the byte at which each begins.
         starts = [*accumulate((len(buffer) for buffer in buffers), initial=first_byte)]
 
         def read(source: Source) -> None:

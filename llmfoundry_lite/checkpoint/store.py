@@ -475,10 +475,11 @@ class CheckpointStore:
                 self.root.child(name).remove_all()
 
     def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
-        """Remove parts of the log that none of the `kept` checkpoints has; none if one of these cannot be read.
+        """Remove the parts of the run's log that no checkpoint refers to any more.
 
-        Parts of saves after the `newest` checkpoint stay, because their manifests may be about to be published. Raises
-        OSError.
+        `kept` are all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because it may
+        refer to any part. Parts of saves after the `newest` checkpoint stay, too, because their manifests may be about
+        to be published. Raises OSError.
         """
         folder = self.root.child(LOG)
         names = folder.names()
@@ -487,7 +488,7 @@ class CheckpointStore:
         used: set[str] = set()
         for candidate in kept:
             if candidate.head is None:
-                return
+                return  # unreadable, so it is not known what it refers to
             save_id = candidate.head.save_id
             if save_id not in self._log_names:
                 if candidate.checkpoint is None:
@@ -499,7 +500,8 @@ class CheckpointStore:
             save = SAVE_ID.search(name)
             if save is None or name in used:
                 continue
-            if (int(save[1]), int(save[2])) <= newest.recency:
+            epoch_and_batch = int(save[1]), int(save[2])
+            if epoch_and_batch <= newest.recency:
                 folder.remove(name)
 
 

@@ -137,7 +137,8 @@ class Agreement:
         except Exception as error:  # `next_batch` raises it: the batch before must still be recorded and saved
             self._error = error
         if self._batch is None:
-            # An error must not look like the end of the epoch, which would hide it.
+            # If no rank has a batch, the epoch has ended. A rank with an error says that it has one, so that the error
+            # is not taken for the end of the epoch.
             return NO_BATCH._replace(is_complete=self._error is not None)
 
         tokens = count_tokens(self._batch)

@@ -270,13 +270,19 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
 
 
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
-    """Build the optimizer of this rank's parameters, or with ZERO_1 of its rows of them."""
+    """Build the optimizer that the configuration names, for this rank's part of the model's parameters.
+
+    With `sharding_strategy: ZERO_1` each rank has whole parameters, and its optimizer updates only some rows of each.
+    """
     is_fused = not config.exact_sums  # the last bits of a fused kernel on a CPU depend on where a shard ends
 
     def build(parameters: dict[str, torch.nn.Parameter]) -> Optimizer:
-        """Build the optimizer of these parameters, by name."""
+        """Build an optimizer for these parameters, which are given by name."""
         if config.optimizer.name != "muon":
             return build_optimizer_of(config.optimizer, list(parameters.values()), fused=is_fused)
+
+        # Muon works on whole matrices, so it has to know in which order ranks hold the rows of those that they divide.
+        # `row_orders` takes names as checkpoints have them, with the prefix model/.
         group = build_stage_group(layout, devices.device_type())
         state_names = {f"model/{name}": parameter for name, parameter in parameters.items()}
         orders = row_orders(model, state_names)

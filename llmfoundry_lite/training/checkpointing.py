@@ -159,7 +159,7 @@ class Checkpointing(Callback):
             if self.carries_on:
                 for group, options in zip(optimizer.param_groups, configured, strict=True):
                     group.update(options)
-                self._carry_on(restored.url, manifest, state)
+                self._restore_run_state(restored.url, manifest, state)
             self.saver.parent_save_id = manifest.save_id
             self.newest_url = restored.url
         if self.start.note:
@@ -268,10 +268,12 @@ class Checkpointing(Callback):
             raise CheckpointError(f"load_path: {url} holds no intact checkpoint ({reasons})")
         return restored
 
-    def _carry_on(self, url: str, manifest: Manifest, state: State) -> None:
-        """Restore clocks, place in the data, log and segments of the run from its checkpoint at `url`.
+    def _restore_run_state(self, url: str, manifest: Manifest, state: State) -> None:
+        """Restore what a run has besides weights and optimizer state, from its checkpoint at `url`.
 
-        Rank 0 reads the log. Raises CheckpointError on all ranks if it cannot be read.
+        That is the clocks, the position in the data, the log, the segments (which devices and settings trained which
+        batches), the microbatch size of exact sums and the run's id at wandb. Collective: rank 0 reads the log. Raises
+        CheckpointError on all ranks if it cannot be read.
         """
         self.run_state.restore(manifest.scalars, state)
         log: Log | None = None

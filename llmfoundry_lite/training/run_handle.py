@@ -162,11 +162,13 @@ class RunHandle:
         return row_indices[begin:end]
 
     def on_gradients(self, parameters: Mapping[str, Parameter], take: Callable[[str, Parameter], None]) -> None:
-        """Arrange that `take` is called in each batch with the name and the parameter whose gradient has become final.
+        """Call `take` with the name and the parameter as soon as a gradient is final, in each batch from now on.
 
-        It is called during the backward pass of the last microbatch, for all of `parameters` but two kinds. Of a
-        pipeline, only parameters that FSDP shards are reported, because it reduces them once, after the stage's last
-        microbatch; hooks on others run after each. Embeddings that are tied over two stages are added up later still.
+        The calls come during the backward pass of the batch's last microbatch. Two kinds of parameters are not
+        reported, and the caller has to read their gradients after the backward pass:
+
+        - all parameters of a pipeline, unless FSDP shards every stage, because their hooks run after every microbatch
+        - embeddings that are tied over two stages, because the stages' gradients are added up later
         """
         step = self._gradient_step
         model = step.model
@@ -177,9 +179,9 @@ class RunHandle:
 
         if model.num_stages > 1 and not all(isinstance(stage, FSDPModule) for stage in self.model.stages):
             return
-        added_up_later = {id(parameter) for parameter in model.shared_parameters}
+        tied_over_stages = {id(parameter) for parameter in model.shared_parameters}
         for name, parameter in parameters.items():
-            if id(parameter) not in added_up_later:
+            if id(parameter) not in tied_over_stages:
                 parameter.register_post_accumulate_grad_hook(partial(after_accumulation, name))
 
     def measure(self, loss: torch.Tensor, weight: int) -> Measured:

@@ -21,6 +21,13 @@ def learning_rate_multiplier(
 ) -> float:
     """Return the factor of the learning rate for the next batch, by the formulas of Composer and LLM Foundry.
 
+    All schedules rise linearly during t_warmup. Then, with f the fraction of t_max that has passed since:
+
+    constant_with_warmup: 1
+    linear_decay_with_warmup: alpha_i + f (alpha_f - alpha_i)
+    cosine_with_warmup: alpha_f + (1 - alpha_f) (1 + cos(pi f)) / 2
+    inv_sqrt_with_warmup and warmup_stable_decay: see `_inverse_square_root` and `_stable_then_decayed`
+
     `elapsed` returns what has been trained, and `batches_per_epoch` converts batches and epochs. All durations of the
     schedule are counted in the unit of `max_duration`; `config.check` checks that they can be.
     """
