@@ -477,9 +477,9 @@ class CheckpointStore:
     def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
         """Remove the parts of the run's log that no checkpoint refers to any more.
 
-        `kept` are all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because it may
-        refer to any part. Parts of saves after the `newest` checkpoint stay, too, because their manifests may be about
-        to be published. Raises OSError.
+        `kept` are all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because
+        it may refer to any part. Parts of saves after the `newest` checkpoint stay, too, because their manifests may be
+        about to be published. Raises OSError.
         """
         folder = self.root.child(LOG)
         names = folder.names()
