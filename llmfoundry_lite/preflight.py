@@ -23,7 +23,7 @@ from llmfoundry_lite.checkpoint.start import Start, choose_start, has_reached
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
-from llmfoundry_lite.config.data_stages import first_batches, places_of
+from llmfoundry_lite.config.data_stages import distinct_streams, first_batches
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_layout
 from llmfoundry_lite.config.load_eval import load_tasks
@@ -336,7 +336,7 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, result: P
     `must_exist` a missing one raises DataError.
     """
     dataset = loader.dataset
-    streams = places_of(dataset)
+    streams = distinct_streams(dataset)
     counts = []
     for stream_key, stream in streams.items():
         key = f"{block}.dataset{stream_key}"
@@ -678,7 +678,7 @@ def _describe_source(loader: LoaderConfig) -> list[str]:
     if loader.name != "text":
         return [loader.name]
     dataset = loader.dataset
-    streams = places_of(dataset).values()
+    streams = distinct_streams(dataset).values()
     if len(streams) > MAX_LISTED:
         return [f"{len(streams)} streams"]
     folders = []

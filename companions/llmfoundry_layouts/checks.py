@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from llmfoundry_layouts.pieces import count_pieces
-from llmfoundry_lite.config.check import refuse
+from llmfoundry_lite.config.check import raise_first_problem
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import TrainConfig
@@ -24,7 +24,7 @@ def check_division(config: TrainConfig) -> None:
         _check_tensor_parallel(config)
     if config.context.context_parallel_degree > 1:
         _check_context_parallel(config)
-    refuse(find_problems(config.pipeline, config.model.n_layers), "pp_config")
+    raise_first_problem(find_problems(config.pipeline, config.model.n_layers), "pp_config")
     if config.pipeline.pipeline_parallel_degree > 1:
         _check_beside_pipeline(config, config.pipeline, config.sharding)
 

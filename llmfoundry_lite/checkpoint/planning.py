@@ -22,7 +22,7 @@ from llmfoundry_lite.checkpoint.grid import ITEM_BYTES, Box, Chunk, Cut, Grid
 from llmfoundry_lite.checkpoint.manifest import TensorRecord
 from llmfoundry_lite.checkpoint.shards import file_order
 from llmfoundry_lite.checkpoint.state import DTYPE_NAMES, Tensors, local_tensor
-from llmfoundry_lite.config.layout import RowRanges, runs_between
+from llmfoundry_lite.config.layout import RowRanges, ranges_between
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks import exchange
 
@@ -339,7 +339,7 @@ def reorder_rows(sharding: Sharding, row_order: RowRanges, num_rows: int) -> Sha
 
     pieces = []
     for old_chunk, (begin, end) in enumerate(itertools.pairwise([*begins, num_rows])):
-        for first_row, count, _ in runs_between(row_order, begin, end):
+        for first_row, count, _ in ranges_between(row_order, begin, end):
             pieces.append((first_row, count, old_chunk))
     pieces.sort()
     first_rows, counts, old_chunks = (list(column) for column in zip(*pieces, strict=True))
@@ -463,7 +463,7 @@ def boxes_of(tensor: torch.Tensor, row_order: RowRanges | None) -> list[HeldBox]
     if row_order is None:
         return [HeldBox(offset, lengths, 0)]
     boxes = []
-    for first_row, num_rows, local_row in runs_between(row_order, offset[0], offset[0] + lengths[0]):
+    for first_row, num_rows, local_row in ranges_between(row_order, offset[0], offset[0] + lengths[0]):
         boxes.append(HeldBox((first_row, *offset[1:]), (num_rows, *lengths[1:]), local_row))
     return boxes
 

@@ -15,25 +15,30 @@ from os.path import commonprefix
 from typing import Any
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.config.fields import Key, Setting, is_number, join, keys_of, schema_keys
-from llmfoundry_lite.config.layers import Layer, naming_source, source_of
+from llmfoundry_lite.config.fields import Key, Setting, is_number, join_key, keys_of, schema_keys
+from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, either, find_nearest
 
 
-def build_block(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> Any:
-    """Fill the dataclass `cls` from a mapping that stands at `path`; `layers` name the files. Raises ConfigError."""
+def build_block(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> Any:
+    """Build the dataclass `cls` of a configuration's block from its values in YAML files and arguments.
+
+    `path` is the block's dotted key, empty for a whole configuration. `layers`, the files and arguments in order, let
+    an error name the file of a bad key. Raises ConfigError for unknown keys and for values that the schema refuses.
+    """
     refuse_unknown_keys(cls, values, path, layers)
     with naming_source(layers):
         return _fill(cls, values, path)
 
 
-def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[Layer] = ()) -> None:
-    """Raise ConfigError that names every key, at any depth, that `cls` does not have.
+def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> None:
+    """Raise ConfigError, which names every key in `values`, at any depth, that the dataclass `cls` does not have.
 
-    In a run, the block of a companion that is not here is answered with the companion's name. Such a block may be null,
-    which leaves it out.
+    `path` is the dotted key of the block that `values` are, and `layers` are the files and arguments they come from. In
+    a run's YAML, the block of a companion that is not installed is answered with the companion's name, unless the block
+    is null.
     """
     is_run = cls is TrainConfig and isinstance(values, dict)
     absent = companions.find_missing("blocks") if is_run else {}
@@ -45,15 +50,15 @@ def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence
     for block, inside, name, _ in _walk(cls, values, path):
         is_absent_block = block is cls and name in absent
         if name not in keys_of(block) and not is_absent_block:
-            unknown.append((join(inside, name), _suggest(str(name), inside, keys_of(block))))
+            unknown.append((join_key(inside, name), _suggest(str(name), inside, keys_of(block))))
     refuse_keys(unknown, layers, "unknown key; ", "unknown keys")
 
 
-def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[Layer], one: str, several: str) -> None:
-    """Raise ConfigError for the `refused` keys, each with what to do instead, if there are any.
+def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[ConfigLayer], one: str, several: str) -> None:
+    """Raise ConfigError for keys that a configuration must not have, if there are any.
 
-    It reads `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`, file by file. `one` and
-    `several` are the words for a single key and for more.
+    `refused` has each dotted key and what to do instead. `one` and `several` are the words for a single key and for
+    more: the message is `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`.
     """
     if not refused:
         return
@@ -69,22 +74,29 @@ def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[Layer], one
 
 
 def refuse_other_kinds(values: Any) -> None:
-    """Raise ConfigError for a block of a kind that we do not have, instead of one for each of its unknown keys."""
+    """Raise ConfigError for a `name` that this package does not have, such as that of an optimizer of LLM Foundry.
+
+    This comes before the check for unknown keys, because such a block has keys of its own, and the error about its name
+    is the helpful one.
+    """
     for block, path, name, value in _walk(TrainConfig, values):
         key = keys_of(block).get(name)
         if key is not None and key.setting.instead and value is not None:
-            _check_choice(join(path, name), value, key.setting)
+            _check_choice(join_key(path, name), value, key.setting)
 
 
 def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, str, Any]]:
-    """Yield the block, its path, the name and the value of each key, at any depth, wherever there is a block."""
+    """Yield every key in the values of a configuration's block, at any depth.
+
+    Each item is the dataclass of the block that the key is in, that block's dotted key, the key's name, and its value.
+    """
     if not isinstance(values, dict):
         return
     for name, value in values.items():
         yield cls, path, name, value
         key = keys_of(cls).get(name)
         if key is not None:
-            for inside, block in key.blocks(join(path, name), value):
+            for inside, block in key.blocks(join_key(path, name), value):
                 yield from _walk(typing.cast(type, key.block), block, inside)
 
 
@@ -92,27 +104,30 @@ def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, s
 
 
 def _fill(cls: type, values: Any, path: str) -> Any:
-    """Make the dataclass `cls` from the block at `path`, whose keys are known. Raises ConfigError."""
+    """Build the dataclass `cls` from the values of the block with the dotted key `path`. Raises ConfigError.
+
+    All keys are known to `cls`, because `refuse_unknown_keys` has been called. Left-out keys get their defaults.
+    """
     if not isinstance(values, dict):
         raise _wrong(path, values, "a block of `key: value` lines")
 
     arguments = {}
     for name, key in keys_of(cls).items():
-        place = join(path, name)
+        key_path = join_key(path, name)
         expected = key.setting.expected or _describe(key.hint)
         is_given = name in values and (values[name] is not None or key.allows_none)
         if is_given:
-            value = _convert(key.hint, values[name], place, expected)
-            _check(place, value, key.setting)
-            arguments[name] = _parse(place, value, key.setting)
+            value = _convert(key.hint, values[name], key_path, expected)
+            _check(key_path, value, key.setting)
+            arguments[name] = _parse(key_path, value, key.setting)
         elif key.default is dataclasses.MISSING:
-            raise ConfigError(f"{place}: missing; expected {expected}")
+            raise ConfigError(f"{key_path}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
             # null where the type has none. An empty block or list means the default.
             is_readable = str(key.default).isprintable()
             default = key.default if is_readable else repr(key.default)
             raise ConfigError(
-                f"{place}: nothing given, expected {expected}; remove the line for the default, {default}"
+                f"{key_path}: nothing given, expected {expected}; remove the line for the default, {default}"
             )
 
     # Keys of companions are no fields of the dataclass, which holds them in one field.
@@ -123,55 +138,61 @@ def _fill(cls: type, values: Any, path: str) -> Any:
     return cls(**arguments)
 
 
-def _convert(hint: Any, value: Any, place: str, expected: str) -> Any:
-    """Return the value at `place` as the type `hint` of a field, or raise ConfigError, which says what was `expected`.
+def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
+    """Convert the value of the key at `key_path` to the type `hint` of its field, or raise ConfigError.
 
+    The error says what was `expected`, in words. Blocks become dataclasses, and the values in lists and blocks are
+    converted too.
     Numbers convert to each other where nothing is lost, and whole numbers to text. Text is never read as a number.
     """
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (value is None and type(None) in parameters):
         return value
     if origin in (types.UnionType, typing.Union):
-        return _convert_to_one_of([option for option in parameters if option is not type(None)], value, place, expected)
+        options = [option for option in parameters if option is not type(None)]
+        return _convert_to_one_of(options, value, key_path, expected)
     if dataclasses.is_dataclass(hint):
-        return _fill(typing.cast(type, hint), value, place)
+        return _fill(typing.cast(type, hint), value, key_path)
 
     if origin is dict:
         if isinstance(value, dict):
             inner = parameters[1]
-            return {name: _convert(inner, item, f"{place}.{name}", _describe(inner)) for name, item in value.items()}
+            return {name: _convert(inner, item, f"{key_path}.{name}", _describe(inner)) for name, item in value.items()}
     elif origin in (list, tuple):
         # A tuple has as many items as its type names. All items have the same type.
         if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
             inner = parameters[0]
             items = []
             for index, item in enumerate(value):
-                items.append(_convert(inner, item, f"{place}[{index}]", _describe(inner)))
+                items.append(_convert(inner, item, f"{key_path}[{index}]", _describe(inner)))
             return origin(items)
     else:
         converted = _convert_scalar(hint, value)
         if converted is not None:
             return converted
 
-    error = _wrong(place, value, expected)
+    error = _wrong(key_path, value, expected)
     if isinstance(value, str) and hint in (int, float, bool):
         raise ConfigError(f"{error}{hint_at_number(value)}")
     raise error
 
 
-def _convert_to_one_of(options: Sequence[Any], value: Any, place: str, expected: str) -> Any:
-    """Return the value as the first of several types that takes it; its own type goes first. Raises ConfigError."""
+def _convert_to_one_of(options: Sequence[Any], value: Any, key_path: str, expected: str) -> Any:
+    """Convert a value to the first of several types that it can be converted to. Raises ConfigError if there is none.
+
+    If one of the types is the value's own, it goes first.
+    """
     if len(options) == 1:
-        return _convert(options[0], value, place, _describe(options[0]))
+        return _convert(options[0], value, key_path, _describe(options[0]))
     own_type_first = sorted(options, key=lambda option: option is not type(value))
     for option in own_type_first:
         with contextlib.suppress(ConfigError):
-            return _convert(option, value, place, _describe(option))
-    raise _wrong(place, value, expected)
+            return _convert(option, value, key_path, _describe(option))
+    raise _wrong(key_path, value, expected)
 
 
 def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
-    """Return a scalar as the type `hint`; None if that type does not take it."""
+    """Convert a number, a truth value or text to the type `hint`; return None if nothing equal has that type."""
     is_whole_number = isinstance(value, int) and not isinstance(value, bool)
     if hint is float and is_whole_number:
         try:
@@ -188,7 +209,7 @@ def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
 
 
 def _describe(hint: Any) -> str:
-    """Say in words which values the type of a field takes."""
+    """Return in words, for a message, which values the type of a field takes: `a whole number or null`."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
@@ -203,16 +224,16 @@ def _describe(hint: Any) -> str:
     return "a block of `key: value` lines"
 
 
-def _wrong(place: str, value: Any, expected: Any) -> ConfigError:
-    """Return the error about a value, which says what was given and what was expected."""
-    return ConfigError(f"{place}: {value!r} given, expected {expected}")
+def _wrong(key_path: str, value: Any, expected: Any) -> ConfigError:
+    """Return the error for the value of the key at `key_path`: what was given, and what was expected."""
+    return ConfigError(f"{key_path}: {value!r} given, expected {expected}")
 
 
 # ------------------------------------------------------------------------------------------------ values
 
 
-def _check(place: str, value: Any, setting: Setting) -> None:
-    """Check a value of the right type by the rules of its key. Raises ConfigError.
+def _check(key_path: str, value: Any, setting: Setting) -> None:
+    """Check a value, which has the right type, by its key's choices and range. Raises ConfigError.
 
     Numbers must be finite and have at most 64 bits, in lists too. The checks of a tuple hold for each of its items.
     """
@@ -220,39 +241,42 @@ def _check(place: str, value: Any, setting: Setting) -> None:
         return
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _check_number(f"{place}[{index}]", item)
+            _check_number(f"{key_path}[{index}]", item)
     else:
-        _check_number(place, value)
+        _check_number(key_path, value)
 
     if setting.choices:
-        _check_choice(place, value, setting)
+        _check_choice(key_path, value, setting)
     items = value if isinstance(value, tuple) else [value]
     for item in items:
         for check in setting.checks:
             try:
                 check(item)
             except ValueError as error:
-                raise _wrong(place, item, error) from None
+                raise _wrong(key_path, item, error) from None
 
 
-def _check_number(place: str, value: Any) -> None:
+def _check_number(key_path: str, value: Any) -> None:
     """Raise ConfigError for a number that is not finite, or that no 64 bits can hold."""
     if not is_number(value):
         return
     if isinstance(value, int) and abs(value) >= 2**63:
-        raise _wrong(place, value, "a whole number of 64 bits")
+        raise _wrong(key_path, value, "a whole number of 64 bits")
     if not math.isfinite(value):
-        raise _wrong(place, value, "a finite number")
+        raise _wrong(key_path, value, "a finite number")
 
 
-def _parse(place: str, value: Any, setting: Setting) -> Any:
-    """Return what the configuration holds for a value of a YAML, such as a `Duration` for text. Raises ConfigError."""
+def _parse(key_path: str, value: Any, setting: Setting) -> Any:
+    """Return the object that a configuration holds for a value of a YAML, such as a `Duration` for `100ba`.
+
+    Most keys hold the value itself. Raises ConfigError for text that cannot be parsed.
+    """
     if setting.parse is None or value is None:
         return value
     try:
         return setting.parse(value)
     except ValueError as error:
-        raise _wrong(place, value, error) from None
+        raise _wrong(key_path, value, error) from None
 
 
 OTHER_WORDS = {
@@ -271,13 +295,13 @@ OTHER_WORDS = {
 """Value here -> words of other libraries for it."""
 
 
-def _check_choice(place: str, value: Any, setting: Setting) -> None:
+def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
     """Raise ConfigError for a value that is not among the choices of its key; it suggests the nearest one."""
     choices = setting.choices
     if value in choices:
         return
     if "python:" in choices and str(value).startswith("python:"):
-        check_import_path(place, value)
+        check_import_path(key_path, value)
         return
 
     hint = setting.instead or f"expected {either(choices)}"
@@ -288,7 +312,7 @@ def _check_choice(place: str, value: Any, setting: Setting) -> None:
     elif likely:
         hint = f"did you mean {likely}? ({hint})"
     hint = hint.replace("python:", "python:package.module:Thing")
-    raise ConfigError(f"{place}: {value!r} is not known; {hint}")
+    raise ConfigError(f"{key_path}: {value!r} is not known; {hint}")
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
@@ -304,10 +328,10 @@ def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
     return begun[0] if len(begun) == 1 else find_nearest(value, choices, cutoff)
 
 
-def check_import_path(place: str, value: str) -> None:
+def check_import_path(key_path: str, value: str) -> None:
     """Raise ConfigError for text that is not of the form `python:package.module:Thing`."""
     if not re.fullmatch(r"python:\w+(\.\w+)*:\w+", value):
-        raise _wrong(place, value, "an import path, python:package.module:Thing")
+        raise _wrong(key_path, value, "an import path, python:package.module:Thing")
 
 
 # ------------------------------------------------------------------------------------------ unknown keys
@@ -329,14 +353,15 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
     A key of this block is suggested before one of another block, unless only another block has exactly this name.
     """
     word = NICKNAMES.get(name, name)
-    others = [other for other in _every_key() if other != join(path, name)]  # without a training's key in an evaluation
+    # Without the unknown key itself, which a training's YAML may have though an evaluation's has not.
+    others = [other for other in _every_key() if other != join_key(path, name)]
     if path:
         others = [other for other in others if "." not in other or _section(other) == _section(path)]
     is_anothers = any(_last(other) == word for other in others)
 
     near = find_nearest(word, keys)
     if near and (near == word or not is_anothers):
-        return f"did you mean {join(path, near)}?"
+        return f"did you mean {join_key(path, near)}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":

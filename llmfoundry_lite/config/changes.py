@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llmfoundry_lite.config.blocks import missing_blocks
-from llmfoundry_lite.config.fields import REQUIRED, Rule, join, keys_of, settings_along
-from llmfoundry_lite.config.layers import get, leaf_keys
+from llmfoundry_lite.config.fields import REQUIRED, Rule, join_key, keys_of, settings_along
+from llmfoundry_lite.config.layers import find_value, leaf_keys
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.schema import TrainConfig, keys_of_optimizer
 from llmfoundry_lite.errors import CheckpointError
@@ -44,7 +44,7 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
     if isinstance(optimizer, dict):  # other releases recorded keys that a user's own optimizer is not given
         recorded = {**recorded, "optimizer": keys_of_optimizer(optimizer)}
 
-    _, attention_dropout = get(config, "model.attn_config.attn_pdrop")
+    _, attention_dropout = find_value(config, "model.attn_config.attn_pdrop")
     for change in _compare(TrainConfig, recorded, config, ""):
         settings = settings_along(TrainConfig, change.key)
         shapes_dropout = any(setting.shapes_dropout for setting in settings)
@@ -82,7 +82,7 @@ def trained_values(config: Mapping[str, Any]) -> dict[str, str]:
     Launches that train one run together must agree in these. `config` is as `schema.as_dict` gives it.
     """
     keys = [key for key in leaf_keys(dict(config)) if rule_of(key) != "freely"]
-    return {key: as_text(get(config, key)[1]) for key in keys}
+    return {key: as_text(find_value(config, key)[1]) for key in keys}
 
 
 def rule_of(key: str) -> Rule:
@@ -124,13 +124,13 @@ def _compare(block: type | None, before: Any, after: Any, path: str) -> Iterator
         return
     if block is None:
         for name in {**before, **after}:
-            yield from _compare(None, before.get(name), after.get(name), join(path, name))
+            yield from _compare(None, before.get(name), after.get(name), join_key(path, name))
         return
 
     for name, key in keys_of(block).items():
         default = None if key.default is REQUIRED else key.default
         value_before, value_after = before.get(name, default), after.get(name, default)
-        place = join(path, name)
+        place = join_key(path, name)
         if key.container and isinstance(value_before, Mapping) and isinstance(value_after, Mapping):
             for entry in {**value_before, **value_after}:
                 yield from _compare(key.block, value_before.get(entry), value_after.get(entry), f"{place}.{entry}")

@@ -13,8 +13,8 @@ from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import Layer, get, naming_source, source_of
-from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, find_data_ranks, name_data_ranks
+from llmfoundry_lite.config.layers import ConfigLayer, find_value, naming_source, source_of
+from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_data_ranks, find_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
 from llmfoundry_lite.config.schema import OptimizerConfig, SchedulerConfig, TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
@@ -34,19 +34,19 @@ MAX_GRACE_SECONDS = 25
 """`composer` (its launcher's CLEANUP_TIMEOUT) and torchrun give their ranks 30 seconds from the first signal."""
 
 
-def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
+def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> None:
     """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
         refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
-        refuse(config.sharding.problems(), "fsdp_config")
+        raise_first_problem(config.sharding.problems(), "fsdp_config")
         _check_compilation(config.compile_config or {})
         _check_layout(config)
         _check_blocks(config)
         _check_exact_sums(config)
-        has_t_scale = any(get(layer.values, "scheduler.t_scale")[0] for layer in layers)
+        has_t_scale = any(find_value(layer.values, "scheduler.t_scale")[0] for layer in layers)
         _check_schedule_units(config, has_t_scale)
         _check_schedule_spans(config.scheduler, config.max_duration)
         _check_own_loaders(config, layers)
@@ -54,13 +54,16 @@ def check_together(config: TrainConfig, layers: Sequence[Layer] = ()) -> None:
 
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for a model that cannot be built or makes no sense."""
-    refuse(model.problems(), "model")
+    raise_first_problem(model.problems(), "model")
 
 
-def refuse(problems: Iterator[str], path: str) -> None:
-    """Raise ConfigError for the first problem of the block at `path`."""
+def raise_first_problem(problems: Iterator[str], block_key: str) -> None:
+    """Raise ConfigError for the first of a block's problems, if there is one.
+
+    Each problem begins with the name of its key in the block, to which the block's own key is added.
+    """
     for problem in problems:
-        raise ConfigError(f"{path}.{problem}")
+        raise ConfigError(f"{block_key}.{problem}")
 
 
 # -------------------------------------------------------------------------------------------------- data
@@ -83,24 +86,29 @@ def _check_data(config: TrainConfig) -> None:
         raise ConfigError(f"device_train_microbatch_size: {microbatch} is more than global_train_batch_size, {batch}")
 
 
-def _check_own_loaders(config: TrainConfig, layers: Sequence[Layer]) -> None:
-    """Refuse a data set beside a `python:` loader, which is never given it."""
+def _check_own_loaders(config: TrainConfig, layers: Sequence[ConfigLayer]) -> None:
+    """Raise ConfigError for a `dataset` block beside a user's own loader, `name: python:…`, which never gets it.
+
+    Keys that every loader needs from the model are allowed, and so are those of hardware overlays, which are written
+    for many runs.
+    """
     for block, loader in config.loaders.items():
         if loader.name == "text":
             continue
         for name in keys_of(TextDatasetConfig):
             key = f"{block}.dataset.{name}"
-            if name not in OF_THE_MODEL and _is_from_run(key, loader.dataset, layers):
+            if name not in OF_THE_MODEL and _is_set_by_run(key, loader.dataset, layers):
                 raise ConfigError(
                     f"{key}: {loader.name} is not given it; remove it, and write its own arguments beside its name"
                 )
 
 
-def _is_from_run(key: str, block: Any, layers: Sequence[Layer]) -> bool:
-    """Return whether the run itself, not an overlay, gives a key of `block` another value than its default."""
+def _is_set_by_run(key: str, block: Any, layers: Sequence[ConfigLayer]) -> bool:
+    """Return whether a file of the run or an argument, not a hardware overlay, sets a key to another value than its
+    default. `block` is the dataclass that has the key, which is a dotted one."""
     default = keys_of(type(block))[key.rpartition(".")[2]].default
     for layer in layers:
-        is_given, value = get(layer.values, key)
+        is_given, value = find_value(layer.values, key)
         if is_given and value != default and not layer.is_overlay:
             return True
     return False
@@ -217,49 +225,61 @@ def _check_compilation(options: dict[str, Any]) -> None:
 
 
 def _check_layout(config: TrainConfig) -> None:
-    """Check the rules that hold on any number of devices. Raises ConfigError. `check_batch` checks the others.
+    """Check the rules of tensor, context and pipeline parallelism that hold on any number of devices.
 
-    Without the companion nothing is checked: `preflight` refuses a degree above 1, and other keys have no effect.
+    Raises ConfigError. Without the companion that has these layouts nothing is checked, because `preflight` refuses a
+    degree above 1, and other keys of these blocks have no effect.
     """
-    if config.tp_config or config.cp_config or config.pp_config:
-        check_division = companions.load_if_installed("llmfoundry_layouts.checks:check_division")
-        if check_division is not None:
-            check_division(config)
+    is_given = config.tp_config or config.cp_config or config.pp_config
+    if not is_given:
+        return
+    check_division = companions.load_if_installed("llmfoundry_layouts.checks:check_division")
+    if check_division is not None:
+        check_division(config)
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:
-    """Check that the devices can share a batch. Raises ConfigError."""
-    batch, microbatch = config.global_train_batch_size, config.device_train_microbatch_size
-    num_ranks, devices = layout.num_data_ranks, name_data_ranks(layout)
-    # With exact sums the size of a microbatch is part of the run, on any number of devices.
-    fixed_size = microbatch if config.exact_sums and isinstance(microbatch, int) else None
+    """Check that the devices of a layout can divide a global batch evenly, and into the configured microbatches.
+
+    Raises ConfigError, which names numbers of devices, or sizes, that fit.
+    """
+    batch_size = config.global_train_batch_size
+    microbatch_size = config.device_train_microbatch_size
+    num_data_ranks = layout.num_data_ranks
+    devices = describe_data_ranks(layout)
+    # With exact sums the size of a microbatch is part of the run, so it holds on any number of devices.
+    fixed_size = None
+    if config.exact_sums and isinstance(microbatch_size, int):
+        fixed_size = microbatch_size
     fitting = find_data_ranks(config, fixed_size)
-    if batch % num_ranks:
-        near = ", ".join(str(n) for n in fitting if n <= 4 * num_ranks) or "there is none"
+    if batch_size % num_data_ranks:
+        near = ", ".join(str(number) for number in fitting if number <= 4 * num_data_ranks) or "there is none"
         parts = f", in microbatches of {fixed_size} samples" if fixed_size is not None else ""
         raise ConfigError(
-            f"global_train_batch_size: {batch} cannot be shared evenly by {num_ranks} {devices}; "
+            f"global_train_batch_size: {batch_size} cannot be shared evenly by {num_data_ranks} {devices}; "
             f"start with a number of {devices} that divides it{parts} ({near}) or change the batch size"
         )
 
-    num_samples = batch // num_ranks
+    device_batch_size = batch_size // num_data_ranks
     remedy = "set it to"
-    if fixed_size is not None and fitting:  # a run that carries on may not set another size
+    if fixed_size is not None and fitting:
+        # A run that carries on may not set another size, so another number of devices is the first advice.
         remedy = f"start {either(fitting)} {devices}, or set it, in a new run, to"
-    if isinstance(microbatch, int) and microbatch > num_samples:
+    if isinstance(microbatch_size, int) and microbatch_size > device_batch_size:
         raise ConfigError(
-            f"device_train_microbatch_size: {microbatch} is more than the {num_samples} samples "
-            f"each device gets ({batch} / {num_ranks} {devices}); {remedy} {num_samples} or less"
+            f"device_train_microbatch_size: {microbatch_size} is more than the {device_batch_size} samples "
+            f"each device gets ({batch_size} / {num_data_ranks} {devices}); {remedy} {device_batch_size} or less"
         )
-    if fixed_size is not None and num_samples % fixed_size:
+    if fixed_size is not None and device_batch_size % fixed_size:
         raise ConfigError(
-            f"device_train_microbatch_size: {fixed_size} does not divide the {num_samples} samples of each "
-            f"device; with exact_sums every microbatch has as many; {remedy} {either(divisors(num_samples))}"
+            f"device_train_microbatch_size: {fixed_size} does not divide the {device_batch_size} samples of each "
+            f"device; with exact_sums every microbatch has as many; {remedy} {either(divisors(device_batch_size))}"
         )
+
     if layout.pipeline > 1:
         key = "pp_config.pipeline_parallel_degree"
         check_microbatches = companions.load("llmfoundry_layouts.checks:check_microbatches", key)
-        check_microbatches(config, layout, num_samples)
+        check_microbatches(config, layout, device_batch_size)
 
 
 # ---------------------------------------------------------------------------------------------- schedule
@@ -317,8 +337,13 @@ def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | 
 
 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
-    """Check that warm-up and decay are parts of the schedule, one after the other."""
-    warmup, decay, end = schedule.t_warmup, schedule.t_decay, schedule.t_max
+    """Check that warm-up and decay fit into the schedule, one after the other. `run` is max_duration.
+
+    Raises ConfigError.
+    """
+    warmup = schedule.t_warmup
+    decay = schedule.t_decay
+    end = schedule.t_max
     has_end = schedule.name != "constant_with_warmup"
     if has_end and warmup.unit == end.unit and warmup.value > end.value:
         raise ConfigError(
@@ -326,7 +351,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
         )
 
     def length(span: Duration) -> float:
-        """Return the span in the run's unit."""
+        """Return the length of a span in the unit of max_duration. `dur` is a fraction of the run."""
         return span.value * run.value if span.unit == "dur" else span.value
 
     if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
@@ -379,7 +404,7 @@ def _check_exact_sums(config: TrainConfig) -> None:
 # --------------------------------------------------------------------------------------------- surprises
 
 
-def find_surprises(config: TrainConfig, layers: Sequence[Layer], *, under_srun: bool = False) -> list[str]:
+def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_srun: bool = False) -> list[str]:
     """Return a warning for each setting that is allowed but perhaps not meant.
 
     `under_srun`: srun has started the ranks, so that no launcher kills them by a clock of its own.
@@ -408,7 +433,7 @@ Surprise = tuple[str, str]
 """A key, and what is surprising about it."""
 
 
-def _find_bare_numbers(config: TrainConfig, layers: Sequence[Layer]) -> Iterator[Surprise]:
+def _find_bare_numbers(config: TrainConfig, layers: Sequence[ConfigLayer]) -> Iterator[Surprise]:
     """Yield spans that a user gives without a unit, which counts epochs where batches may be meant."""
     for key in ("max_duration", "eval_interval", "save_interval"):
         value = getattr(config, key).written

@@ -20,40 +20,52 @@ Streams = dict[str, StreamConfig]
 
 
 def own_streams(dataset: TextDatasetConfig) -> Streams:
-    """Return the streams of the data set itself, apart from those of its stages."""
+    """Return name -> stream of a data set, apart from those of its stages.
+
+    A data set without named streams is one stream without a name.
+    """
     return dataset.streams or {"": StreamConfig(local=dataset.local, remote=dataset.remote)}
 
 
 def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
-    """Return the streams of each stage; one stage where the data set has none.
+    """Return name -> stream for each stage of a data set. A data set without stages has one.
 
-    Keys that a stage's stream leaves out, its share aside, come from the last stream of its name before it.
+    A stage's stream need not repeat its folders: keys that it leaves out come from the stream of the same name in the
+    latest stage before it, or in the data set. The keys in SHARES, which say how much of it is read, do not.
     """
     if not dataset.stages:
         return [own_streams(dataset)]
 
-    newest_by_name = own_streams(dataset)
+    latest_by_name = own_streams(dataset)
     streams_by_stage = []
     for stage in dataset.stages:
-        streams = {name: _complete(stream, newest_by_name.get(name)) for name, stream in stage.streams.items()}
-        newest_by_name = {**newest_by_name, **streams}
+        streams = {}
+        for name, stream in stage.streams.items():
+            streams[name] = _fill_missing_keys(stream, latest_by_name.get(name))
+        latest_by_name = {**latest_by_name, **streams}
         streams_by_stage.append(streams or own_streams(dataset))
     return streams_by_stage
 
 
-def _complete(stream: StreamConfig, before: StreamConfig | None) -> StreamConfig:
-    """Return a stream with the keys that it leaves out, its share aside, from the stream of its name before it."""
-    if before is None:
+def _fill_missing_keys(stream: StreamConfig, earlier: StreamConfig | None) -> StreamConfig:
+    """Return a stream with the keys that it leaves out taken from an earlier stream, if there is one.
+
+    The keys in SHARES, which say how much of a stream is read, are not taken.
+    """
+    if earlier is None:
         return stream
     missing_values = {}
     for field in fields(stream):
         if getattr(stream, field.name) is None and field.name not in SHARES:
-            missing_values[field.name] = getattr(before, field.name)
+            missing_values[field.name] = getattr(earlier, field.name)
     return replace(stream, **missing_values)
 
 
-def places_of(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
-    """Return key -> stream, each folder once. Keys are relative to the data set's block."""
+def distinct_streams(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
+    """Return key -> stream for the streams of all stages, but only the first stream that reads a folder.
+
+    Keys are relative to the data set's block, such as `.stages[0].streams.code`; empty for a data set without streams.
+    """
     by_folder: dict[Path, tuple[str, StreamConfig]] = {}
     for stage_index, streams in enumerate(streams_of_stages(dataset)):
         has_own_streams = bool(dataset.stages) and bool(dataset.stages[stage_index].streams)
@@ -109,7 +121,10 @@ def first_batches(
 
 
 def _count_fraction(span: Duration, run: Duration | None, key: str) -> Duration:
-    """Return a span as it is, except a fraction of the run (`0.8dur`), which is counted in the run's unit."""
+    """Return a span that is a fraction of the run (`0.8dur`) in the unit of `run`, its max_duration; others unchanged.
+
+    Raises ConfigError, which names the key, for a fraction where there is no run.
+    """
     if span.unit != "dur":
         return span
     if run is None:

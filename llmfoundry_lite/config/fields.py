@@ -96,7 +96,12 @@ class Setting:
 
 
 def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadata: Any) -> Any:
-    """Make a dataclass field. A callable `default` is a factory. `metadata`: other fields of Setting."""
+    """Return a dataclass field for a key of the configuration, with the rules for its values.
+
+    A `default` that can be called is a factory, such as `dict`; without one, the key must be given. `checks` are
+    functions that raise ValueError for a bad value. `choices` are the allowed values, separated by spaces. `metadata`
+    are other fields of `Setting`.
+    """
     rules = {"setting": Setting(checks=checks, choices=choices.split(), **metadata)}
     if default is MISSING:
         return field(metadata=rules)
@@ -106,9 +111,10 @@ def setting(default: Any = MISSING, *checks: Check, choices: str = "", **metadat
 
 
 def parsed(default: Any, parse: Callable[[Any], Any], written: Any = str | int, **metadata: Any) -> Any:
-    """Make a dataclass field that holds what `parse` makes of the value in a YAML, whose type is `written`.
+    """Return a dataclass field for a key whose value is parsed, such as `5m` into a time.
 
-    `default` is given as in a YAML, too. None stays None. `metadata`: other fields of Setting.
+    `parse` gets the value of the YAML, whose type is `written`, and returns what the field holds. It is applied to
+    `default` too. None stays None. `metadata` are other fields of `Setting`.
     """
     if default is not MISSING and default is not None:
         default = parse(default)
@@ -116,9 +122,14 @@ def parsed(default: Any, parse: Callable[[Any], Any], written: Any = str | int, 
 
 
 def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_zero: bool = False, **metadata) -> Any:
-    """Make a dataclass field that holds a `Duration` in one of `units`. `default` is given as in a YAML."""
+    """Return a dataclass field for a key that is a span of training, such as `100ba`, which becomes a `Duration`.
+
+    `units` are those that it may have. `default` is given as in a YAML; without one, the key must be given. `metadata`
+    are other fields of `Setting`.
+    """
 
     def parse(written: Scalar) -> Duration:
+        """Parse a span. Raises ValueError, whose text says what was expected, also for 0 if it may not be."""
         duration = Duration.parse(written, units)
         if duration.value == 0 and not may_be_zero:
             raise ValueError("more than 0")
@@ -128,7 +139,11 @@ def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_ze
 
 
 def only_with(*names: str, is_refused: bool = True) -> Use:
-    """Return the use of a key that belongs to blocks of some names, such as a schedule's."""
+    """Return the condition for a key that has an effect only where the `name` in its block is one of these.
+
+    An example is `t_decay`, which only one of the schedules has. With `is_refused`, the key raises an error elsewhere;
+    otherwise it is noted.
+    """
     *others, last = names
     owners = f"{', '.join(others)} and {last} use" if others else f"{last} uses"
     remedy = "; remove it" if is_refused else ""
@@ -143,9 +158,10 @@ def only_with(*names: str, is_refused: bool = True) -> Use:
 
 
 def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
-    """Make a check that raises ValueError, with the text `expected`, for values for which `holds` is false."""
+    """Return a check of values, which raises ValueError with the text `expected` if `holds(value)` is false."""
 
     def check(value: Any) -> None:
+        """Raise ValueError, whose text says what was expected, unless the condition holds for the value."""
         if not holds(value):
             raise ValueError(expected)
 
@@ -153,7 +169,7 @@ def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number. A truth value is none, though Python counts it as one."""
+    """Return whether a value is a number. True and False are not, though Python makes them integers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -189,18 +205,20 @@ def check_place(value: str, kind: str = "a folder or a URL") -> None:
 
 
 def check_source(value: str) -> None:
-    """Check a folder or URL that is read. A folder that is there may have braces in its name.
+    """Check a folder or URL that is read, such as a checkpoint to load.
 
-    Raises ValueError as `check_place` does.
+    Raises ValueError for a misspelt URL, and for a placeholder in braces that nothing replaces, unless a folder of this
+    very name exists.
     """
     if guess_url(value) or not os.path.exists(os.path.expanduser(value)):
         check_place(value)
 
 
 def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
-    """Make the check of a folder of this machine.
+    """Return a check for keys that take a folder of this machine, and no URL.
 
-    `url_key` is the key that takes a URL instead. A folder that is read may have braces in its name, if it is there.
+    `url_key` is another key that takes a URL, which the error names. With `is_read`, an existing folder may have braces
+    in its name, in which otherwise only `{run_name}` is allowed.
     """
     kind = "a folder of this machine"
     if url_key:
@@ -216,12 +234,12 @@ def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
 
 
 def matches(expected: str, pattern: str) -> Check:
-    """Make the check of text that a regular expression must match as a whole."""
+    """Return a check of text that the whole of a regular expression must match. `expected` is the error's text."""
     return must_be(expected, lambda value: re.fullmatch(pattern, value))
 
 
 def not_empty(expected: str) -> Check:
-    """Make the check of text that must not be blank."""
+    """Return a check of text that must not be blank. `expected` is the error's text."""
     return must_be(expected, lambda value: value.strip())
 
 
@@ -230,7 +248,7 @@ def not_empty(expected: str) -> Check:
 
 @dataclass(slots=True, frozen=True)
 class Key:
-    """A key of a block."""
+    """A key of a configuration's block, as its dataclass describes it."""
 
     hint: Any
     """Type of the value in a YAML."""
@@ -248,7 +266,10 @@ class Key:
         return self.hint is Any or type(None) in typing.get_args(self.hint)
 
     def blocks(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the path and the value of each block in a key that stands at `path`."""
+        """Yield the dotted key and the value of each block that this key holds: one, or those of a dictionary or list.
+
+        `path` is the dotted key of this key, and `value` its value. Nothing is yielded for a plain value.
+        """
         if self.container is dict and isinstance(value, dict):
             for name, block in value.items():
                 yield f"{path}.{name}", block
@@ -275,8 +296,8 @@ def as_yaml(value: Any) -> Any:
     return value
 
 
-def join(path: str, name: object) -> str:
-    """Return the dotted key of `name` in the block at `path`, which is empty for the top."""
+def join_key(path: str, name: object) -> str:
+    """Return `path.name`: the dotted key of `name` in the block with the dotted key `path`, empty for the top level."""
     return f"{path}.{name}" if path else str(name)
 
 
@@ -296,7 +317,7 @@ def keys_of(block: type) -> dict[str, Key]:
 
 
 def _key_of(schema_field: dataclasses.Field, hint: Any, rules: Setting) -> Key:
-    """Describe the key of a field whose annotation is `hint`."""
+    """Return the description of a dataclass field as a key. `hint` is its type, and `rules` are its settings."""
     default = schema_field.default
     if schema_field.default_factory is not MISSING:
         default = schema_field.default_factory()
@@ -325,7 +346,10 @@ def schema_keys(block: type, prefix: str = "") -> Iterator[str]:
 
 
 def settings_along(block: type, dotted_key: str) -> list[Setting]:
-    """Return the settings of a dotted key, from the outermost block on. They end before a name that is unknown."""
+    """Return the settings of a dotted key and of the blocks around it, from the outermost one on.
+
+    `block` is the dataclass of the whole configuration. The list ends before the first name that is unknown.
+    """
     settings: list[Setting] = []
     names = iter(dotted_key.split("."))
     for name in names:

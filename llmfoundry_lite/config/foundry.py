@@ -12,7 +12,7 @@ from typing import Any
 
 from llmfoundry_lite.config.build import refuse_keys
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.layers import Layer, get, pop, source_of
+from llmfoundry_lite.config.layers import ConfigLayer, find_value, remove_key, source_of
 from llmfoundry_lite.errors import ConfigError
 
 TABLE = Path(__file__).with_name("foundry.table")
@@ -48,7 +48,7 @@ LEFT_OUT, EVAL_LEFT_OUT = _SECTIONS["left out"], _SECTIONS["left out in an evalu
 def refuse_fine_tuning(values: dict[str, Any]) -> None:
     """Raise ConfigError for a YAML of fine-tuning, before any other error: no other change would make it run."""
     for key in _keys_of("*.name", values):
-        _, name = get(values, key)
+        _, name = find_value(values, key)
         if name in ("finetuning", "fine_tuning"):
             raise ConfigError(
                 f"{key}: {name}: fine-tuning is absent here: no loader of "
@@ -58,7 +58,7 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
             )
 
 
-def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -> None:
+def drop_variables(values: dict[str, Any], layers: Sequence[ConfigLayer], cls: type) -> None:
     """Remove keys that the schema lacks and that `${key}` elsewhere refers to, in place.
 
     LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed. Call this after its
@@ -70,14 +70,14 @@ def drop_variables(values: dict[str, Any], layers: Sequence[Layer], cls: type) -
 
 
 def drop_keys(
-    values: dict[str, Any], layers: Sequence[Layer], without_effect: Mapping[str, str] = WITHOUT_EFFECT
+    values: dict[str, Any], layers: Sequence[ConfigLayer], without_effect: Mapping[str, str] = WITHOUT_EFFECT
 ) -> list[str]:
     """Remove keys that are ignored, in place. Returns a note for each."""
     notes = []
     for pattern, reason in without_effect.items():
         for key in _keys_of(pattern, values):
-            if get(values, key)[0]:
-                pop(values, key)
+            if find_value(values, key)[0]:
+                remove_key(values, key)
                 notes.append(f"{source_of(key, layers)}: {key} has no effect: {reason}")
     return notes
 
@@ -98,22 +98,22 @@ def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
     return [pattern.replace("*", block) for block in blocks]
 
 
-def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
+def drop_values_without_effect(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
     """Remove values that change nothing, in place. Returns a note for each but the first.
 
     These are a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
     rope_hf_config where LLM Foundry ignores it, because rope_impl is dail.
     """
-    if get(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
-        pop(values, "fsdp_config.data_parallel_shard_degree")
+    if find_value(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
+        remove_key(values, "fsdp_config.data_parallel_shard_degree")
 
     notes: list[str] = []
-    _, attention = get(values, "model.attn_config")
+    _, attention = find_value(values, "model.attn_config")
     if not isinstance(attention, dict):
         return notes
     if attention.get("attn_impl") == "triton":
         key = "model.attn_config.attn_impl"
-        pop(values, key)
+        remove_key(values, key)
         notes.append(f"{source_of(key, layers)}: {key} triton has no effect: LLM Foundry has removed it; auto chooses")
 
     scaling = attention.get("rope_hf_config")
@@ -121,7 +121,7 @@ def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) 
     is_dail = attention.get("rope") and attention.get("rope_impl", "dail") == "dail"
     if scales_positions and is_dail:
         key = "model.attn_config.rope_hf_config"
-        pop(values, key)
+        remove_key(values, key)
         notes.append(
             f"{source_of(key, layers)}: {key} has no effect: rope_impl is dail; rope_impl: hf scales positions"
         )
@@ -129,7 +129,7 @@ def drop_values_without_effect(values: dict[str, Any], layers: Sequence[Layer]) 
 
 
 def refuse_left_out_keys(
-    values: dict[str, Any], layers: Sequence[Layer], left_out: Mapping[str, str] = LEFT_OUT
+    values: dict[str, Any], layers: Sequence[ConfigLayer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
     """Raise ConfigError that names every key that has no counterpart here; remove those whose value is harmless.
 
@@ -138,13 +138,13 @@ def refuse_left_out_keys(
     refused = []
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
-            is_given, value = get(values, key)
+            is_given, value = find_value(values, key)
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
-            _, name = get(values, f"{block}.name")
+            _, name = find_value(values, f"{block}.name")
             if not is_given or str(name).startswith("python:"):
                 continue
             if value is None or value in HARMLESS.get(pattern, ()):
-                pop(values, key)
+                remove_key(values, key)
             else:
                 refused.append((key, instead))
     refuse_keys(

@@ -29,8 +29,8 @@ from llmfoundry_lite.config.yaml_text import read_yaml
 from llmfoundry_lite.errors import ConfigError, find_nearest
 
 
-class Layer(NamedTuple):
-    """The values of one file, or of all `key=value` arguments."""
+class ConfigLayer(NamedTuple):
+    """The values of one YAML file, or of all `key=value` arguments. Later layers override earlier ones."""
 
     source: str
     """A file's name, or `command line`."""
@@ -38,6 +38,7 @@ class Layer(NamedTuple):
     note: str = ""
     """Reason why `hardware=auto` has chosen this file; else empty."""
     is_overlay: bool = False
+    """Whether it is a hardware overlay, which may set only keys that do not change what is trained."""
 
 
 UNFILLED = "???"
@@ -62,14 +63,17 @@ def read_layers(
     check_overlays: bool = True,
     for_training: bool = True,
     given: Mapping[str, Any] | None = None,
-) -> list[Layer]:
-    """Return a layer for each file, then the overlay of `hardware=NAME` or `hardware=auto`, then one layer for all
-    other `key=value` arguments. `given`, a program's configuration, lies below all files. Raises ConfigError.
+) -> list[ConfigLayer]:
+    """Read the files and settings of a command line into layers, of which later ones override earlier ones.
 
-    Evaluations have no overlays, and need no file.
+    They are `given`, a program's configuration, if there is one; each YAML file, in order; the overlay that
+    `hardware=NAME` or `hardware=auto` names; and one layer for all other `key=value` arguments. An evaluation
+    (`for_training=False`) has no overlays, and needs no file. `check_overlays=False` accepts overlays unchecked.
+
+    Raises ConfigError.
     """
-    layers = [] if given is None else [Layer(GIVEN, dict(given))]
-    overlays: list[Layer] = []
+    layers = [] if given is None else [ConfigLayer(GIVEN, dict(given))]
+    overlays: list[ConfigLayer] = []
     dotlist: list[str] = []
     for argument in arguments:
         if for_training and argument.startswith(HARDWARE):
@@ -94,7 +98,7 @@ def read_layers(
         values = _read_dotlist(dotlist)
         if "overlay" in values:
             raise ConfigError("command line: overlay: belongs in a YAML file, whose keys it limits")
-        layers.append(Layer(COMMAND_LINE, values))
+        layers.append(ConfigLayer(COMMAND_LINE, values))
     if for_training:
         _name_eval_loaders(layers)
     return layers
@@ -135,8 +139,11 @@ def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
-    """Raise ConfigError for text of which YAML keeps something else: nothing of `&a` or `---`, and a space for the end
-    of a line. Where a shell has put such text, it is a name or a path."""
+    """Raise ConfigError for the text of an argument that YAML does not keep as it is.
+
+    YAML reads `&a` and `---` as nothing, and replaces an end of a line by a space. On a command line such text comes
+    from a shell's variable, and was meant as a name or a path. `value` is what YAML has read.
+    """
     stripped = text.strip()
     if value is None and stripped.lower() not in ("null", "~"):
         raise ConfigError(f"command line: {key}: {text!r} given, which YAML reads as nothing; write it in quotes")
@@ -145,7 +152,7 @@ def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
         raise ConfigError(f"command line: {key}: {text!r} given, several lines; give one, or write them in quotes")
 
 
-def read_file(name: str) -> Layer:
+def read_file(name: str) -> ConfigLayer:
     """Read a YAML: a file, or one that comes with the package. Raises ConfigError."""
     path = find_yaml(name)
     if path is None:
@@ -158,11 +165,11 @@ def read_file(name: str) -> Layer:
         raise ConfigError(f"{name}: the file is empty")
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected `key: value` at the top level, found {type(values).__name__}")
-    return Layer(name, values)
+    return ConfigLayer(name, values)
 
 
 def _suggest_file(name: str) -> str:
-    """Return the end of the error about a file that does not exist: a file of a similar name, if there is one."""
+    """Return the end of a message about a file that does not exist: a similar name, or empty text."""
     names_beside_it = [other.name for other in Path(name).parent.glob("*.y*ml")]
     near = find_nearest(Path(name).name, names_beside_it)
     if near:
@@ -172,7 +179,7 @@ def _suggest_file(name: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the problem that OmegaConf or PyYAML tells, in one line, with the place that PyYAML knows."""
+    """Return the message of an error of OmegaConf or PyYAML in one line, with line and column if it has them."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
@@ -188,7 +195,10 @@ def is_for_hardware(key: str) -> bool:
 
 
 def hardware_keys() -> list[str]:
-    """Return the keys and whole blocks that an overlay may set, short ones first, a stream's as its data set's."""
+    """Return the keys and whole blocks that a hardware overlay may set, for a message.
+
+    Outer ones come first, and the keys of streams are given as those of the data set.
+    """
     outermost: dict[str, None] = {}
     for key in schema_keys(TrainConfig):
         parts = key.replace(".streams.*", "").split(".")
@@ -200,7 +210,7 @@ def hardware_keys() -> list[str]:
     return sorted(outermost, key=lambda key: key.count("."))
 
 
-def _read_overlay(name: str) -> Layer:
+def _read_overlay(name: str) -> ConfigLayer:
     """Read an overlay: ours by its name, the user's by its file, or `auto`. Raises ConfigError for another YAML."""
     if name == "auto":
         values, note = choose_overlay()
@@ -209,7 +219,7 @@ def _read_overlay(name: str) -> Layer:
             if shipped_folder("yamls").resolve() not in values.parents:
                 _refuse_trusted_keys(layer)
             return layer
-        return Layer(AUTO, {"overlay": "hardware", **values}, note)
+        return ConfigLayer(AUTO, {"overlay": "hardware", **values}, note)
 
     layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
@@ -220,7 +230,7 @@ def _read_overlay(name: str) -> Layer:
     return layer
 
 
-def _refuse_trusted_keys(layer: Layer) -> None:
+def _refuse_trusted_keys(layer: ConfigLayer) -> None:
     """Raise ConfigError for an overlay that nobody has named, if its keys need trust in its author.
 
     It lies in a working directory that may be somebody else's. Such keys start programs, name folders to write into, or
@@ -239,10 +249,11 @@ def _refuse_trusted_keys(layer: Layer) -> None:
             )
 
 
-def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
-    """Return the layer, marked if it is an overlay. Removes its key `overlay`.
+def _check_overlay(layer: ConfigLayer, *, is_first: bool) -> ConfigLayer:
+    """Return a layer, marked as an overlay if its file has the line `overlay: hardware`, which is removed from it.
 
-    Raises ConfigError for an overlay that lies on nothing (`is_first`), or that sets what hardware does not decide.
+    Raises ConfigError for an overlay before any other file (`is_first`), because it is no run by itself, and for one
+    that sets a key which changes what is trained.
     """
     kind = layer.values.pop("overlay", None)
     if kind is None:
@@ -269,7 +280,7 @@ def _check_overlay(layer: Layer, *, is_first: bool) -> Layer:
 # ------------------------------------------------------------------------------------- validation loaders
 
 
-def _name_eval_loaders(layers: Sequence[Layer]) -> None:
+def _name_eval_loaders(layers: Sequence[ConfigLayer]) -> None:
     """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`: label -> block. In place.
 
     A list replaces the loaders of earlier layers, as any list does, and so does null. Raises ConfigError for a list
@@ -305,7 +316,7 @@ def _name_eval_loaders(layers: Sequence[Layer]) -> None:
         )
 
 
-def _keys_in_blocks(name: str, layers: Sequence[Layer]) -> list[str]:
+def _keys_in_blocks(name: str, layers: Sequence[ConfigLayer]) -> list[str]:
     """Return the keys that all layers have in the top-level block `name`."""
     keys: list[str] = []
     for layer in layers:
@@ -335,8 +346,13 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ merging
 
 
-def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
-    """Lay later layers over earlier ones, resolve `${…}`, read scalars as `block` wants them. Raises ConfigError."""
+def merge_layers(layers: Sequence[ConfigLayer], block: type) -> dict[str, Any]:
+    """Merge layers into the values of one configuration, in which later layers override earlier ones.
+
+    References `${…}` are resolved. `block` is the configuration's dataclass, by whose types text such as `1e-3` is read
+    as a number. Raises ConfigError for a reference to nothing, for a value `???` that no layer gives, and for a
+    variable of the command line that has no effect.
+    """
     _refuse_unfilled(layers)
     _refuse_unused_variables(layers)
     mappings = [layer.values for layer in layers]
@@ -353,8 +369,8 @@ def merge_layers(layers: Sequence[Layer], block: type) -> dict[str, Any]:
         return read_scalars(block, resolved)
 
 
-def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[Layer]) -> str:
-    """Say in our words why a `${…}` cannot be resolved."""
+def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[ConfigLayer]) -> str:
+    """Return for a message why OmegaConf could not resolve a reference `${…}`, and what may have been meant."""
     missing_key = re.search(r"Interpolation key '(.+)' not found", str(error))
     if missing_key:
         known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
@@ -367,7 +383,7 @@ def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[Layer])
     return _one_line(error)
 
 
-def _refuse_unfilled(layers: Sequence[Layer]) -> None:
+def _refuse_unfilled(layers: Sequence[ConfigLayer]) -> None:
     """Raise ConfigError for `???`, which stands for a value that a later layer must give, where none does.
 
     OmegaConf would take an earlier layer's value, or the text itself.
@@ -375,18 +391,18 @@ def _refuse_unfilled(layers: Sequence[Layer]) -> None:
     for index, layer in enumerate(layers):
         for key in leaf_keys(layer.values):
             is_filled = any(_gives(later.values, key) for later in layers[index + 1 :])
-            if get(layer.values, key)[1] == UNFILLED and not is_filled:
+            if find_value(layer.values, key)[1] == UNFILLED and not is_filled:
                 raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
 
 
-def _refuse_unused_variables(layers: Sequence[Layer]) -> None:
+def _refuse_unused_variables(layers: Sequence[ConfigLayer]) -> None:
     """Raise ConfigError for a variable that the command line sets and no `${…}` names.
 
     A sweep over it would train the same run each time. In a YAML file it is no mistake, because several files may share
     their variables.
     """
     arguments = next((layer for layer in layers if layer.source == COMMAND_LINE), None)
-    variables = get(arguments.values, "variables")[1] if arguments is not None else None
+    variables = find_value(arguments.values, "variables")[1] if arguments is not None else None
     if not isinstance(variables, dict):
         return
     references = [text for layer in layers for text in _texts(layer.values) if "${" in text]
@@ -420,7 +436,7 @@ def _texts(values: Any) -> Iterator[str]:
 
 
 def _gives(values: dict[str, Any], key: str) -> bool:
-    """Return whether `values` has a dotted key, or something else than a block in the place of one around it."""
+    """Return whether merging `values` later overrides a dotted key: by its own value, or that of a block around it."""
     inside: Any = values
     for part in key.split("."):
         if not isinstance(inside, dict):
@@ -432,7 +448,10 @@ def _gives(values: dict[str, Any], key: str) -> bool:
 
 
 def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Drop blocks where `later` has a list, and lists where it has a block, which OmegaConf does not merge."""
+    """Return `values` without blocks that `later` replaces by a list, and lists that it replaces by a block.
+
+    OmegaConf refuses to merge a block and a list.
+    """
     kept = {}
     for key, value in values.items():
         other = later.get(key)
@@ -447,7 +466,10 @@ def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[
 
 
 def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `values`, overridden by `later`. Nothing is resolved, because a recorded configuration is data."""
+    """Merge two configurations, of which `later` overrides keys of `values`, without resolving references.
+
+    It is meant for the recorded configuration of a run that somebody else may have made, whose `${…}` must stay text.
+    """
     merged = {**values, **later}
     for key in values.keys() & later.keys():
         if isinstance(values[key], dict) and isinstance(later[key], dict):
@@ -458,21 +480,27 @@ def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------- keys as dotted paths
 
 
-def source_of(key: str, layers: Sequence[Layer]) -> str:
-    """Return the source of the last layer that has `key`, or the nearest block around it."""
+def source_of(key: str, layers: Sequence[ConfigLayer]) -> str:
+    """Return the name of the file that sets a dotted key, or `command line`, for a message.
+
+    It is that of the last layer that has the key, else that of the last one with the innermost block around it.
+    """
     parts = re.sub(r"\[\d+\]", "", key).split(".") if key else []
     for length in range(len(parts), 0, -1):
         key_or_block = ".".join(parts[:length])
         for layer in reversed(layers):
-            has_it, _ = get(layer.values, key_or_block)
+            has_it, _ = find_value(layer.values, key_or_block)
             if has_it:
                 return layer.source
     return layers[0].source if layers else "configuration"
 
 
 @contextlib.contextmanager
-def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
-    """Prefix a ConfigError with its key's source: `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`."""
+def naming_source(layers: Sequence[ConfigLayer]) -> Iterator[None]:
+    """Add the file to a ConfigError whose message begins with a key, raised in this context.
+
+    `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`, with the last of the `layers` that has the key.
+    """
     try:
         yield
     except ConfigError as error:
@@ -480,8 +508,8 @@ def naming_source(layers: Sequence[Layer]) -> Iterator[None]:
         raise ConfigError(f"{source_of(key, layers)}: {error}") from None
 
 
-def get(values: Any, key: str) -> tuple[bool, Any]:
-    """Return whether `values` has a dotted key, and its value, which is None if not."""
+def find_value(values: Any, key: str) -> tuple[bool, Any]:
+    """Look up a dotted key in nested dictionaries. Return whether it is there, and its value, or None if it is not."""
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False, None
@@ -489,8 +517,8 @@ def get(values: Any, key: str) -> tuple[bool, Any]:
     return True, values
 
 
-def pop(values: dict[str, Any], key: str) -> None:
-    """Remove a dotted key, which must be there."""
+def remove_key(values: dict[str, Any], key: str) -> None:
+    """Remove a dotted key, which must be there, from nested dictionaries, in place."""
     *blocks, last = key.split(".")
     for block in blocks:
         values = values[block]
@@ -498,7 +526,7 @@ def pop(values: dict[str, Any], key: str) -> None:
 
 
 def leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values that are no blocks, or empty ones."""
+    """Return the dotted keys of all values in nested dictionaries. An empty dictionary counts as a value."""
     keys: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict) and value:

@@ -16,36 +16,39 @@ from llmfoundry_lite.ranks.rank import this_rank
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in each dimension, the last of which changes fastest from rank to rank."""
+    """Index of a rank in each dimension of the layout. The last dimension changes fastest from rank to rank."""
 
     pipeline: int
-    """Stage: a run of consecutive blocks."""
+    """Stage: which consecutive blocks of the model the rank computes."""
     replicate: int
-    """Copy of the model."""
+    """Which copy of the model the rank has a part of."""
     shard: int
-    """Share of that copy."""
+    """Which shard of that copy's parameters the rank stores."""
     context: int
-    """Part of each sample's tokens."""
+    """Which part of each sample's tokens the rank computes."""
     tensor: int
-    """Part of each layer. Neighbouring ranks, because they exchange the most."""
+    """Which part of each layer the rank computes. These are neighbouring ranks, because they exchange the most."""
 
 
 DIMENSIONS = Coordinates._fields
+MAX_RANKS_LISTED = 4
+"""Most other ranks of a group that the description of a layout lists in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRanks:
-    """One rank from the data's point of view: ranks that see the same samples count as one data rank."""
+    """A process as a reader of data: all ranks that see the same samples have the same data rank."""
 
     rank: int
     """Data rank of this process."""
     size: int
-    """Number of data ranks, each with its share of the global batch."""
+    """Number of data ranks, which divide each global batch."""
     is_counted: bool
     """Whether this process reports for its data rank, so that its samples count once."""
 
     @property
     def is_first(self) -> bool:
+        """Whether this process is the one that reports for data rank 0."""
         return self.is_counted and self.rank == 0
 
 
@@ -75,14 +78,18 @@ class Layout:
 
     @property
     def of_parameters(self) -> "Layout":
-        """Layout of parameters. The ranks of a context group use the same parameters on different tokens, so they count
-        as further shares of a copy, or as further copies."""
+        """The layout as far as it divides parameters, in which the context dimension is 1.
+
+        The ranks of a context group use the same parameters on different tokens. So they count as further shards of a
+        copy of the model, or as further copies if each rank has a whole one.
+        """
         dimension = "replicate" if self.has_whole_copies else "shard"
-        return replace(self, context=1, **{dimension: getattr(self, dimension) * self.context})
+        degree = getattr(self, dimension) * self.context
+        return replace(self, context=1, **{dimension: degree})
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of shares of a global batch."""
+        """Number of parts into which a global batch is divided: one for each copy's shard."""
         return self.replicate * self.shard
 
     @property
@@ -91,22 +98,26 @@ class Layout:
         return self.world_size // self.num_data_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return a rank's place in each dimension. `rank_at` is the inverse."""
-        from_the_innermost = []
+        """Return the index of a rank in each dimension. `rank_at` is the inverse."""
+        indices_from_innermost = []
+        rest = rank
         for degree in reversed(self.degrees):
-            rank, index = divmod(rank, degree)
-            from_the_innermost.append(index)
-        return Coordinates(*reversed(from_the_innermost))
+            rest, index = divmod(rest, degree)
+            indices_from_innermost.append(index)
+        return Coordinates(*reversed(indices_from_innermost))
 
     def rank_at(self, coordinates: Coordinates) -> int:
-        """Return the rank in this place."""
+        """Return the rank that has these indices in the layout's dimensions."""
         rank = 0
         for degree, index in zip(self.degrees, coordinates, strict=True):
             rank = rank * degree + index
         return rank
 
     def group(self, rank: int, dimension: str) -> list[int]:
-        """Return, in order, `rank` and the ranks that differ from it in this dimension alone."""
+        """Return the ranks of the group along a dimension that `rank` is in, itself included, in ascending order.
+
+        They differ in the index of this dimension alone.
+        """
         coordinates = self.coordinates(rank)
         degree = getattr(self, dimension)
         return [self.rank_at(coordinates._replace(**{dimension: index})) for index in range(degree)]
@@ -123,12 +134,13 @@ class Layout:
         return self.node_size % math.prod(own_and_inner_degrees) != 0
 
     def data_ranks(self, rank: int) -> DataRanks:
-        """Return the data rank of a rank. The first of the ranks that see the same samples is counted."""
-        place = self.coordinates(rank)
+        """Return the data rank of a rank. Of the ranks that see the same samples, the first one is counted."""
+        coordinates = self.coordinates(rank)
+        is_first_with_samples = coordinates.pipeline == coordinates.context == coordinates.tensor == 0
         return DataRanks(
-            rank=place.replicate * self.shard + place.shard,
+            rank=coordinates.replicate * self.shard + coordinates.shard,
             size=self.num_data_ranks,
-            is_counted=place.pipeline == place.context == place.tensor == 0,
+            is_counted=is_first_with_samples,
         )
 
 
@@ -148,22 +160,27 @@ def divide_devices(
     pipeline: int = 1,
     context: int = 1,
 ) -> Layout:
-    """Lay out `world_size` devices, `node_size` of them (default: all) in each node.
+    """Divide `world_size` devices into the dimensions of a layout. Each node has `node_size` of them, by default all.
 
-    NO_SHARD, ZERO_1: every data rank holds a copy of the model. HYBRID_SHARD: data_parallel_shard_degree of them, or
-    those of a node, share one. Otherwise all share one. Raises ConfigError for degrees that do not divide the devices.
+    `tensor`, `pipeline` and `context` are the numbers of devices that divide each layer, the model's blocks, and each
+    sample. What remains are data ranks, between which the sharding strategy divides the parameters: with NO_SHARD and
+    ZERO_1, every data rank holds a copy of the model. With HYBRID_SHARD, data_parallel_shard_degree data ranks, or
+    those of a node, share one copy. Otherwise all of them share one.
+
+    Raises ConfigError for degrees that do not divide the devices.
     """
     node_size = min(node_size or world_size, world_size)
     degrees = {"tensor": tensor, "context": context, "pipeline": pipeline}
-    inner: dict[str, int] = {}
+    checked_degrees: dict[str, int] = {}
     for dimension, degree in degrees.items():
-        num_inner = math.prod(inner.values())
-        if world_size % (num_inner * degree):
+        group_size = math.prod(checked_degrees.values())
+        if world_size % (group_size * degree):
             raise ConfigError(
-                f"{DEGREE_KEYS[dimension]}: {degree} does not divide the {world_size // num_inner} "
-                f"{_name_groups(inner)} of this launch; start a multiple of {num_inner * degree}, or change the degree"
+                f"{DEGREE_KEYS[dimension]}: {degree} does not divide the {world_size // group_size} "
+                f"{_describe_groups(checked_degrees)} of this launch; start a multiple of {group_size * degree}, or "
+                "change the degree"
             )
-        inner[dimension] = degree
+        checked_degrees[dimension] = degree
 
     num_data_ranks = world_size // math.prod(degrees.values())
     has_whole_copies = fsdp.sharding_strategy in ("NO_SHARD", "ZERO_1")
@@ -178,7 +195,7 @@ def divide_devices(
         origin = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{origin} does not divide the {num_data_ranks} "
-            f"{_name_groups(degrees)} of this launch; use {either(divisors(num_data_ranks))}"
+            f"{_describe_groups(degrees)} of this launch; use {either(divisors(num_data_ranks))}"
         )
     return Layout(
         replicate=num_data_ranks // shard,
@@ -190,7 +207,10 @@ def divide_devices(
 
 
 def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None) -> Layout:
-    """Lay out the devices of a run. Raises ConfigError, as `divide_devices` does."""
+    """Return the layout in which `world_size` devices train a run, with `node_size` (default: all) in each node.
+
+    Raises ConfigError for degrees that do not divide the devices.
+    """
     return divide_devices(
         config.sharding,
         world_size,
@@ -202,26 +222,32 @@ def layout_of(config: TrainConfig, world_size: int, node_size: int | None = None
 
 
 def find_data_ranks(config: TrainConfig, microbatch_size: int | None = None) -> list[int]:
-    """Return all numbers of data ranks that can share a batch evenly, ascending.
+    """Return all numbers of data ranks that can divide a global batch evenly, ascending.
 
-    With `microbatch_size`, each of these ranks must also have whole microbatches of that size.
+    With `microbatch_size`, each data rank must also have whole microbatches of that many samples, and a pipeline must
+    be able to run the number of them. Multiples of a given data_parallel_shard_degree alone are returned.
     """
-    batch, pipeline = config.global_train_batch_size, config.pipeline
+    batch_size = config.global_train_batch_size
     shard_degree = config.sharding.data_parallel_shard_degree or 1
-    counts = [count for count in divisors(batch) if count % shard_degree == 0]
-    if microbatch_size is None:
-        return counts
-
-    counts = [count for count in counts if batch // count % microbatch_size == 0]
-    if pipeline.pipeline_parallel_degree == 1:
-        return counts
-    return [count for count in counts if pipeline.takes_microbatches(batch // count // microbatch_size)]
+    has_pipeline = config.pipeline.pipeline_parallel_degree > 1
+    numbers = []
+    for num_data_ranks in divisors(batch_size):
+        if num_data_ranks % shard_degree:
+            continue
+        if microbatch_size is not None:
+            num_microbatches, rest = divmod(batch_size // num_data_ranks, microbatch_size)
+            if rest:
+                continue
+            if has_pipeline and not config.pipeline.takes_microbatches(num_microbatches):
+                continue
+        numbers.append(num_data_ranks)
+    return numbers
 
 
 def layout_here(config: TrainConfig) -> Layout:
-    """Lay out the launch that this process is a rank of."""
-    here = this_rank()
-    return layout_of(config, here.world_size, here.local_world_size)
+    """Return the layout of the launch that this process is a rank of. Raises ConfigError, as `layout_of` does."""
+    process = this_rank()
+    return layout_of(config, process.world_size, process.local_world_size)
 
 
 RowRanges = Sequence[Sequence[int]]
@@ -229,22 +255,29 @@ RowRanges = Sequence[Sequence[int]]
 
 
 def divide_stack(sizes: Sequence[int], tensor: int) -> RowRanges:
-    """Divide a stack of matrices with `sizes` rows, such as q, k and v: each rank gets its part of every matrix."""
+    """Divide a stack of matrices, such as q, k and v, between `tensor` ranks, so that each gets a part of every matrix.
+
+    `sizes` are the matrices' numbers of rows. Returns ranges of the stack's rows in the order of the ranks: (first row,
+    number of rows), as many for each rank as there are matrices.
+    """
     ranges = []
     for rank in range(tensor):
-        first_row = 0
+        first_row = 0  # of a matrix within the stack
         for size in sizes:
-            part = size // tensor
-            ranges.append((first_row + rank * part, part))
+            num_rows = size // tensor
+            ranges.append((first_row + rank * num_rows, num_rows))
             first_row += size
     return ranges
 
 
-def runs_between(runs: RowRanges, begin: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the rows from `begin` to `end` in the ranks' order: (first row, number of rows, offset from `begin`)."""
+def ranges_between(ranges: RowRanges, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Return which rows of a matrix are at the positions `begin` to `end` when its rows are in the order of `ranges`.
+
+    Each item is (first row in the matrix, number of rows, offset of the first one from `begin`).
+    """
     parts = []
-    position = 0  # of a run's first row, in the ranks' order
-    for first_row, num_rows in runs:
+    position = 0  # of a range's first row, in this order
+    for first_row, num_rows in ranges:
         low = max(begin, position)
         high = min(end, position + num_rows)
         if low < high:
@@ -256,17 +289,21 @@ def runs_between(runs: RowRanges, begin: int, end: int) -> list[tuple[int, int, 
 # ----------------------------------------------------------------------------------------------- in words
 
 
-def _name_groups(degrees: Mapping[str, int]) -> str:
-    """Name the devices that get one share of the batch together, in the user's words."""
+def _describe_groups(degrees: Mapping[str, int]) -> str:
+    """Say for a message what divides a batch: `devices`, or groups of devices that see the same samples.
+
+    `degrees` has the number of devices of each dimension along which a group extends.
+    """
     blocks = [DEGREE_KEYS[name].partition(".")[0] for name, degree in degrees.items() if degree > 1]
     if not blocks:
         return "devices"
     return f"groups of {math.prod(degrees.values())} devices ({', '.join(reversed(blocks))})"
 
 
-def name_data_ranks(layout: Layout) -> str:
-    """Name the receivers of a share of the batch, in the user's words."""
-    return _name_groups({name: getattr(layout, name) for name in DEGREE_KEYS})
+def describe_data_ranks(layout: Layout) -> str:
+    """Say for a message what divides a batch in this layout: `devices`, or groups of devices with their keys."""
+    degrees = {name: getattr(layout, name) for name in DEGREE_KEYS}
+    return _describe_groups(degrees)
 
 
 WORDS = {
@@ -279,7 +316,11 @@ WORDS = {
 
 
 def describe_layout(layout: Layout) -> list[str]:
-    """Return lines: the product of dimensions, and for each dimension the ranks in rank 0's group."""
+    """Describe a layout in lines for a dry run.
+
+    The first line is the number of devices as a product of dimensions. With several dimensions, a line for each
+    follows, with the ranks in rank 0's group, and whether the group extends across nodes.
+    """
     divided = [name for name in WORDS if getattr(layout, name) > 1]
     product = " x ".join(f"{getattr(layout, name)} {WORDS[name]} ({name})" for name in divided)
     nodes = f" in nodes of {layout.node_size}" if layout.node_size < layout.world_size else ""
@@ -287,9 +328,11 @@ def describe_layout(layout: Layout) -> list[str]:
     lines = [f"{layout.world_size}{nodes}{equation}"]
     if len(divided) < 2:
         return lines
+
     for name in divided:
-        across = "across nodes" if layout.spans_nodes(name) else "within a node"
-        ranks = [str(rank) for rank in layout.group(0, name)[1:]]
-        shown = ", ".join(ranks) if len(ranks) <= 4 else f"{', '.join(ranks[:3])} ... {ranks[-1]}"
-        lines.append(f"{name}: rank 0 with {shown}, {across}")
+        extent = "across nodes" if layout.spans_nodes(name) else "within a node"
+        others = [str(rank) for rank in layout.group(0, name)[1:]]
+        if len(others) > MAX_RANKS_LISTED:
+            others = [f"{', '.join(others[:3])} ... {others[-1]}"]
+        lines.append(f"{name}: rank 0 with {', '.join(others)}, {extent}")
     return lines

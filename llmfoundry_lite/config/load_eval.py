@@ -16,7 +16,7 @@ from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
 from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layers import (
-    Layer,
+    ConfigLayer,
     is_key_value,
     is_yaml,
     merge_layers,
@@ -144,7 +144,7 @@ def _add_runs(models: Any, runs: Sequence[str]) -> Any:
 # ------------------------------------------------------------------------------- LLM Foundry's evaluations
 
 
-def _translate(values: dict[str, Any], layers: Sequence[Layer]) -> list[str]:
+def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
     """Translate LLM Foundry's keys into ours, in place. Returns a note for each that has no effect.
 
     Raises ConfigError for a model that is not evaluated here.
@@ -230,7 +230,7 @@ def _find_model(entry: Any) -> str | None:
 # ----------------------------------------------------------------------------------------------- gauntlet
 
 
-def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[Layer]) -> list[str]:
+def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[ConfigLayer]) -> list[str]:
     """Check that the gauntlet's parts fit together. Raises ConfigError; returns notes."""
     notes = []
     place = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
@@ -270,7 +270,7 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
 
 
 def load_tasks(
-    entries: Sequence[Any] | str, task_folder: str, layers: Sequence[Layer] = (), notes: list[str] | None = None
+    entries: Sequence[Any] | str, task_folder: str, layers: Sequence[ConfigLayer] = (), notes: list[str] | None = None
 ) -> list[TaskConfig]:
     """Load tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
 
@@ -327,14 +327,14 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
     return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
 
 
-def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
+def _tasks_at_hand(values: Mapping[str, Any]) -> ConfigLayer:
     """Return a layer with all tasks whose data are here, where no YAML file was given. Raises ConfigError for none.
 
     Text that was held out from the data of a run among the models is a task, too.
     """
     folder = str(values.get("task_folder") or "evals")
     if values.get("icl_tasks"):
-        return Layer(folder, {})
+        return ConfigLayer(folder, {})
 
     names = []
     for path in sorted(find_task_folder(folder).glob("*.yaml")):
@@ -351,7 +351,7 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> Layer:
             f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
-    return Layer(folder, {"icl_tasks": [*tasks, *names]})
+    return ConfigLayer(folder, {"icl_tasks": [*tasks, *names]})
 
 
 def _label_of(path: str) -> str:
@@ -372,7 +372,7 @@ def find_held_out_text(model: str) -> str | None:
 
 
 def _load_entries(
-    entries: Sequence[Any], task_folder: str, layers: Sequence[Layer], metrics: dict[str, list[str]]
+    entries: Sequence[Any], task_folder: str, layers: Sequence[ConfigLayer], metrics: dict[str, list[str]]
 ) -> list[TaskConfig]:
     """Load tasks. `metrics` gets, for each metric that is not computed, the labels of the tasks that ask for it."""
     tasks: list[TaskConfig] = []
@@ -409,13 +409,13 @@ def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) 
     return _load_entries(entries, task_folder, [layer], metrics)
 
 
-def _read_task_file(name: str, task_folder: str) -> Layer:
+def _read_task_file(name: str, task_folder: str) -> ConfigLayer:
     """Read a task's YAML: a file by its path, or one of the folder by its name."""
     is_file = name.endswith((".yaml", ".yml"))
     return read_file(name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml")
 
 
-def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[Layer]) -> Layer:
+def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[ConfigLayer]) -> ConfigLayer:
     """Read the task that a label names. Raises ConfigError, which suggests the nearest name."""
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
@@ -429,7 +429,7 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[L
     raise ConfigError(f"{source_of(path, layers)}: {path}.label: {task_folder} has no task {label!r}; {hint}")
 
 
-def _build_task(entry: Any, path: str, layers: Sequence[Layer]) -> TaskConfig:
+def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskConfig:
     """Make the task of an entry, in LLM Foundry's words or ours, which stands at `path`. Raises ConfigError."""
     values = entry
     if isinstance(entry, dict):

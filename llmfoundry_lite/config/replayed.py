@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL
-from llmfoundry_lite.config.fields import join, keys_of
+from llmfoundry_lite.config.fields import join_key, keys_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, is_masked
 
@@ -45,7 +45,7 @@ def without(keys: Collection[str], value: Any, path: str = "") -> Any:
         return value
     kept = {}
     for name, inner in value.items():
-        key = join(path, name)
+        key = join_key(path, name)
         if key not in keys:
             kept[name] = without(keys, inner, key)
     return kept
@@ -129,7 +129,7 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _texts(inner, join(path, key))
+            yield from _texts(inner, join_key(path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _texts(inner, f"{path}[{index}]")

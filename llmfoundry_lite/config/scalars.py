@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmfoundry_lite.config.fields import Rule, Setting, join, keys_of
+from llmfoundry_lite.config.fields import Rule, Setting, join_key, keys_of
 from llmfoundry_lite.errors import ConfigError, is_masked, is_secret_name, remember_secret, remember_url_secrets
 
 
@@ -139,7 +139,7 @@ def _read_block(block: type, values: Mapping[str, Any], path: str, rule: Rule) -
             if setting.written is not None and setting.parse is None:
                 # Tasks, models and a gauntlet, as they are listed: their text is names and paths.
                 hint, rule_here = setting.written, "freely"
-        read[name] = _read(hint, value, join(path, name), rule_here, setting)
+        read[name] = _read(hint, value, join_key(path, name), rule_here, setting)
     return read
 
 

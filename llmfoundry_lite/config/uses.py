@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from llmfoundry_lite.config.fields import Use, as_yaml, join, keys_of
-from llmfoundry_lite.config.layers import Layer, get, source_of
+from llmfoundry_lite.config.fields import Use, as_yaml, join_key, keys_of
+from llmfoundry_lite.config.layers import ConfigLayer, find_value, source_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError
 
@@ -27,7 +27,7 @@ def refuse_unused_keys(config: TrainConfig) -> None:
             raise ConfigError(f"{unused.key}: {unused.reason}")
 
 
-def note_unused_keys(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
+def note_unused_keys(config: TrainConfig, layers: Sequence[ConfigLayer]) -> list[str]:
     """Return a note for each key without effect that a user wrote for this run.
 
     Overlays describe a machine for many runs, and a run folder's config.yaml has every key, so these are left out.
@@ -35,13 +35,13 @@ def note_unused_keys(config: TrainConfig, layers: Sequence[Layer]) -> list[str]:
     written = [layer for layer in layers if not layer.is_overlay and not _is_record(layer)]
     notes = []
     for unused in find_unused_keys(config, config):
-        if any(get(layer.values, unused.key)[0] for layer in written):
+        if any(find_value(layer.values, unused.key)[0] for layer in written):
             source = source_of(unused.key, written)
             notes.append(f"{source}: {unused.key} has no effect: {unused.reason}")
     return notes
 
 
-def _is_record(layer: Layer) -> bool:
+def _is_record(layer: ConfigLayer) -> bool:
     """Return whether a layer is a recorded configuration: it has every key of a run."""
     return keys_of(TrainConfig).keys() <= layer.values.keys()
 
@@ -66,13 +66,13 @@ def find_unused_keys(
             asks_for_effect = as_yaml(value) != key.default or use.even_default
             if asks_for_effect and not use.has_effect(block, config):
                 reason = use.reason.format(block=block, run=config, path=path)
-                yield Unused(key=join(path, name), reason=reason, is_refused=use.is_refused)
+                yield Unused(key=join_key(path, name), reason=reason, is_refused=use.is_refused)
                 break
 
         uses_inside = {**key.setting.uses_inside}
         for inner_key, use in uses_here.items():
             if inner_key.startswith(f"{name}."):
                 uses_inside[inner_key.removeprefix(f"{name}.")] = use
-        for inner_path, inner_block in key.blocks(join(path, name), value):
+        for inner_path, inner_block in key.blocks(join_key(path, name), value):
             if is_dataclass(inner_block):
                 yield from find_unused_keys(inner_block, config, inner_path, uses_inside)

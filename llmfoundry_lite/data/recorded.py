@@ -17,7 +17,7 @@ from typing import Any
 from llmfoundry_lite.bounded import MAX_INDEX_BYTES, TooLargeError, read_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
-from llmfoundry_lite.config.layers import get
+from llmfoundry_lite.config.layers import find_value
 from llmfoundry_lite.errors import DataError
 
 BLOCK = "train_loader.dataset"
@@ -155,7 +155,7 @@ def find_data_locations(values: dict[str, Any], keys: Collection[str]) -> set[st
     """
     locations = set()
     for key in keys:
-        _, value = get(values, key)
+        _, value = find_value(values, key)
         locations.update(_find_locations(value, name=key.rpartition(".")[2]))
     return locations
 

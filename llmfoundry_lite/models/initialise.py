@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llmfoundry_lite.config.layout import RowRanges, runs_between
+from llmfoundry_lite.config.layout import RowRanges, ranges_between
 from llmfoundry_lite.config.model_schema import InitConfig, ModelConfig
 from llmfoundry_lite.models.mpt import MPT, Norm
 from llmfoundry_lite.ranks.rank import count_usable_cores, this_rank
@@ -66,7 +66,7 @@ def _fill_shard(
         return
     row_size = math.prod(parameter.shape[1:])
     row_order: RowRanges = getattr(module, "row_order", [(0, parameter.size(0))])
-    for first_row, num_rows, local_row in runs_between(row_order, offsets[0], offsets[0] + lengths[0]):
+    for first_row, num_rows, local_row in ranges_between(row_order, offsets[0], offsets[0] + lengths[0]):
         target = _local_tensor(parameter).narrow(0, local_row, num_rows)
         has_whole_rows = target.shape[1:] == parameter.shape[1:]
         numpy_can_fill = target.is_cpu and target.dtype == torch.float32 and target.is_contiguous()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import LoaderConfig
-from llmfoundry_lite.config.layers import Layer, lay_over, leaf_keys, merge_layers, read_layers
+from llmfoundry_lite.config.layers import ConfigLayer, lay_over, leaf_keys, merge_layers, read_layers
 from llmfoundry_lite.config.replayed import refuse_unresolved, without
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
@@ -181,7 +181,7 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     recorded_run = read_run(run)
     changes = []
     if dataset:  # an empty block would replace the recorded one
-        changes.append(Layer("batches", {"train_loader": {"dataset": to_yaml_values(dataset)}}))
+        changes.append(ConfigLayer("batches", {"train_loader": {"dataset": to_yaml_values(dataset)}}))
     opened = open_data(recorded_run, changes).dataset
     loader = build_text_loader(opened, loader_class=StatefulLoader)
     epoch, num_batches = opened.stages.locate_batch(first - 1)
@@ -214,7 +214,7 @@ class OpenedData:
     """None where it is not on this machine."""
 
 
-def open_data(run: Run, changes: Sequence[Layer]) -> OpenedData:
+def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     """Open the data set that a run was trained on, for reading alone.
 
     `changes` are values of the configuration that differ here. What the run recorded is only read: downloads go to a
