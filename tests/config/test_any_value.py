@@ -71,7 +71,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path, evaluation):
         with pytest.raises(ConfigError):
             load_eval_config([write_config(tmp_path / "eval.yaml", evaluation | {"icl_tasks": tasks})])
     task = evaluation["icl_tasks"][0] | {"dataset_uri": long}
-    with pytest.raises(ConfigError, match="no task"):
+    with pytest.raises(ConfigError, match="the data of every task"):
         load_eval_config(
             [write_config(tmp_path / "eval.yaml", evaluation | {"icl_tasks": [task], "skip_missing_tasks": True})]
         )
