@@ -42,9 +42,11 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
     """Train a model from YAML files and key=value settings."""
     from llmfoundry_lite.launch_train import main
 
+    # A single rank trains in this process, and `_run_in_this_process` does not return.
     if not _starts_ranks(context.args, num_ranks, even_one=max_restarts is not None):
         _run_in_this_process("llmfoundry_lite.launch_train", main, context.args)
 
+    # Several ranks, or one that is to be restarted, are processes that a companion starts and watches.
     try:
         train_ranks = companions.load("llmfoundry_ops.commands:train_ranks", "train -n")
     except ConfigError as error:

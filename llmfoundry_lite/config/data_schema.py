@@ -45,7 +45,11 @@ _REMOTE = must_be(
 
 
 def _in_units(units: Mapping[str, int], example: str) -> Check:
-    """Make the check of a number above 0, which may be text with a unit, such as `example`."""
+    """Return the check of a setting that is a number above 0, or a text of a number and a unit, such as "1gb".
+
+    `units` maps each unit to its size, and `example` is a valid value, for errors. The forms are those that
+    mosaicml-streaming reads, in which "b" may follow a whole number.
+    """
 
     def is_above_0(value: int | str) -> bool:
         if not isinstance(value, str):

@@ -80,24 +80,29 @@ def distinct_streams(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
 def first_batches(
     dataset: TextDatasetConfig, path: str, max_duration: Duration | None, batch_size: int, max_seq_len: int
 ) -> list[int]:
-    """Return the number of batches before each stage. `path` names the block in errors. Raises ConfigError.
+    """Return, for each stage of a data set, the number of batches that come before it. The first is 0.
 
-    A stage begins with the batch at which its predecessor's `until` is reached, as a schedule's decay does.
-    `max_duration` is None without a run. Then `until` in `dur` is refused.
+    A stage ends, and the next one begins, with the batch in which its `until` is reached. `until` is a span from the
+    start of the run, and may be a fraction of it, such as 0.8dur. The last stage lasts to the end of the run.
+
+    path: the data set's block in the YAML, for errors.
+    max_duration: the length of the run; None if the data set is opened without a run. A fraction has no meaning then.
+
+    Raises ConfigError if the spans do not increase, or do not end before the run does.
     """
     if dataset.stages and max_duration is not None and max_duration.unit == "ep":
         raise ConfigError(
             f"{path}.stages: max_duration is {max_duration}, and a stage may end within an epoch; write it in ba"
         )
 
-    num_samples = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
+    samples_per_unit = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
 
     def batches_in(span: Duration) -> int:
         """Return the number of batches that a span lasts, rounded up."""
-        return math.ceil(Fraction(str(span.value)) * num_samples[span.unit] / batch_size)
+        return math.ceil(Fraction(str(span.value)) * samples_per_unit[span.unit] / batch_size)
 
     last_batch = batches_in(max_duration) if dataset.stages and max_duration is not None else None
-    first = [0]
+    batches_before = [0]
     for stage_index, stage in enumerate(dataset.stages):
         key = f"{path}.stages[{stage_index}].until"
         is_last = stage_index == len(dataset.stages) - 1
@@ -109,15 +114,16 @@ def first_batches(
         end_batch = batches_in(_count_fraction(stage.until, max_duration, key))
         until = stage.until.written
         if is_last:
+            # An `until` at or after the end of the run has no effect, and is accepted.
             if last_batch is None or end_batch < last_batch:
                 raise ConfigError(f"{key}: {until} given for the last stage, which lasts to the end; remove it")
             continue
-        if end_batch <= first[-1]:
+        if end_batch <= batches_before[-1]:
             raise ConfigError(f"{key}: {until} is batch {end_batch}, and the stage begins there or later; give more")
         if max_duration is not None and last_batch is not None and end_batch >= last_batch:
             raise ConfigError(f"{key}: {until} is not before the end of the run, {max_duration.written}; give less")
-        first.append(end_batch)
-    return first
+        batches_before.append(end_batch)
+    return batches_before
 
 
 def _count_fraction(span: Duration, run: Duration | None, key: str) -> Duration:

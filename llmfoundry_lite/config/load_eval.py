@@ -88,7 +88,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
     lacks_tasks = given is not None and not values.get("icl_tasks")
     if not has_file or lacks_tasks:
-        layers.insert(0, _tasks_at_hand(values))
+        layers.insert(0, _find_available_tasks(values))
         values = {**layers[0].values, **values}
     values.setdefault("suite", "tasks" if given is not None else Path(layers[0].source).stem)
     config = build_block(EvalConfig, values, "", layers)
@@ -327,10 +327,12 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
     return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
 
 
-def _tasks_at_hand(values: Mapping[str, Any]) -> ConfigLayer:
-    """Return a layer with all tasks whose data are here, where no YAML file was given. Raises ConfigError for none.
+def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
+    """Return a configuration layer that lists every task whose data is on this machine.
 
-    Text that was held out from the data of a run among the models is a task, too.
+    Used when the command line names models but no YAML file. The tasks are those of the task folder, and the text that
+    `data prepare` held out from the data of each run among the models. The layer is empty if `icl_tasks` is set
+    already. Raises ConfigError if no task is found.
     """
     folder = str(values.get("task_folder") or "evals")
     if values.get("icl_tasks"):
@@ -343,15 +345,17 @@ def _tasks_at_hand(values: Mapping[str, Any]) -> ConfigLayer:
             names.append(path.stem)
 
     models = values["models"].values() if isinstance(values["models"], dict) else ()
-    texts = [find_held_out_text(str(model)) for model in models]
-    paths = dict.fromkeys(path for path in texts if path is not None)  # two runs may have the same data
-    tasks = [{"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path} for path in paths]
-    if not (names or tasks):
+    found_texts = [find_held_out_text(str(model)) for model in models]
+    text_paths = dict.fromkeys(path for path in found_texts if path is not None)  # two runs may have the same data
+    text_tasks: list[dict[str, str]] = []
+    for path in text_paths:
+        text_tasks.append({"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path})
+    if not (names or text_tasks):
         raise ConfigError(
             f"command line: no YAML file given, and the data of every task in {folder}/ is missing; in a clone, "
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
-    return ConfigLayer(folder, {"icl_tasks": [*tasks, *names]})
+    return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *names]})
 
 
 def _label_of(path: str) -> str:

@@ -277,18 +277,20 @@ class EpochOrder:
     def _sample_ids_at(self, positions: Int64Array) -> Int64Array:
         """Return the ids of the samples at some positions, in an array of the same shape as `positions`.
 
-        A position is an index among the samples of all units, one unit after another, before the ring is turned.
+        A position is an index among the samples of all units, one unit after another. The random offset at which the
+        epoch begins in this ring is not part of it.
         """
         units = np.searchsorted(self._unit_bounds, positions, side="right") - 1
-        offsets_in_shard = positions - self._unit_bounds[units]
+        offsets_in_unit = positions - self._unit_bounds[units]
 
         # The n-th sample of a whole unit is the n-th of its shard. In a partial unit it is the n-th picked sample.
+        offsets_in_shard = offsets_in_unit.copy()
         is_partial = self._unit_is_partial[units]
         if is_partial.any():
             partial_units, index_of_unit = np.unique(units[is_partial], return_inverse=True)
             picks_of_units = [self._pick_samples(unit) for unit in partial_units]
             first_picks = np.cumsum([0, *map(len, picks_of_units)])
-            picks = first_picks[index_of_unit] + offsets_in_shard[is_partial]
+            picks = first_picks[index_of_unit] + offsets_in_unit[is_partial]
             offsets_in_shard[is_partial] = np.concatenate(picks_of_units)[picks]
         return self.order.first_sample_of_shard[self._unit_shards[units]] + offsets_in_shard
 

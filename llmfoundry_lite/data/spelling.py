@@ -205,10 +205,11 @@ class Speller:
 
     @cached_property
     def _marking_backend(self) -> tuple[tokenizers.Tokenizer, int | None]:
-        """A copy of the tokenizer for normalised text, and the id of its unknown token (or None).
+        """A copy of the tokenizer that marks characters without a token, and the id that marks them (or None).
 
-        The copy has no normaliser. It has no post-processor either, which may remove spaces from the offsets of tokens.
-        If the model has no unknown token, it gets one, so that characters without a token can be located.
+        The copy encodes text that has been normalised already, so it has no normaliser. It has no post-processor,
+        because that may remove spaces from the offsets of tokens. If the model has no unknown token, the copy gets one,
+        so that each character without a token becomes that token and can be located by its offsets.
         """
         backend = self.tokenizer.backend
         stored = json.loads(backend.to_str())
