@@ -93,7 +93,7 @@ def _download(name: str, origin: Origin) -> Any:
     except Exception as error:  # `datasets` and the network raise a dozen unrelated types
         raise DataError(
             f"{name}: {origin.repository} cannot be had from the Hugging Face Hub ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}); tasks fetched so far are kept, and the same command carries on"
+            f"{' '.join(str(error).split())}); tasks fetched so far are kept"
         ) from error
 
 

@@ -68,7 +68,7 @@ def test_a_module_of_ours_imports_nothing_from_the_working_directory(planted, pr
 @needs("llmfoundry_formats")
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="needs no error")
 def test_lm_eval_by_us_imports_nothing_from_the_working_directory(planted):
-    assert "lm_eval is not here" in call(planted, sys.executable, "-m", "llmfoundry_formats.lm_eval", code=2)
+    assert "lm_eval is not installed" in call(planted, sys.executable, "-m", "llmfoundry_formats.lm_eval", code=2)
 
 
 def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(planted):

@@ -288,7 +288,7 @@ def test_a_limit_is_named_as_the_reason_and_not_the_data_or_the_tokens(tmp_path)
         ({"settings": settings(limit=10), "fingerprint": "b"}, r"limit None against 10 \(10 items against 10\)"),
         ({"settings": settings(max_seq_len=64), "fingerprint": "b"}, "max_seq_len None against 64"),
         ({"metric": "acc_norm"}, "metric 'acc_per_token' against 'acc_norm'"),
-        ({"fingerprint": "sha256:b"}, r"what no setting tells \(fingerprint sha256:a against sha256:b\)"),
+        ({"fingerprint": "sha256:b"}, r"something that no setting shows \(fingerprint sha256:a against sha256:b\)"),
     ],
 )
 def test_what_was_asked_otherwise_is_not_compared(tmp_path, changes, reason):
@@ -466,7 +466,7 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     assert "cannot be read as JSON: Extra data" in error_of(capsys, good, "good.items.jsonl")
     for content, reason in (
         ("{", "cannot be read as JSON"),
-        ("[]", "is no result"),
+        ("[]", "is not a result"),
         ('{"model": "m", "tasks": {}}', "it has suite None, which no result has"),
         (json.dumps({**facts, "tasks": {"t": {"n": 1}}}), "t has metric None, which no result has"),
         (json.dumps({**facts, "tasks": {"t": 1}}), "t has n None, which no result has"),

@@ -61,7 +61,10 @@ def model(monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (("One two", "three"), "the answer has no token of its own: it is empty, or one token joins it to its context"),
+        (
+            ("One two", "three"),
+            "the answer has no token of its own: it is empty, or shares its only token with the context",
+        ),
         (("One two", ""), "the answer has no token of its own"),
         (("", ""), "has no text at all"),
         (("One", " a b c d e f g"), "the answer has 7 tokens, and the model reads 6; leave the task out"),

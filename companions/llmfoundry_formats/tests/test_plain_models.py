@@ -136,7 +136,10 @@ def test_weights_that_transformers_would_take_for_others_are_refused(neox):
     first, *_, last = sorted(neox.glob("model-*.safetensors"))
     twice = {**load_file(last), **load_file(first)}
     save_file(twice, last, metadata={"format": "pt"})
-    assert f"{min(load_file(first))} is in {last.name} and in another file; it cannot be told which" in refusal(neox)
+    assert (
+        f"{min(load_file(first))} is in {last.name} and in another file; it is not clear which of them counts"
+        in refusal(neox)
+    )
     save_file(weights, neox / "model.safetensors", metadata={"format": "pt"})
     assert "holds model.safetensors and model.safetensors.index.json, which names other files" in refusal(neox)
 

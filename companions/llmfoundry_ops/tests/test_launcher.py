@@ -378,7 +378,7 @@ def test_a_run_that_met_a_fault_is_carried_on_if_it_had_begun(tmp_path, monkeypa
 
     monkeypatch.setattr(module, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(Launcher, "_try", run_ranks)
-    monkeypatch.setattr("llmfoundry_ops.processes.listen", lambda handler: None)
+    monkeypatch.setattr("llmfoundry_ops.processes.handle_leaving_signals", lambda handler: None)
     launcher = Launcher(
         Program("json", "json"),
         1,

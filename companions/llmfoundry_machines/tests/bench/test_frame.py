@@ -70,7 +70,7 @@ def test_a_bench_that_ended_midway_does_not_block_the_next_one(tmp_path):
 
 def test_what_was_measured_is_shown_where_it_cannot_be_written(tmp_path, capsys):
     (tmp_path / "name.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"name\.md: exists and is no earlier answer"):
+    with pytest.raises(ConfigError, match=r"name\.md: exists and was not written by this command"):
         frame.tell(frame.describe_conditions(), ["a note"], name="name", heading="", command="bench", out=tmp_path)
     assert "a note" in capsys.readouterr().out
 
