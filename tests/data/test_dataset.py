@@ -390,11 +390,11 @@ def test_a_shard_that_is_still_coming_takes_its_room_already(tmp_path, monkeypat
     has_begun, may_come = threading.Event(), threading.Event()
     fetch_shard = cache.folders[0].fetch_shard
 
-    def fetch_the_first_late(reader, *, again):
+    def fetch_the_first_late(reader, *, replace):
         if not has_begun.is_set():
             has_begun.set()
             assert may_come.wait(60)
-        return fetch_shard(reader, again=again)
+        return fetch_shard(reader, replace=replace)
 
     monkeypatch.setattr(cache.folders[0], "fetch_shard", fetch_the_first_late)
     other = threading.Thread(target=cache.ensure_present, args=(4,))

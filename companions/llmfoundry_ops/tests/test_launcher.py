@@ -219,11 +219,11 @@ def test_asked_to_leave_while_ranks_are_frozen_it_has_left_and_says_why(launched
 
 
 def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path):
-    os.mkfifo(tmp_path / "rank1.txt")  # whoever opens it waits for a reader
     mine, its = open_channel()
     mine.settimeout(DEADLINE_SECONDS)
-    begins = "become(Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
-    program = f"import socket, sys; from llmfoundry_ops.server import Start, become; {begins}"
+    hangs = "server.open_no_link = lambda *arguments: threading.Event().wait()"  # as on a disk that does not answer
+    begins = "server.become(server.Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
+    program = f"import socket, sys, threading; from llmfoundry_ops import server; {hangs}; {begins}"
     command = [sys.executable, "-c", program, str(tmp_path / "rank1.txt"), str(its.fileno())]
     rank = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])
     its.close()
