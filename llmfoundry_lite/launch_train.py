@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite import preflight
+from llmfoundry_lite import dry_run, preflight
 from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
@@ -99,7 +99,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
         if is_main:
             is_for_here = invocation.dry_run == "here"
             with_yaml = invocation.dry_run == "full"
-            description = preflight.describe(
+            description = dry_run.describe_launch(
                 config, checked.layout, checked.preflight_result, is_for_here=is_for_here, with_yaml=with_yaml
             )
             print(description)
@@ -133,7 +133,7 @@ def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> C
         checked = preflight.check(config, layout, must_exist=is_for_this_machine)
         invocation.notes.extend(checked.notes)
         if not invocation.dry_run:
-            warnings = preflight.describe_division("warning", config, layout)
+            warnings = dry_run.describe_division("warning", config, layout)
             invocation.notes.extend(f"warning: {text}" for text in warnings)
         if invocation.dry_run == "here":
             from llmfoundry_lite.devices import local_devices  # imports torch

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from llmfoundry_lite import preflight
+from llmfoundry_lite import dry_run, preflight
 from llmfoundry_lite.checkpoint import start as starting
 from llmfoundry_lite.checkpoint.manifest import Timestamp
 from llmfoundry_lite.config.layout import Layout, layout_of
@@ -53,7 +53,7 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     assert found.not_checked == [
         "tokenizer.name: tests/not-on-this-disk is neither a local folder nor in the Hub's cache"
     ]
-    text = preflight.describe(config, Layout(), found)
+    text = dry_run.describe_launch(config, Layout(), found)
     assert "batch          8 samples x 32 tokens = 256 tokens" in text
     assert f"train data     60 samples, {data}/train, 4 of them left out of each epoch" in text
     assert re.search(r"model FLOPs +[\d.]+ k per token, [\d.]+ M per batch", text)
@@ -63,7 +63,7 @@ def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
 def test_hours_are_told_by_a_measured_rate_and_many_epochs_are_remarked_on(tmp_path, data):
     changes = {"max_duration": "10000ba", "variables": {"tokens_per_second": 100}}
     config, found = check(tmp_path, tiny_config(data, **changes))
-    text = preflight.describe(config, Layout(), found)
+    text = dry_run.describe_launch(config, Layout(), found)
     assert "1,333.33 epochs, which learn this text by heart" in text
     assert ", 7.1 hours at 100 tokens per second" in text
 
@@ -76,8 +76,8 @@ def test_tensor_parallelism_across_nodes_is_warned_of(tmp_path, data):
         world_size=8,
     )
     for node_size in (None, 4, 8):
-        assert "warning" not in preflight.describe(config, layout_of(config, 8, node_size), preflight.Preflight())
-    text = preflight.describe(config, layout_of(config, 8, 2), preflight.Preflight())
+        assert "warning" not in dry_run.describe_launch(config, layout_of(config, 8, node_size), preflight.Preflight())
+    text = dry_run.describe_launch(config, layout_of(config, 8, 2), preflight.Preflight())
     (line,) = [line for line in text.splitlines() if line.startswith("warning")]
     assert line == (
         "warning        tp_config.tensor_parallel_degree: groups of 4 devices span nodes of 2: every block exchanges "
@@ -153,8 +153,8 @@ def test_a_launch_that_compiles_needs_a_compiler_and_pythons_header(tmp_path, da
 def test_a_dry_run_lists_what_it_has_not_checked(tmp_path, data):
     config, found = check(tmp_path, tiny_config(data), must_exist=False)
     memory = "not checked    the memory of this machine's devices; --dry-run=here also checks"
-    assert memory in preflight.describe(config, Layout(), found)
-    assert memory not in preflight.describe(config, Layout(), found, is_for_here=True)
+    assert memory in dry_run.describe_launch(config, Layout(), found)
+    assert memory not in dry_run.describe_launch(config, Layout(), found, is_for_here=True)
 
 
 def test_a_dry_run_is_short_and_prints_the_yaml_when_asked(tmp_path, data, monkeypatch, capsys):
@@ -177,7 +177,7 @@ def test_a_dry_run_says_where_a_launch_would_begin(tmp_path, data, monkeypatch):
 
     def start(**changes):
         config, found = check(tmp_path, tiny_config(data, **changes))
-        said = preflight.describe(config, Layout(), found).splitlines()
+        said = dry_run.describe_launch(config, Layout(), found).splitlines()
         unseen.append("".join(line for line in said if "fits this configuration" in line))
         return said[1].removeprefix("start          ")
 
@@ -213,7 +213,7 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     monkeypatch.setattr(starting, "newest_of", lambda candidates: SimpleNamespace(name="ba2", manifest=manifest))
 
     def describe(config, **options):
-        said = preflight.describe(config, Layout(), found, **options)
+        said = dry_run.describe_launch(config, Layout(), found, **options)
         unseen.append("not checked    the tensors and the data of ba2" in said)
         return said.splitlines()[1].removeprefix("start          ")
 
@@ -341,7 +341,7 @@ def test_each_of_several_validation_loaders_is_checked_by_its_label(tmp_path, da
     config = tiny_config(data, eval_loader=loaders)
     loaded, found = check(tmp_path, config, must_exist=False)
     assert set(found.num_samples) == {"train", "eval/val"}
-    assert "\neval/val data  " in preflight.describe(loaded, Layout(), found)
+    assert "\neval/val data  " in dry_run.describe_launch(loaded, Layout(), found)
     with pytest.raises(DataError, match=r"eval_loaders\.gone\.dataset: .*gone/index\.json does not exist"):
         check(tmp_path, config)
     own = {"label": "own", "name": "python:not_a_module:build"}
@@ -352,9 +352,9 @@ def test_each_of_several_validation_loaders_is_checked_by_its_label(tmp_path, da
 def test_what_an_epoch_of_streams_leaves_out_is_not_guessed(tmp_path, data):
     streams = {"a": {"local": str(data), "repeat": 2.0}}
     config, found = check(tmp_path, tiny_config(data, train_loader={"dataset": {"split": "train", "streams": streams}}))
-    assert f"train data     60 samples, {data}/train\n" in preflight.describe(config, Layout(), found)
+    assert f"train data     60 samples, {data}/train\n" in dry_run.describe_launch(config, Layout(), found)
     config, found = check(tmp_path, tiny_config(data, train_loader__dataset__epoch_size=500, max_duration="10ba"))
-    text = preflight.describe(config, Layout(), found)
+    text = dry_run.describe_launch(config, Layout(), found)
     assert "left out" not in text and "epochs" not in text
 
 
@@ -439,7 +439,7 @@ def test_a_separator_that_is_not_the_tokenizers_is_refused_unless_told(tmp_path,
 def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
     stages = {"pipeline_parallel_degree": 2, "schedule": "interleaved"}
     config, _ = check(tmp_path, tiny_config(data, pp_config=stages, model__n_layers=5), world_size=4)
-    text = preflight.describe(config, layout_of(config, 4), preflight.Preflight())
+    text = dry_run.describe_launch(config, layout_of(config, 4), preflight.Preflight())
     begin = text.splitlines().index("stages         interleaved")
     first, second = (line.strip() for line in text.splitlines()[begin + 1 : begin + 3])
     assert first.startswith("ranks 0-1: embeddings, block 0, blocks 2-3; ")
@@ -454,9 +454,9 @@ def test_a_dry_run_lists_what_each_stage_holds_and_the_fullest(tmp_path, data):
 def test_a_dry_run_says_what_is_not_known_of_a_user_s_own_optimizer(tmp_path, data):
     own = {"name": "python:my.optim:Own", "lr": 0.01, "betas": [0.9, 0.99], "weight_decay": 0.3}
     config, found = check(tmp_path, tiny_config(data))
-    assert "assumed" not in preflight.describe(config, Layout(), found)
+    assert "assumed" not in dry_run.describe_launch(config, Layout(), found)
     config = load_train_config([write_config(tmp_path / "run.yaml", tiny_config(data, optimizer=own))]).config
-    text = preflight.describe(config, Layout(), found)
+    text = dry_run.describe_launch(config, Layout(), found)
     assert (
         "optimizer      python:my.optim:Own, lr 0.01, betas [0.9, 0.99], weight_decay 0.3, its own defaults for all "
         "else, cosine_with_warmup"

@@ -5,8 +5,8 @@ from llmfoundry_layouts.stage_memory import estimate_stages
 from llmfoundry_layouts.stages import describe_stages
 from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.schema import TrainConfig
+from llmfoundry_lite.dry_run import MAX_LISTED
 from llmfoundry_lite.hardware import format_bytes
-from llmfoundry_lite.preflight import MAX_LISTED
 
 
 def _describe_context(config: TrainConfig, layout: Layout) -> list[str]:

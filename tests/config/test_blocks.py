@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmfoundry_lite import companions, preflight
+from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.companions import Companion
 from llmfoundry_lite.config import blocks, fields
 from llmfoundry_lite.config.blocks import Block
@@ -107,7 +107,7 @@ def test_a_block_brings_the_other_launches_and_says_so_in_a_dry_run():
     layout = layout_of(config, 1, 1)
     with pytest.raises(ConfigError, match="nobody is here"):
         preflight.check(config, layout, must_exist=True)
-    told = preflight.describe(config, layout, preflight.check(config, layout, must_exist=False))
+    told = dry_run.describe_launch(config, layout, preflight.check(config, layout, must_exist=False))
     assert told.startswith("run            mpt-125m in runs/mpt-125m/a, one of 3\n")
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from llmfoundry_lite import preflight
+from llmfoundry_lite import dry_run
 from llmfoundry_lite.checkpoint.store import open_checkpoint
 from llmfoundry_lite.cli.main import run as run_command
 from llmfoundry_lite.companions import is_installed
@@ -77,7 +77,7 @@ def test_a_dry_run_does_not_print_a_secret_that_the_shell_or_the_yaml_has(tmp_pa
         monkeypatch.setenv("HF_TOKEN", shell)
     path = write_config(tmp_path / "tiny.yaml", tiny_config(data, environment={"HF_TOKEN": "hunter2yaml"}))
     invocation, layout, found = check([path, "--dry-run"])
-    told = preflight.describe(invocation.config, layout, found)
+    told = dry_run.describe_launch(invocation.config, layout, found)
     assert "HF_TOKEN=***" in told and "hunter2" not in told
     assert ("HF_TOKEN=***, as the shell has it" in told) == (shell is not None)
 

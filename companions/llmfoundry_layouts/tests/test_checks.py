@@ -10,9 +10,10 @@ from llmfoundry_lite.config.check import check_batch
 from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
+from llmfoundry_lite.dry_run import describe_launch
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.estimate.memory import estimate_training_memory
-from llmfoundry_lite.preflight import Preflight, describe
+from llmfoundry_lite.preflight import Preflight
 from tests.helpers.plans import estimate_memory
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -196,7 +197,7 @@ def test_a_hardware_overlay_may_divide_layers_and_a_strategy_has_no_effect(tmp_p
 )
 def test_a_dry_run_says_which_rank_has_which_tokens(tmp_path, arguments, lines):
     config = load(tmp_path, SAMPLES, *arguments.split())
-    said = describe(config, layout_of(config, 8, 8), Preflight())
+    said = describe_launch(config, layout_of(config, 8, 8), Preflight())
     assert all(line in said for line in lines)
     assert "parts of a sample (context)" in said
     assert "cp_config.context_parallel_degree: groups" not in said
@@ -207,7 +208,7 @@ def test_a_group_across_nodes_is_warned_of(tmp_path):
     assert (
         "cp_config.context_parallel_degree: groups of 4 devices span nodes of 2: every block exchanges over the "
         "network; a group whose size divides 2 stays in a node"
-    ) in describe(config, layout_of(config, 8, 2), Preflight())
+    ) in describe_launch(config, layout_of(config, 8, 2), Preflight())
 
 
 @pytest.mark.parametrize("kind", ["heads", "gather"])
