@@ -22,7 +22,8 @@ import numpy as np
 from llmfoundry_lite.checkpoint.save_interval import suggest_save_interval
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.ranks.status import is_running, read_status
-from llmfoundry_lite.report.reading import ELAPSED, SECONDS, STALL, Log, Rows, Run
+from llmfoundry_lite.report.log import ELAPSED, SECONDS, STALL, Log, Rows
+from llmfoundry_lite.report.reading import Run
 from llmfoundry_ops.journal import FAILED, LOST, Allocation, read_allocations
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"

@@ -16,6 +16,7 @@ import numpy as np
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.report.canvas import fixed_settings
 from llmfoundry_lite.report.figure import create_stacked_panels, curve_color, save_figure, style_panels
+from llmfoundry_lite.report.log import SECONDS
 from llmfoundry_lite.report.page import (
     Additions,
     Facts,
@@ -25,7 +26,7 @@ from llmfoundry_lite.report.page import (
     format_short,
     format_span,
 )
-from llmfoundry_lite.report.reading import SECONDS, Run
+from llmfoundry_lite.report.reading import Run
 from llmfoundry_lite.tables import Table
 from llmfoundry_ops.journal import Allocation
 from llmfoundry_ops.launches import MIN_FAILURES, describe_failures, find_allocations

@@ -23,8 +23,8 @@ from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError
 from llmfoundry_lite.ranks.identity import boot_id, is_alive
 from llmfoundry_lite.ranks.status import STATUS, read_status
+from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import (
-    LOSS,
     METRICS,
     add_carried_log,
     find_checkpoint_folder,

@@ -26,7 +26,8 @@ from llmfoundry_lite.convert.checkpoint_model import read_model
 from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
-from llmfoundry_lite.report.reading import LOSS, METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
+from llmfoundry_lite.report.log import LOSS
+from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
 QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)

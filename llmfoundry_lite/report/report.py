@@ -24,18 +24,9 @@ from llmfoundry_lite.checkpoint.run_log import read_lines
 from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
+from llmfoundry_lite.report.log import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS
 from llmfoundry_lite.report.page import Additions, Facts, Section, build_sections, markdown, print_sections
-from llmfoundry_lite.report.reading import (
-    DEVICE_RATE,
-    FLOPS,
-    LOSS,
-    RATE,
-    SECONDS,
-    TOKENS,
-    NoBatchesError,
-    Run,
-    read_run,
-)
+from llmfoundry_lite.report.reading import NoBatchesError, Run, read_run
 from llmfoundry_lite.report.segments import (
     changes_of,
     parse_prices,

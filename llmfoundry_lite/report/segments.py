@@ -28,7 +28,8 @@ from llmfoundry_lite.config.changes import Change
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import ACCELERATORS, Accelerator
 from llmfoundry_lite.report.figure import Span
-from llmfoundry_lite.report.reading import ELAPSED, FLOPS, JOULES, MFU, RATE, SECONDS, Log, Run
+from llmfoundry_lite.report.log import ELAPSED, FLOPS, JOULES, MFU, RATE, SECONDS, Log
+from llmfoundry_lite.report.reading import Run
 
 Facts = dict[str, Any]
 """Facts as report.json has them; None is unknown."""

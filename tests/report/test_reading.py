@@ -8,14 +8,8 @@ import pytest
 
 from llmfoundry_lite.bounded import MAX_YAML_BYTES, TooLargeError
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.report.reading import (
-    MAX_NAMES,
-    OBJECT_STORES,
-    count_tokens,
-    find_checkpoint_folder,
-    parse_log,
-    read_run,
-)
+from llmfoundry_lite.report.log import MAX_NAMES, count_tokens, parse_log
+from llmfoundry_lite.report.reading import OBJECT_STORES, find_checkpoint_folder, read_run
 from tests.helpers.bombs import little_memory
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmfoundry_lite.checkpoint.manifest import Segment
-from llmfoundry_lite.report.reading import parse_log
+from llmfoundry_lite.report.log import parse_log
 from llmfoundry_lite.report.segments import accelerator_of, measure_segment, sum_segments
 
 CARD = "NVIDIA H100 80GB HBM3"

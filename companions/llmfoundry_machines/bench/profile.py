@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.report.reading import SECONDS, read_run
+from llmfoundry_lite.report.log import SECONDS
+from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, drawn, measured_table, tell
 from llmfoundry_machines.bench.steps import train_on_ranks

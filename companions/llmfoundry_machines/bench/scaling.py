@@ -24,7 +24,8 @@ from llmfoundry_lite.devices import device_type
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.ranks.rank import count_usable_cores
-from llmfoundry_lite.report.reading import FLOPS, MFU, SECONDS, config_of, read_run
+from llmfoundry_lite.report.log import FLOPS, MFU, SECONDS
+from llmfoundry_lite.report.reading import config_of, read_run
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import DTYPES, SHAPES, measure_in_a_process, train_on_ranks, write_run
