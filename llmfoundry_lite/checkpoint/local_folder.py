@@ -113,8 +113,8 @@ class LocalFolder:
         Of a link, only the link is removed: somebody has moved the checkpoint that it leads to, which is theirs. A file
         of this name is removed too, before `rmtree`, which never returns from a pipe.
         """
-        is_file = self.path.exists() and not self.path.is_dir()
-        if self.is_link() or is_file:
+        # A link is not followed even to look: it may lead to a disk that does not answer.
+        if self.is_link() or (self.path.exists() and not self.path.is_dir()):
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -216,6 +216,15 @@ def test_an_answer_of_a_web_server_is_read_up_to_the_limit():
         server.shutdown()
 
 
+@pytest.mark.fault
+def test_a_link_is_removed_though_its_target_cannot_be_looked_up(tmp_path):
+    """Such as one on a mount that has vanished. Here the target's name is too long for any file."""
+    link = tmp_path / "link"
+    link.symlink_to("x" * 300)
+    LocalFolder(link).remove_all()
+    assert not os.path.lexists(link)
+
+
 class SlowAnswers:
     """A file system whose answers come when `answered` is set."""
 
