@@ -254,15 +254,15 @@ class SavedRun(RunState):
         """
         try:
             self._read_newest()
-        except CheckpointError as error:
-            if self._newest is None:
-                raise
-            self.read_error = str(error)
         except OSError as error:
             text = f"{self._opened.url}: cannot be read: {error.strerror or error}"
             if self._newest is None:
                 raise DataError(text) from error
             self.read_error = text
+        except (CheckpointError, DataError) as error:
+            if self._newest is None:
+                raise
+            self.read_error = str(error)
 
     def _read_newest(self) -> None:
         """Read the newest checkpoint that is not damaged, unless the last look has read it, and update the status.

@@ -311,17 +311,28 @@ def test_patience_that_is_no_time_is_one_line(capsys):
     assert capsys.readouterr().err.startswith("error: --patience: soon given, expected a time such as")
 
 
-def test_a_pipe_is_told_when_a_bucket_does_not_answer_and_when_it_does(monkeypatch):
-    url = "memory://watch/piped/tiny"
-    lease = save_with_log(url, 2)
-    candidates = CheckpointStore.candidates
+LIST_CHECKPOINTS = CheckpointStore.candidates
+
+
+def begin_outage(monkeypatch, url):
+    """Let no listing of the bucket be answered until `end_outage`."""
 
     def refuse(self):
         raise CheckpointError(f"{url}: cannot be listed: Connection refused")
 
+    monkeypatch.setattr(CheckpointStore, "candidates", refuse)
+
+
+def end_outage(monkeypatch):
+    monkeypatch.setattr(CheckpointStore, "candidates", LIST_CHECKPOINTS)
+
+
+def test_a_pipe_is_told_when_a_bucket_does_not_answer_and_when_it_does(monkeypatch):
+    url = "memory://watch/piped/tiny"
+    lease = save_with_log(url, 2)
     steps = [
-        lambda: monkeypatch.setattr(CheckpointStore, "candidates", refuse),
-        lambda: monkeypatch.setattr(CheckpointStore, "candidates", candidates),
+        lambda: begin_outage(monkeypatch, url),
+        lambda: end_outage(monkeypatch),
         lambda: save_with_log(url, 4, lease),
     ]
     console = Console(file=io.StringIO(), width=300)
@@ -336,18 +347,28 @@ def test_a_pipe_is_told_when_a_bucket_does_not_answer_and_when_it_does(monkeypat
 def test_a_bucket_that_does_not_answer_for_a_while_is_looked_at_again(monkeypatch):
     url = "memory://watch/away/tiny"
     lease = save_with_log(url, 2)
-    candidates = CheckpointStore.candidates
-
-    def refuse(self):
-        raise CheckpointError(f"{url}: cannot be listed: Connection refused")
-
     steps = [
-        lambda: monkeypatch.setattr(CheckpointStore, "candidates", refuse),
-        lambda: (monkeypatch.setattr(CheckpointStore, "candidates", candidates), save_with_log(url, 4, lease)),
+        lambda: begin_outage(monkeypatch, url),
+        lambda: (end_outage(monkeypatch), save_with_log(url, 4, lease)),
     ]
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
     assert watch(url, console=console, pause=lambda seconds: steps.pop(0)())["status"] == "done"
     assert "saved ba2 · memory://watch/away/tiny: cannot be listed: Connection refused" in console.file.getvalue()
+
+
+def test_a_bucket_of_which_nothing_can_be_read_for_a_while_is_looked_at_again():
+    """It lists its checkpoints, and refuses their manifests, as a bucket that is asked too often may."""
+    url = "memory://watch/refused/tiny"
+    lease = save_with_log(url, 2)
+    folder = CheckpointStore(url).root.child("ba2")
+    manifest = folder.read("manifest.json", 1 << 20)
+    steps = [
+        lambda: folder.put("manifest.json", b""),
+        lambda: (folder.put("manifest.json", manifest), save_with_log(url, 4, lease)),
+    ]
+    console = Console(file=io.StringIO(), width=300)
+    assert watch(url, console=console, pause=lambda seconds: steps.pop(0)())["status"] == "done"
+    assert console.file.getvalue().splitlines()[1].endswith(f"saved ba2 · {url}: no checkpoint here can be read")
 
 
 @pytest.mark.parametrize("url", ["memory://watch/nothing", "s4://bucket/run"])
