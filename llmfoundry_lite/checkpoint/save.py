@@ -524,10 +524,9 @@ def _chunk_values(plan: SavePlan, current_state: state.State) -> Iterator[tuple[
         values = local_tensor(tensor)
         if chunk.tensor in current_state.row_orders:
             # This rank holds the tensor's rows in another order, so its local tensor has several chunks.
-            for box in boxes_of(tensor, current_state.row_orders[chunk.tensor]):
-                if box.offset == chunk.offset:
-                    values = values.narrow(0, box.first_row, chunk.shape[0])
-                    break
+            boxes = boxes_of(tensor, current_state.row_orders[chunk.tensor])
+            first_row = next(box.first_row for box in boxes if box.offset == chunk.offset)
+            values = values.narrow(0, first_row, chunk.shape[0])
         yield chunk, values
 
 
