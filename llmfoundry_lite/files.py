@@ -111,7 +111,8 @@ def _is_result(path: Path) -> bool:
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open a regular file and return its descriptor. Pass this as `opener` to `open`.
 
-    Raises IsADirectoryError for anything else, because reading a pipe would block without end, and OSError.
+    Raises IsADirectoryError for anything else, because reading a pipe would block without end. Raises OSError if the
+    file cannot be opened.
     """
     return _open_regular(path, flags, 0o666)
 

@@ -306,7 +306,6 @@ def divide_over_mesh(
     is_held = (ends > begins).all(axis=0)  # by this rank, a part that is not empty
 
     # Number the chunks row-major, and note which number each rank holds.
-
     cuts: list[Cut] = []
     chunk_numbers = np.zeros(is_held.sum(), np.int64)
     num_bytes = np.array(math.prod(shape[num_cut_dims:]) * item_bytes, np.int64)

@@ -36,7 +36,7 @@ which may take many minutes. Programs set it whose user waits at a terminal, but
 LOCAL_METHODS = ("invalidate_cache", "split_path")
 """Methods of a file system that ask no server, so that their return is no answer."""
 GIVEN_UP_SECONDS = 5.0
-"""Time after giving up in which further calls fail at once. One command may ask several times, whatever the answers;
+"""Time after giving up in which further calls fail at once, because a command may ask again although it got no answer.
 `watch` looks again later than that."""
 
 

@@ -18,7 +18,7 @@ Keys = NDArray[np.uint64]
 CHUNK_BYTES = 1 << 18
 """Bytes of whole rows that are multiplied at a time on a CPU. They stay in the processor's cache."""
 CHUNK_ELEMENTS = 1 << 20
-"""Elements that are multiplied at a time element by element, as on other devices."""
+"""Elements that are multiplied at a time on other devices, and on a CPU where they are not taken in pairs."""
 HALF = np.uint64(32)
 """Bits of half a 64-bit number."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

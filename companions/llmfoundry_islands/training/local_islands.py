@@ -69,7 +69,7 @@ class LocalIslands(Islands):
         self.num_lost_samples = self.num_samples_again = 0
 
     def join_run(self, run: RunHandle) -> None:
-        """Join the run as `Islands.enter` does. Also raises ConfigError for more fragments than parameters."""
+        """Join the run as `Islands.join_run` does. Also raises ConfigError for more fragments than parameters."""
         super().join_run(run)
         self.outer.take_over()
         self._begin_round()
