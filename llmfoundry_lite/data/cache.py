@@ -59,8 +59,8 @@ class ShardCache:
     forever.
     """
 
-    _num_wait_messages = 0
-    """Lines that this process has printed about shards that it waits for."""
+    _message_pause_factor = 1.0
+    """Pause after the latest line about a shard that this process waits for, as a multiple of WAIT_MESSAGE_SECONDS."""
     _next_wait_message_at = 0.0
     """When it may print the next one, by the monotonic clock."""
 
@@ -122,7 +122,7 @@ class ShardCache:
             if self._state[shard] == PRESENT:
                 self.ensure_present(shard)
             else:
-                with self._reporting_a_long_wait(shard):
+                with self.reporting_a_long_wait(shard):
                     self.ensure_present(shard)
             try:
                 return self._reader(shard)[sample]
@@ -136,10 +136,10 @@ class ShardCache:
         raise self._evicted_too_often(shard)
 
     @contextmanager
-    def _reporting_a_long_wait(self, shard: int) -> Iterator[None]:
+    def reporting_a_long_wait(self, shard: int) -> Iterator[None]:
         """Context manager: print which shard training is waiting for, if the block takes WAIT_MESSAGE_SECONDS or more.
 
-        A thread prints. Shards that are fetched ahead of need are not waited for, so they are not reported.
+        A thread prints. Use it only where training waits: while a shard is fetched ahead of need, nobody waits for it.
         """
         has_ended = Event()
         Thread(target=self._report_wait, args=(shard, has_ended), daemon=True).start()
@@ -157,8 +157,8 @@ class ShardCache:
             now = monotonic()
             message = f"waiting for {source}: {self.table.name(shard)} is not here after {now - began:.0f} s"
             print(printable(message), flush=True)
-            self._num_wait_messages += 1
-            pause_seconds = min(WAIT_MESSAGE_SECONDS * 2**self._num_wait_messages, MAX_WAIT_MESSAGE_SECONDS)
+            pause_seconds = min(2 * self._message_pause_factor * WAIT_MESSAGE_SECONDS, MAX_WAIT_MESSAGE_SECONDS)
+            self._message_pause_factor = pause_seconds / WAIT_MESSAGE_SECONDS
             next_message_at = now + pause_seconds
             self._next_wait_message_at = next_message_at
 

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
@@ -610,8 +610,11 @@ class TextDataset(IterableDataset):
         def next_sample() -> tuple[int, int]:
             """Wait until the next sample's shard is in the cache. Return the shard and the sample's index in it."""
             shard, sample, fetch = pending.popleft()
+            if fetch is not None and not fetch.done():
+                with self.cache.reporting_a_long_wait(shard):
+                    wait([fetch])
             if fetch is not None:
-                fetch.result()  # waits, and raises the thread's error
+                fetch.result()  # raises the thread's error
             return shard, sample
 
         try:

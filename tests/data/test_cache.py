@@ -55,7 +55,7 @@ def test_a_read_that_waits_on_says_so_again_and_slow_reads_do_not_fill_the_log(m
     cache: Any = ShardCache.__new__(ShardCache)
     cache.table = SimpleNamespace(name=lambda shard: f"shard.{shard:05}.mds")
     cache._folder = lambda shard: SimpleNamespace(remote="s3://bucket/data", path="/data")
-    with cache._reporting_a_long_wait(3):
+    with cache.reporting_a_long_wait(3):
         assert has_spoken.wait(60)
     assert said[2].startswith("waiting for s3://bucket/data: shard.00003.mds is not here after ")
 

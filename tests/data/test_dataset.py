@@ -406,6 +406,22 @@ def test_a_shard_that_is_still_coming_takes_its_room_already(tmp_path, monkeypat
     assert [os.path.exists(cache.path(shard)) for shard in range(6)] == [False, False, True, True, True, True]
 
 
+def test_training_says_which_shard_it_waits_for(tmp_path, monkeypatch):
+    dataset = open_data(tmp_path / "cache", remote=str(write_shards(tmp_path / "remote")))
+    lines, has_spoken = [], threading.Event()
+    monkeypatch.setattr(cache, "WAIT_MESSAGE_SECONDS", 0.01)
+    monkeypatch.setattr(cache, "print", lambda line, flush: (lines.append(line), has_spoken.set()), raising=False)
+    fetch_shard = dataset.folders[0].fetch_shard
+
+    def fetch_late(reader, *, replace):
+        assert has_spoken.wait(60)
+        return fetch_shard(reader, replace=replace)
+
+    monkeypatch.setattr(dataset.folders[0], "fetch_shard", fetch_late)
+    assert numbers_of(dataset) == expected_numbers(dataset)
+    assert lines[0].startswith(f"waiting for {tmp_path / 'remote'}: shard.")
+
+
 def test_a_rank_downloads_only_the_shards_of_its_row_indices(tmp_path, downloads, as_rank):
     remote = write_shards(tmp_path / "remote", num_samples=1_200)
     num_shards, counts = len(list(remote.glob("*.mds"))), []
