@@ -136,11 +136,11 @@ def _flatten(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _lengthening_of(step: dict[str, Any]) -> float:
-    """Return the factor by which one step of a tokenizer's normaliser may lengthen a text; at least 1.
+    """Return the factor by which one step of a tokenizer may lengthen a text; at least 1.
 
-    `step` is the step's block in tokenizer.json. Only texts that the file's author has chosen count, such as the
-    content of a `Replace`, because those could be made to fill the memory. Unicode normalisation has a fixed bound of
-    its own.
+    `step` is the step's block in tokenizer.json: of the normalizer, the pre-tokenizer or the decoder. Only texts that
+    the file's author has chosen count, such as the content of a `Replace`, because those could be made to fill the
+    memory. Unicode normalisation has a fixed bound of its own.
     """
     step_type = step["type"]
     if step_type == "Replace":

@@ -37,7 +37,7 @@ class Encoding:
         self.strips_context = config.strip_dataset
         self.is_joint = config.tokenization == "joint"
         # The last token of an answer is predicted but never read, so lm_eval lets prompt and answer have one token more
-        # than the context. LLM Foundry, whose convention "separate" is, does not.
+        # than the context. LLM Foundry, which has the convention "separate", does not.
         self.max_tokens = max_seq_len + 1 if self.is_joint else max_seq_len
         # A tokenizer of byte-level BPE has one token for " a", and the space has to be given. SentencePiece adds it.
         self.needs_space = len(tokenizer.encode(" a")) == 1

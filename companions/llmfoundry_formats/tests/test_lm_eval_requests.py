@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.harness import DataRank
 from tests.helpers.pieces import Pieces
 
 
@@ -52,8 +53,8 @@ def model(monkeypatch):
     monkeypatch.delitem(sys.modules, "llmfoundry_formats.lm_eval_model")
     model = found.CheckpointLM.__new__(found.CheckpointLM)
     tokenizer: Any = Pieces()
-    model.subject, model.model = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(vocab_size=10**6)
-    model._encode, model._beginning, model.share = tokenizer.encode, [], (0, 1)
+    model.located, model.model = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(vocab_size=10**6)
+    model._encode, model._beginning, model.data_rank = tokenizer.encode, [], DataRank(0, 1)
     model.max_length, model.max_gen_toks = 6, 4
     return model
 
