@@ -5,7 +5,8 @@ time. `memory.py` adds the optimizer's step and the libraries. Where a count say
 allocations of the real code on simulated devices.
 
 Read from the top: the moments, activations, the loss, parameters. In the formulas d is the model width and n the number
-of tokens. Variables that begin with `num_` count elements of tensors, and those that end with `_bytes` their bytes.
+of tokens. Variables that begin with `num_` count elements of tensors, unless they name something else (`num_chunks`).
+Those that end with `_bytes` count bytes.
 """
 
 import math

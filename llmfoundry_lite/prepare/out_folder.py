@@ -158,7 +158,7 @@ def _can_resume(partial: Path, record: dict[str, Any], notify: Callable[[str], N
     Returns False for another request of which no unit is finished, so that the work can be discarded. If units are
     finished, raises DataError, and also if the stored request cannot be read. Units that were made with
     `on_error="stop"` are valid for "skip" too, because no document in them was unreadable. `notify` is called with a
-    sentence that says which of both will happen.
+    sentence that says whether the work is resumed or discarded.
     """
     stored = read_json_object(partial / REQUEST_FILE)
     if not stored:

@@ -77,8 +77,8 @@ def prepare(
     the fraction of characters that the tokenizer may lose; `data/spelling.py` defines what is lost. `overwrite`
     discards an earlier preparation in `out`. `notify` is called with a sentence when work is skipped or resumed.
 
-    Returns the summary, which is also in `out`. Raises DataError for any fault of the input, request or disk, and then
-    `out` has no summary.
+    Returns the summary, which is also in `out`. Raises DataError for any fault of the input, request or disk. A
+    preparation that fails writes no summary.
     """
     leave_if_imported_by_worker()
     started = time.monotonic()
