@@ -1,6 +1,7 @@
 """The examples in the docstrings of the public names print what they say."""
 
 import doctest
+import shutil
 from typing import Any
 
 import pytest
@@ -25,7 +26,10 @@ OF_COMPANIONS = {"runs": needs("llmfoundry_ops")}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=OF_COMPANIONS.get(name, ())) for name in EXAMPLES])
-def test_an_example_prints_what_it_says(name, here, capsys):
+def test_an_example_prints_what_it_says(name, world, tmp_path, monkeypatch, capsys):
+    """In a copy of the folder, because the example of `lf.train` leaves a run there."""
+    shutil.copytree(world, tmp_path / "world")
+    monkeypatch.chdir(tmp_path / "world")
     found = doctest.DocTestFinder(recurse=False).find(EXAMPLES[name], name, globs={"lf": lf})
     assert found and found[0].examples
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
