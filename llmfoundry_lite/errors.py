@@ -29,7 +29,7 @@ EXIT_MEANINGS = {
     EXIT_INTERRUPTED: "ended at once by a second Ctrl-C",
     EXIT_FAILURE: "failed: a bug, or a fault that may pass; status.json's reason says which",
 }
-"""What the exit codes of a run mean. Help and docs/moving-a-run.md say it in these words; other pages point there."""
+"""Meaning of the exit codes of a run. Help and docs/moving-a-run.md say it in these words; other pages point there."""
 
 SECOND_STEP = "pip install --no-deps mosaicml==0.32.1 mosaicml-streaming==0.13.0"
 """Second command of an installation. These two exclude releases of torch, numpy and others that they do run with."""
@@ -356,7 +356,7 @@ class UserError(ValueError):
 
     @property
     def remedy(self) -> str:
-        """What the user can do, to be appended to a message: it begins with `; `, or is empty where nothing follows."""
+        """Advice to the user, to be appended to a message. It begins with `; `, or is empty if there is none."""
         if self.needs_credentials and self.is_transient:
             return "; renew the credentials, then run the same command again"
         if self.needs_credentials:
@@ -403,7 +403,7 @@ class OtherDataError(DataError):
     def __init__(self, text: str, difference: str = ""):
         super().__init__(text)
         self.difference = difference
-        """What differs, without the advice that follows it in the message."""
+        """Differences, without the advice that follows them in the message."""
 
 
 class TransientDataError(DataError):

@@ -65,7 +65,7 @@ class CheckedLaunch(NamedTuple):
     layout: Layout
     """How the ranks divide the model and the samples."""
     preflight_result: preflight.Preflight
-    """What the checks have learnt about data and tokenizer."""
+    """Findings of the checks about data and tokenizer."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ FAST_MULTIPLE = 128
 
 @dataclass(kw_only=True)
 class Preflight:
-    """What the checks of a configuration have found out, for a launch and for the output of a dry run."""
+    """Findings of the checks of a configuration, for a launch and for the output of a dry run."""
 
     num_samples: dict[str, int] = field(default_factory=dict)
     """Data set (`train`, `eval` or `eval/<label>`) -> its number of samples, if all of it is on this disk."""

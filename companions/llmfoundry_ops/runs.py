@@ -64,7 +64,7 @@ class RunState:
         self.config: dict[str, Any] = {}
         """The run's YAML."""
         self.status: dict[str, Any] = {"status": status, "batch": 0, "reason": None}
-        """What status.json has, or the same keys as far as checkpoints tell them."""
+        """Content of status.json, or the same keys as far as they follow from checkpoints."""
         self.last_record: Record = {}
         """Numbers in the newest line of the log."""
         self.validation: tuple[int, float] | None = None

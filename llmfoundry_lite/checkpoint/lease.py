@@ -86,7 +86,7 @@ class LeaseRequest:
     note: Callable[[str], None] = lambda line: None
     """Called with each line for the user while this launch watches the holder."""
     dead_holder: str = ""
-    """What `wait_until_free` returned for a holder that it found dead before. That holder is not watched again, unless
+    """Result of `wait_until_free` for a holder that it found dead before. That holder is not watched again, unless
     it has renewed its lease since."""
 
 

@@ -125,7 +125,7 @@ class Segment:
 
     @property
     def computed_with(self) -> list[str]:
-        """What the numbers may depend on, in words: changed keys, releases, kernels and environment variables."""
+        """Facts that the numbers may depend on, in words: changed keys, releases, kernels and environment variables."""
         runtime_name = {"nvidia": "CUDA ", "amd": "ROCm "}.get(self.vendor or "", "")
         compiled_with = None
         if self.compile_config is not None:

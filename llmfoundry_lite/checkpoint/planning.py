@@ -140,7 +140,7 @@ class TableRow(NamedTuple):
 
     @property
     def layout_key(self) -> tuple[Any, ...]:
-        """What decides how the ranks divide a tensor, besides its dtype and shape."""
+        """Facts that decide how the ranks divide a tensor, besides its dtype and shape."""
         return (self.table, self.mesh, self.order, str(self.placements))
 
 

@@ -160,7 +160,7 @@ def _load_together(
 
 
 class ReadFailure(NamedTuple):
-    """What a rank that could not read a file tells the other ranks. Travels as a JSON list."""
+    """Report of a rank that could not read a file, for the other ranks. Travels as a JSON list."""
 
     file: str
     host: str

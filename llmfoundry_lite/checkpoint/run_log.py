@@ -22,7 +22,7 @@ from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 from llmfoundry_lite.ranks.codec import EXACT_IN_A_DOUBLE
 
 Record = dict[str, Any]
-"""What a line says: metrics by name, and `batch`."""
+"""Content of a line: metrics by name, and `batch`."""
 
 METRICS = "metrics.jsonl"
 SAVED = "checkpoint/bytes"

@@ -87,7 +87,7 @@ class Saved:
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others about the file that it has written."""
+    """Report of a rank about the file that it has written, for the other ranks."""
 
     num_bytes: int
     """Size of the file."""

@@ -43,7 +43,7 @@ PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
 
 
 class LoadedEval(NamedTuple):
-    """What the arguments of an evaluation stand for."""
+    """Meaning of the command-line arguments of an evaluation."""
 
     config: EvalConfig
     tasks: list[TaskConfig]

@@ -29,7 +29,7 @@ DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "he
 
 
 class LoadedTrain(NamedTuple):
-    """What the arguments of a training launch stand for."""
+    """Meaning of the command-line arguments of a training launch."""
 
     config: TrainConfig
     dry_run: str

@@ -21,7 +21,7 @@ class Parsed:
     """Base of values that a YAML writes as text. They compare by what they mean: `1000ba` equals `1_000ba`."""
 
     text: Scalar | None = field(default=None, compare=False, repr=False)
-    """What the value was parsed from. None where a program has made the value."""
+    """Text that the value was parsed from; None if a program has made the value."""
 
     @property
     def written(self) -> Scalar:

@@ -31,7 +31,7 @@ class Document(NamedTuple):
     num_bytes: int
     """Bytes in UTF-8 of the text that the tokens stand for."""
     source: str | list[int]
-    """What the file holds: a text, or a sample's tokens. Equal documents have equal sources."""
+    """Content of the file: a text, or a sample's tokens. Equal documents have equal sources."""
 
 
 def prepare_text(config: TaskConfig, tokenizer: Tokenizer, *, max_seq_len: int, limit: int | None) -> PreparedTask:

@@ -1,4 +1,4 @@
-"""What is asked of a model: a task with its items, and the requests of each item, as token ids.
+"""Tasks that are ready to be run on a model, with their items and the requests of each item, as token ids.
 
 `tasks.py` and `documents.py` make these, `packing.py` and `scoring.py` put them to the model, and `records.py` turns
 the answers into scores.

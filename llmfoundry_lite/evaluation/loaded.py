@@ -28,7 +28,7 @@ MAX_BATCH_TOKENS = 4096
 """Most tokens of a forward pass, unless one text has more."""
 PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PRECISIONS = PRECISION_OF_DTYPE | {name: name for name in PRECISION_OF_DTYPE.values()}
-"""What `load` takes as a dtype -> its precision."""
+"""Name of a dtype, as `load` takes it -> its precision."""
 INCOMPLETE = "\ufffd"
 """A decoder's stand-in for a character whose bytes have not all arrived."""
 MAX_SEED = 2**63 - 1

@@ -111,7 +111,7 @@ class MetricComparison:
 
     @property
     def verdict(self) -> str:
-        """What the test says, in a few words."""
+        """Result of the test, in a few words."""
         if not self.is_comparable:
             return "not comparable: text is lost"
         if self.is_detected:

@@ -32,7 +32,7 @@ from llmfoundry_lite.files import write_atomically
 
 
 class Outline(NamedTuple):
-    """What is known of a task before a model is loaded: its name, its settings and a hash of its data."""
+    """Facts about a task that are known before a model is loaded: its name, its settings and a hash of its data."""
 
     name: str
     settings: Record
@@ -126,7 +126,7 @@ class ResultFiles:
         rank, _ = rank_and_size(None)
         self.is_main = rank == 0
         self.stored_results = Results(model="", suite="", source="")
-        """What the files hold; without tasks where there are no files, and on other ranks than 0."""
+        """Content of the files; without tasks if there are no files, and on ranks other than 0."""
         self.stored_item_lines: dict[str, list[str]] = {}
         """Task -> its lines in the file of items."""
         self.new_item_lines: dict[str, list[str]] = {}

@@ -20,7 +20,7 @@ from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, chec
 from llmfoundry_lite.release import read_release
 
 LOGS = ", or a folder with samples_*.jsonl of lm_eval --log_samples or with logs of Inspect"
-"""What a companion reads besides our results, for an error."""
+"""Files that a companion reads besides our results, for an error."""
 GIT_SECONDS = 20
 """Time that a git command may take on a slow file system."""
 

@@ -55,7 +55,7 @@ class Scores(NamedTuple):
 
 
 class Scorable(Protocol):
-    """What a model needs so that it can be evaluated."""
+    """Interface of a model that can be evaluated."""
 
     max_seq_len: int
     vocab_size: int
@@ -80,7 +80,7 @@ class Score(NamedTuple):
     """The score of a request."""
 
     log_probability: float
-    """Of the whole answer, in nats."""
+    """Log-probability of the whole answer, in nats."""
     is_greedy: bool
     """Each token of the answer is the likeliest one."""
 

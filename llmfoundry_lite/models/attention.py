@@ -91,7 +91,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """What queries may attend to, and with which bias, in the form that one implementation takes.
+    """Keys that queries may attend to, and the bias of their scores, in the form that one implementation takes.
 
     Fields that `implementation` has no use for keep their defaults.
     """

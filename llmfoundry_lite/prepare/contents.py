@@ -26,7 +26,7 @@ ENCODING_ADVICE = "; --encoding names another encoding"
 
 
 class UnreadableText(NamedTuple):
-    """What is returned in place of a text that cannot be read: the reason, for counts and errors."""
+    """Stands in place of a text that cannot be read, with the reason, for counts and errors."""
 
     reason: str
     """One of `documents.SKIP_REASONS`."""

@@ -45,7 +45,7 @@ class Listing:
     split: str = "train"
     """The split to read of a data set that was saved by `datasets`."""
     on_error: str = "stop"
-    """What to do with a file that cannot be read: `stop` with an error, or `skip` and record it."""
+    """Policy for a file that cannot be read: `stop` with an error, or `skip` and record it."""
     files: dict[Path, int] = field(default_factory=dict)
     """Path -> size in bytes."""
     num_ignored: int = 0

@@ -41,7 +41,7 @@ class PrepareRequest:
     encoding: str | None = None
     """Encoding of text, JSON lines and CSV, as Python names it; None is UTF-8."""
     on_error: str = "stop"
-    """What to do with a document that cannot be read: `stop` with an error, or `skip` and count it."""
+    """Policy for a document that cannot be read: `stop` with an error, or `skip` and count it."""
     val_fraction: float | None = None
     """Fraction of the documents (for the standard library, of the modules) that is held out for validation. None means
     0.05 for the standard library and 0.005 for other sources. More is held out if that gives less than one sample and

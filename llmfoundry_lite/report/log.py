@@ -148,12 +148,15 @@ class Line(NamedTuple):
 
     @property
     def training(self) -> tuple[int, int, float | None]:
-        """What lines about one training of a batch have in common. A batch that is trained again has another clock."""
+        """Key that all lines about one training of a batch have in common.
+
+        A batch that is trained again has another clock.
+        """
         return self.batch, self.launch_in_file, self.clock
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What tells one training of a batch from all others in a merged log, wherever its lines are.
+        """Key that tells one training of a batch from all others in a merged log, wherever its lines are.
 
         With the loss, two launches of the same number and clock are told apart. Without a clock, only equal lines are
         the same training.

@@ -39,7 +39,7 @@ service, never to a server that the run's author has chosen."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run has left behind: its log, configuration, and the history in its newest checkpoint."""
+    """A recorded run: its log, its configuration, and the history in its newest checkpoint."""
 
     location: str
     """Run directory, URL or folder of checkpoints, as it was given."""

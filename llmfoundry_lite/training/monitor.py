@@ -65,7 +65,7 @@ def _hash_name(name: str) -> int:
 
 
 class Progress(NamedTuple):
-    """What had been trained at the end of a batch."""
+    """Tokens and time of a run by the end of a batch."""
 
     tokens: int
     """Tokens of the run."""

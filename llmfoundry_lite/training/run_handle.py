@@ -1,5 +1,7 @@
-"""What other launches of a run may read and change in this one (`partners.py`). They know nothing else of the training
-loop."""
+"""The interface by which other launches of a run (`partners.py`) may read and change this one.
+
+They know nothing else of the training loop.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -23,7 +23,7 @@ PRINTED_CHANGE = 1.5
 
 
 class Decision(NamedTuple):
-    """What follows a batch, the same on every rank."""
+    """Decision on what follows a batch, the same on every rank."""
 
     saves: bool
     """The batch is saved."""
