@@ -72,6 +72,33 @@ def check_is_path(path: Path | str) -> None:
         raise ConfigError(f"{path}: a URL given, expected a path of this machine; a folder of that name is ./{path}")
 
 
+def exists(path: str | Path) -> bool:
+    """Return whether there is a file or folder at a path, which may be any text that a user has written.
+
+    A name that is too long for a file system is none. Raises OSError if that cannot be told, as on a disk that does not
+    answer, where `os.path.exists` would say no.
+    """
+    return _stat(path) is not None
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether there is a regular file at a path, which may be any text, as `exists` does. Raises OSError."""
+    status = _stat(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def _stat(path: str | Path) -> os.stat_result | None:
+    """Return the status of what a path leads to; None if it leads nowhere. Raises OSError if that cannot be told."""
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name contains a NUL
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return None
+        raise
+
+
 def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
     """Check that a command may write its result over existing files, so that it never destroys a user's own file.
 

@@ -44,7 +44,7 @@ from llmfoundry_lite.errors import (
 from llmfoundry_lite.estimate.memory import estimate_training_memory, with_cpu_attention
 from llmfoundry_lite.evaluation.items import SEPARATE
 from llmfoundry_lite.evaluation.tasks import check_task
-from llmfoundry_lite.files import open_regular
+from llmfoundry_lite.files import exists, is_file, open_regular
 from llmfoundry_lite.hardware import GIB, Device
 
 C_COMPILERS = ("gcc", "clang", "g++")
@@ -206,7 +206,7 @@ def _check_tasks(config: TrainConfig, result: Preflight, *, must_exist: bool) ->
         is_on_hub = task.dataset_uri.startswith("hf://")
         if is_on_hub:
             companions.require("llmfoundry_formats", f"icl_tasks: {task.label}: {task.dataset_uri}")
-        has_file = not is_on_hub and Path(task.dataset_uri).exists()
+        has_file = not is_on_hub and exists(task.dataset_uri)
         if must_exist and not is_on_hub and not has_file:
             raise DataError(
                 f"icl_tasks: {task.label}: {task.dataset_uri} does not exist; "
@@ -228,7 +228,7 @@ def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> 
     For a perplexity task on an MDS split, only the split's index is checked.
     """
     index = Path(task.dataset_uri, "index.json")
-    if task.icl_task_type == "perplexity" and index.is_file():
+    if task.icl_task_type == "perplexity" and is_file(index):
         _check_split(task, index)
         return
     try:
@@ -329,7 +329,7 @@ def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, result: P
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
-        if index.is_file():
+        if is_file(index):
             counts.append(_check_index(index, key, dataset, config, result))
         elif remote and remote != stream.local:
             result.not_checked.append(f"{key}: {folder} will be filled from {remote}")
@@ -494,7 +494,7 @@ def _handle_missing_tokenizer(config: TrainConfig, result: Preflight, *, must_ex
 
     message = _describe_missing_tokenizer(name)
     if result.text_keys:
-        if Path(name).is_dir():
+        if os.path.isdir(name):
             # transformers may be able to convert a folder without tokenizer.json, which the companion uses.
             needed_for = f"tokenizer.name: {name}: tokenizers without {TOKENIZER_FILE}"
             companions.require("llmfoundry_formats", needed_for)

@@ -47,6 +47,24 @@ def write_summary(folder, tokenizer, max_seq_len=32):
     (folder / "summary.json").write_text(json.dumps({"max_seq_len": max_seq_len, "tokenizer": recorded}))
 
 
+@pytest.mark.parametrize("must_exist", [True, False])
+@pytest.mark.parametrize("key", ["local", "split", "dataset_uri"])
+def test_a_name_that_is_too_long_for_a_file_is_one_of_no_file(tmp_path, data, key, must_exist):
+    long = "x" * 5000
+    build_tokenizer(tmp_path / "tokenizer")
+    config = tiny_config(data, tokenizer__name=str(tmp_path / "tokenizer"))
+    if key == "dataset_uri":
+        config["icl_tasks"] = [{"label": "t", "icl_task_type": "language_modeling", "dataset_uri": long}]
+    else:
+        config["train_loader"]["dataset"][key] = long
+    if must_exist:
+        with pytest.raises(DataError, match="does not exist"):
+            check(tmp_path, config)
+    else:
+        _, result = check(tmp_path, config, must_exist=False)
+        assert any(long in note for note in result.not_checked)
+
+
 def test_counts_samples_and_says_what_was_not_checked(tmp_path, data):
     config, found = check(tmp_path, tiny_config(data))
     assert found.num_samples == {"train": 60, "eval": 9}

@@ -30,6 +30,7 @@ from llmfoundry_lite.config.shipped import find_task_folder, find_yaml
 from llmfoundry_lite.config.uses import find_unused_keys
 from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, find_nearest
+from llmfoundry_lite.files import exists
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 THEIR_METRICS = {
@@ -160,7 +161,7 @@ def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[st
         file = values.get(key)
         if isinstance(file, str) and file.endswith((".yaml", ".yml")) and find_yaml(file) is None:
             values[key] = path = _find(file, str(values.get("data_root") or "."))
-            if not os.path.exists(path):
+            if not exists(path):
                 place = f"{source_of(key, layers)}: {key}"
                 raise ConfigError(f"{place}: {path} does not exist; data_root=FOLDER says where its path begins")
     if isinstance(values.get("eval_gauntlet"), str):
@@ -178,7 +179,7 @@ def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[st
 
 def _find(path: str, root: str) -> str:
     """Return the path of a file that a YAML names: here, or below `data_root`."""
-    return path if "://" in path or os.path.exists(path) else str(Path(root) / path)
+    return path if "://" in path or exists(path) else str(Path(root) / path)
 
 
 def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[str, str]:
@@ -318,7 +319,7 @@ def _name_some(labels: Sequence[str]) -> str:
 
 def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:
     """Return the tasks whose data are here or on the Hub, and a note on each other. Raises ConfigError for none."""
-    here = [task for task in tasks if "://" in task.dataset_uri or os.path.exists(task.dataset_uri)]
+    here = [task for task in tasks if "://" in task.dataset_uri or exists(task.dataset_uri)]
     missing = [task for task in tasks if task not in here]
     if not here:
         raise ConfigError(
@@ -341,7 +342,7 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     names = []
     for path in sorted(find_task_folder(folder).glob("*.yaml")):
         tasks_of_file = load_tasks([str(path)], folder)
-        if all(Path(task.dataset_uri).exists() for task in tasks_of_file):
+        if all(exists(task.dataset_uri) for task in tasks_of_file):
             names.append(path.stem)
 
     models = values["models"].values() if isinstance(values["models"], dict) else ()

@@ -4,10 +4,10 @@
 They lie inside an installed package, and at the top of a clone. A file of the user's own always goes first. No torch.
 """
 
-import os
 from pathlib import Path
 
 from llmfoundry_lite.errors import find_nearest
+from llmfoundry_lite.files import is_file
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -27,10 +27,10 @@ def find_yaml(argument: str) -> Path | None:
     """Find the file that `argument` names: an existing one, or one of ours by its name or its path in a clone."""
     given = Path(argument)
     if given.suffix in (".yaml", ".yml"):
-        if os.path.isfile(given):  # False for a name that is too long, where Path.is_file raises OSError
+        if is_file(given):
             return given
         ours = shipped_folder("yamls").parent / given
-        return ours if given.parts[:1] == ("yamls",) and os.path.isfile(ours) else None
+        return ours if given.parts[:1] == ("yamls",) and is_file(ours) else None
     return shipped_yamls().get(argument)
 
 

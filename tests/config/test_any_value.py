@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import errno
+import os
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
@@ -75,6 +77,21 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path, evaluation):
         load_eval_config(
             [write_config(tmp_path / "eval.yaml", evaluation | {"icl_tasks": [task], "skip_missing_tasks": True})]
         )
+
+
+def test_a_disk_that_does_not_answer_is_not_taken_for_one_without_the_data(tmp_path, evaluation, monkeypatch):
+    """Else a task would be left out on one rank of many."""
+    path = write_config(tmp_path / "eval.yaml", evaluation | {"skip_missing_tasks": True})
+    stat = os.stat
+
+    def stat_on_a_lost_mount(name, **options):
+        if str(name) == "t.jsonl":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(name, **options)
+
+    monkeypatch.setattr(os, "stat", stat_on_a_lost_mount)
+    with pytest.raises(OSError, match="Stale file handle"):
+        load_eval_config([path])
 
 
 @pytest.mark.slow
