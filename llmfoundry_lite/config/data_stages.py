@@ -82,8 +82,9 @@ def first_batches(
 ) -> list[int]:
     """Return, for each stage of a data set, the number of batches that come before it. The first is 0.
 
-    A stage ends, and the next one begins, with the batch in which its `until` is reached. `until` is a span from the
-    start of the run, and may be a fraction of it, such as 0.8dur. The last stage lasts to the end of the run.
+    A stage ends with the batch in which its `until` is reached, and the next one begins with the batch after that.
+    `until` is a span from the start of the run, and may be a fraction of it, such as 0.8dur. The last stage lasts to
+    the end of the run.
 
     path: the data set's block in the YAML, for errors.
     max_duration: the length of the run; None if the data set is opened without a run. A fraction has no meaning then.

@@ -179,13 +179,13 @@ def check_source(source: str) -> None:
     )
 
 
-# -------------------------------------------------------------------------------------------------- Hugging Face
-
-
 def batch_in_name(path: Path) -> int:
     """Return the batch in the name of a checkpoint of Composer, such as 10 of ep0-ba10-rank0.pt; -1 without one."""
     match = re.search(r"-ba(\d+)", path.name)
     return int(match[1]) if match else -1
+
+
+# -------------------------------------------------------------------------------------------------- Hugging Face
 
 
 def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:

@@ -217,8 +217,9 @@ class OpenedData:
 def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     """Open the data set that a run was trained on, for reading alone.
 
-    `changes` are values of the configuration that differ here. What the run recorded is only read: downloads go to a
-    temporary folder, which is removed with the data set, and from a remote only if `changes` name it.
+    `changes` are values of the configuration that differ here. Folders that the run recorded are only read: copies and
+    downloads go to a temporary folder, which is removed with the data set, unless `changes` name another one. A remote
+    is used only if `changes` name it.
 
     Raises DataError for data other than the run's, and for a folder that another run is downloading into. Raises
     ConfigError for a loader of the user's own, and for a reference that would have to be resolved.

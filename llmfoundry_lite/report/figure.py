@@ -421,8 +421,8 @@ def running_mean(values: Floats, half_width: int | None = None) -> Floats:
     At the beginning, the mean is over fewer neighbours, as many as there are on the left. At the end, that would make
     the mean as noisy as the last value. Instead, the last `half_width` means lie on a straight line: it starts from
     the mean of the last 2 half_width + 1 values, has the least-squares slope of the last 4 half_width + 2, and is
-    clipped to the range of the former. This is unbiased where the values themselves lie along a line. There is no
-    such line if fewer than half of the last values are known. The result is NaN after the last known value.
+    clipped to the range of the former. It ends at the last known value, with NaN after it. This is unbiased where the
+    values themselves lie along a line. There is no such line if fewer than half of the last values are known.
 
     `half_width` is limited, and chosen if it is None, by `choose_half_width`.
     """

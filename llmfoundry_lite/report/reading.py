@@ -339,8 +339,10 @@ def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> lis
         return lines
 
     merged = merge_logs(content, carried.content)
+    if not lines:  # all of it comes from there, as in a folder of checkpoints
+        return merged
     added_batches = {record["batch"] for _, record in read_lines(set(merged) - set(lines))}
-    if lines and added_batches:
+    if added_batches:
         span = format_batch_span(min(added_batches), max(added_batches))
         notes.append(f"{span}: from the log that came with {newest.name}")
     return merged

@@ -124,8 +124,8 @@ def report(
     sections = build_sections(facts, additions)
 
     folder.mkdir(parents=True, exist_ok=True)
-    # report.json is written first. The next report may replace the other files only if report.json is beside them,
-    # even if this one is interrupted before it has written them all.
+    # report.json is written first, because only beside it may the next report replace the other files. If this one is
+    # interrupted, the files that it has written can be replaced, too.
     write_atomically(folder / "report.json", mask_urls(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
     half_width = None if smooth_batches is None else smooth_batches // 2

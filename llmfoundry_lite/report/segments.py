@@ -199,7 +199,7 @@ def accelerator_of(log: Log, segment: Segment) -> Accelerator | None:
 def mfu_per_token_rate(log: Log, rows: slice, num_devices: int) -> float | None:
     """Return the MFU that one token per second on each device is worth: the same for all batches of one model.
 
-    It is computed from the last of `rows` with an MFU and a rate. None if there is none, in a log of another program.
+    It is computed from the last of `rows` with an MFU and a rate. None if no row has both, as in another program's log.
     """
     mfu = log.numbers(MFU)[rows]
     tokens_per_second = log.numbers(RATE)[rows]  # of all devices
