@@ -18,6 +18,7 @@ from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Holder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import INSIDE_A_RUN
 from llmfoundry_lite.checkpoint.run_log import POSITIONS, Record, number_of, read_lines, validation_losses
+from llmfoundry_lite.checkpoint.start import has_reached, training_done_at
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError
@@ -314,7 +315,7 @@ class SavedRun(RunState):
         """Return the status from the newest checkpoint and the run's lease, and update `idle_reason`."""
         assert self._newest is not None
         batch = self._newest.manifest.timestamp.batch
-        if self._is_at_end():
+        if self.max_duration is not None and has_reached(self.max_duration, training_done_at(self._newest)):
             return {"status": "done", "batch": batch, "reason": None}
 
         holder = self._store.leases.current_holder()
@@ -332,20 +333,6 @@ class SavedRun(RunState):
         if idle_seconds >= self.patience_seconds:
             return {"status": "ended", "batch": batch, "reason": f"{self.idle_reason} (--patience)"}
         return {"status": SAVED, "batch": batch, "reason": None}
-
-    def _is_at_end(self) -> bool:
-        """Return whether the newest checkpoint is the end of the run. False if the run's length is unknown."""
-        assert self._newest is not None
-        if self.max_duration is None:
-            return False
-        timestamp = self._newest.manifest.timestamp
-        positions = {
-            "ba": timestamp.batch,
-            "ep": timestamp.epoch,
-            "sp": timestamp.sample,
-            "tok": timestamp.token,
-        }
-        return positions[self.max_duration.unit] >= self.max_duration.value
 
     def _measure_idle_seconds(self, holder: Holder | None) -> float:
         """Return for how long the looks have found the same lease and the same checkpoint.

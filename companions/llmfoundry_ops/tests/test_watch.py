@@ -231,6 +231,7 @@ def test_a_bucket_that_no_launch_takes_after_a_release_ends_when_patience_does(m
     """Meanwhile it says so, because a relay may be between two sites."""
     url = "memory://watch/released/tiny"
     lease = save_with_log(url, 2)
+    CheckpointStore(url).leases.renew(lease, 0)
     clock = Clock(monkeypatch, lambda: CheckpointStore(url).release(lease))
     console = Console(file=io.StringIO(), width=300)
     status = watch(url, patience_seconds=60, console=console, pause=clock.pause)
