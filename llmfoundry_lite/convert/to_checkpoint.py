@@ -34,6 +34,7 @@ from llmfoundry_lite.convert.files import VOCABULARY_FILES, read_json, write_jso
 from llmfoundry_lite.convert.huggingface import import_model
 from llmfoundry_lite.data import tokenizer as tokenizers
 from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.files import exists, is_file
 from llmfoundry_lite.models.mpt import MPT
 
 HUB = "hf:"
@@ -73,8 +74,8 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
     """
     store = open_empty_store(out)
     path = Path(source)
-    is_dcp_folder = (path / METADATA).is_file()
-    is_pickle = path.is_file() and path.suffix != ".safetensors"
+    is_dcp_folder = is_file(path / METADATA)
+    is_pickle = is_file(path) and path.suffix != ".safetensors"
     if is_dcp_folder or is_pickle:
         needed_for = f"{source}: checkpoints of Composer and DCP"
         import_pickled = companions.load("llmfoundry_formats.checkpoints:import_pickled", needed_for)
@@ -160,9 +161,9 @@ def check_source(source: str) -> None:
     if "://" in source:
         raise CheckpointError(f"{source}: copy it to a local disk first; only local sources and {HUB}NAME are read")
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         raise CheckpointError(f"{path}: does not say what model it is; give the folder that has its config.json")
-    if not path.is_dir():
+    if not exists(path) or not path.is_dir():
         raise CheckpointError(f"{path}: no such file or folder; for a model of the Hub write {HUB}{source}")
     if (path / MANIFEST).is_file():
         raise CheckpointError(f"{path}: a portable checkpoint already; use it as it is")

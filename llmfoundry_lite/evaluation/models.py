@@ -42,7 +42,7 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.scoring import AnswerTokens, Inputs, Scores, score_hidden
-from llmfoundry_lite.files import check_url_spelling
+from llmfoundry_lite.files import check_url_spelling, exists
 from llmfoundry_lite.models.generate import generate
 from llmfoundry_lite.models.mpt import MPT
 from llmfoundry_lite.models.parameters import find_mismatch
@@ -175,7 +175,7 @@ def locate_model(
     check_url_spelling(source)
     if "://" not in source:
         folder = Path(source)
-        if not folder.exists():
+        if not exists(folder):
             raise DataError(
                 f"models: {source} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"
             )

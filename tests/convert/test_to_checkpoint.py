@@ -192,6 +192,7 @@ def test_what_is_there_is_never_replaced(tmp_path):
 def test_sources_that_are_none_are_refused_by_name(tmp_path):
     out = tmp_path / "out"
     assert "nowhere: no such file or folder; for a model of the Hub write hf:" in refusal(tmp_path / "nowhere", out)
+    assert f"{'x' * 300}: no such file or folder" in refusal("x" * 300, out)
     assert "copy it to a local disk first" in refusal("s3://bucket/hf", out)
     (tmp_path / "saves" / "ep0-ba2").mkdir(parents=True)
     (tmp_path / "saves" / "ep0-ba10-rank0.pt").touch()

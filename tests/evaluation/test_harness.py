@@ -474,6 +474,7 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
 def test_what_cannot_be_evaluated_is_said_in_one_line(here, monkeypatch):
     for where, message in (
         ("nowhere", "models: nowhere does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"),
+        ("x" * 300, f"models: {'x' * 300} does not exist; expected a run, a checkpoint, an exported folder or hf:NAME"),
         ("evals", "models: evals holds neither a checkpoint nor the config.json of a Hugging Face model"),
     ):
         with pytest.raises(DataError) as error:
