@@ -271,7 +271,10 @@ class Preemption:
 
     def _look_for_stop_file(self) -> None:
         """Note the reason if rank 0 finds the file STOP in the run folder. It may be called from any thread."""
-        if self._is_main and not self.reason and self.stop_file.exists():
+        if not self._is_main or self.reason:
+            return
+        # `Path.exists` would raise while somebody refuses access to the run folder, which must not end the run.
+        if os.path.exists(self.stop_file):
             self._note_reason(STOP_FILE_REASON)
 
     def _note_reason(self, reason: int) -> None:

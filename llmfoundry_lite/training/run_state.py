@@ -4,6 +4,7 @@ The state is clocks, place in the data, loss scale, a missing evaluation, and th
 random generator's state, because everything random is a function of seed and position.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -44,6 +45,8 @@ class RunState:
     gradient_step: GradientStep
     owes_evaluation: bool = False
     """The evaluation that is due after the checkpoint's batch is missing or incomplete."""
+    _wandb_run_id: str | None = None
+    """Id of the run at wandb, as it was read last; None if there is none."""
 
     def collect(self, state: State) -> dict[str, Any]:
         """Return the state besides tensors, as values that a manifest can hold."""
@@ -56,7 +59,7 @@ class RunState:
             "loss_scaler": scaler.state_dict() if scaler else None,
             "seed": self.config.seed,
             "owes_evaluation": self.owes_evaluation,
-            "wandb_run_id": wandb_run_id(Path(self.config.run_folder)),
+            "wandb_run_id": self._read_wandb_run_id(),
             "callbacks": {name: callback.state_dict() for name, callback in self._user_callbacks(state).items()},
         }
 
@@ -77,6 +80,15 @@ class RunState:
         for name, callback in self._user_callbacks(state).items():
             if scalars["callbacks"].get(name):
                 callback.load_state_dict(scalars["callbacks"][name])
+
+    def _read_wandb_run_id(self) -> str | None:
+        """Return the id of the run at wandb, which the run folder holds; None if it holds none.
+
+        While somebody refuses access to the folder, it is the id that was read last.
+        """
+        with contextlib.suppress(PermissionError):
+            self._wandb_run_id = wandb_run_id(Path(self.config.run_folder))
+        return self._wandb_run_id
 
     def _user_callbacks(self, state: State) -> dict[str, Callback]:
         """Return the callbacks that the YAML names with `python:module:Class`, by `module:Class`."""

@@ -1,5 +1,6 @@
 """A run that is asked to leave saves and leaves, in time, with 75; the same command carries on."""
 
+import errno
 import json
 import os
 import re
@@ -278,6 +279,22 @@ def test_whoever_pressed_ctrl_c_is_the_reason_though_the_launcher_s_sigterm_came
     assert preemption.set_agreed(preemption.reason) == "SIGINT"
     assert preemption.describe_reason("SIGTERM") == "interrupted by Ctrl-C", "the ranks had agreed before it was heard"
     assert preemption.leave_by == leave_by, "asked for once more is no reason to take longer"
+
+
+@pytest.mark.fault
+def test_no_stop_file_is_found_in_a_folder_into_which_nobody_may_look(tmp_path, monkeypatch):
+    """`chmod` while it trains ends no run."""
+    preemption = Preemption(tmp_path, 30.0, None, print, print)
+    preemption._is_main = True
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert preemption.find_reason() == 0
+    (tmp_path / "STOP").touch()
+    assert REASONS[preemption.find_reason()] == "the file STOP"
 
 
 @pytest.mark.fault

@@ -1,7 +1,9 @@
 """Records of a launch, and which differences between two launches change the last digits."""
 
+import errno
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ from composer.core import Timestamp
 
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.data.dataset import TextDataset
+from llmfoundry_lite.training import run_state
 from llmfoundry_lite.training.gradient_step import LossScaler
 from llmfoundry_lite.training.run_state import RunState, _collect_data_state, find_differences
 
@@ -67,3 +70,19 @@ def test_restored_scalars_are_those_that_were_collected(tmp_path):
     assert next_launch.owes_evaluation
     assert (scaler.scale, scaler.num_sound_batches) == (8.0, 3)
     assert (int(state.timestamp.batch), int(state.timestamp.sample)) == (13, 104)
+
+
+def test_a_save_keeps_the_wandb_id_of_a_folder_that_refuses_access(tmp_path, monkeypatch):
+    """`chmod` while it trains: checkpoints elsewhere can be written, and another machine continues the run at wandb."""
+
+    def refuse(folder: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "wandb_id").write_text("1a2b3c4d\n")
+    config: Any = SimpleNamespace(run_folder=str(tmp_path), seed=17, callbacks=SimpleNamespace(extra={}))
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=2), train_dataloader=None, callbacks=[])
+    records = RunState(config, SimpleNamespace(scaler=None))  # type: ignore[arg-type]
+    ids = [records.collect(state)["wandb_run_id"]]
+    monkeypatch.setattr(run_state, "wandb_run_id", refuse)
+    ids.append(records.collect(state)["wandb_run_id"])
+    assert ids == ["1a2b3c4d", "1a2b3c4d"]
