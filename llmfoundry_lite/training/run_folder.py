@@ -25,7 +25,7 @@ from composer.loggers import Logger, LoggerDestination
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.yaml_text import dump_record
-from llmfoundry_lite.errors import UserError, mask_urls, printable
+from llmfoundry_lite.errors import TransientError, UserError, mask_urls, printable
 from llmfoundry_lite.files import open_no_link, write_atomically
 from llmfoundry_lite.ranks.status import HAS_SAVED, LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
@@ -356,8 +356,17 @@ def last_launch(path: Path) -> int:
 
 
 def log_until(path: Path, batch: int) -> bytes:
-    """Return the log's lines of batches up to `batch`, by all launches, for the log that goes into a checkpoint."""
-    content = _read_log(path)
+    """Return the log's lines of batches up to `batch`, by all launches, for the log that goes into a checkpoint.
+
+    Raises OSError. It is one that may pass if somebody has put a link in the log's place, because the next record
+    replaces that.
+    """
+    try:
+        content = _read_log(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TransientError(str(error)) from error
+        raise
     return b"".join(line for line, record in read_lines(content) if record["batch"] <= batch)
 
 
