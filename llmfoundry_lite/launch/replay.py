@@ -206,8 +206,8 @@ def _collect_state_digests(records: Iterable[Record], checkpoints: Iterable[Chec
 def _find_segments(run: Run, checkpoints: list[Checkpoint], first_batch: int, last_batch: int) -> tuple[Segment, ...]:
     """Return the segments of the run that trained these batches: a segment is a stretch on the same devices.
 
-    `checkpoints` are those after `first_batch`, whose manifests list segments. Raises ConfigError if the configuration
-    changed within these batches, or if several launches trained them together.
+    `checkpoints` are those from `first_batch` on, whose manifests list segments. Raises ConfigError if the
+    configuration changed within these batches, or if several launches trained them together.
     """
     known_segments = run.segments
     for checkpoint in checkpoints:

@@ -227,8 +227,8 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """Return a value as text of at most `limit` characters, and an ellipsis if it is longer. Lists and objects are
-    JSON."""
+    """Return a value as text of at most `limit` characters, and an ellipsis if it is longer. Strings, lists and
+    objects are JSON."""
     is_json = isinstance(value, (dict, list, str))
     text = json.dumps(value)[: limit + 1] if is_json else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"

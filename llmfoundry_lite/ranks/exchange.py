@@ -184,8 +184,8 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     CheckpointError: then it raises, like the ranks that met none, the error of the lowest rank that met one. That is a
     UserError of the same class and text, or a CheckpointError that names the rank if the class is not one of ours.
 
-    Whether an error is transient, or about credentials, is the same on all ranks, because they decide by it whether
-    to retry.
+    The error of the lowest rank is also transient, or about credentials or permissions, on all ranks that raise it,
+    because they decide by that whether to go on and try again.
     """
     (any_failed,) = all_reduce_max([0 if error is None else 1])
     if not any_failed:

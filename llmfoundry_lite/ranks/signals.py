@@ -20,7 +20,10 @@ itself, as a JVM does."""
 
 
 def handled_leaving_signals() -> list[int]:
-    """Return the LEAVING_SIGNALS that this process may handle: all but those that somebody else ignores or handles."""
+    """Return the LEAVING_SIGNALS that this process handles.
+
+    These are all but those of SKIPPED_IF_HANDLED that are ignored, or that a C library handles.
+    """
     handled = []
     for number in LEAVING_SIGNALS:
         has_foreign_handler = signal.getsignal(number) in (None, signal.SIG_IGN)  # None: set by a C library

@@ -64,7 +64,8 @@ def write_status(
     `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed where the
     file already says that this process is running.
 
-    Raises OSError if one of the files is a link, through which another file would be written.
+    Raises OSError if launches.jsonl is a link, through which another file would be written. A link in the place of
+    status.json is replaced.
     """
     reason = mask_credentials(reason or "") or None
     outcome = {"status": status, "batch": batch, "reason": reason}

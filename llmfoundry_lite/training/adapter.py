@@ -26,8 +26,8 @@ class LanguageModel(ComposerModel):
     """
 
     num_stages = 1
-    """Number of pipeline stages that the model is divided into. Above 1, a companion's subclass trains all microbatches
-    at once, with its method `train_on`."""
+    """Number of stages of the pipeline, one on each of its ranks. Some schedules divide these further. Above 1, a
+    companion's subclass trains all microbatches at once, with its method `train_on`."""
     has_first_stage = True
     """This rank has the first pipeline stage."""
 

@@ -263,7 +263,7 @@ def measure(
 
     `loss` and `bad_losses` are this rank's, scalars on the device. Each rank adds up the squares of its shards, and
     divides those of a shard that r ranks hold by r. A parameter is on all ranks of a pipeline stage, replicated or
-    sharded. Of `num_stages` stages the last has the losses, and two stages have the `shared` parameters. The ranks of a
+    sharded. Of `num_stages` stages one has the losses, and two have the `shared` parameters. The ranks of a
     tensor-parallel group each count the same bad loss.
     """
     stage_size = dist.get_world_size() // num_stages

@@ -61,8 +61,8 @@ class LogFile:
         """Append our lines that the file at `path` lacks, and continue with that file. Create it if it is not there.
 
         `what_happened` to the old file is "replaced", "replaced by a link" or "removed or renamed". A link in its
-        place is removed. Returns a sentence for the user. It is empty if nothing was lost, or if the folder is still
-        gone.
+        place is removed. Returns a sentence for the user. It is empty if the file there has all our lines, or if the
+        folder is still gone.
         """
         try:
             self.path.parent.mkdir(exist_ok=True)

@@ -79,9 +79,10 @@ def cross_entropy_sum(
             pipeline run it twice, for the hidden states and again for the embedding.
         chunk_bytes: size of the fp32 logits that are computed at once.
         compiled: a compiler's `log_p_and_gradient`. It is not used if ranks divide the vocabulary, because they
-        exchange numbers between its steps. divide_vocabulary: a companion's function that takes this rank's rows out of
-        the embedding, which is a DTensor then. All ranks return the whole sum, and each its part of the hidden states'
-        gradient, which the model adds up.
+            exchange numbers between its steps.
+        divide_vocabulary: a companion's function that takes this rank's rows out of the embedding, which is a DTensor
+            then. All ranks return the whole sum, and each its part of the hidden states' gradient, which the model adds
+            up.
     """
     vocabulary = None
     if divide_vocabulary is not None:

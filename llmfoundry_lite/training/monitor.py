@@ -72,14 +72,15 @@ class Progress(NamedTuple):
     tokens_here: int
     """Those of them that this launch has trained, and no other launch beside it."""
     seconds: float
-    """Training time of the run, without evaluations and saves."""
+    """Wall-clock time of the run as Composer counts it: without the evaluation of validation sets."""
 
 
 @dataclass(eq=False)
 class RunMonitor(Callback):
     """Logs throughput, MFU, memory, elapsed and remaining time.
 
-    Rates are real tokens, without padding, over the wall-clock time between ends of batches, without evaluation.
+    Rates are real tokens, without padding, over the wall-clock time between ends of batches, without the evaluation of
+    validation sets.
     """
 
     window_size: int

@@ -21,7 +21,8 @@ def learning_rate_multiplier(
 ) -> float:
     """Return the factor of the learning rate for the next batch, by the formulas of Composer and LLM Foundry.
 
-    All schedules rise linearly during t_warmup. Then, with f the fraction of t_max that has passed since:
+    All schedules rise linearly during t_warmup. Then, with f the fraction of the time between t_warmup and t_max
+    that has passed:
 
     constant_with_warmup: 1
     linear_decay_with_warmup: alpha_i + f (alpha_f - alpha_i)

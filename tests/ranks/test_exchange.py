@@ -19,11 +19,12 @@ def test_each_distinct_value_is_told_by_a_rank_that_has_it(monkeypatch):
     assert all_gather_distinct(1) == [(1, [0, 2]), (7, [1])]
 
 
-@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied"])
+@pytest.mark.parametrize("code", ["ExpiredToken", "AccessDenied", "EACCES"])
 def test_refused_credentials_of_one_rank_are_known_to_all(monkeypatch, code):
-    """Else one rank would go on after a failed save, and another would end."""
-    answer = OSError("refused")
-    answer.response = {"Error": {"Code": code}}  # type: ignore[attr-defined]
+    """Else one rank would go on after a failed save, and another would end. EACCES is this machine's refusal."""
+    answer = PermissionError("refused") if code == "EACCES" else OSError("refused")
+    if code != "EACCES":
+        answer.response = {"Error": {"Code": code}}  # type: ignore[attr-defined]
     theirs = CheckpointError("s3://b/ba4: not written")
     theirs.__cause__ = answer
     told = []
@@ -36,7 +37,7 @@ def test_refused_credentials_of_one_rank_are_known_to_all(monkeypatch, code):
     monkeypatch.setattr(exchange, "all_gather_json", lambda report: [report, told[0]])
     with pytest.raises(CheckpointError) as caught:
         exchange.raise_on_all_ranks(None)
-    assert caught.value.needs_credentials
+    assert (caught.value.needs_credentials, caught.value.lacks_permission) == (code != "EACCES", code == "EACCES")
     assert (str(caught.value), caught.value.is_transient) == (str(theirs), theirs.is_transient)
 
 
