@@ -225,7 +225,8 @@ def find_data_ranks(config: TrainConfig, microbatch_size: int | None = None) -> 
     """Return all numbers of data ranks that can divide a global batch evenly, ascending.
 
     With `microbatch_size`, each data rank must also have whole microbatches of that many samples, and a pipeline must
-    be able to run the number of them. Multiples of a given data_parallel_shard_degree alone are returned.
+    be able to run as many microbatches as that gives. If the configuration has a data_parallel_shard_degree, only
+    multiples of it are returned.
     """
     batch_size = config.global_train_batch_size
     shard_degree = config.sharding.data_parallel_shard_degree or 1
