@@ -81,7 +81,7 @@ class Rows(dict[str, NDArray[Any]]):
 
     @property
     def seconds(self) -> float:
-        """Seconds that training all rows took, those left out that have no time."""
+        """Seconds that training took, summed over the rows that have a time."""
         return float(np.nansum(self.numbers(SECONDS)))
 
     def as_dict(self) -> dict[str, Any]:

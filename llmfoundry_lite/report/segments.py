@@ -62,8 +62,8 @@ SEGMENT_FIELDS = (
 def measure_segment(log: Log, segment: Segment, prices: Mapping[str, float]) -> Facts:
     """Return the facts of one segment: what the manifest says of it, and what the log says of its batches.
 
-    `prices` maps a device's name to its price per hour. A number is None where the log does not have it for all or
-    any of the batches; the module's docstring says how each is computed.
+    `prices` maps a device's name to its price per hour. A number that the log does not give is None. The module's
+    docstring says how each number is computed.
     """
     rows = log.within(segment.first_batch, segment.last_batch)
     tokens = log.tokens[rows]
