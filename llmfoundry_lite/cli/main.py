@@ -6,6 +6,7 @@ A failure is one line on standard error and an exit code of `errors.py`. Each co
 called, so that `--help` answers at once.
 """
 
+import errno
 import sys
 from typing import Annotated, NoReturn
 
@@ -24,6 +25,7 @@ from llmfoundry_lite.errors import (
     UserError,
     printable,
 )
+from llmfoundry_lite.ranks.codec import shorten
 from llmfoundry_lite.ranks.output import OutputError, prepare_output
 from llmfoundry_lite.release import read_release
 
@@ -134,6 +136,12 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
         if error.name not in companions.PACKAGES:
             raise
         return print_error(companions.missing(error.name, needed_for=arguments[0]))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # such a name can only come from the user, whichever command meets it
+            raise
+        return print_error(
+            UserError(f"{shorten(error.filename)}: the name is too long for a file; check the arguments")
+        )
     except typer.Abort:
         return EXIT_INTERRUPTED
     return exit_code if isinstance(exit_code, int) else EXIT_DONE

@@ -215,3 +215,13 @@ def test_options_for_files_know_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("llmfoundry_lite.report.report.report", lambda runs, out, **_: folders.append(out))
     assert main.run(["report", "--out=~/written", "runs/a"]) == 0
     assert folders == [tmp_path / "written"]
+
+
+@pytest.mark.parametrize("arguments", [["compare", "{}", "other.json"], ["bench", "mfu", "--out", "{}"]])
+def test_a_name_that_is_too_long_for_a_file_is_one_line(arguments, capsys):
+    if "bench" in arguments:
+        pytest.importorskip("llmfoundry_machines")
+    assert main.run([argument.format("x" * 5_000) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith("…: the name is too long for a file; check the arguments\n")
+    assert "xxx" in error and len(error) < 200
