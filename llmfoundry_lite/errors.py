@@ -142,7 +142,7 @@ def list_names(names: Iterable[object]) -> str:
     return ", ".join(text if re.fullmatch(r"[^\s,'\"]+", text) else repr(text) for text in texts)
 
 
-def either(options: Sequence[object]) -> str:
+def join_with_or(options: Sequence[object]) -> str:
     """Return the options as a phrase for a message: `a`, `a or b`, `a, b or c`. There has to be at least one."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last

@@ -38,7 +38,7 @@ from llmfoundry_lite.errors import (
     SECOND_STEP,
     ConfigError,
     DataError,
-    either,
+    join_with_or,
     list_names,
 )
 from llmfoundry_lite.estimate.memory import estimate_training_memory, with_cpu_attention
@@ -136,7 +136,7 @@ def check_compiler() -> None:
         if not shutil.which(chosen_compiler):
             missing.append(f"a C compiler (CC: {chosen_compiler} is none)")
     elif not any(map(shutil.which, C_COMPILERS)):
-        missing.append(f"a C compiler on PATH ({either(C_COMPILERS)}; `apt-get install gcc`)")
+        missing.append(f"a C compiler on PATH ({join_with_or(C_COMPILERS)}; `apt-get install gcc`)")
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
         missing.append(f"{header} (`apt-get install python3-dev`)")

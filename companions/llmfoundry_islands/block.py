@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from llmfoundry_islands.coordination.messages import WEIGHTS, find_token
 from llmfoundry_lite.config.blocks import Block
-from llmfoundry_lite.config.fields import POSITIVE, REQUIRED, Setting, Use, matches, must_be, setting, span
+from llmfoundry_lite.config.fields import (
+    POSITIVE,
+    REQUIRED,
+    Setting,
+    Use,
+    duration_setting,
+    matches,
+    setting,
+    validator,
+)
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError
@@ -14,21 +23,21 @@ from llmfoundry_lite.errors import ConfigError
 class SyncConfig:
     """Local steps: each island trains alone between exchanges of the weights' mean change. Not the run of one world."""
 
-    every: Duration = span(REQUIRED, ("ba",))
+    every: Duration = duration_setting(REQUIRED, ("ba",))
     """Batches between two exchanges."""
     lr: float = setting(0.7, POSITIVE)
     """Rate of the outer step."""
-    momentum: float = setting(0.9, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1))
+    momentum: float = setting(0.9, validator("0 <= momentum < 1", lambda value: 0 <= value < 1))
     """Nesterov momentum of the outer steps."""
     dtype: str = setting("fp32", choices="fp32 bf16 int8")
     """Type of numbers that travel. The next exchange adds what rounding drops, unless the island dies before."""
     fragments: int = setting(1, POSITIVE)
     """Parts of the weights that are exchanged in turn, each once in `every` batches."""
-    delay: Duration = span("0ba", ("ba",), may_be_zero=True)
+    delay: Duration = duration_setting("0ba", ("ba",), may_be_zero=True)
     """Batches that islands compute while a fragment travels."""
     alpha: float = setting(
         0.5,
-        must_be("0 <= alpha < 1", lambda value: 0 <= value < 1),
+        validator("0 <= alpha < 1", lambda value: 0 <= value < 1),
         uses=(
             Use(
                 has_effect=lambda sync, _: sync.delay.value > 0,
@@ -47,16 +56,18 @@ class IslandsConfig:
 
     coordinator: str = setting(REQUIRED, matches("host:port, such as 127.0.0.1:7070", r".+:\d{1,5}"))
     """Address of `llmfoundry-lite islands coordinate`."""
-    begin_with: int | None = setting(None, must_be("a number of islands", lambda value: value >= 1))
+    begin_with: int | None = setting(None, validator("a number of islands", lambda value: value >= 1))
     """Start the coordinator, on this host, where none answers yet; the run begins when so many islands are here."""
     name: str = setting(REQUIRED, matches("letters and digits, and . _ - after the first", r"\w[\w.\-]{0,63}"))
     """Name of this island, unlike any other's."""
     address: str = setting(
         "127.0.0.1",
-        must_be("an address at which other islands reach this host", lambda value: value not in ("0.0.0.0", "::")),
+        validator("an address at which other islands reach this host", lambda value: value not in ("0.0.0.0", "::")),
     )
     """Address of this host, where its ranks listen for those of other islands."""
-    weight: float = setting(1.0, must_be("a number from 1e-6 to 1e6", lambda value: WEIGHTS[0] <= value <= WEIGHTS[1]))
+    weight: float = setting(
+        1.0, validator("a number from 1e-6 to 1e6", lambda value: WEIGHTS[0] <= value <= WEIGHTS[1])
+    )
     """Rows per second beside the other islands', until they have been measured."""
     check_weights_every: int = setting(100, POSITIVE)
     """Batches after which weights are compared; where they differ, those of the island that saves win."""

@@ -12,7 +12,7 @@ from llmfoundry_lite.config.layout import Layout
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig, PipelineConfig
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError, join_with_or
 
 MAX_SUGGESTIONS = 8
 """Numbers that an error suggests."""
@@ -66,9 +66,9 @@ def check_microbatches(config: TrainConfig, layout: Layout, num_samples: int) ->
 
     # Sizes that divide the samples evenly are better, because the others need rows of padding.
     even_sizes = [num_samples // count for count in reversed(fitting_counts)]
-    sizes = either(even_sizes or fitting_sizes[:MAX_SUGGESTIONS])
+    sizes = join_with_or(even_sizes or fitting_sizes[:MAX_SUGGESTIONS])
     if size is None:
-        remedy = either(fitting_counts) if fitting_counts else f"device_train_microbatch_size: {sizes}"
+        remedy = join_with_or(fitting_counts) if fitting_counts else f"device_train_microbatch_size: {sizes}"
         raise ConfigError(f"pp_config.num_microbatches: {num_microbatches} does not fit {subject}; use {remedy}")
     raise ConfigError(
         f"device_train_microbatch_size: {size} makes {num_microbatches} microbatch(es) of {subject}, which does not "
@@ -91,7 +91,7 @@ def _check_tensor_parallel(config: TrainConfig) -> None:
     sizes = _count_heads(config) | {"the width of the feed-forward layer": model.ffn_dim}
     for name, size in sizes.items():
         if size % degree:
-            fitting = either(divisors(math.gcd(*sizes.values())))
+            fitting = join_with_or(divisors(math.gcd(*sizes.values())))
             raise ConfigError(f"{key}: {degree} does not divide {name}, {size}; use {fitting}")
 
     rows_per_device = -(-model.vocab_size // degree)
@@ -151,7 +151,7 @@ def _check_context_parallel(config: TrainConfig) -> None:
                 candidates = divisors(math.gcd(common_length, num_common_heads))
                 divisor = str(degree)
             fitting = [n for n in candidates[1:] if common_length % (n * pieces_per_device) == 0]
-            remedy = either(fitting[:MAX_SUGGESTIONS] or ["another length"])
+            remedy = join_with_or(fitting[:MAX_SUGGESTIONS] or ["another length"])
             raise ConfigError(f"{key}: {divisor} does not divide {name}, {length}; use {remedy}")
 
     if context.kind == "heads":
@@ -163,7 +163,7 @@ def _check_context_parallel(config: TrainConfig) -> None:
                 remedy = "use cp_config.kind: gather"
                 fitting = divisors(num_common_heads)[1:]
                 if fitting:
-                    remedy += f", or a degree of {either(fitting)}"
+                    remedy += f", or a degree of {join_with_or(fitting)}"
                 raise ConfigError(f"{key}: {divisor} does not divide {name}, {num_heads}; {remedy}")
     _check_shared_loaders(config, "cp_config", "the devices of a sample")
 

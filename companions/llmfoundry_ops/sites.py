@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llmfoundry_lite.config.build import build_block
-from llmfoundry_lite.config.fields import REQUIRED, check_place, local_folder, matches, must_be, parsed, setting
+from llmfoundry_lite.config.fields import REQUIRED, check_path_or_url, local_folder, matches, parsed, setting, validator
 from llmfoundry_lite.config.layers import merge_layers, read_file
 from llmfoundry_lite.config.spans import Duration, Time
 from llmfoundry_lite.errors import ConfigError
@@ -56,9 +56,9 @@ class Policy:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Relay:
-    run: str = setting(REQUIRED, must_be("a folder", lambda run: run and "\0" not in run), local_folder())
+    run: str = setting(REQUIRED, validator("a folder", lambda run: run and "\0" not in run), local_folder())
     """The run folder, as the relay sees it; its journal and the launches' output lie here."""
-    checkpoints: str | None = setting(None, check_place)
+    checkpoints: str | None = setting(None, check_path_or_url)
     """The run's save_folder, if it has one: a folder or a URL. By default `checkpoints` in the run folder."""
     policy: Policy
     sites: dict[str, Site]

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.run_log import METRICS, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, data_label
-from llmfoundry_lite.errors import ConfigError, DivergedError, either
+from llmfoundry_lite.errors import ConfigError, DivergedError, join_with_or
 from llmfoundry_lite.ranks.exchange import broadcast_json
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.gradient_step import LOSS
@@ -47,7 +47,8 @@ class EarlyStopper(Callback):
         labels = [data_label(key) for key in config.validation if config.evaluates]
         if self.label not in ("train", *labels):
             raise ConfigError(
-                f"callbacks.early_stopper.dataloader_label: {self.label!r} given, expected {either([*labels, 'train'])}"
+                f"callbacks.early_stopper.dataloader_label: {self.label!r} given, expected "
+                f"{join_with_or([*labels, 'train'])}"
             )
         self.best, self.best_at = math.inf, (0, 0)
         self.epoch, self.losses = 0, list[float]()

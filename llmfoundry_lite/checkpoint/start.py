@@ -24,7 +24,7 @@ from llmfoundry_lite.config.fields import RUN_NAME
 from llmfoundry_lite.config.layout import describe_data_ranks, find_data_ranks, layout_here
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
-from llmfoundry_lite.errors import CheckpointError, either
+from llmfoundry_lite.errors import CheckpointError, join_with_or
 
 SCHEDULING_KEYS = ("max_duration", "eval_interval", "save_interval")
 """Keys that say when something happens in a run. They do not change the numbers of a finished run, so a finished run
@@ -161,7 +161,7 @@ def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
         fitting_rank_counts = find_data_ranks(config, run_size)
         remedy = "no number of devices has them"
         if fitting_rank_counts:
-            remedy = f"start {either(fitting_rank_counts)} {describe_data_ranks(layout)}"
+            remedy = f"start {join_with_or(fitting_rank_counts)} {describe_data_ranks(layout)}"
         raise CheckpointError(
             f"the run's microbatches have {run_size} samples, which exact_sums keeps, and that does not divide the "
             f"{samples_per_rank} samples of a device here; {remedy}, with device_train_microbatch_size={run_size} or "

@@ -10,7 +10,7 @@ import typer
 
 from llmfoundry_lite.config.auto_hardware import choose_overlay, find_devices
 from llmfoundry_lite.config.shipped import shipped_folder
-from llmfoundry_lite.errors import ConfigError, UserError, either
+from llmfoundry_lite.errors import ConfigError, UserError, join_with_or
 from llmfoundry_lite.hardware import GIB
 
 
@@ -37,7 +37,7 @@ SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 def list_command(
     kind: Annotated[
-        str | None, typer.Argument(metavar="KIND", help=f"What to list: {either(list(KINDS))} [default: all].")
+        str | None, typer.Argument(metavar="KIND", help=f"What to list: {join_with_or(list(KINDS))} [default: all].")
     ] = None,
 ) -> None:
     """List the YAML files and tasks that come with the package.
@@ -45,7 +45,7 @@ def list_command(
     The hardware and layouts of this machine come first. Models are listed from small to large.
     """
     if kind not in (None, *KINDS):
-        raise UserError(f"list: {kind!r} given, expected {either(list(KINDS))}")
+        raise UserError(f"list: {kind!r} given, expected {join_with_or(list(KINDS))}")
     sort_key = sort_key_for_this_machine()
     names = [kind] if kind else list(KINDS)
     for number, name in enumerate(names):

@@ -19,7 +19,7 @@ from llmfoundry_lite.config.fields import Key, Setting, is_number, join_key, key
 from llmfoundry_lite.config.layers import ConfigLayer, naming_source, source_of
 from llmfoundry_lite.config.scalars import hint_at_number
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import ConfigError, either, find_nearest
+from llmfoundry_lite.errors import ConfigError, find_nearest, join_with_or
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> Any:
@@ -304,7 +304,7 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
         check_import_path(key_path, value)
         return
 
-    hint = setting.instead or f"expected {either(choices)}"
+    hint = setting.instead or f"expected {join_with_or(choices)}"
     # A key with advice of its own suggests a choice only where the value is very much like it.
     likely = _nearest_choice(str(value), choices, cutoff=0.85 if setting.instead else 0.75)
     if likely and setting.instead:

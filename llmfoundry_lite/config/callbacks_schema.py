@@ -8,12 +8,12 @@ from llmfoundry_lite.config.fields import (
     POSITIVE,
     REQUIRED,
     Use,
-    check_place,
+    check_path_or_url,
+    duration_setting,
     local_folder,
-    must_be,
     not_empty,
     setting,
-    span,
+    validator,
 )
 from llmfoundry_lite.config.spans import Duration
 
@@ -46,7 +46,7 @@ class ProfilerConfig:
     repeat: int = setting(1, NON_NEGATIVE)
     """Cycles; 0 for as many as the run has room for. Each leaves a trace of its own."""
     folder: str | None = setting(
-        None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder(), is_place=True
+        None, not_empty("a folder; remove the line for <run_folder>/traces"), local_folder(), is_path_or_url=True
     )
     """Folder of the traces; default: <run_folder>/traces."""
     all_ranks: bool = False
@@ -61,9 +61,12 @@ class HFCheckpointerConfig:
     """Hugging Face folders of checkpoints: the first one published at or after each multiple of the interval, and the
     run's last. A separate process writes them."""
 
-    save_interval: Duration = span(REQUIRED)
+    save_interval: Duration = duration_setting(REQUIRED)
     save_folder: str | None = setting(
-        None, not_empty("a folder or a URL; remove the line for the run's save_folder"), check_place, is_place=True
+        None,
+        not_empty("a folder or a URL; remove the line for the run's save_folder"),
+        check_path_or_url,
+        is_path_or_url=True,
     )
     """Folders are <save_folder>/huggingface/ba<batch>. Default: where the run's checkpoints are."""
     precision: str = setting("float32", choices="float32 bfloat16")
@@ -81,14 +84,14 @@ SAMPLING = (
 class GenerateConfig:
     """Texts that checkpoints write, at every `interval`, into generations.jsonl. A separate process generates them."""
 
-    prompts: list[str] = setting(REQUIRED, must_be("one prompt or more", len))
-    interval: Duration = span(REQUIRED)
+    prompts: list[str] = setting(REQUIRED, validator("one prompt or more", len))
+    interval: Duration = duration_setting(REQUIRED)
     max_new_tokens: int = setting(80, POSITIVE)
     do_sample: bool = False
     """false takes the likeliest token, and the next three keys have no effect."""
     temperature: float = setting(1.0, POSITIVE, uses=SAMPLING)
     top_k: int | None = setting(50, POSITIVE, uses=SAMPLING)
-    top_p: float | None = setting(None, must_be("above 0 and up to 1", lambda value: 0 < value <= 1), uses=SAMPLING)
+    top_p: float | None = setting(None, validator("above 0 and up to 1", lambda value: 0 < value <= 1), uses=SAMPLING)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,7 +101,7 @@ class EarlyStopperConfig:
     monitor: str = setting(choices="loss LanguageCrossEntropy LanguagePerplexity")
     dataloader_label: str = setting()
     """eval, eval/<label> of eval_loaders, or train: the mean over an epoch."""
-    patience: Duration = span(1, ("ba", "ep"), may_be_zero=True)
+    patience: Duration = duration_setting(1, ("ba", "ep"), may_be_zero=True)
     """Span since the lowest value after which the run ends; a bare integer counts epochs."""
     min_delta: float = setting(0.0, NON_NEGATIVE)
     """Least difference by which a value counts as lower."""
@@ -165,7 +168,10 @@ class TensorboardConfig:
     """Logging to TensorBoard."""
 
     log_dir: str | None = setting(
-        None, not_empty("a folder; remove the line for <run_folder>/tensorboard"), check_place, is_place=True
+        None,
+        not_empty("a folder; remove the line for <run_folder>/tensorboard"),
+        check_path_or_url,
+        is_path_or_url=True,
     )
     """Default: <run directory>/tensorboard."""
     names: str = setting("ours", choices="ours llm_foundry")

@@ -20,7 +20,7 @@ from llmfoundry_lite.config.schema import OptimizerConfig, SchedulerConfig, Trai
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.uses import note_unused_keys, refuse_unused_keys
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError, join_with_or
 
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -264,7 +264,7 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
     remedy = "set it to"
     if fixed_size is not None and fitting:
         # A run that carries on may not set another size, so another number of devices is the first advice.
-        remedy = f"start {either(fitting)} {devices}, or set it, in a new run, to"
+        remedy = f"start {join_with_or(fitting)} {devices}, or set it, in a new run, to"
     if isinstance(microbatch_size, int) and microbatch_size > device_batch_size:
         raise ConfigError(
             f"device_train_microbatch_size: {microbatch_size} is more than the {device_batch_size} samples "
@@ -273,7 +273,8 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
     if fixed_size is not None and device_batch_size % fixed_size:
         raise ConfigError(
             f"device_train_microbatch_size: {fixed_size} does not divide the {device_batch_size} samples of each "
-            f"device; with exact_sums every microbatch has as many; {remedy} {either(divisors(device_batch_size))}"
+            f"device; with exact_sums every microbatch has as many; {remedy} "
+            f"{join_with_or(divisors(device_batch_size))}"
         )
 
     if layout.pipeline > 1:

@@ -12,12 +12,12 @@ from llmfoundry_lite.config.fields import (
     REQUIRED,
     Check,
     Use,
-    check_source,
+    check_source_path_or_url,
+    duration_setting,
     local_folder,
-    must_be,
     not_empty,
     setting,
-    span,
+    validator,
 )
 from llmfoundry_lite.config.spans import Duration
 
@@ -39,7 +39,7 @@ REMOTES = "s3 gs hf azure azure-dl oci sftp dbfs alipan"
 COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 SIZES = {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40, "b": 1}
 """Units that streaming.base.util reads."""
-_REMOTE = must_be(
+_REMOTE = validator(
     f"a folder, or a URL of one of: {REMOTES}", lambda value: urlsplit(value).scheme in ("", "file", *REMOTES.split())
 )
 
@@ -61,10 +61,10 @@ def _in_units(units: Mapping[str, int], example: str) -> Check:
             return int(match[1]) > 0
         return int(float(match[2]) * units[match[3]]) > 0
 
-    return must_be(f"a number above 0, such as {example}", is_above_0)
+    return validator(f"a number above 0, such as {example}", is_above_0)
 
 
-IS_WITHIN = must_be(
+IS_WITHIN = validator(
     "a folder within local and remote, such as train",
     lambda value: not value.startswith("/") and ".." not in value.split("/") and "\0" not in value,
 )
@@ -74,7 +74,7 @@ IS_WITHIN = must_be(
 class TokenizerConfig:
     """The tokenizer that the data were made with."""
 
-    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"), is_place=True)
+    name: str = setting(REQUIRED, not_empty("a local folder or a name on the Hub"), is_path_or_url=True)
     kwargs: dict[str, Any] = setting(dict)
     """LLM Foundry's options. Only model_max_length is used: it is checked against max_seq_len."""
 
@@ -83,8 +83,8 @@ class TokenizerConfig:
 class StreamConfig:
     """One of several data sets that are mixed."""
 
-    local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
-    remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), is_path_or_url=True, hardware=True)
+    remote: str | None = setting(None, check_source_path_or_url, _REMOTE, is_path_or_url=True, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     proportion: float | None = setting(None, POSITIVE)
     """Share of this stream in an epoch; given for all streams or for none."""
@@ -103,7 +103,7 @@ class StreamConfig:
 class StageConfig:
     """A part of the run with a mixture of its own."""
 
-    until: Duration | None = span(None, ("ba", "sp", "tok", "dur"), written=str | float)
+    until: Duration | None = duration_setting(None, ("ba", "sp", "tok", "dur"), written=str | float)
     """End of the stage; the last one ends with the run."""
     streams: dict[str, StreamConfig] = setting(dict)
     """Default: the data set's own. Keys that a stream leaves out come from the last stream of that name before it. Its
@@ -132,9 +132,9 @@ DIVIDING_DOCUMENTS = (
 class TextDatasetConfig:
     """A data set of MDS shards, or a mixture of several."""
 
-    local: str | None = setting(None, local_folder("remote", is_read=True), is_place=True, hardware=True)
+    local: str | None = setting(None, local_folder("remote", is_read=True), is_path_or_url=True, hardware=True)
     """Folder of an MDS data set, or where a remote one is cached."""
-    remote: str | None = setting(None, check_source, _REMOTE, is_place=True, hardware=True)
+    remote: str | None = setting(None, check_source_path_or_url, _REMOTE, is_path_or_url=True, hardware=True)
     split: str | None = setting(None, IS_WITHIN)
     streams: dict[str, StreamConfig] = setting(dict)
     """Several data sets, mixed; keys are names of your choice."""

@@ -8,10 +8,10 @@ from llmfoundry_lite.config.fields import (
     POSITIVE,
     REQUIRED,
     Use,
-    check_source,
+    check_source_path_or_url,
     local_folder,
-    must_be,
     setting,
+    validator,
 )
 
 TOKENIZATIONS = "separate joint"
@@ -41,10 +41,10 @@ class TaskConfig:
     icl_task_type: str = setting(
         choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
     )
-    dataset_uri: str = setting(REQUIRED, check_source, is_place=True)
+    dataset_uri: str = setting(REQUIRED, check_source_path_or_url, is_path_or_url=True)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
     num_fewshot: list[int] = setting(
-        lambda: [0], must_be("one number or more, 0 or above", lambda value: value and min(value) >= 0)
+        lambda: [0], validator("one number or more, 0 or above", lambda value: value and min(value) >= 0)
     )
     """Numbers of examples. Each gives a result of its own."""
     fewshot_random_seed: int = setting(
@@ -80,7 +80,7 @@ class TaskConfig:
     """Generation: tokens of an answer at most. Default: as many as the longest answer in the file has."""
     early_stopping_criteria: list[str] = setting(
         list,
-        must_be("no empty text, at which every answer would end", lambda value: "" not in value),
+        validator("no empty text, at which every answer would end", lambda value: "" not in value),
         uses=GENERATION,
     )
     """Generation: texts that end an answer."""
@@ -101,7 +101,9 @@ class Benchmark:
     name: str
     """The task's label."""
     num_fewshot: int = setting(REQUIRED, NON_NEGATIVE)
-    random_baseline: float = setting(REQUIRED, must_be("a number from 0 to less than 1", lambda value: 0 <= value < 1))
+    random_baseline: float = setting(
+        REQUIRED, validator("a number from 0 to less than 1", lambda value: 0 <= value < 1)
+    )
     """Accuracy of guessing, below 1."""
 
     @property
@@ -154,7 +156,7 @@ class ListedModel:
 class EvalConfig:
     """An evaluation. Precedence: these defaults < YAML files, in order < key=value arguments."""
 
-    models: dict[str, str] = setting(written=dict[str, str] | list[ListedModel], is_place=True)
+    models: dict[str, str] = setting(written=dict[str, str] | list[ListedModel], is_path_or_url=True)
     """A name of your choice -> a run directory, a checkpoint (…/ba200, local or URL), the folder of a Hugging Face
     model, or hf:NAME."""
     icl_tasks: list[Any] | str = setting(written=list[TaskConfig | str] | str)
@@ -166,10 +168,10 @@ class EvalConfig:
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     skip_missing_tasks: bool = False
     """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
-    results_folder: str = setting("results", local_folder(), is_place=True)
+    results_folder: str = setting("results", local_folder(), is_path_or_url=True)
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
-    task_folder: str = setting("evals", is_place=True)
-    data_root: str = setting(".", is_place=True)
+    task_folder: str = setting("evals", is_path_or_url=True)
+    data_root: str = setting(".", is_path_or_url=True)
     """Folder for relative paths of data, and of YAMLs that a YAML names, if there is no such file here. For example
     `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
@@ -182,7 +184,7 @@ class EvalConfig:
     """Default: the model's."""
     limit: int | None = setting(None, POSITIVE)
     """Only so many first items of each task: a trial, not a result."""
-    tokenizer: str | None = setting(None, is_place=True)
+    tokenizer: str | None = setting(None, is_path_or_url=True)
     """Default: the model's own."""
     fsdp: bool = False
     """Shard each model over all ranks instead of keeping it whole on each."""

@@ -1,7 +1,12 @@
 """Keys of a configuration: the values that each may have, whether it may change in mid-run, and who may set it.
 
-A schema is a set of frozen dataclasses. `setting`, `span` and `parsed` make their fields, and write a key's rules (a
-`Setting`) beside it. `keys_of` and the walks at the end read the rules. `build.py` applies them to values.
+A schema is a set of frozen dataclasses, one for each block of the YAML. `setting`, `duration_setting` and `parsed` make
+their fields, and store the rules of a key (a `Setting`) in the field's metadata:
+
+    lr: float = setting(REQUIRED, POSITIVE, change="logged")
+
+`keys_of` and the functions at the end of this file read the rules back. `build.py` applies them to the values of a
+YAML.
 """
 
 import dataclasses
@@ -75,7 +80,7 @@ class Setting:
     """Dotted key within the block -> condition that holds for the block in this place only."""
     shapes_dropout: bool = False
     """Log a change in a run with attn_pdrop, because the masks depend on which heads and rows a kernel is given."""
-    is_place: bool = False
+    is_path_or_url: bool = False
     """Whether it is a folder or a URL, in which `~` stands for the user's home folder."""
     hardware: bool = False
     """Whether an overlay may set the key. Such a key changes freely: it says how and where the run is computed."""
@@ -121,7 +126,9 @@ def parsed(default: Any, parse: Callable[[Any], Any], written: Any = str | int, 
     return setting(default, parse=parse, written=written, **metadata)
 
 
-def span(default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_zero: bool = False, **metadata) -> Any:
+def duration_setting(
+    default: Any = MISSING, units: Sequence[str] = TIME_UNITS, *, may_be_zero: bool = False, **metadata
+) -> Any:
     """Return a dataclass field for a key that is a span of training, such as `100ba`, which becomes a `Duration`.
 
     `units` are those that it may have. `default` is given as in a YAML; without one, the key must be given. `metadata`
@@ -157,7 +164,7 @@ def only_with(*names: str, is_refused: bool = True) -> Use:
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def must_be(expected: str, holds: Callable[[Any], Any]) -> Check:
+def validator(expected: str, holds: Callable[[Any], Any]) -> Check:
     """Return a check of values, which raises ValueError with the text `expected` if `holds(value)` is false."""
 
     def check(value: Any) -> None:
@@ -173,14 +180,14 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-POSITIVE = must_be("a number above 0", lambda value: value > 0)
-NON_NEGATIVE = must_be("0 or more", lambda value: value >= 0)
-PROBABILITY = must_be("a probability, 0 <= p < 1", lambda value: 0 <= value < 1)
+POSITIVE = validator("a number above 0", lambda value: value > 0)
+NON_NEGATIVE = validator("0 or more", lambda value: value >= 0)
+PROBABILITY = validator("a probability, 0 <= p < 1", lambda value: 0 <= value < 1)
 RUN_NAME = "{run_name}"
 """Placeholder for the run's name in the folders of a run's YAML, the only one there is."""
 
 
-def check_place(value: str, kind: str = "a folder or a URL") -> None:
+def check_path_or_url(value: str, kind: str = "a folder or a URL") -> None:
     """Check a folder or URL that is used as it is written.
 
     Raises ValueError for a misspelt URL, which would be a local folder, and for a placeholder that nothing replaces.
@@ -204,14 +211,14 @@ def check_place(value: str, kind: str = "a folder or a URL") -> None:
         raise ValueError(f"{kind}, in which nothing replaces {placeholder}{hint}")
 
 
-def check_source(value: str) -> None:
+def check_source_path_or_url(value: str) -> None:
     """Check a folder or URL that is read, such as a checkpoint to load.
 
     Raises ValueError for a misspelt URL, and for a placeholder in braces that nothing replaces, unless a folder of this
     very name exists.
     """
     if guess_url(value) or not os.path.exists(os.path.expanduser(value)):
-        check_place(value)
+        check_path_or_url(value)
 
 
 def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
@@ -228,19 +235,19 @@ def local_folder(url_key: str = "", *, is_read: bool = False) -> Check:
         if "://" in value:
             raise ValueError(kind)
         if not is_read or guess_url(value) or not os.path.exists(value):
-            check_place(value, kind)
+            check_path_or_url(value, kind)
 
     return check
 
 
 def matches(expected: str, pattern: str) -> Check:
     """Return a check of text that the whole of a regular expression must match. `expected` is the error's text."""
-    return must_be(expected, lambda value: re.fullmatch(pattern, value))
+    return validator(expected, lambda value: re.fullmatch(pattern, value))
 
 
 def not_empty(expected: str) -> Check:
     """Return a check of text that must not be blank. `expected` is the error's text."""
-    return must_be(expected, lambda value: value.strip())
+    return validator(expected, lambda value: value.strip())
 
 
 # -------------------------------------------------------------------------------------------------- walks

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from llmfoundry_lite.config.model_schema import divisors
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.config.sharding_schema import FSDPConfig
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError, join_with_or
 from llmfoundry_lite.ranks.rank import this_rank
 
 
@@ -195,7 +195,7 @@ def divide_devices(
         origin = "" if fsdp.data_parallel_shard_degree else ", of one node,"
         raise ConfigError(
             f"fsdp_config.data_parallel_shard_degree: {shard}{origin} does not divide the {num_data_ranks} "
-            f"{_describe_groups(degrees)} of this launch; use {either(divisors(num_data_ranks))}"
+            f"{_describe_groups(degrees)} of this launch; use {join_with_or(divisors(num_data_ranks))}"
         )
     return Layout(
         replicate=num_data_ranks // shard,

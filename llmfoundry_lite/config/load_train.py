@@ -18,7 +18,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, merge_layers, naming_source, read_layers, source_of
 from llmfoundry_lite.config.schema import TrainConfig
-from llmfoundry_lite.errors import ConfigError, either
+from llmfoundry_lite.errors import ConfigError, join_with_or
 
 FOLDERS_WITH_RUN_NAME = (
     *("run_folder", "save_folder", "load_path", "loggers.tensorboard.log_dir"),
@@ -53,7 +53,8 @@ def load_train_config(
     for option in options:
         if option not in DRY_RUNS:
             raise ConfigError(
-                f"command line: unknown option {option}; expected YAML files, key=value pairs, {either([*DRY_RUNS])}"
+                f"command line: unknown option {option}; expected YAML files, key=value pairs, "
+                f"{join_with_or([*DRY_RUNS])}"
             )
     dry_run = DRY_RUNS[options[-1]] if options else ""
     layers = read_layers([argument for argument in arguments if argument not in options], given=given)

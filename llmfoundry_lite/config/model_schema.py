@@ -11,11 +11,11 @@ from llmfoundry_lite.config.fields import (
     PROBABILITY,
     Use,
     is_number,
-    must_be,
     only_with,
     setting,
+    validator,
 )
-from llmfoundry_lite.errors import either
+from llmfoundry_lite.errors import join_with_or
 
 MIN_FLEX_HEAD_DIM = 16
 """Dimensions of a head that FlexAttention's kernels need (Triton's smallest product)."""
@@ -65,7 +65,7 @@ class RopeScaling:
     )
     """linear: positions / factor. dynamic: theta grows with the sequence beyond max_seq_len. ntk: theta is raised by
     the factor from the start. llama3: only slow frequencies are divided by the factor."""
-    factor: float = setting(1.0, POSITIVE, must_be("1 or more", lambda value: value >= 1))
+    factor: float = setting(1.0, POSITIVE, validator("1 or more", lambda value: value >= 1))
     low_freq_factor: float = setting(1.0, POSITIVE)
     """llama3: a frequency with fewer turns over the original length is divided by the factor."""
     high_freq_factor: float = setting(4.0, POSITIVE)
@@ -130,7 +130,7 @@ class AttentionConfig:
     softmax_scale: float | None = setting(None, POSITIVE)
     """Default 1/sqrt(head dimension)."""
     sliding_window_size: int = setting(
-        -1, must_be("a number of tokens above 0, or -1 to see all", lambda value: value > 0 or value == -1)
+        -1, validator("a number of tokens above 0, or -1 to see all", lambda value: value > 0 or value == -1)
     )
     """Number of earlier tokens that a token sees; -1 for all."""
     attn_uses_sequence_id: bool = False
@@ -162,7 +162,8 @@ class AttentionConfig:
             )
         if n_heads % num_kv_heads:
             yield (
-                f"kv_n_heads: {num_kv_heads} does not divide n_heads, {n_heads}; use one of {either(divisors(n_heads))}"
+                f"kv_n_heads: {num_kv_heads} does not divide n_heads, {n_heads}; use one of "
+                f"{join_with_or(divisors(n_heads))}"
             )
         if self.qk_ln and self.qk_gn:
             yield "qk_gn: both qk_ln and qk_gn given; use one of them"
@@ -226,7 +227,7 @@ class InitConfig:
     """Nonlinearity that decides kaiming's gain."""
     init_div_is_residual: int | float | bool | str = setting(
         True,
-        must_be("true, false or a number above 0", _is_divisor),
+        validator("true, false or a number above 0", _is_divisor),
         uses=(
             Use(
                 has_effect=lambda init, _: init.name not in ("neox_init_", "default_"),
@@ -239,7 +240,7 @@ class InitConfig:
     """Embeddings from N(0, std) instead of the scheme above."""
     emb_init_uniform_lim: Any = setting(
         None,
-        must_be("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit),
+        validator("a number of 0 or more, or the lower and the upper limit in a list", _is_init_limit),
         uses=(
             Use(
                 has_effect=lambda init, _: init.emb_init_std is None,
@@ -303,7 +304,7 @@ class ModelConfig:
     emb_pdrop: float = setting(0.0, PROBABILITY)
     learned_pos_emb: bool = True
     """Ignored, as in LLM Foundry, when attn_config.alibi or attn_config.rope is on."""
-    embedding_fraction: float = setting(1.0, must_be("a share, 0 < share <= 1", lambda value: 0 < value <= 1))
+    embedding_fraction: float = setting(1.0, validator("a share, 0 < share <= 1", lambda value: 0 < value <= 1))
     """Factor of the embeddings' gradient."""
     attn_config: AttentionConfig = setting(AttentionConfig)
     ffn_config: FFNConfig = setting(FFNConfig)
@@ -317,7 +318,7 @@ class ModelConfig:
     """Accepted for LLM Foundry's sake. Weights are always made shard by shard, where they live."""
     logit_scale: float | str | None = setting(
         None,
-        must_be(
+        validator(
             "a number or inv_sqrt_d_model", lambda value: not isinstance(value, str) or value == "inv_sqrt_d_model"
         ),
     )

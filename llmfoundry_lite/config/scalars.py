@@ -165,7 +165,7 @@ def _read(hint: Any, value: Any, path: str, rule: Rule, setting: Setting) -> Any
     if is_masked(value):
         raise ConfigError(f"{path}: {value}: credentials are not recorded; give them here, by ${{oc.env:NAME}}")
     remember_url_secrets(value)
-    if setting.is_place:
+    if setting.is_path_or_url:
         value = expand_home(value)
     if isinstance(value, FromEnvironment):
         return _read_variable(options, value, path, rule, setting)

@@ -16,15 +16,15 @@ from llmfoundry_lite.config.fields import (
     REQUIRED,
     Use,
     as_yaml,
-    check_place,
-    check_source,
+    check_path_or_url,
+    check_source_path_or_url,
+    duration_setting,
     local_folder,
-    must_be,
     not_empty,
     only_with,
     parsed,
     setting,
-    span,
+    validator,
 )
 from llmfoundry_lite.config.model_schema import ModelConfig
 from llmfoundry_lite.config.scalars import FromEnvironment, map_texts
@@ -78,9 +78,9 @@ class OptimizerConfig:
     """Learning rate. With muon, the rate of the blocks' matrices."""
     adamw_lr: float | None = setting(None, POSITIVE, change="logged", uses=MUON)
     """Rate of embeddings, head, norms and biases, which AdamW updates. Default: lr."""
-    betas: tuple[float, float] | None = setting(None, must_be("0 <= beta < 1", lambda value: 0 <= value < 1))
+    betas: tuple[float, float] | None = setting(None, validator("0 <= beta < 1", lambda value: 0 <= value < 1))
     """Default (0.9, 0.95) for the AdamWs, (0.9, 0.99) for the Lions."""
-    momentum: float | None = setting(None, must_be("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=MUON)
+    momentum: float | None = setting(None, validator("0 <= momentum < 1", lambda value: 0 <= value < 1), uses=MUON)
     """Momentum of the matrices' gradients; default 0.95."""
     ns_steps: int | None = setting(None, POSITIVE, uses=MUON)
     """Iterations of Newton and Schulz; default 5."""
@@ -115,9 +115,9 @@ class SchedulerConfig:
         choices="constant_with_warmup cosine_with_warmup linear_decay_with_warmup inv_sqrt_with_warmup "
         "warmup_stable_decay"
     )
-    t_warmup: Duration = span("0ba", FRACTION_OF_RUN, may_be_zero=True)
+    t_warmup: Duration = duration_setting("0ba", FRACTION_OF_RUN, may_be_zero=True)
     """Linear warm-up from 0."""
-    t_max: Duration = span(
+    t_max: Duration = duration_setting(
         "1dur",
         FRACTION_OF_RUN,
         uses=(
@@ -135,13 +135,13 @@ class SchedulerConfig:
         uses=(only_with("cosine_with_warmup", "linear_decay_with_warmup", "warmup_stable_decay", is_refused=False),),
     )
     """cosine, linear, warmup_stable_decay: the multiplier at t_max."""
-    t_decay: Duration = span("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
+    t_decay: Duration = duration_setting("0.1dur", FRACTION_OF_RUN, uses=STABLE_DECAY)
     """Span of the decay, which ends at t_max. Until then the rate is lr."""
     decay: str | None = setting(None, choices="linear cosine 1-sqrt", uses=STABLE_DECAY)
     """Shape of the decay; default linear."""
-    t_scale: Duration = span("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
+    t_scale: Duration = duration_setting("1ba", FRACTION_OF_RUN, uses=INVERSE_SQUARE_ROOT)
     """Time scale of the decay."""
-    t_cooldown: Duration = span("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
+    t_cooldown: Duration = duration_setting("0ba", FRACTION_OF_RUN, may_be_zero=True, uses=INVERSE_SQUARE_ROOT)
     """Linear decay over the last span before t_max."""
     alpha_f_decay: float = setting(0.0, NON_NEGATIVE, uses=INVERSE_SQUARE_ROOT)
     """Multiplier that the decay tends to."""
@@ -217,7 +217,7 @@ class TrainConfig:
     train_loader: LoaderConfig = setting(change="never", replay="used")
     optimizer: OptimizerConfig = setting(change="never", replay="used")
     scheduler: SchedulerConfig = setting(change="logged", replay="used")
-    max_duration: Duration = span(change="logged", replay="used")
+    max_duration: Duration = duration_setting(change="logged", replay="used")
     """4800ba, 1ep, 2.5e9tok or 1000sp; a bare integer counts epochs."""
     global_train_batch_size: int = setting(REQUIRED, POSITIVE, change="never", replay="used")
     """Samples, over all devices."""
@@ -226,12 +226,12 @@ class TrainConfig:
 
     run_name: str = setting(change="freely")
     """Default: $RUN_NAME, else the first YAML file's name."""
-    run_folder: str = setting(REQUIRED, local_folder("save_folder"), is_place=True, change="freely")
+    run_folder: str = setting(REQUIRED, local_folder("save_folder"), is_path_or_url=True, change="freely")
     """Default: runs/<run_name>. Always local."""
     seed: int = setting(
         17,
         NON_NEGATIVE,
-        must_be(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
+        validator(f"at most {MAX_SEED}: a rank adds its number, within 32 bits", lambda value: value <= MAX_SEED),
         change="never",
         replay="used",
     )
@@ -270,7 +270,7 @@ class TrainConfig:
     )
     eval_subset_num_batches: int = setting(
         -1,
-        must_be("-1 (all) or a count", _is_all_or_count),
+        validator("-1 (all) or a count", _is_all_or_count),
         change="logged",
         uses=(Use(has_effect=lambda run, _: run.validation, reason="there is no eval_loader"),),
     )
@@ -289,12 +289,14 @@ class TrainConfig:
     8,192 tokens hold. The loss does not depend on it."""
     icl_tasks: list[Any] | str = setting(list, change="logged", written=list[TaskConfig | str] | str)
     """Tasks to evaluate in context whenever the validation loss is due, as scripts/eval.py names them."""
-    icl_task_folder: str = setting("evals", is_place=True, change="freely", uses=IN_CONTEXT)
+    icl_task_folder: str = setting("evals", is_path_or_url=True, change="freely", uses=IN_CONTEXT)
     icl_limit: int | None = setting(None, POSITIVE, change="logged", uses=IN_CONTEXT)
     """Only so many first items of each task."""
     device_train_microbatch_size: int | str | None = setting(
         None,
-        must_be("a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"),
+        validator(
+            "a number of samples, or auto", lambda value: value > 0 if isinstance(value, int) else value == "auto"
+        ),
         hardware=True,
         shapes_dropout=True,
         replay="used",
@@ -338,8 +340,8 @@ class TrainConfig:
     save_folder: str | None = setting(
         None,
         not_empty("a folder or a URL; remove the line for <run_folder>/checkpoints"),
-        check_place,
-        is_place=True,
+        check_path_or_url,
+        is_path_or_url=True,
         change="freely",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
@@ -349,10 +351,10 @@ class TrainConfig:
     max_unsaved: SaveInterval = parsed("30m", parse_limit, change="freely")
     """How far the run trains on while every save fails: a time or a span such as 200ba, from the first failed save on.
     Then the launch ends as failed, with the reason."""
-    digest_interval: Duration | None = span(None, change="freely")
+    digest_interval: Duration | None = duration_setting(None, change="freely")
     """Span at which a digest of weights and optimizer is logged, besides each save. It is the same in every layout."""
     save_num_checkpoints_to_keep: int = setting(
-        -1, must_be("-1 (all) or a count above 0", _is_all_or_count), change="freely"
+        -1, validator("-1 (all) or a count above 0", _is_all_or_count), change="freely"
     )
     """Number of newest checkpoints to keep; -1 keeps all."""
     save_keep_every_batches: int | None = setting(
@@ -375,8 +377,8 @@ class TrainConfig:
     load_path: str | None = setting(
         None,
         not_empty("a checkpoint or a folder of them; remove the line to begin from nothing"),
-        check_source,
-        is_place=True,
+        check_source_path_or_url,
+        is_path_or_url=True,
         change="freely",
     )
     """A checkpoint, a folder of them, or a run directory to begin from; what autoresume finds takes precedence."""
@@ -386,9 +388,9 @@ class TrainConfig:
     """Patterns of tensors of load_path to leave as they were initialised, such as model/transformer.wpe.*"""
     load_cast: bool = setting(False, change="freely", uses=LOADING)
     """Permit tensors of load_path in another dtype."""
-    stop_after: Duration | None = span(None, change="freely")
+    stop_after: Duration | None = duration_setting(None, change="freely")
     """End this launch (not the run) after this span, saved."""
-    stop_at: Duration | None = span(None, change="freely")
+    stop_at: Duration | None = duration_setting(None, change="freely")
     """End this launch, saved, at this point of the run, such as 210ba; at once if the run is there already."""
     max_wall_time: Time | None = parsed(None, Time.parse, Scalar, hardware=True)
     """Save and exit with code 75 after this much time: 3h55m, 90s, 1d, 3:55:00, or seconds."""
@@ -408,7 +410,7 @@ class TrainConfig:
     """Environment variables of NCCL, RCCL and torch for this hardware. Those that the shell has set take precedence."""
     progress_bar: bool = setting(False, change="freely")
     log_to_console: bool = setting(True, change="freely")
-    console_log_interval: Duration = span(
+    console_log_interval: Duration = duration_setting(
         "1ba",
         ("ba", "ep"),
         change="freely",

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmfoundry_lite.config.fields import POSITIVE, Use, must_be, setting
+from llmfoundry_lite.config.fields import POSITIVE, Use, setting, validator
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -33,7 +33,7 @@ class FSDPConfig:
     """true: sum gradients over devices after each microbatch, which takes memory for one block's whole gradient. false:
     only after the last one, which takes it for the whole model's. Default: false up to 1.5 billion parameters."""
     activation_checkpointing: bool | str = setting(
-        False, must_be("true, false or selective", (True, False, "selective").__contains__)
+        False, validator("true, false or selective", (True, False, "selective").__contains__)
     )
     """true recomputes each block in the backward pass; selective recomputes all but matrix products and attention."""
     activation_checkpointing_reentrant: bool = setting(

@@ -40,7 +40,7 @@ from llmfoundry_lite.convert.hf_formats import LLAMA, QWEN2, choose_format
 from llmfoundry_lite.convert.hf_formats import MPT as MPT_FORMAT
 from llmfoundry_lite.convert.tokenizer_proof import find_difference
 from llmfoundry_lite.data.tokenizer import Tokenizer, has_vocabulary, load_tokenizer
-from llmfoundry_lite.errors import ExportError, either
+from llmfoundry_lite.errors import ExportError, join_with_or
 from llmfoundry_lite.models.flops import find_size_mismatch
 from llmfoundry_lite.models.parameters import parameter_shapes
 
@@ -176,7 +176,7 @@ def find_readable_format(hf_config: HFConfig, location: str) -> ReadableHFFormat
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ExportError(f"{location}: model_type {model_type!r} cannot be read; expected {either(MODEL_TYPES)}")
+        raise ExportError(f"{location}: model_type {model_type!r} cannot be read; expected {join_with_or(MODEL_TYPES)}")
     if model_type == "mpt":
         return MPT_FORMAT
     needed_for = f"{location}: folders of GPT-2, Llama, Mistral and Qwen"

@@ -15,7 +15,7 @@ from torch import nn
 from llmfoundry_lite.checkpoint.manifest import Manifest
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.devices import device_type
-from llmfoundry_lite.errors import ConfigError, DataError, either
+from llmfoundry_lite.errors import ConfigError, DataError, join_with_or
 from llmfoundry_lite.evaluation.documents import document_of, windows_of
 from llmfoundry_lite.evaluation.items import Request
 from llmfoundry_lite.evaluation.models import LocatedModel, TreeModel, locate_and_load_model
@@ -224,7 +224,7 @@ def load(
     """
     precision = PRECISIONS.get(str(dtype).removeprefix("torch."))
     if precision is None:
-        raise ConfigError(f"load: dtype {dtype!r} given, expected {either([*PRECISION_OF_DTYPE])}")
+        raise ConfigError(f"load: dtype {dtype!r} given, expected {join_with_or([*PRECISION_OF_DTYPE])}")
     try:
         # torch checks a device only when something is put there.
         chosen_device = torch.empty(0, device=device_type() if device is None else device).device

@@ -25,7 +25,7 @@ from llmfoundry_lite.config.yaml_text import dump_record
 from llmfoundry_lite.convert.checkpoint_model import read_model
 from llmfoundry_lite.data.recorded import DataLocations, find_data_locations
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import ConfigError, DataError, UserError, either
+from llmfoundry_lite.errors import ConfigError, DataError, UserError, join_with_or
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
@@ -376,7 +376,7 @@ def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layou
             parts = f"microbatches of {microbatch_size} samples, which exact_sums keeps"
         raise ConfigError(
             f"replay: -n {num_ranks}: the run's batches of {batch_size} cannot be shared evenly in {parts}; start "
-            f"{either(suggested_ranks)} ranks"
+            f"{join_with_or(suggested_ranks)} ranks"
         )
     return layout
 

@@ -21,7 +21,7 @@ from llmfoundry_lite.config.layout import layout_here
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.convert.huggingface import describe_export_problem, export_model
 from llmfoundry_lite.data.tokenizer import is_local_or_cached, load_tokenizer
-from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, OutOfMemoryError, UserError, either
+from llmfoundry_lite.errors import EXIT_PREEMPTED, ConfigError, OutOfMemoryError, UserError, join_with_or
 from llmfoundry_lite.ranks.ending import (
     EXIT_RETRY,
     Preempted,
@@ -164,7 +164,7 @@ def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
     if uses_cublas and workspace not in DETERMINISTIC_WORKSPACES:
         raise ConfigError(
             f"CUBLAS_WORKSPACE_CONFIG: {workspace} given, but deterministic kernels need "
-            f"{either(DETERMINISTIC_WORKSPACES)}; unset it"
+            f"{join_with_or(DETERMINISTIC_WORKSPACES)}; unset it"
         )
     torch.use_deterministic_algorithms(True)
     # torch 2.11 does not pass that on to its compiler, which would choose the kernel that was fastest in a measurement.

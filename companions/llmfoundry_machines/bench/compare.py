@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.bounded import read_json
-from llmfoundry_lite.errors import DataError, either
+from llmfoundry_lite.errors import DataError, join_with_or
 from llmfoundry_lite.hardware import REPORT_SCHEMA
 from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: is not a bench report; {again}")
     missing = [key for key in ("schema", "bench", "asked", "tables") if key not in report]
     if missing:
-        raise DataError(f"{path}: an older release's report, or none: it has no {either(missing)}; {again}")
+        raise DataError(f"{path}: an older release's report, or none: it has no {join_with_or(missing)}; {again}")
     if report["schema"] != REPORT_SCHEMA:
         raise DataError(f"{path}: has schema {report['schema']}, this release reads {REPORT_SCHEMA}; {again}")
     tables = report["tables"]
