@@ -1,17 +1,20 @@
-"""Evaluation of language models. The files, in the order in which an item passes through them:
+"""Evaluation of language models: tasks of questions, and held-out text, asked of a model and reduced to scores.
 
-items.py        a request, an item, a prepared task
-task_files.py   a file -> rows
-prompts.py      rows -> prompts
-encoding.py     prompts -> token ids
-tasks.py        the three above for each item of a task
-documents.py    held-out text -> windows of token ids
-packing.py      requests -> prefix trees -> batches
-scoring.py      a batch -> log-probabilities
-records.py      log-probabilities -> an item, items -> a task's record; the schema of both
-harness.py      the above for each task, on all ranks, and answers that a model writes; loaded.py: for programs
-results.py      records <-> files
-suite.py        the above for each model (models.py)
-compare.py      two results -> differences, pairs.py; significance.py: tests and intervals
-tables.py       records -> tables of results and of the gauntlet
+An item is one question, or one window of a text. A request is the token ids of one option of an item, whose
+log-probability the model is asked for. Read the files in the order in which an item passes through them:
+
+1. Render. `task_files.py` reads a task's rows, and `prompts.py` turns a row into the texts of its prompt.
+2. Tokenise. `encoding.py` turns a prompt into a `Request` of token ids. `tasks.py` does both steps for every row and
+   returns a `PreparedTask`. `documents.py` is its counterpart for held-out text. `items.py` defines these classes.
+3. Forward. `packing.py` puts the requests of many items into batches, and `scoring.py` runs the model on a batch.
+4. Score. `scoring.py` also adds up the log-probabilities of the answer's tokens, for each request.
+5. Reduce. `records.py` turns the scores of an item into its record, and the items' records into the task's record,
+   which has the mean of each metric and its standard error. It also has the JSON schema of both.
+6. Record. `results.py` reads the result files of a model, and `result_files.py` writes them.
+
+`harness.py` runs these steps for all tasks of one model, on all ranks, and also generates answers. `models.py` finds
+and loads models, and `suite.py` evaluates each model of a configuration. `loaded.py` is a model for use in programs.
+
+Results of several models meet in `compare.py`, which computes their differences with the tests of `significance.py`.
+`pairs.py` holds and prints these comparisons. `tables.py` prints a row of scores for each model, and the Eval Gauntlet.
 """

@@ -1,7 +1,13 @@
-"""Renders the rows of a task into texts: examples, contexts and answers, as LLM Foundry does.
+"""Renders the rows of a task as texts: few-shot examples, contexts and answers, as LLM Foundry does.
 
-Also decides what a question depends on besides its row: which rows are examples, which are related, and which settings
-shape prompts and scores. No tokenizer; `encoding.py` makes token ids of these texts.
+A prompt is `prompt_string`, then the examples, each a question with its right answer, then the question's context. With
+`prelimiter` "Question: ", `continuation_delimiter` " Answer: " and one example, the prompt of a question is
+
+    Question: 1 + 1? Answer: 2
+    Question: 2 + 3? Answer:
+
+The file begins with functions that render one row. Those that follow decide which rows are examples, which rows are
+related, and which settings prompts and scores depend on. `encoding.py` turns the texts into token ids.
 """
 
 import bisect
@@ -24,11 +30,11 @@ PUNCTUATION = string.punctuation + "‘’´`"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a question. A task without choices has one."""
+    """The options of a question, between which the model's probabilities choose. A task without choices has one."""
 
     contexts: list[str]
     answers: list[str]
-    """One for each context. Empty texts where the model writes the answer."""
+    """One answer for each context. It is an empty text if the model generates the answer."""
     gold: int
     """Index of the right option."""
 
@@ -38,13 +44,20 @@ def read_options(config: TaskConfig, row: Row) -> Options:
 
     A multiple-choice question has one context and several answers. A schema question has several contexts and one
     answer, which is likely only after the right context. Tasks of other types have a single option; its answer is empty
-    if the model generates the answer.
+    if the model generates the answer. For example:
+
+        multiple choice   "The sky is" + "blue",  "The sky is" + "green"
+        schema            "The cup broke because the cup" + "fell",  "The cup broke because the table" + "fell"
+
+    The texts are those of the row, without delimiters; `render_context` adds them.
     """
     match config.icl_task_type:
         case "multiple_choice":
+            # The context is repeated, so that each answer has its own.
             choices = row["choices"]
             return Options([row["query"]] * len(choices), choices, row["gold"])
         case "schema":
+            # The answer is repeated, so that each context has its own.
             contexts = row["context_options"]
             return Options(contexts, [row["continuation"]] * len(contexts), row["gold"])
         case "language_modeling":
@@ -56,10 +69,12 @@ def read_options(config: TaskConfig, row: Row) -> Options:
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
     """Return the text of a question with its right answer, for use as a few-shot example.
 
-    `is_first` says that no text comes before it in the prompt.
+    `is_first` says that no text comes before it in the prompt; otherwise it begins with the delimiter between examples.
+    With the default delimiters, the second example of a prompt may be `"\\nThe sky is blue"`.
     """
     options = read_options(config, row)
     if config.icl_task_type in GENERATION:
+        # The row of a generation task has no options; its right answer is in a column.
         answer = render_solution(config, row, row["answer"])
     else:
         answer = options.answers[options.gold]
@@ -69,7 +84,9 @@ def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
 def render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
     """Return the text of a question, up to where its answer begins.
 
-    It begins with the delimiter between examples, unless it `is_first` in the prompt.
+    It begins with the delimiter between examples, unless it `is_first` in the prompt. With `example_delimiter` "\\n",
+    `prelimiter` "Question: " and `continuation_delimiter` " Answer: ", the context "2 + 3?" that follows an example is
+    rendered as `"\\nQuestion: 2 + 3? Answer: "`.
     """
     delimiter = "" if is_first else config.example_delimiter
     return delimiter + config.prelimiter + context + config.continuation_delimiter
@@ -78,17 +95,18 @@ def render_context(config: TaskConfig, context: str, *, is_first: bool) -> str:
 def render_solution(config: TaskConfig, row: Row, answer: str) -> str:
     """Return an answer as a few-shot example shows it: alone, or after the reasoning that leads to it.
 
-    If the rows have chains of thought, a delimiter stands before each answer, as in LLM Foundry. The model is expected
-    to generate the delimiter as well, and the text after it is taken as its answer.
+    If the rows have a column `chain_of_thought`, the delimiter `cot_delimiter` stands between reasoning and answer, as
+    in LLM Foundry: `"2 + 3 is 5. #### 5"` with the delimiter " #### ". The model is expected to generate the delimiter
+    as well, and the text after it is taken as its answer.
     """
     if "chain_of_thought" not in row:
         return answer
-    chain_of_thought = row["chain_of_thought"] or ""
+    chain_of_thought = row["chain_of_thought"] or ""  # None in a row without reasoning
     return f"{chain_of_thought}{config.cot_delimiter}{answer}"
 
 
 def accepted_answers(row: Row) -> list[str]:
-    """Return all texts that count as the right answer to a generation task's question."""
+    """Return all texts that count as the right answer to a generation task's question: `answer`, then `aliases`."""
     aliases = row.get("aliases") or []
     return [row["answer"], *aliases]
 
@@ -105,10 +123,12 @@ def question_fingerprint(config: TaskConfig, row: Row) -> str:
 def clean(config: TaskConfig, text: str) -> str:
     """Normalise an answer for comparison: lower case, without punctuation, articles and repeated spaces.
 
-    If the task sets `do_normalization` to false, only white space around the answer is removed.
+    `"The  Eiffel-Tower!"` becomes `"eiffel tower"`. If the task sets `do_normalization` to false, only white space
+    around the answer is removed.
     """
     if not config.do_normalization:
         return text.strip()
+    # Punctuation becomes a space, so that it still separates words.
     without_punctuation = "".join(" " if character in PUNCTUATION else character for character in text.lower())
     without_articles = re.sub(r"\b(a|an|the)\b", " ", without_punctuation)
     return " ".join(without_articles.split())
@@ -118,11 +138,14 @@ def is_correct(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
     """Return whether a generated text begins with one of the accepted answers.
 
     Both are normalised by `clean`, the rule of TriviaQA that LLM Foundry uses. If the task has a delimiter between
-    reasoning and answer, only the text after the last delimiter counts.
+    reasoning and answer, only the text after the last delimiter counts. With the answer "Paris", `"The Paris of 1900"`
+    is correct, and `"in Paris"` is not.
     """
     if config.cot_delimiter:
         text = text.split(config.cot_delimiter)[-1]
     text = clean(config, text)
+
+    # An answer such as "The" is empty after normalisation, and every text begins with it, so it does not count.
     cleaned_answers = [clean(config, answer) for answer in answers]
     return any(text.startswith(answer) for answer in cleaned_answers if answer)
 
@@ -143,42 +166,57 @@ def group_rows(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
 
 
 def find_question_rows(config: TaskConfig, rows: list[Row], num_fewshot: int) -> list[int]:
-    """Return the indices of the rows that are used as questions: all except those that serve as fixed examples."""
+    """Return the indices of the rows that are used as questions: all except those that serve as fixed examples.
+
+    Fixed examples (`fewshot_fixed`) are the first `num_fewshot` rows of the task, or of each of its categories.
+    """
     if not config.fewshot_fixed:
         return list(range(len(rows)))
-    examples: set[int] = set()
+    example_rows: set[int] = set()
     for group in group_rows(config, rows):
-        examples.update(group[:num_fewshot])
-    return [index for index in range(len(rows)) if index not in examples]
+        example_rows.update(group[:num_fewshot])
+    return [index for index in range(len(rows)) if index not in example_rows]
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
-    """Choose the rows that are shown as few-shot examples before row `index`.
+    """Choose the rows that are shown as few-shot examples before the question in row `index`.
 
-    group: sorted row indices, `index` among them, to choose from. The row itself is never chosen.
+    group: sorted row indices to choose from. `index` is one of them, and is never chosen.
     num_fewshot: the number of examples. If the group has fewer other rows, all of them are chosen.
 
-    The choice depends only on the task's seed and on `index`, not on ranks or on the order in which items are prepared.
+    Returns row indices in the order in which the prompt shows them. The choice depends only on the task's seed and on
+    `index`, so it is the same on every rank and in whatever order items are prepared. With `fewshot_fixed`, every
+    question has the first rows of its group as examples; `find_question_rows` then leaves those out of the questions.
     """
     if config.fewshot_fixed:
         return list(group[:num_fewshot])
 
+    # Draw positions among the other rows of the group, as if the row of the question were taken out of it.
     generator = random.Random(f"{config.fewshot_random_seed}/{index}")
-    num_others = len(group) - 1
-    drawn = generator.sample(range(num_others), min(num_fewshot, num_others))
+    num_other_rows = len(group) - 1
+    drawn_positions = generator.sample(range(num_other_rows), min(num_fewshot, num_other_rows))
 
-    # `drawn` are positions in the group without row `index`. From that row on, positions in the group are one higher.
-    own_position = bisect.bisect_left(group, index)
-    return [group[position if position < own_position else position + 1] for position in drawn]
+    # Translate them to positions in the whole group, which are one higher from the question's row on. In the group
+    # [3, 5, 8] of question 5, position 1 among the others [3, 8] is position 2.
+    question_position = bisect.bisect_left(group, index)
+    examples: list[int] = []
+    for position in drawn_positions:
+        if position >= question_position:
+            position += 1
+        examples.append(group[position])
+    return examples
 
 
 def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
-    """Return the cluster of each row, by row index. Rows of one cluster are not independent of each other.
+    """Return the cluster of each row, by row index. Rows of one cluster are not independent, so errors count clusters.
 
     Rows are in the same cluster if they have the same question, or the same value in the column that the task's setting
-    `cluster` names. Without that setting and without repeated questions, the result is empty.
+    `cluster` names, such as `passage`. The cluster is named after its first row: by that row's value in the column, or
+    without a column by its index. If the task has no such column and no repeated question, the result is empty.
     """
     column = config.cluster
+
+    # Rows that have one of these keys in common are related, directly or through other rows.
     keys: list[list[tuple[str, str]]] = []
     for row in rows:
         row_keys = [("question", question_fingerprint(config, row))]
@@ -189,22 +227,28 @@ def find_clusters(config: TaskConfig, rows: list[Row]) -> dict[int, str]:
 
     if column is not None:
         return {index: str(rows[first][column]) for index, first in enumerate(first_rows)}
-    has_repeated = first_rows != list(range(len(rows)))
-    return {index: str(first) for index, first in enumerate(first_rows)} if has_repeated else {}
+    # Without a column, only repeated questions are related. If there are none, each row is a cluster of its own.
+    has_repeated_questions = first_rows != list(range(len(rows)))
+    if not has_repeated_questions:
+        return {}
+    return {index: str(first) for index, first in enumerate(first_rows)}
 
 
 def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
     """Return, for each row, the index of the first row that it is connected with.
 
-    `keys` has the keys of each row. Rows that have a key in common are connected, directly or through other rows. This
-    is a union-find: `parents` leads from each row to an earlier one that it is connected with, and from the first row
-    to itself.
+    `keys` has the keys of each row. Rows that have a key in common are connected, directly or through other rows. Here
+    the third row connects the first two, and the fourth is connected with no other:
 
     >>> find_connected_rows([[("a", "1")], [("b", "2")], [("a", "1"), ("b", "2")], [("a", "3")]])
     [0, 0, 0, 3]
+
+    This is a union-find (disjoint-set forest). The root of each set is its first row.
     """
+    # `parents` leads from each row to an earlier one that it is connected with, and from the first row to itself.
     parents = list(range(len(keys)))
     first_with_key: dict[tuple[str, str], int] = {}
+    """Key -> the first row that has it."""
 
     def find_first(index: int) -> int:
         """Return the first row that a row is connected with, as far as keys have been read."""
@@ -217,6 +261,7 @@ def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
         for key in row_keys:
             first_of_key = find_first(first_with_key.setdefault(key, index))
             first_of_row = find_first(index)
+            # Join the two sets. The earlier of their first rows becomes the first row of both.
             parents[max(first_of_key, first_of_row)] = min(first_of_key, first_of_row)
     return [find_first(index) for index in range(len(keys))]
 
@@ -225,10 +270,10 @@ def find_connected_rows(keys: Sequence[Sequence[tuple[str, str]]]) -> list[int]:
 
 
 def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) -> TaskConfig:
-    """Return a copy of the task's configuration with two settings filled in.
+    """Return a copy of the task's configuration with two settings filled in, for one number of few-shot examples.
 
-    These are the tokenization ("separate" or "joint"), where the task does not set its own, and the delimiter between a
-    context and its answer, which depends on whether the prompt has examples.
+    These are the tokenization ("separate" or "joint"), if the task does not set its own, and the delimiter between a
+    context and its answer, which differs for a schema question without any text before it.
     """
     tokenization = config.tokenization or tokenization
     delimiter = config.continuation_delimiter
@@ -255,9 +300,10 @@ def _delimiter_of_lone_schema(config: TaskConfig, tokenization: str) -> str:
 
 
 def effective_limit(limit: int | None, num_items: int) -> int | None:
-    """Return the limit on the number of items, or None if there are not more items than that.
+    """Return the limit on the number of items, or None if the limit leaves no item out.
 
-    A limit that has no effect is not recorded, so that the result can be compared with one without a limit.
+    A limit without effect is not recorded, so that the result can be compared with one that had no limit: with 100
+    items, limit 50 is recorded as 50 and limit 200 as None.
     """
     if limit is None or num_items <= limit:
         return None
@@ -279,9 +325,10 @@ DECISIVE_SETTINGS = (
     "cot_delimiter",
     "metric",
 )
-"""Settings of a task that shape prompts and scores. The names of task and file do not."""
+"""Settings of a task on which prompts and scores depend. The names of the task and of its file are not among them."""
 SETTINGS_IF_SET = ("has_categories", "cluster")
-"""Such settings that are recorded only if they are set. Recording them always would change older fingerprints."""
+"""Further such settings, which are recorded only if they are set, because recording them always would change the
+fingerprints of older results."""
 
 
 def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""Reads the file of a task: rows of questions, or held-out text. Every error names the file, the line and the
-column."""
+"""Reads the file of a task, which has rows of questions or held-out text, and checks it.
+
+`read_rows` returns the rows of a task of questions, each with the columns that the task's type needs (COLUMNS).
+`read_texts` yields held-out texts. Every error names the file and, for a row, its line and column.
+"""
 
 import contextlib
 import json
@@ -29,9 +32,10 @@ Row = dict[str, Any]
 
 
 def read_rows(config: TaskConfig) -> list[Row]:
-    """Return the checked rows of the task's file or data set.
+    """Return the checked rows of a task's file, or of its data set on the Hugging Face Hub (hf://NAME).
 
-    Raises DataError if the file cannot be read or a row cannot be used, EmptyTaskError if there are no rows.
+    With the setting `strip_dataset`, texts have no white space around them. Raises DataError if the file cannot be read
+    or if any row lacks what the task's type needs, and EmptyTaskError if there are no rows.
     """
     source = config.dataset_uri
     if source.startswith("hf://"):
@@ -48,17 +52,21 @@ def read_rows(config: TaskConfig) -> list[Row]:
 
 
 def strip_row(row: Row) -> Row:
-    """Return a row without white space around its texts."""
+    """Return a copy of a row without white space around its texts. Lists, such as choices, are not changed."""
     return {key: value.strip() if isinstance(value, str) else value for key, value in row.items()}
 
 
 def data_fingerprint(rows: list[Row]) -> str:
-    """Return a hash of the rows, which is the same with and without `strip_dataset`."""
+    """Return a hash of the rows without white space around texts, so that `strip_dataset` makes no difference to it."""
     return fingerprint([strip_row(row) for row in rows])
 
 
 def read_json_lines(config: TaskConfig) -> Iterator[tuple[Row, str]]:
-    """Yield each row together with its file and line, for error messages. Raises DataError."""
+    """Yield each row of a file of JSON lines, together with its place for error messages.
+
+    A place is such as "arc_easy: tasks/arc_easy.jsonl, line 3". Empty lines are passed over. Raises DataError if the
+    file cannot be read, or if a line is not a JSON object.
+    """
     with _naming_the_file(config):
         lines = read_lines_at_most(config.dataset_uri, MAX_LOG_BYTES, "a task")
         for number, content in enumerate(lines, start=1):
@@ -71,13 +79,17 @@ def read_json_lines(config: TaskConfig) -> Iterator[tuple[Row, str]]:
 
 
 def _parse_row(line: str, place: str) -> Row:
-    """Parse one line. `place` names it in errors."""
+    """Parse one line of a task's file as a JSON object. `place` names the line in errors.
+
+    Raises DataError if the line is something else, or has text that cannot be encoded in UTF-8.
+    """
     try:
         row = json.loads(line)
+        # JSON can escape half of a surrogate pair, which tokenizers refuse. Encoding finds it now.
         json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which tokenizers refuse
+    except UnicodeEncodeError:
         raise DataError(f"{place} has half of a surrogate pair, such as \\ud83d alone") from None
-    except RecursionError:
+    except RecursionError:  # lists or objects that are nested too deeply for the parser
         raise DataError(f"{place} is not JSON: too deep") from None
     except ValueError as error:
         raise DataError(f"{place} is not JSON: {error}") from None
@@ -87,12 +99,18 @@ def _parse_row(line: str, place: str) -> Row:
 
 
 def read_texts(config: TaskConfig) -> Iterator[str]:
-    """Yield the held-out texts of a file: each row's `text`, or the whole file. Raises DataError."""
-    if Path(config.dataset_uri).suffix not in LINE_SUFFIXES:
+    """Yield the held-out texts of a task's file.
+
+    In a file of JSON lines, each row's `text` is one text. Any other file is read as one text. Raises DataError if the
+    file cannot be read, or if a row has no text.
+    """
+    is_one_text = Path(config.dataset_uri).suffix not in LINE_SUFFIXES
+    if is_one_text:
         with _naming_the_file(config):
             content = read_at_most(config.dataset_uri, MAX_LINE_BYTES, "a text").decode("utf-8-sig")
         yield content
         return
+
     for row, place in read_json_lines(config):
         text = row.get("text")
         if not isinstance(text, str):
@@ -102,8 +120,9 @@ def read_texts(config: TaskConfig) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _naming_the_file(config: TaskConfig) -> Iterator[None]:
-    """Raise DataError for a file that is missing or cannot be read."""
-    label, path = config.label, config.dataset_uri
+    """Turn errors of reading the task's file in the block into a DataError that names the task and the file."""
+    label = config.label
+    path = config.dataset_uri
     try:
         yield
     except FileNotFoundError:
@@ -117,43 +136,57 @@ def _naming_the_file(config: TaskConfig) -> Iterator[None]:
 
 
 def _check_row(row: Row, config: TaskConfig, place: str) -> None:
-    """Raise DataError unless the row has what a task of this type needs. `place` names it in errors."""
-    kind = config.icl_task_type
-    for column in COLUMNS[kind]:
+    """Raise DataError unless a row has the columns that a task of its type needs, with values of the right type.
+
+    `place` names the row in errors, such as "arc_easy: tasks/arc_easy.jsonl, line 3".
+    """
+    task_type = config.icl_task_type
+    for column in COLUMNS[task_type]:
         if column not in row:
-            raise DataError(f"{place}: no column {column!r}; a {kind} task has {', '.join(COLUMNS[kind])}")
+            raise DataError(f"{place}: no column {column!r}; a {task_type} task has {', '.join(COLUMNS[task_type])}")
         if column in TEXT_COLUMNS and not isinstance(row[column], str):
             raise DataError(f"{place}: {column} is {row[column]!r}, expected a text")
 
-    if kind in GENERATION:
+    # The column of other accepted answers may be absent or null.
+    if task_type in GENERATION:
         aliases = row.get("aliases") or []
         if not _are_texts(aliases):
             raise DataError(f"{place}: aliases is {aliases!r}, expected texts")
+
+    # Columns that divide the rows into categories or clusters are needed only if the task's settings ask for them.
     if config.has_categories:
         if "category" not in row:
             raise DataError(f"{place}: no column 'category', which has_categories asks for")
         _check_group_column(row, "category", "has_categories asks for", place)
     if config.cluster is not None:
         _check_group_column(row, config.cluster, "cluster names", place)
-    if kind in CHOICES:
-        _check_options(row, kind, place)
+
+    if task_type in CHOICES:
+        _check_options(row, task_type, place)
 
 
 def _check_group_column(row: Row, column: str, reason: str, place: str) -> None:
-    """Raise DataError unless a column that groups rows holds a text or a whole number."""
+    """Raise DataError unless a column that groups rows holds a text or a whole number.
+
+    `reason` is the setting that needs the column, as part of the error: "cluster names" or "has_categories asks for".
+    """
     if not isinstance(row.get(column), str | int):
         expected = f"expected a text or a whole number, because {reason} this column"
         raise DataError(f"{place}: {column} is {row.get(column)!r}, {expected}")
 
 
-def _check_options(row: Row, kind: str, place: str) -> None:
-    """Raise DataError unless there are options, and one of them is right."""
-    options = row["choices"] if kind == "multiple_choice" else row["context_options"]
+def _check_options(row: Row, task_type: str, place: str) -> None:
+    """Raise DataError unless a row has at least two options, and `gold` is the index of one of them.
+
+    The options are the `choices` of a multiple-choice question, and the `context_options` of a schema question.
+    """
+    options = row["choices"] if task_type == "multiple_choice" else row["context_options"]
     if not _are_texts(options) or len(options) < 2:
         raise DataError(f"{place}: {options!r} given, expected two or more texts to choose from")
+
     gold = row["gold"]
-    is_number = isinstance(gold, int) and not isinstance(gold, bool)
-    if not is_number or not 0 <= gold < len(options):
+    is_whole_number = isinstance(gold, int) and not isinstance(gold, bool)  # Python's bool is an int
+    if not is_whole_number or not 0 <= gold < len(options):
         raise DataError(f"{place}: gold is {gold!r}, expected 0 to {len(options) - 1}")
 
 

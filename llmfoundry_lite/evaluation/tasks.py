@@ -1,7 +1,8 @@
-"""Prepares tasks: from the rows of a file to items, each with the token ids that are asked about.
+"""Prepares tasks: turns the rows of a file into items, each with the token ids whose probability is asked for.
 
-`task_files.py` reads the rows, `prompts.py` renders them, and `encoding.py` tokenises them. `documents.py` does the
-same for held-out text.
+`task_files.py` reads the rows, `prompts.py` renders them, and `encoding.py` tokenises them. `prepare_task` goes through
+all rows of a task, and `_build_item` through the steps for one row. `documents.py` is the counterpart of this file for
+held-out text.
 """
 
 from collections.abc import Iterator
@@ -48,11 +49,13 @@ def prepare_task(
     tokenization: "separate" or "joint", if the task does not set its own.
     limit: the largest number of questions; None for all.
 
-    Returns the prepared task. Its fingerprint is a hash of the rows and of all settings that prompts depend on, by
-    which a comparison knows that two models were asked the same.
+    Returns the prepared task. Its fingerprint is a hash of the rows and of all settings that prompts depend on. A
+    comparison of two models uses it to check that both were asked the same.
 
     Raises DataError if there are too few rows for the examples, and EmptyTaskError if no question fits the model.
     """
+    # Settings that have an effect on prompts go into the fingerprint. They are collected before the length of answers
+    # is filled in, because that length depends on the tokenizer.
     config = resolve_settings(config, num_fewshot, tokenization)
     num_questions = len(find_question_rows(config, rows, num_fewshot))
     settings = fingerprinted_settings(config, num_fewshot, effective_limit(limit, num_questions))
@@ -63,6 +66,7 @@ def prepare_task(
     config = _with_answer_length(config, rows, tokenizer)
 
     skipped_rows: dict[str, list[int]] = {}
+    """Reason -> the rows that cannot be asked because of it."""
     clusters = find_clusters(config, rows)
     items: list[Item] = []
     for item in _build_items(config, rows, num_fewshot, tokenizer, max_seq_len, limit, skipped_rows):
@@ -71,7 +75,10 @@ def prepare_task(
     is_any_trimmed = any(request.num_trimmed for item in items for request in item.requests)
     if skipped_rows or is_any_trimmed:
         settings["max_seq_len"] = max_seq_len  # recorded only if it had an effect
+
+    # A question that the file repeats is asked again, but the number of repetitions is reported.
     distinct_questions = {question_fingerprint(config, rows[item.index]) for item in items}
+    skipped = {f"{reason}, first in row {indices[0] + 1}": len(indices) for reason, indices in skipped_rows.items()}
     return PreparedTask(
         label=config.label,
         kind=config.icl_task_type,
@@ -82,7 +89,7 @@ def prepare_task(
         data_fingerprint=data_fingerprint(rows),
         beginning=tokenizer.beginning,
         num_repeated=len(items) - len(distinct_questions),
-        skipped={f"{reason}, first in row {indices[0] + 1}": len(indices) for reason, indices in skipped_rows.items()},
+        skipped=skipped,
         config=config,
     )
 
@@ -106,7 +113,7 @@ def check_task(
 
 
 def _with_answer_length(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> TaskConfig:
-    """Return the task's configuration with `max_new_tokens` filled in, if its answers are generated and it has none."""
+    """Return the task's configuration with `max_new_tokens` filled in, if answers are generated and it is not set."""
     if config.icl_task_type not in GENERATION or config.max_new_tokens is not None:
         return config
     return replace(config, max_new_tokens=limit_answer_tokens(config, rows, tokenizer))
@@ -121,24 +128,27 @@ def _build_items(
     limit: int | None,
     skipped_rows: dict[str, list[int]],
 ) -> Iterator[Item]:
-    """Yield the item of each question that the model can be asked.
+    """Yield the item of each question that the model can be asked, in the order of the rows.
 
-    skipped_rows: this function adds to it the indices of all other rows, by the reason why they are unusable.
+    config: the task's configuration, as `resolve_settings` returns it.
+    limit: the largest number of questions, skipped ones included; None for all.
+    skipped_rows: a dict from a reason to row indices. This function adds the rows that it skips to it.
 
     Raises DataError if there are too few rows for the examples, and EmptyTaskError at the end if no row was usable.
     """
     groups = group_rows(config, rows)
-    largest = max(len(group) for group in groups)
-    if num_fewshot >= largest:
-        which = " in its largest category" if config.has_categories else ""
+    largest_group_rows = max(len(group) for group in groups)
+    if num_fewshot >= largest_group_rows:
+        which_rows = " in its largest category" if config.has_categories else ""
         raise DataError(
-            f"{config.label}: {config.dataset_uri} has {largest} rows{which}, "
+            f"{config.label}: {config.dataset_uri} has {largest_group_rows} rows{which_rows}, "
             f"too few for {num_fewshot} examples and a question"
         )
 
     group_of = {index: group for group in groups for index in group}
+    """Row -> the group that its examples are drawn from."""
     encoding = Encoding(tokenizer, config, max_seq_len)
-    num_built = 0
+    num_items = 0
     for index in find_question_rows(config, rows, num_fewshot)[:limit]:
         examples = choose_examples(config, group_of[index], index, num_fewshot)
         try:
@@ -146,10 +156,11 @@ def _build_items(
         except UnusableItemError as reason:
             skipped_rows.setdefault(str(reason), []).append(index)
             continue
-        num_built += 1
+        num_items += 1
+        # A category that is smaller than the others may have fewer rows than a prompt should have examples.
         yield replace(item, num_missing_examples=num_fewshot - len(examples))
 
-    if num_built == 0:
+    if num_items == 0:
         reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped_rows.items())
         raise EmptyTaskError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
 
@@ -158,22 +169,30 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
     """Render and tokenise the prompt of one question.
 
     index: the row of the question.
-    examples: the rows of its few-shot examples, in order.
+    examples: the rows of its few-shot examples, in the order in which the prompt shows them.
+
+    For a multiple-choice question with one example, the texts are for instance
+
+        preamble   "2 + 2 = 4"
+        context    "\\n1 + 4 = "
+        answers    "5" and "6", with a request for each
 
     Raises UnusableItemError, with the reason, for a question that this model cannot be asked.
     """
+    # Render the examples, then the contexts of the question. The first text of a prompt has no delimiter before it.
     row = rows[index]
-    preamble = config.prompt_string  # everything before the question; the first text in it has no delimiter before it
+    preamble = config.prompt_string
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
     options = read_options(config, row)
     contexts = [render_context(config, context, is_first=not preamble) for context in options.contexts]
 
-    accepted: list[str] = []
+    # Tokenise: a prompt to generate from, or one request for each option.
+    generation_answers: list[str] = []
     if config.icl_task_type in GENERATION:
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
-        accepted = accepted_answers(row)
-        if not any(clean(config, answer) for answer in accepted):
+        generation_answers = accepted_answers(row)
+        if not any(clean(config, answer) for answer in generation_answers):
             # Every accepted answer has only punctuation and articles, which normalisation removes.
             raise UnusableItemError("answers with nothing but punctuation and articles")
     else:
@@ -182,7 +201,8 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
             for context, answer in zip(contexts, options.answers, strict=True)
         ]
 
-    # The options of a schema question have one answer, and differ in their contexts.
+    # Options with the same text cannot be told apart. Those of a schema question differ in their contexts, and all
+    # others in their answers.
     option_texts = options.contexts if config.icl_task_type == "schema" else options.answers
     distinct_texts = {text.strip() for text in option_texts}
     return Item(
@@ -190,6 +210,6 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         requests=tuple(requests),
         gold=options.gold,
         category=str(row["category"]) if config.has_categories else None,
-        answers=tuple(accepted),
+        answers=tuple(generation_answers),
         has_duplicates=len(distinct_texts) < len(option_texts),
     )
