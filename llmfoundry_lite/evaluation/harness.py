@@ -1,8 +1,8 @@
 """Evaluates one model on tasks, on one rank or several.
 
 `evaluate` prepares all tasks, then runs them one by one and writes its files after each, so that an evaluation that is
-started again repeats no finished task. `run_task` asks about each item of a task; `score_all` and `generate_answers`
-divide its items among the ranks.
+started again repeats no finished task. `run_task` runs the model on each item of a task. `score_all` and
+`generate_answers` divide the items among the ranks, and gather the results.
 """
 
 import math
@@ -68,6 +68,7 @@ def evaluate(
     limit: the largest number of items in each task.
     data_rank: this rank's place among the ranks that divide the items. By default that is its rank in the process
         group. It differs if several ranks hold one model together, such as the stages of a pipeline.
+    on_progress: called with the task's name, the number of items done and the number of all items.
     on_empty_task: called with a reason for each task that has no item for this model; the task is then left out. None
         raises the error instead.
 
@@ -75,6 +76,8 @@ def evaluate(
     would replace a finished task in `files`. Raises DataError later if the model's outputs are NaN or infinite.
     """
     max_seq_len = min(max_seq_len or model.max_seq_len, model.max_seq_len)
+
+    # Prepare and check all tasks first, so that mistakes show before the model computes anything.
     prepared_tasks: list[PreparedTask] = []
     with user_errors_on_all_ranks():  # a file may be missing on one machine alone
         for config in tasks:
@@ -92,18 +95,24 @@ def evaluate(
         for task in prepared_tasks:
             check_tokens(model, _iterate_token_ids(task), task.label)
 
-    runner = TaskRunner(model, tokenizer, max_batch_tokens, data_rank or DataRank(*rank_and_size(None)), on_progress)
+    if data_rank is None:
+        data_rank = DataRank(*rank_and_size(None))
+    runner = TaskRunner(model, tokenizer, max_batch_tokens, data_rank, on_progress)
     for task in prepared_tasks:
-        # Rank 0 decides for all whether the task is finished, because it alone may see the files.
-        finished = broadcast_json(files.finished_record(task, results)) if files is not None else None
-        if finished is not None:
-            results.tasks[task.name] = finished
+        # Rank 0 decides for all whether an earlier launch finished the task, because it alone may see the files.
+        finished_record = None
+        if files is not None:
+            finished_record = broadcast_json(files.finished_record(task, results))
+        if finished_record is not None:
+            results.tasks[task.name] = finished_record
             continue
+
         results.tasks[task.name], items = run_task(runner, task)
         if files is not None:
             with user_errors_on_all_ranks():  # only rank 0 writes, and the others wait for it
                 files.add(results, task, items)
 
+    # Tasks of earlier launches that are not asked for now come after those of this launch.
     if files is not None:
         earlier_records = broadcast_json(files.records_of_same_model(results))
         for name, record in earlier_records.items():
@@ -119,12 +128,14 @@ def _prepare_for_each_shot_count(
     max_seq_len: int,
     limit: int | None,
 ) -> list[PreparedTask]:
-    """Prepare a task once for each number of few-shot examples that it lists, such as 0 and 5.
+    """Prepare a task of questions once for each number of few-shot examples that it lists, such as 0 and 5.
 
-    Raises DataError if the task's file cannot be used. A task without items is left out and reported to
-    `on_empty_task`, or raises EmptyTaskError if that is None.
+    Returns a PreparedTask for each number, in order. Raises DataError if the task's file cannot be used. A task without
+    items is left out and reported to `on_empty_task`, or raises EmptyTaskError if that is None.
     """
     prepared: list[PreparedTask] = []
+    # A file without rows leaves out the task for all numbers of examples. Prompts that are too long for the model may
+    # leave it out only for the larger numbers.
     with _skipping_empty_tasks(on_empty_task):
         rows = read_rows(config)
         for num_fewshot in config.num_fewshot:
@@ -184,8 +195,12 @@ class TaskRunner:
 
 
 def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Record]]:
-    """Run a task on all of its items. Collective. Returns the task's record, and a record for each item."""
-    started = time.monotonic()
+    """Run the model on all items of a task, and return the task's record and a record for each item.
+
+    Collective: the ranks divide the items, and all return the same records. The task's record has the scores with their
+    standard errors, the version of the code, and a hash of the items' records, which ties the two files together.
+    """
+    started_at = time.monotonic()
     on_progress = partial(runner.on_progress, task.name)
     on_progress(0, len(task.items))
 
@@ -194,39 +209,54 @@ def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Recor
     else:
         items = _score_items(runner, task, on_progress)
 
-    record = summarise(task, items, time.monotonic() - started)
+    # Reduce the items to scores.
+    record = summarise(task, items, seconds=time.monotonic() - started_at)
     record["code"] = code_version()
     record["items_hash"] = hash_of(items)
     return record, items
 
 
 def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[int, int], None]) -> list[Record]:
-    """Generate an answer to each item of a task, and return a record for each item. Collective."""
+    """Generate an answer to each item of a generation task, and return a record for each item.
+
+    Each record has the generated text, and whether it begins with an accepted answer. Collective: the ranks divide the
+    items, and all return the records of all items. `on_progress` is called with the numbers of items done and in all.
+    """
+    # Generate. An item of a generation task has a single request, whose context is the prompt.
     max_new_tokens = task.config.max_new_tokens
     assert max_new_tokens is not None, "tasks.prepare_task fills it in"
-    stops = task.config.early_stopping_criteria
-    prompts = [Prompt(item.requests[0].context, max_new_tokens, stops) for item in task.items]
+    stop_texts = task.config.early_stopping_criteria
+    prompts = [Prompt(item.requests[0].context, max_new_tokens, stop_texts) for item in task.items]
+    answers = generate_answers(runner.model, runner.tokenizer, task.name, prompts, runner.data_rank, on_progress)
 
-    texts = generate_answers(runner.model, runner.tokenizer, task.name, prompts, runner.data_rank, on_progress)
+    # Grade.
     records: list[Record] = []
-    for item, text in zip(task.items, texts, strict=True):
-        records.append(generated_item(task, item, text, is_correct=is_correct(task.config, text, item.answers)))
+    for item, answer in zip(task.items, answers, strict=True):
+        is_right = is_correct(task.config, answer, item.answers)
+        records.append(generated_item(task, item, answer, is_correct=is_right))
     return records
 
 
 def _score_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[int, int], None]) -> list[Record]:
-    """Score every option of every item of a task, and return a record for each item. Collective."""
-    separator = None
-    if task.kind == "perplexity":  # running text has documents, as in training; a prompt is one document
-        separator = text_separator(runner.model, runner.tokenizer.eos_token_id)
-    groups = [item.requests for item in task.items]
+    """Score every option of every item of a task, and return a record for each item.
 
+    Collective: the ranks divide the items, and all return the records of all items. `on_progress` is called with the
+    numbers of items done and in all.
+    """
+    # Running text consists of documents, as in training. A prompt is one document, even if it has a separator in it.
+    separator = None
+    if task.kind == "perplexity":
+        separator = text_separator(runner.model, runner.tokenizer.eos_token_id)
+
+    groups = [item.requests for item in task.items]
     scores = score_all(
         runner.model, task.name, groups, runner.max_batch_tokens, runner.data_rank, on_progress, separator
     )
+
+    # The scores are in the order of the items, one for each request. Each item takes those of its own requests.
     records: list[Record] = []
     num_used = 0
-    for item in task.items:  # the scores are in the order of the items, one for each request
+    for item in task.items:
         scores_of_item = scores[num_used : num_used + len(item.requests)]
         num_used += len(item.requests)
         records.append(scored_item(task, item, scores_of_item))
@@ -244,44 +274,54 @@ def score_all(
 ) -> list[Score]:
     """Return the score of every request, in order over all groups.
 
-    Collective: the ranks divide the requests, as `data_rank` says, and exchange their scores, so that all ranks return
-    the same list. `groups` holds the requests of each item. `name` is the task's, for error messages. `on_progress` is
-    called with the number of finished items, which this rank estimates from its own requests, and the number of all.
+    name: the task's name, for error messages.
+    groups: the requests of each item.
+    max_batch_tokens: the largest number of tokens in a forward pass, padding included.
+    data_rank: this rank's place among the ranks that divide the requests.
+    on_progress: called with the number of finished items, which is estimated, and the number of all items.
+    separator: the token that divides documents in running text; None if each request is one document.
 
-    Raises DataError on all ranks if the model's log-probabilities are NaN or infinite on any rank.
+    Collective: the ranks divide the requests and exchange their scores, so that all ranks return the same list. Raises
+    DataError on all ranks if the model's log-probabilities are NaN or infinite on any rank.
     """
+    # Score this rank's part of the requests.
     rank, num_ranks = data_rank
     num_items = len(groups)
     num_requests = sum(len(group) for group in groups)
-    own_scores: dict[int, Score] = {}
-    """Index of a request -> its score, for the requests that this rank computes."""
-    for batch_scores in score(model, groups, max_batch_tokens, rank, num_ranks, separator=separator):
-        own_scores.update(batch_scores)
-        # This rank assumes that the others have done as many requests.
-        num_done = min(num_requests, len(own_scores) * num_ranks)
+    scores_of_rank: dict[int, Score] = {}
+    """Number of a request -> its score, for the requests that this rank computes."""
+    for scores_of_batch in score(model, groups, max_batch_tokens, rank, num_ranks, separator=separator):
+        scores_of_rank.update(scores_of_batch)
+        # Estimate progress by assuming that the other ranks have done as many requests.
+        num_done = min(num_requests, len(scores_of_rank) * num_ranks)
         on_progress(num_items * num_done // num_requests, num_items)
 
-    num_not_finite = sum(not math.isfinite(value.log_probability) for value in own_scores.values())
+    # NaN must not reach the results, where it would look like a wrong answer.
+    num_not_finite = sum(not math.isfinite(request_score.log_probability) for request_score in scores_of_rank.values())
     error = None
     if num_not_finite:
-        counts = f"{num_not_finite:,} of {len(own_scores):,}"
+        counts = f"{num_not_finite:,} of {len(scores_of_rank):,}"
         error = DataError(f"{name}: the model gives NaN or infinity for {counts} answers; nothing is kept")
     raise_on_all_ranks(error)
 
-    own_rows = [[index, value.log_probability, value.is_greedy] for index, value in own_scores.items()]
-    scores: dict[int, Score] = {}
-    for rows_of_rank in all_gather_json(own_rows):
-        for index, log_probability, is_greedy in rows_of_rank:
-            scores[index] = Score(log_probability, is_greedy)
-    return [scores[index] for index in sorted(scores)]
+    # Gather the scores of all ranks, and put them into the order of the requests.
+    sent_scores: list[tuple[int, float, bool]] = []
+    for number, (log_probability, is_greedy) in scores_of_rank.items():
+        sent_scores.append((number, log_probability, is_greedy))
+    all_scores: dict[int, Score] = {}
+    for received_scores in all_gather_json(sent_scores):
+        for number, log_probability, is_greedy in received_scores:
+            all_scores[number] = Score(log_probability, is_greedy)
+    return [all_scores[number] for number in sorted(all_scores)]
 
 
 class Prompt(NamedTuple):
-    """Tokens to continue greedily, until the end of text, one of the texts `stops`, or `max_new_tokens` tokens."""
+    """Token ids to continue greedily, until the end of text, one of the texts `stops`, or `max_new_tokens` tokens."""
 
     context: Sequence[int]
     max_new_tokens: int
     stops: Sequence[str] = ()
+    """Texts that end the answer. They are not part of it."""
 
 
 def generate_answers(
@@ -292,70 +332,82 @@ def generate_answers(
     data_rank: DataRank,
     on_progress: Callable[[int, int], None],
 ) -> list[str]:
-    """Return the text that the model generates after each prompt, in order. `name` is the task's, for error messages.
+    """Return the text that the model generates after each prompt, in the order of the prompts.
 
-    Collective: the ranks take prompts in rounds, one prompt each, as `data_rank` says. Because all ranks of a sharded
-    model must compute together, a rank for which the last round has no prompt generates the last prompt's answer again.
+    name: the task's name, for error messages.
+    data_rank: this rank's place among the ranks that divide the prompts.
+    on_progress: called after each round with the number of prompts done and the number of all prompts.
+
+    Collective: the ranks take prompts in rounds, one prompt each, and all ranks return all answers. Because all ranks
+    of a sharded model must compute together, a rank for which the last round has no prompt generates the last prompt's
+    answer again, and does not use it.
 
     Raises DataError on all ranks if the model's logits are NaN or infinite on any rank.
     """
     rank, num_ranks = data_rank
     num_prompts = len(prompts)
-    own_answers: list[tuple[int, str]] = []
+    answers_of_rank: list[tuple[int, str]] = []
     """(index of a prompt, its answer), for the prompts of this rank."""
     for round_start in range(0, num_prompts, num_ranks):
         has_prompt = round_start + rank < num_prompts
         index = round_start + rank if has_prompt else num_prompts - 1
         answer = generate_answer(model, tokenizer, prompts[index])
 
+        # An answer of None means NaN or infinite logits. All ranks stop if any rank met them.
         error = None
         if answer is None:
             error = DataError(f"{name}: the model gives NaN or infinity in its answer to item {index}; nothing is kept")
         raise_on_all_ranks(error)
         assert answer is not None, "raise_on_all_ranks has raised the error"
         if has_prompt:
-            own_answers.append((index, answer))
+            answers_of_rank.append((index, answer))
         on_progress(min(round_start + num_ranks, num_prompts), num_prompts)
 
-    answers: dict[int, str] = {}
-    for answers_of_rank in all_gather_json(own_answers):
-        for index, answer in answers_of_rank:
-            answers[index] = answer
-    return [answers[index] for index in sorted(answers)]
+    # Gather the answers of all ranks, and put them into the order of the prompts.
+    all_answers: dict[int, str] = {}
+    for received_answers in all_gather_json(answers_of_rank):
+        for index, answer in received_answers:
+            all_answers[index] = answer
+    return [all_answers[index] for index in sorted(all_answers)]
 
 
 def generate_answer(model: Scorable, tokenizer: Tokenizer, prompt: Prompt) -> str | None:
     """Return the text that the model generates after a prompt, or None if its logits are NaN or infinite.
 
-    If the logits of another rank are, this rank may return None before its answer is complete. The answer ends before a
-    stop token, before one of the prompt's stop texts, or after `max_new_tokens` tokens.
+    The answer ends before a stop token, before one of the prompt's stop texts, or after `max_new_tokens` tokens. With
+    the stop text "\\n", the generated text "Paris.\\nQuestion" gives the answer "Paris.".
 
     Collective: the ranks of a sharded model must compute the same number of tokens. So a rank that has its answer keeps
-    generating, and ignores the tokens, until every rank has its answer or one has failed.
+    generating, and ignores the tokens, until every rank has its answer or one has failed. If another rank has NaN or
+    infinite logits, this rank may return None as well, before its answer is complete.
     """
-    tokens = islice(model.generate(prompt.context, prompt.max_new_tokens), prompt.max_new_tokens)
+    token_ids = islice(model.generate(prompt.context, prompt.max_new_tokens), prompt.max_new_tokens)
     answer_ids: list[int] = []
-    answer: str | None = None
+    answer: str | None = None  # None until the answer is complete
     has_failed = False
     while True:
+        # Every rank takes part in this exchange before each token, so that all leave the loop together.
         is_any_unfinished, is_any_failed = all_reduce_max([answer is None, has_failed])
         if is_any_failed:
             return None if has_failed else answer
         if not is_any_unfinished:
             return answer
 
+        # Compute a token, which is only for the other ranks if this rank has its answer.
         try:
-            token = next(tokens, None)
+            token_id = next(token_ids, None)
         except NonFiniteError:
             has_failed = True
             continue
         if answer is not None:
             continue
 
-        if token is None or token in tokenizer.stop_token_ids:
+        if token_id is None or token_id in tokenizer.stop_token_ids:
             answer = tokenizer.decode(answer_ids)
             continue
-        answer_ids.append(token)
+
+        # A stop text may span several tokens, so it is searched for in the whole answer.
+        answer_ids.append(token_id)
         text = tokenizer.decode(answer_ids)
         if any(stop in text for stop in prompt.stops):
             any_stop = "|".join(re.escape(stop) for stop in prompt.stops)

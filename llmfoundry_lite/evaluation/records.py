@@ -1,7 +1,11 @@
-"""Records of a result and its items: their JSON schema, their computation and validation.
+"""Records of results and of their items: how they are computed from scores, their JSON schema, and its validation.
 
 `<suite>/<model>.json` has the keys of RESULT and under `tasks` those of TASK for each task. `<model>.items.jsonl` has a
 line with the keys of ITEM for each item.
+
+`scored_item` and `generated_item` build the record of an item, and `summarise` reduces the items of a task to its
+record: the mean of each metric with its standard error. `check_result` and `check_items` validate records that are read
+from files.
 """
 
 import contextlib
@@ -76,7 +80,7 @@ def _is_within(value: Any, minimum: float, maximum: float) -> bool:
 
 
 def _is_index(value: Any) -> bool:
-    """Return whether a value is a whole number from 0 on; a bool is none."""
+    """Return whether a value is a whole number from 0 on. A bool does not count as a number."""
     return type(value) is int and value >= 0
 
 
@@ -92,12 +96,12 @@ def _is_text(value: Any) -> bool:
 
 def _are_log_probabilities(value: Any) -> bool:
     """Return whether a value is a list of finite numbers whose squares can be added up."""
-    return isinstance(value, list) and all(_is_within(one, -MAX_MAGNITUDE, MAX_MAGNITUDE) for one in value)
+    return isinstance(value, list) and all(_is_within(number, -MAX_MAGNITUDE, MAX_MAGNITUDE) for number in value)
 
 
 def _are_sizes(value: Any) -> bool:
     """Return whether a value is a list of finite numbers from 0 on whose squares can be added up."""
-    return isinstance(value, list) and all(_is_within(one, 0, MAX_MAGNITUDE) for one in value)
+    return isinstance(value, list) and all(_is_within(number, 0, MAX_MAGNITUDE) for number in value)
 
 
 ITEM: dict[str, Callable[[Any], bool]] = {
@@ -123,7 +127,9 @@ generation `text` and `answers`."""
 def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Record:
     """Build the record of an item from the scores of its options, one for each request of the item.
 
-    The record has the log-probability and length of each option and, depending on the type of the task, its accuracies.
+    The record has the log-probability and the length of each option. Items of tasks with choices also have the accuracy
+    by each metric (see `_choose`). Those of language modelling have `acc`, which is 1 if every token of the answer was
+    the likeliest. Windows of held-out text have no accuracy.
     """
     log_probabilities = [score.log_probability for score in scores]
     num_tokens = [len(request.continuation) for request in item.requests]
@@ -154,21 +160,24 @@ def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str
     """Choose an option of a multiple-choice or schema item by each accuracy, such as `acc_norm`.
 
     `lengths` maps the name of an accuracy to the length of each option, by which its log-probability is divided. The
-    option with the largest quotient is chosen. Returns the part of the item's record that says which options were
-    chosen, whether each choice is right (1 or 0, under the accuracy's name), and whether it was a tie.
+    option with the largest quotient is chosen. For example, with the log-probabilities -4 and -6 of options of 2 and 6
+    tokens, `acc` chooses the first option, and `acc_per_token` the second, because -6/6 is more than -4/2.
+
+    Returns the part of the item's record that says which options were chosen, whether each choice is right (1 or 0,
+    under the accuracy's name), and whether it was a tie.
     """
-    chosen: dict[str, int] = {}
+    chosen_options: dict[str, int] = {}
     is_correct: dict[str, int] = {}
     is_tied: dict[str, bool] = {}
-    for name, lengths_of_options in lengths.items():
-        values = [total / length for total, length in zip(log_probabilities, lengths_of_options, strict=True)]
-        best = max(values)
-        chosen[name] = values.index(best)  # a tie goes to the first option, as in lm_eval and LLM Foundry
-        is_correct[name] = int(chosen[name] == item.gold)
-        is_tied[name] = values.count(best) > 1
+    for metric, lengths_of_options in lengths.items():
+        quotients = [total / length for total, length in zip(log_probabilities, lengths_of_options, strict=True)]
+        largest = max(quotients)
+        chosen_options[metric] = quotients.index(largest)  # in a tie the first option, as in lm_eval and LLM Foundry
+        is_correct[metric] = int(chosen_options[metric] == item.gold)
+        is_tied[metric] = quotients.count(largest) > 1
     return {
         "gold": item.gold,
-        "chosen": chosen,
+        "chosen": chosen_options,
         **is_correct,
         "tie": is_tied,
         "has_duplicates": item.has_duplicates,
@@ -199,11 +208,12 @@ def _category_and_cluster(item: Item) -> Record:
 
 
 def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Record:
-    """Build the record of a task from the records of its items.
+    """Build the record of a task from the records of its items, in the same order as `task.items`.
 
-    It has the task's settings, the mean of each metric with its standard error, and counts of irregular items, such as
-    those whose context was cut. `seconds` is how long the task took.
+    The record has the task's settings, the mean of each metric with its standard error, and counts of irregular items,
+    such as those whose context was cut. `seconds` is how long the task took.
     """
+    # What was asked, by which a comparison checks that two models were asked the same.
     record: Record = {
         "type": task.kind,
         "n": len(task.items),
@@ -217,6 +227,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if task.lost_text is not None:
         record["lost_text"] = task.lost_text
 
+    # The scores.
     if task.kind == "perplexity":
         record |= _summarise_text(items)
     else:
@@ -224,53 +235,64 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if has_categories(record):
         record["categories"] = _mean_by_category(items, record["metric"])
 
-    irregular_counts = {
+    # Irregularities, which are recorded only if there are any.
+    irregularities = {
         "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
         "num_repeated": task.num_repeated,
         "skipped": task.skipped,
         "beginning": task.beginning,
     }
-    record |= {key: value for key, value in irregular_counts.items() if value}
+    record |= {key: fact for key, fact in irregularities.items() if fact}
     record["seconds"] = round(seconds, 3)
     return record
 
 
 def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category: bool) -> Record:
-    """Return the part of a task's record that comes from its questions.
+    """Return the scores in the record of a task of questions, computed from the records of its items.
 
-    That is the mean of each accuracy with its standard error; for choices also the accuracy of guessing; for language
-    modelling also the perplexity of an answer.
+    These are the mean of each accuracy with its standard error; for tasks with choices also the accuracy of guessing
+    (`chance`), and for language modelling the perplexity of an answer. With `by_category`, a mean is that of the
+    categories' means.
     """
     summary: Record = {}
-    for name in ACCURACIES if task.kind in CHOICES else ("acc",):
-        summary[name], summary[f"{name}_stderr"] = mean_and_error(items, name, by_category)
+    has_choices = task.kind in CHOICES
+    for metric in ACCURACIES if has_choices else ("acc",):
+        summary[metric], summary[f"{metric}_stderr"] = mean_and_error(items, metric, by_category)
     if any("cluster" in item for item in items):
         summary["num_clusters"] = len({item["cluster"] for item in items})
 
-    if task.kind in CHOICES:
-        chances = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
-        summary["chance"], _ = mean_and_error(chances, "chance", by_category)
+    if has_choices:
+        # Guessing is right once in as many times as an item has options. Its mean is weighted like the accuracies.
+        items_with_chance = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
+        summary["chance"], _ = mean_and_error(items_with_chance, "chance", by_category)
         summary["num_ties"] = sum(item["tie"][task.metric] for item in items)
         summary["num_duplicates"] = sum(item["has_duplicates"] for item in items)
     if task.kind == "language_modeling":
-        answers = [{**item, "nats": -item["log_probability"][0]} for item in items]
-        summary |= _perplexity(*mean_and_error(answers, "nats"))
+        # This is the perplexity of whole answers, and not of their tokens.
+        items_with_nats = [{**item, "nats": -item["log_probability"][0]} for item in items]
+        mean_nats, error_nats = mean_and_error(items_with_nats, "nats")
+        summary |= _perplexity(mean_nats, error_nats)
     return summary
 
 
 def _summarise_text(items: Sequence[Record]) -> Record:
-    """Return the part of a task's record that comes from held-out text: perplexity per token and bits per byte."""
+    """Return the scores in the record of a held-out text, computed from the records of its windows.
+
+    These are the perplexity per token, the bits per byte, their standard errors, and the number of different documents.
+    Sums over the whole text are divided, so that each token or byte counts the same. A text of 100 tokens and 400 bytes
+    with a log-probability of -277.3 nats has perplexity exp(2.773) = 16 and 277.3 / ln 2 / 400 = 1 bit per byte.
+    """
     nats_and_tokens = [(-item["log_probability"][0], item["num_tokens"][0]) for item in items]
     total_nats = sum(nats for nats, _ in nats_and_tokens)
     total_tokens = sum(tokens for _, tokens in nats_and_tokens)
-    total_bytes = float(by_document(items)[:, 1].sum())
+    total_bytes = float(by_document(items)[:, 1].sum())  # a document without bytes counts one
 
     summary = _perplexity(total_nats / total_tokens, ratio_error(items, nats_and_tokens))
     summary["num_documents"] = len({document_of(item) for item in items})
     summary[BITS] = total_nats / math.log(2) / total_bytes
     error = bits_per_byte_error(items)
-    if error is not None:
+    if error is not None:  # None for a single window, which has no error to estimate
         summary[f"{BITS}_stderr"] = error
     return summary
 
@@ -285,9 +307,12 @@ def _mean_by_category(items: Sequence[Record], metric: str) -> dict[str, float]:
 
 
 def _perplexity(nats: float, error: float | None) -> Record:
-    """Return the keys `perplexity`, which is exp(nats), and `perplexity_stderr`, which is exp(nats) * error.
+    """Return the keys `perplexity` and `perplexity_stderr` of a task's record.
 
-    Returns no keys if exp(nats) overflows a float, which long answers can cause.
+    nats: the mean negative log-probability. The perplexity is exp(nats).
+    error: the standard error of `nats`, or None. The perplexity's is exp(nats) * error, to first order (delta method).
+
+    Returns an empty dict if exp(nats) overflows a float, which long answers can cause.
     """
     try:
         perplexity = math.exp(nats)
@@ -313,9 +338,12 @@ def hash_of_lines(lines: Sequence[str]) -> str:
 
 
 def check_result(facts: Any, path: object) -> None:
-    """Raise DataError unless `facts`, the JSON content of a file, is what an evaluation writes.
+    """Raise DataError unless the JSON content of a file is that of a result, as an evaluation writes it.
 
-    `path` names the file in errors.
+    facts: the content of the file, as `json.loads` returns it.
+    path: the file, for errors.
+
+    A result has facts of the model, with the types in RESULT, and a record for each task, with the types in TASK.
     """
     is_result = isinstance(facts, dict) and "model" in facts and isinstance(facts.get("tasks"), dict)
     if not is_result:
@@ -323,17 +351,26 @@ def check_result(facts: Any, path: object) -> None:
             f"{path} is not a result: expected a MODEL.json with 'model' and 'tasks', as scripts/eval.py writes"
         )
     _check_types(facts, RESULT, f"{path}: it")
-    for name, record in facts["tasks"].items():
-        _check_record(record if isinstance(record, dict) else {}, f"{path}: {name}")
+    for task_name, record in facts["tasks"].items():
+        if not isinstance(record, dict):
+            record = {}  # which lacks every key, so that the error names the first of them
+        _check_record(record, f"{path}: {task_name}")
     if not facts["tasks"]:
         raise DataError(f"{path} has no finished task")
 
 
 def _check_record(record: Record, place: str) -> None:
-    """Raise DataError unless a task's record has the kinds of values that an evaluation writes."""
+    """Raise DataError unless the values of a task's record have the types that an evaluation writes.
+
+    `place` names the record in errors, such as "results/base.json: arc_easy/0-shot".
+    """
     _check_types(record, TASK, place)
-    numbers = [record["metric"], *(key for key in record if key.endswith("_stderr"))]
-    _check_types(record, dict.fromkeys(numbers, int | float), place)
+
+    # The main metric and all standard errors must be numbers. `metric` names the former.
+    number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr"))]
+    _check_types(record, dict.fromkeys(number_keys, int | float), place)
+
+    # Parts of the record that are dicts themselves.
     _check_types(record["settings"], {"limit": int | None}, place)
     if record.get("lost_text") is not None:
         _check_types(record["lost_text"], LOST_TEXT, place)
@@ -357,11 +394,17 @@ def _check_types(record: Record, expected_types: Mapping[Any, Any], place: str) 
 def check_items(record: Record, lines: Sequence[str], description: str) -> list[Record]:
     """Parse the lines of a task's items, and check that the task's record was computed from them.
 
-    `record` is the task's. `description` names the items in errors, such as "base.items.jsonl: the items of arc_easy".
-    Returns the records of the items. Raises DataError if their hash or their score is not that of the record.
+    record: the task's record, with the hash of the items' lines and the scores.
+    lines: the lines of the task in the file of items, in its order.
+    description: names the items in errors, such as "base.items.jsonl: the items of arc_easy".
+
+    Returns the records of the items. Raises DataError if their hash differs from the one in the record, or if the score
+    that follows from them does.
     """
     items = [json.loads(line) for line in lines]
     metric = record["metric"]
+
+    # The score stays None if the hash differs, or if the items are not what an evaluation writes.
     score = None
     if record["items_hash"] == hash_of_lines(lines):
         # The file may come from a stranger. Any error in its items means that they do not belong to this record.
@@ -378,7 +421,12 @@ def check_items(record: Record, lines: Sequence[str], description: str) -> list[
 
 
 def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
-    """Compute a task's score again from its items. Returns None if an item has a value that no evaluation writes."""
+    """Compute a task's main metric again from its items, which come from a file and may be anything.
+
+    Returns None if an item has a value that no evaluation writes, if only some items have a cluster, or if two items
+    have the same index. Raises KeyError and other errors of this kind if an item lacks a value.
+    """
+    # Each value of an item must pass the check of its key.
     for item in items:
         for key, is_sound in ITEM.items():
             if key in item and not is_sound(item[key]):
@@ -387,14 +435,16 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
     if 0 < num_with_cluster < len(items):
         return None
 
+    # Windows of held-out text may share an index, which is their document's.
     if record["metric"] == BITS:
         return float(bits_per_byte(by_document(items).sum(axis=0)))
-    num_distinct = len({item["index"] for item in items})
-    if num_distinct < len(items):
+
+    num_distinct_indices = len({item["index"] for item in items})
+    if num_distinct_indices < len(items):
         return None
-    for name in ACCURACIES:
-        if name in record:
-            mean_and_error(items, name)  # raises KeyError if an item lacks the metric
+    for metric in ACCURACIES:
+        if metric in record:
+            mean_and_error(items, metric)  # raises KeyError if an item lacks the metric
     score, _ = mean_and_error(items, record["metric"], has_categories(record))
     return score
 
@@ -474,50 +524,67 @@ def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
 def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = False) -> tuple[float, float]:
     """Return the mean of a metric over items, and its standard error, which is 0 for a single item or cluster.
 
-    With `by_category`, every category counts equally. For independent items the error is sd / sqrt(n), with n - 1 in
-    the variance. Items in clusters are not independent: residuals are added up within each cluster first (Miller,
-    Adding Error Bars to Evals, 2024, arXiv 2411.00640, section 2.2), and the variance has the factor G / (G - 1) for G
-    clusters.
+    items: the records of a task's items. If the first has a `cluster`, all have one.
+    metric: a key of the records whose value is a number, such as "acc".
+    by_category: every category counts equally in the mean, whatever its number of items.
+
+    For independent items the error is sd / sqrt(n), with n - 1 in the variance. Items in clusters are not independent:
+    residuals are added up within each cluster first (Miller, Adding Error Bars to Evals, 2024, arXiv 2411.00640,
+    section 2.2), and the variance has the factor G / (G - 1) for G clusters.
     """
-    weights = weights_of(items, by_category)
-    values = np.array([item[metric] for item in items], np.float64)
-    mean = float(weights @ values) if by_category else float(values.mean())
+    weights_i = weights_of(items, by_category)
+    scores_i = np.array([item[metric] for item in items], np.float64)
+    mean = float(weights_i @ scores_i) if by_category else float(scores_i.mean())
+
     if "cluster" in items[0]:
-        return mean, _error_of_clusters([item["cluster"] for item in items], weights * (values - mean))
+        clusters = [item["cluster"] for item in items]
+        return mean, _error_of_clusters(clusters, weights_i * (scores_i - mean))
 
-    labels = [item["category"] if by_category else None for item in items]
-    return mean, _error_of_groups(labels, values, weights, mean)
+    # Independent items. Those of a category have the same weight, and without categories all have.
+    group_labels = [item["category"] if by_category else None for item in items]
+    return mean, _error_of_groups(group_labels, scores_i, weights_i, mean)
 
 
-def _error_of_clusters(clusters: Sequence[str], weighted_residuals: Floats) -> float:
+def _error_of_clusters(clusters: Sequence[str], weighted_residuals_i: Floats) -> float:
     """Return the standard error of a weighted mean whose items are related within each cluster.
 
-    `clusters` names the cluster of each item, and `weighted_residuals` are its weight times its distance from the mean.
+    clusters: the name of each item's cluster.
+    weighted_residuals_i: each item's weight times its distance from the mean, [items].
+
+    The error is sqrt(G / (G - 1) * sum of squares of the clusters' sums) for G clusters; 0 for a single cluster, whose
+    residuals cancel out.
     """
-    distinct_clusters = dict.fromkeys(clusters)  # in order of appearance
-    index_of = {cluster: index for index, cluster in enumerate(distinct_clusters)}
-    sums = np.bincount([index_of[cluster] for cluster in clusters], weighted_residuals)
-    num_clusters = len(sums)
-    correction = num_clusters / max(num_clusters - 1, 1)
-    return math.sqrt(correction * float((sums**2).sum()))
+    # Number the clusters in the order in which they appear, and add up the residuals of each.
+    distinct_clusters = dict.fromkeys(clusters)
+    cluster_number = {cluster: number for number, cluster in enumerate(distinct_clusters)}
+    sums_c = np.bincount([cluster_number[cluster] for cluster in clusters], weighted_residuals_i)
+
+    num_clusters = len(sums_c)
+    small_sample_correction = num_clusters / max(num_clusters - 1, 1)
+    return math.sqrt(small_sample_correction * float((sums_c**2).sum()))
 
 
-def _error_of_groups(labels: Sequence[str | None], values: Floats, weights: Floats, mean: float) -> float:
-    """Return the standard error of a weighted mean of independent items, with a variance of its own for each group.
+def _error_of_groups(group_labels: Sequence[str | None], scores_i: Floats, weights_i: Floats, mean: float) -> float:
+    """Return the standard error of a weighted mean of independent items, with a separate variance for each group.
 
-    `labels` names the group of each item, such as its category. All items of a group have the same weight. `mean` is
-    the weighted mean of all items, which serves as the centre of a group with a single item.
+    group_labels: the name of each item's group, such as its category.
+    scores_i, weights_i: the score and the weight of each item, [items]. All items of a group have the same weight.
+    mean: the weighted mean of all items. For a group with a single item, which has no variance of its own, the distance
+        of that item from the mean stands in for the standard deviation.
+
+    A group of n items with weight w and sample variance s² adds w² n s² to the variance of the mean.
     """
-    variance = 0.0
-    for label in dict.fromkeys(labels):
-        members = values[[one == label for one in labels]]
-        n = len(members)
+    variance_of_mean = 0.0
+    for label in dict.fromkeys(group_labels):  # each group once, in order of appearance
+        group_scores = scores_i[[item_label == label for item_label in group_labels]]
+        n = len(group_scores)
         if n > 1:
-            squares = float(((members - members.mean()) ** 2).sum()) * n / (n - 1)
+            squares = float(((group_scores - group_scores.mean()) ** 2).sum()) * n / (n - 1)
         else:
-            squares = float((members[0] - mean) ** 2)
-        variance += float(weights[labels.index(label)]) ** 2 * squares
-    return math.sqrt(variance)
+            squares = float((group_scores[0] - mean) ** 2)
+        group_weight = float(weights_i[group_labels.index(label)])
+        variance_of_mean += group_weight**2 * squares
+    return math.sqrt(variance_of_mean)
 
 
 # ------------------------------------------------------------------------------------------------------------ texts
@@ -545,10 +612,14 @@ def by_document(items: Sequence[Record]) -> Floats:
 
 
 def _sum_by_document(items: Sequence[Record], rows: Iterable[tuple[float, float]]) -> dict[int | str, Floats]:
-    """Return, for each document, the sum of the rows of its windows. `rows` has a row (y, x) for each of `items`."""
+    """Return the sum [2] of the rows of each document's windows, by the document's key.
+
+    `rows` has a pair of numbers for each window of `items`, such as its nats and bytes.
+    """
     sums: dict[int | str, Floats] = {}
     for item, row in zip(items, rows, strict=True):
-        sums[document_of(item)] = sums.get(document_of(item), np.zeros(2)) + row
+        document = document_of(item)
+        sums[document] = sums.get(document, np.zeros(2)) + row
     return sums
 
 
@@ -558,21 +629,25 @@ def bits_per_byte(nats_and_bytes: Floats) -> Floats:
 
 
 def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) -> float | None:
-    """Return the standard error of sum(y) / sum(x) over windows, each with its row (y, x); None for a single window.
+    """Return the standard error of the ratio R = sum(y) / sum(x) over the windows of a text.
 
-    The units are documents, because windows of one document are not independent. A single document is divided into its
-    windows. For small errors R - R0 = sum(y - R x) / sum(x), whose variance is n / (n - 1) sum((y - R x)²) / sum(x)².
-    This is the linearised ratio estimator of Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its
-    finite-population correction.
+    `rows` has (y, x) for each window of `items`, such as its nats and bytes. The independent units are documents,
+    because windows of one document are related. A single document is divided into its windows. Returns None for a
+    single window.
+
+    The variance of R is n / (n - 1) sum((y - R x)²) / sum(x)² for n units. This is the linearised ratio estimator of
+    Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its finite-population correction.
     """
     sums = _sum_by_document(items, rows)
-    units = np.array(list(sums.values()) if len(sums) > 1 else rows)
-    n = len(units)
+    has_several_documents = len(sums) > 1
+    units_n2 = np.array(list(sums.values()) if has_several_documents else rows)
+    n = len(units_n2)
     if n == 1:
         return None
-    sum_y, sum_x = units.sum(axis=0)
-    residuals = units[:, 0] - sum_y / sum_x * units[:, 1]
-    return math.sqrt(n / (n - 1) * float((residuals**2).sum())) / float(sum_x)
+
+    sum_y, sum_x = units_n2.sum(axis=0)
+    residuals_n = units_n2[:, 0] - sum_y / sum_x * units_n2[:, 1]
+    return math.sqrt(n / (n - 1) * float((residuals_n**2).sum())) / float(sum_x)
 
 
 def bits_per_byte_error(items: Sequence[Record]) -> float | None:
