@@ -1,4 +1,8 @@
-"""A model for programs: loaded from a run, a checkpoint or a Hugging Face folder, asked for text and probabilities."""
+"""A model for use in programs: `load` reads it from a run, a checkpoint or a Hugging Face folder.
+
+The result, a `LoadedModel`, computes logits and log-probabilities, and generates text. As in an evaluation, `models.py`
+finds and loads the model, and `packing.py` and `scoring.py` score.
+"""
 
 import os
 import warnings
@@ -30,7 +34,7 @@ PRECISION_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PRECISIONS = PRECISION_OF_DTYPE | {name: name for name in PRECISION_OF_DTYPE.values()}
 """Name of a dtype, as `load` takes it -> its precision."""
 INCOMPLETE = "\ufffd"
-"""A decoder's stand-in for a character whose bytes have not all arrived."""
+"""The replacement character, which a decoder returns for a character of which only some bytes have been generated."""
 MAX_SEED = 2**63 - 1
 """The largest seed that torch takes."""
 _one_at_a_time = Lock()
@@ -86,11 +90,11 @@ class LoadedModel:
     def logprobs(self, texts: Iterable[str]) -> list[NDArray[np.float32]]: ...
 
     def logprobs(self, texts: str | Iterable[str]) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Return the log-probability of each token of a text given all before it, in nats; a list for a list of texts.
+        """Return the log-probability of each token of a text given all tokens before it, in nats.
 
-        The tokens are those of `tokenizer.encode(text)`. The first token is predicted after the token that begins or
-        ends a text. A text that is longer than the context is read in windows, as in rolling perplexity. An empty text
-        has no tokens.
+        Returns an array for one text, and a list of arrays for several. The tokens are those of
+        `tokenizer.encode(text)`. The first token is predicted after the token that begins or ends a text. A text that
+        is longer than the context is read in windows, as in rolling perplexity. An empty text has no tokens.
 
         >>> model = lf.load("runs/tiny")
         >>> short, empty = model.logprobs(["def one():", ""])
@@ -99,29 +103,33 @@ class LoadedModel:
 
         Raises ConfigError if something is not a text, DataError for tokens that the model does not have.
         """
-        asked = _check_texts("logprobs", texts)
+        # Tokenise each text, and cut it into windows, each of which is a request.
+        text_list = _check_texts("logprobs", texts)
         scorable = self._located.model
         requests: list[Request] = []
         text_of_request: list[int] = []
-        for number, text in enumerate(asked):
+        """For each request, the number of its text."""
+        for text_number, text in enumerate(text_list):
             document = document_of(text, self.tokenizer)
             check_tokens(scorable, document.ids, self.source)
             for request in windows_of(document, self.tokenizer, scorable.max_seq_len):
                 requests.append(request)
-                text_of_request.append(number)
+                text_of_request.append(text_number)
 
-        values_of_request: list[list[float]] = [[] for _ in requests]
+        # Score the requests of all texts in batches. Batches have them in another order, so each token names its own.
+        logprobs_of_request: list[list[float]] = [[] for _ in requests]
         separator = text_separator(scorable, self.tokenizer.eos_token_id)
         batches = pack([[request] for request in requests], MAX_BATCH_TOKENS, shares=False)
         with _one_at_a_time:
             for batch in batches:
                 for token in score_tokens(scorable, batch, separator):
-                    values_of_request[token.request].append(token.log_probability)
+                    logprobs_of_request[token.request].append(token.log_probability)
 
-        values_of_text: list[list[float]] = [[] for _ in asked]
-        for number, values in zip(text_of_request, values_of_request, strict=True):
-            values_of_text[number] += values
-        arrays = [np.array(values, np.float32) for values in values_of_text]
+        # Join the windows of each text again.
+        logprobs_of_text: list[list[float]] = [[] for _ in text_list]
+        for text_number, logprobs in zip(text_of_request, logprobs_of_request, strict=True):
+            logprobs_of_text[text_number] += logprobs
+        arrays = [np.array(logprobs, np.float32) for logprobs in logprobs_of_text]
         return arrays[0] if isinstance(texts, str) else arrays
 
     @overload
@@ -142,8 +150,9 @@ class LoadedModel:
     ) -> str | list[str]:
         """Return the text that follows `prompt`: up to `max_new_tokens` tokens, or to the end of text.
 
-        Temperature 0 always takes the most likely token. The same seed gives the same text again. A list of prompts
-        gives a list of texts, each the same as if its prompt were given alone.
+        `temperature` divides the logits before sampling; 0 always takes the most likely token. `top_k` keeps that many
+        most likely tokens, and `top_p` the fewest whose probabilities add up to it; None keeps all. The same seed gives
+        the same text again. A list of prompts gives a list of texts, each the same as if its prompt were given alone.
 
         >>> model = lf.load("runs/tiny")
         >>> model.generate("def ", max_new_tokens=8, seed=1) == model.generate("def ", max_new_tokens=8, seed=1)
@@ -153,42 +162,42 @@ class LoadedModel:
 
         Raises DataError for a model that only transformers can run, ConfigError for impossible settings.
         """
+        # Check the settings. `index` takes any integer type, such as numpy's, and raises TypeError for anything else.
         try:
             num_tokens = index(max_new_tokens)
-            whole_seed = index(seed)
+            integer_seed = index(seed)
             num_likeliest = None if top_k is None else index(top_k)
-            are_possible = (
-                num_tokens >= 0
-                and temperature >= 0
-                and (num_likeliest is None or num_likeliest >= 1)
-                and (top_p is None or 0 < top_p <= 1)
-                and abs(whole_seed) <= MAX_SEED
-            )
+            is_top_k_possible = num_likeliest is None or num_likeliest >= 1
+            is_top_p_possible = top_p is None or 0 < top_p <= 1
+            are_numbers_possible = num_tokens >= 0 and temperature >= 0 and abs(integer_seed) <= MAX_SEED
+            are_settings_possible = are_numbers_possible and is_top_k_possible and is_top_p_possible
         except TypeError:
-            are_possible = False
-        if not are_possible:
+            are_settings_possible = False
+        if not are_settings_possible:
             raise ConfigError(
                 f"generate: max_new_tokens {max_new_tokens!r}, temperature {temperature!r}, top_k {top_k!r}, top_p "
                 f"{top_p!r}, seed {seed!r} given, expected a whole number from 0 on, 0 or more, a whole number from 1 "
                 "on or None, above 0 and up to 1 or None, and a whole number"
             )
 
+        # Check all prompts before any text is generated.
         model = model_of(self._located)
         prompts = _check_texts("generate", prompt)
-        for text in prompts:
-            check_tokens(self._located.model, self.tokenizer.encode(text), self.source)
+        for prompt_text in prompts:
+            check_tokens(self._located.model, self.tokenizer.encode(prompt_text), self.source)
+
         texts: list[str] = []
         with _one_at_a_time:
-            for text in prompts:
+            for prompt_text in prompts:
                 pieces = generate_text(
                     model,
                     self.tokenizer,
-                    text,
+                    prompt_text,
                     num_tokens,
                     temperature=temperature,
                     top_k=num_likeliest,
                     top_p=top_p,
-                    seed=whole_seed,
+                    seed=integer_seed,
                     device=self._located.model.device,
                 )
                 texts.append("".join(pieces))
@@ -225,11 +234,14 @@ def load(
     precision = PRECISIONS.get(str(dtype).removeprefix("torch."))
     if precision is None:
         raise ConfigError(f"load: dtype {dtype!r} given, expected {join_with_or([*PRECISION_OF_DTYPE])}")
+
+    # torch checks a device only when a tensor is put there, so an empty tensor is. It raises RuntimeError for a bad
+    # name, and AssertionError for a device that this machine does not have.
     try:
-        # torch checks a device only when something is put there.
         chosen_device = torch.empty(0, device=device_type() if device is None else device).device
-    except (RuntimeError, AssertionError) as error:  # torch raises these for a bad name and an absent device
+    except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"load: device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
     tokenizer_path = None if tokenizer is None else os.fspath(tokenizer)
     located = locate_and_load_model(
         os.fspath(where), tokenizer=tokenizer_path, precision=precision, device=chosen_device
@@ -239,13 +251,15 @@ def load(
     return LoadedModel(located)
 
 
-def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
-    """Return the texts that a caller was given, one or several, as a list.
+def _check_texts(caller: str, text_or_texts: str | Iterable[str]) -> list[str]:
+    """Return one text or several, as a method of `LoadedModel` was given them, as a list.
 
-    Raises ConfigError for anything that is no text, DataError for halves of surrogate pairs.
+    `caller` is the name of the method, for errors. Raises ConfigError for anything that is not a text, and DataError
+    for a text with half of a surrogate pair, which UTF-8 cannot encode.
     """
-    is_one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
-    texts: list[Any] = [given] if is_one else list(given)
+    # Bytes are iterable, but count as one wrong value instead of many wrong numbers.
+    is_single = isinstance(text_or_texts, str | bytes) or not isinstance(text_or_texts, Iterable)
+    texts: list[Any] = [text_or_texts] if is_single else list(text_or_texts)
     for text in texts:
         if not isinstance(text, str):
             raise ConfigError(
@@ -253,7 +267,7 @@ def _check_texts(caller: str, given: str | Iterable[str]) -> list[str]:
             )
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # UTF-8 has no half surrogate pairs
+        except UnicodeEncodeError as error:
             raise DataError(f"the text cannot be written in UTF-8: {error}") from error
     return texts
 
@@ -279,28 +293,35 @@ def generate_text(
 ) -> Iterator[str]:
     """Yield pieces of text that follow `prompt`, up to `max_new_tokens` tokens or the end of text.
 
-    A piece is yielded when its last character is complete, because a character may take several tokens. `sampling` is
-    for `models.generate`: temperature, top_k, top_p and seed.
+    device: the model's device.
+    sampling: the settings temperature, top_k, top_p and seed of `models.generate`.
+
+    A piece is yielded as soon as its last character is complete, because a character may take several tokens. The
+    pieces add up to the generated text.
     """
-    prompt_tokens = tokenizer.encode(prompt)
-    decoded_prompt = tokenizer.decode(prompt_tokens)
-    new_tokens: list[int] = []
+    prompt_ids = tokenizer.encode(prompt)
+    decoded_prompt = tokenizer.decode(prompt_ids)
+    new_ids: list[int] = []
 
-    def new_text() -> str:
-        """Return the new tokens' text. It is decoded after the prompt, as a decoder may drop a text's first space."""
-        whole = tokenizer.decode([*prompt_tokens, *new_tokens])
-        if whole.startswith(decoded_prompt):
-            return whole.removeprefix(decoded_prompt)
-        return tokenizer.decode(new_tokens)
+    def decode_new_tokens() -> str:
+        """Return the text of all new tokens. They are decoded with the prompt, because a decoder may drop a text's
+        first space."""
+        whole_text = tokenizer.decode([*prompt_ids, *new_ids])
+        if whole_text.startswith(decoded_prompt):
+            return whole_text.removeprefix(decoded_prompt)
+        return tokenizer.decode(new_ids)  # the new tokens have changed how the end of the prompt is decoded
 
-    num_yielded = 0
-    context = torch.tensor(prompt_tokens or [tokenizer.eos_token_id], device=device)
-    for token in generate(model, context, max_new_tokens, **sampling):
-        if token in tokenizer.stop_token_ids:
+    # Without a prompt, the text begins as a new document.
+    num_characters_yielded = 0
+    context = torch.tensor(prompt_ids or [tokenizer.eos_token_id], device=device)
+    for token_id in generate(model, context, max_new_tokens, **sampling):
+        if token_id in tokenizer.stop_token_ids:
             break
-        new_tokens.append(token)
-        text = new_text()
+        new_ids.append(token_id)
+        text = decode_new_tokens()
         if not text.endswith(INCOMPLETE):
-            yield text[num_yielded:]
-            num_yielded = len(text)
-    yield new_text()[num_yielded:]
+            yield text[num_characters_yielded:]
+            num_characters_yielded = len(text)
+
+    # At the end, even an incomplete character is yielded.
+    yield decode_new_tokens()[num_characters_yielded:]

@@ -1,8 +1,11 @@
-"""Loading of models to evaluate, with their tokenizers: from a checkpoint, a run, an exported folder or the Hub.
+"""Finds and loads models to evaluate, with their tokenizers: from a checkpoint, a run, an exported folder or the Hub.
 
-Portable checkpoints, and folders in a layout that convert/ knows, become our MPT, which shares prefixes. Such a folder
-is refused if it has unknown options, since transformers' models of these types would ignore them. A companion runs
-causal language models of other types with transformers. Code in a folder is never run.
+`locate_model` finds a model without reading its weights, so that mistakes show early. The `load` of its result reads
+them, and returns something `Scorable`.
+
+Portable checkpoints, and folders in a format that convert/ knows, are loaded into our MPT, which shares prefixes. Such
+a folder is refused if it has unknown options, because transformers' models of these types would ignore them. A
+companion runs causal language models of other types with transformers. Code in a folder is never run.
 """
 
 import hashlib
@@ -49,7 +52,7 @@ from llmfoundry_lite.models.parameters import find_mismatch
 from llmfoundry_lite.ranks.codec import shorten
 
 MAX_TOKEN_IDS = 1 << 31
-"""Limit of the ids that a recorded configuration may name."""
+"""Token ids in a recorded configuration must be below this."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shard = Callable[[nn.Module], None]
@@ -57,7 +60,7 @@ Shard = Callable[[nn.Module], None]
 
 
 class Placement(NamedTuple):
-    """How a model's weights are kept."""
+    """How a model's weights are kept: in which dtype, and on which devices."""
 
     dtype: torch.dtype
     device: torch.device
@@ -72,7 +75,7 @@ class LocatedModel:
     source: str
     """The checkpoint, folder or name on the Hub that it is read from."""
     save_id: str | None
-    """The checkpoint's. For a folder, a hash of its files' sizes and times."""
+    """The id that the checkpoint was saved under. For a folder, a hash of its files' sizes and times."""
     num_tokens_trained: int | None
     load: Callable[[], Any]
     """Reads the weights and returns something Scorable."""
@@ -92,16 +95,20 @@ def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
     """Find the checkpoint to read: `source` itself, or the newest intact checkpoint of a run or of a folder.
 
     Returns the checkpoint, or None if there is none, and a line for the user about each newer checkpoint that was
-    passed over because it is damaged. Raises DamagedCheckpointError if there are checkpoints and none is intact.
+    skipped because it is damaged. Raises DamagedCheckpointError if there are checkpoints and none is intact.
     """
     notes: list[str] = []
     for url in _urls_to_try(source):
+        # The user named this checkpoint, so it is opened even if it may be damaged; loading verifies it.
         if is_checkpoint(url):
             return open_checkpoint(url), []
+
         newest = CheckpointStore(url).newest_intact(check_structure)
         notes += newest.notes
         if newest.checkpoint is not None:
             return newest.checkpoint, newest.notes
+
+    # There are notes only if there are checkpoints.
     if notes:
         raise DamagedCheckpointError(f"models: {source} has no intact checkpoint: {notes[0]}")
     return None, []
@@ -110,8 +117,8 @@ def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
 def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
     """Return a run's checkpoints in order of batch, and a line for each checkpoint that is left out, with the reason.
 
-    Only manifests are read, so weights may still prove damaged. Raises CheckpointError for a checkpoint that a newer
-    release has written, and if the folder cannot be read.
+    `source` is a run or a folder of checkpoints. Only manifests are read, so weights may still prove damaged. Raises
+    CheckpointError for a checkpoint that a newer release has written, and if the folder cannot be read.
     """
     candidates: list[Candidate] = []
     for url in _urls_to_try(source):
@@ -120,6 +127,7 @@ def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
             break
     refuse_newer(candidates)
 
+    # Reading the manifest of a candidate gives either a checkpoint or an error.
     checkpoints: list[Checkpoint] = []
     notes: list[str] = []
     for candidate in candidates:
@@ -161,19 +169,26 @@ def locate_model(
 
     source: a run, a checkpoint, an exported folder in Hugging Face's format, or hf:NAME for a model on the Hub.
     tokenizer: a path or name to use in place of the model's own tokenizer.
-    precision: fp32, tf32, bf16 or fp16; the dtype that the weights will have.
+    precision: fp32, tf32, bf16 or fp16, which decides the dtype of the weights.
+    device: this rank's device, on which the weights will be.
     shard: function that shards the model over all ranks; None keeps the whole model on each rank.
+
+    Returns the model with its tokenizer loaded; calling its `load` reads the weights.
 
     Raises CheckpointError if no checkpoint is intact, DataError if there is no model or no tokenizer, and ConfigError
     if a companion package is needed and missing.
     """
     placement = Placement(DTYPES[precision], device, shard)
+
+    # A companion fetches a model on the Hub into a local folder.
     if source.startswith("hf:"):
         fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_evaluate", f"models: {source}")
         return _find_folder(source, fetch(source.removeprefix("hf:")), tokenizer, placement)
 
+    # A config.json marks a folder in Hugging Face's format. Only local folders can have that format.
     check_url_spelling(source)
-    if "://" not in source:
+    is_local = "://" not in source
+    if is_local:
         folder = Path(source)
         if not exists(folder):
             raise DataError(
@@ -187,14 +202,19 @@ def locate_model(
 def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
     """Return the model of a checkpoint, or of the newest intact checkpoint of a run, with its tokenizer.
 
-    `tokenizer_name` names a tokenizer to use in place of the one that the run recorded. Lines about newer checkpoints
-    that are damaged become notes of the model. Raises DataError if there is no checkpoint or no tokenizer.
+    source: path or URL of the checkpoint or the run.
+    tokenizer_name: a tokenizer to use in place of the one that the run recorded; None for the recorded one.
+
+    Lines about newer checkpoints that are damaged become notes of the model. Raises DataError if there is no checkpoint
+    or no tokenizer, and CheckpointError if the checkpoint is damaged.
     """
     checkpoint, notes = find_checkpoint(source)
     if checkpoint is None:
         raise DataError(f"models: {source} holds neither a checkpoint nor the config.json of a Hugging Face model")
     manifest = checkpoint.manifest
     config = model_config_of(checkpoint)
+
+    # The recorded tokenizer may have been on another machine.
     tokenizer = find_tokenizer(manifest.config, checkpoint, f"models: {source}", tokenizer_name)
     if tokenizer is None:
         name = name_of_tokenizer(manifest.config, f"models: {source}")
@@ -242,14 +262,18 @@ def load_checkpoint(checkpoint: Checkpoint, config: ModelConfig, placement: Plac
 def separator_of(config: dict[str, Any]) -> Separator | None:
     """Return the token that divided documents in training, or None if the run's loader did not set one.
 
-    `config` is the configuration that a checkpoint records. Raises DataError if the recorded value is no token id.
+    `config` is the configuration that a checkpoint records, of which `train_loader.dataset.bos_token_id` and
+    `eos_token_id` are read. At most one of them is expected; the first counts. A token of the former begins a document,
+    and one of the latter ends it. Raises DataError if the recorded value is not a token id.
     """
-    dataset = block_in(block_in(config, "train_loader"), "dataset")
+    dataset_config = block_in(block_in(config, "train_loader"), "dataset")
     for key in ("bos_token_id", "eos_token_id"):
-        token_id = dataset.get(key)
+        token_id = dataset_config.get(key)
         if token_id is None:
             continue
-        if type(token_id) is not int or not 0 <= token_id < MAX_TOKEN_IDS:
+        # The value comes from a file. `type` excludes a bool, which Python counts as an int.
+        is_token_id = type(token_id) is int and 0 <= token_id < MAX_TOKEN_IDS
+        if not is_token_id:
             raise DataError(
                 f"models: train_loader.dataset.{key} is {shorten(token_id)}, expected the number of a token"
             )
@@ -263,13 +287,17 @@ def separator_of(config: dict[str, Any]) -> Separator | None:
 def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placement: Placement) -> LocatedModel:
     """Return the model of a folder in Hugging Face's format, after checking its config.json and tokenizer.
 
-    `tokenizer_name` names the tokenizer to use; None takes the folder's own. Raises ExportError or DataError for a
-    model that cannot be read, and DataError if the folder has a tokenizer of its own that differs from the named one.
+    source: the folder's path or hf:NAME, as the user wrote it.
+    tokenizer_name: the tokenizer to use; None takes the folder's own.
+
+    Raises ExportError or DataError for a model that cannot be read, and DataError if the folder has a tokenizer of its
+    own that differs from the named one.
     """
     hf_config = read_hf_config(folder)
     check_no_adapter(folder)
     load = _choose_loader(source, folder, hf_config, placement)
 
+    # With a different tokenizer the token ids would mean nothing to the model, and its scores would only look bad.
     tokenizer = load_tokenizer(tokenizer_name or folder)
     notes: list[str] = []
     if tokenizer_name:
@@ -294,15 +322,20 @@ def _choose_loader(
 ) -> Callable[[Placement], Any]:
     """Return the function that loads a folder's weights, given their placement.
 
-    Model types that we can convert become our MPT. A companion loads other causal models with transformers. Raises
-    DataError for a type that neither can load, and for one that would have to be sharded and cannot be.
+    `hf_config` is the content of the folder's config.json, whose `model_type` decides. Types that convert/ knows are
+    loaded into our MPT. A companion runs other causal models with transformers. Raises DataError for a type that
+    neither can load, for a type that would have to be sharded and cannot be, and if the companion is missing.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str):
         raise DataError(f"models: {source}: config.json has no model_type, which says what the weights are of")
+
+    # Our MPT.
     if model_type in MODEL_TYPES:
         check_keys(hf_config, find_readable_format(hf_config, str(folder)), str(folder))
         return partial(_load_folder, folder)
+
+    # A model of transformers, which only runs whole.
     if placement.shard is not None:
         raise DataError(
             f"models: {source} can only be evaluated whole: its model_type is {model_type!r}, not "
@@ -318,22 +351,24 @@ def _choose_loader(
 
 
 def _load_own_tokenizer(folder: Path, notes: list[str]) -> Tokenizer | None:
-    """Return the tokenizer in a model's folder, or None if it has none or none that we can read.
+    """Return the tokenizer in a model's folder, or None if there is none that can be read.
 
-    If only a missing companion could read it, a line that says so is appended to `notes`.
+    If it cannot be read because a companion package is missing, a line that says so is appended to `notes`.
     """
     try:
         return load_tokenizer(folder)
     except DataError as error:
-        if isinstance(error.__cause__, ConfigError):  # a companion could read it
+        is_companion_missing = isinstance(error.__cause__, ConfigError)
+        if is_companion_missing:
             notes.append(f"passed over the model's own {error}")
         return None
 
 
 def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
-    """Convert a folder's weights to our MPT.
+    """Load the weights of a folder in Hugging Face's format into our MPT.
 
     Weights in pickled files (pytorch_model.bin) are read by a companion that never executes what a pickle contains.
+    Raises ExportError or DataError for weights that cannot be converted.
     """
 
     def read_pickled(path: Path) -> Any:
@@ -349,25 +384,27 @@ def _load_folder(folder: Path, placement: Placement) -> "TreeModel":
 
 
 def _identify(folder: Path) -> str:
-    """Return a hash of the names, sizes and modification times of a folder's files.
+    """Return an id for the weights in a folder, such as "files:91be02c7…", in place of a checkpoint's save id.
 
-    It stands for the weights where there is no checkpoint's id, so that results of changed weights are not mixed up.
+    It is a hash of the names, sizes and modification times of the folder's files, so that results of the same folder
+    with other weights are not mixed up. The files themselves are too large to be hashed each time.
     """
-    facts: list[tuple[str, int, int]] = []
+    facts_of_files: list[tuple[str, int, int]] = []
     for path in sorted(folder.iterdir()):
         if path.is_file():
             stat = path.stat()
-            facts.append((path.name, stat.st_size, stat.st_mtime_ns))
-    return f"files:{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+            facts_of_files.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return f"files:{hashlib.sha256(json.dumps(facts_of_files).encode()).hexdigest()[:16]}"
 
 
 # ---------------------------------------------------------------------------------------------------------- our model
 
 
 def _build_empty(config: ModelConfig, placement: Placement) -> MPT:
-    """Build a model whose weights are still to be set.
+    """Build a model whose weights are still to be set, in evaluation mode and without gradients.
 
-    A sharded model gets memory for this rank's part. Any other stays on the meta device, without memory.
+    A sharded model gets memory for this rank's part of the weights, with undefined content. Any other model stays on
+    the meta device, without memory, until `_fill` gives it its tensors.
     """
     with torch.device("meta"):
         model = MPT(config)
@@ -379,20 +416,25 @@ def _build_empty(config: ModelConfig, placement: Placement) -> MPT:
 
 
 def _fill(model: MPT, weights: dict[str, torch.Tensor], placement: Placement) -> None:
-    """Set a model's weights in place. `weights` maps the name of every parameter to its whole tensor.
+    """Set the weights of a model that `_build_empty` has built, in place.
 
+    `weights` maps the name of every parameter to its whole tensor, in any dtype. Collective if the model is sharded.
     Raises CheckpointError if the names are not those of the model.
     """
+    # Names that only one of the two has.
     different_names = sorted(model.state_dict().keys() ^ weights.keys())
     if different_names:
         raise CheckpointError(
             f"the weights are not those of the model they name: {different_names[0]} and {len(different_names) - 1} "
             "more"
         )
+
     if placement.shard is None:
+        # The model is on the meta device, so the tensors are assigned to it instead of being copied into it.
         moved = {name: tensor.to(placement.device, placement.dtype) for name, tensor in weights.items()}
         model.load_state_dict(moved, assign=True)
     else:
+        # Each rank copies its part of every tensor.
         converted: dict[str, Any] = {name: tensor.to(placement.dtype) for name, tensor in weights.items()}
         set_model_state_dict(model, converted, options=StateDictOptions(full_state_dict=True))
 
@@ -412,6 +454,7 @@ class TreeModel:
 
     def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
         """Return the log-probability of each answer token. Logits are computed only at the positions before them."""
+        # `head` replaces the model's own output layer, which would compute the logits of all positions.
         scores = self.model(
             inputs.tokens_bt,
             positions_bt=inputs.positions_bt,
@@ -421,5 +464,8 @@ class TreeModel:
         return Scores(*scores)  # a model in pipeline stages sends its tensors to other ranks as a plain tuple
 
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        """Yield the likeliest next token after the context, `max_new_tokens` times. Raises NonFiniteError."""
+        """Yield the likeliest next token after the context, `max_new_tokens` times.
+
+        Raises NonFiniteError if the model's logits are NaN or infinite.
+        """
         return generate(self.model, torch.tensor(context, device=self.device), max_new_tokens, temperature=0)

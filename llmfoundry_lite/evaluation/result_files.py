@@ -1,7 +1,8 @@
-"""Writes a model's results on a suite, so that no finished task is run twice, and none is replaced without being asked.
+"""Writes a model's results on a suite. No finished task is run twice, and none is replaced unless the user asks for it.
 
-`Outline` says what a task asks before a model is loaded, so that a suite is refused early. `differences` compares a
-finished task with what is asked now. `ResultFiles` keeps the results of earlier launches and adds this one's.
+`outline_tasks` describes tasks before a model is loaded, so that an evaluation which would replace results is refused
+early. `describe_differences` compares a finished task with the task that is to be run now. `ResultFiles` keeps the
+results of earlier launches, and adds those of this launch.
 """
 
 import contextlib
@@ -47,25 +48,33 @@ UNKNOWN_IN_OUTLINES = ("max_seq_len", "stop_tokens")
 def outline_tasks(
     tasks: Sequence[TaskConfig], tokenization: str, limit: int | None, *, skips_empty: bool = False
 ) -> list[Outline]:
-    """Outline every task, once for each of its numbers of examples.
+    """Return an outline of every task, once for each of its numbers of few-shot examples.
 
-    Raises DataError for a file that cannot be read, and for an empty one unless this `skips_empty` ones.
+    tokenization: "separate" or "joint", for tasks that do not set it themselves.
+    limit: the largest number of items of a task; None for all.
+    skips_empty: leave out tasks whose file has no rows, instead of raising EmptyTaskError.
+
+    An outline has the settings that the task's record would have, as far as they are known without a tokenizer. Raises
+    DataError for a file that cannot be read.
     """
     outlines: list[Outline] = []
     for config in tasks:
+        # Held-out text has no examples. Its file is not read yet, because it may be large.
         if config.icl_task_type == "perplexity":
             outlines.append(Outline(f"{config.label}/0-shot", {**TEXT_SETTINGS, "limit": limit}, None))
             continue
+
         try:
             rows = read_rows(config)
         except EmptyTaskError:
             if not skips_empty:
                 raise
             continue
+
         for num_fewshot in config.num_fewshot:
-            limit_here = effective_limit(limit, len(find_question_rows(config, rows, num_fewshot)))
+            num_questions = len(find_question_rows(config, rows, num_fewshot))
             task = resolve_settings(config, num_fewshot, tokenization)
-            settings = fingerprinted_settings(task, num_fewshot, limit_here)
+            settings = fingerprinted_settings(task, num_fewshot, effective_limit(limit, num_questions))
             outlines.append(Outline(f"{config.label}/{num_fewshot}-shot", settings, data_fingerprint(rows)))
     return outlines
 
@@ -73,9 +82,13 @@ def outline_tasks(
 def describe_differences(record: Record, task: Outline | PreparedTask) -> list[str]:
     """Describe how the task of a finished record differs from the task that is to be run now.
 
-    Returns phrases such as "num_fewshot 0, not 5 as asked for now", or an empty list if nothing is known to differ. An
-    outline has no fingerprint and no settings that follow from tokenised prompts, so less can be compared with it.
+    record: the record of the task in the result files.
+    task: the task that is to be run. An outline has no fingerprint and no settings that follow from tokenised prompts,
+        so less can be compared with it than with a prepared task.
+
+    Returns phrases such as "num_fewshot 0, not 5 as asked for now", or an empty list if nothing is known to differ.
     """
+    # Equal fingerprints cover everything but the tokens that the tokenizer puts before each text.
     if isinstance(task, PreparedTask) and record["fingerprint"] == task.fingerprint:
         beginning = record.get("beginning", [])
         if beginning == task.beginning:
@@ -90,6 +103,7 @@ def describe_differences(record: Record, task: Outline | PreparedTask) -> list[s
         # The outline does not know how many windows the text has, but the record does.
         new_settings["limit"] = effective_limit(new_settings.get("limit"), record["n"])
 
+    # Compare every setting that either of the two has.
     changes: list[str] = []
     for key in {**old_settings, **new_settings}:
         is_known = is_prepared or key not in UNKNOWN_IN_OUTLINES
@@ -99,8 +113,10 @@ def describe_differences(record: Record, task: Outline | PreparedTask) -> list[s
     descriptions: list[str] = []
     if changes:
         descriptions.append(f"{'; '.join(changes)} as asked for now")
-    if task.data_fingerprint not in (None, record["data_fingerprint"]):
+    is_data_known = task.data_fingerprint is not None
+    if is_data_known and task.data_fingerprint != record["data_fingerprint"]:
         descriptions.append("other data than asked for now")
+    # The fingerprints of a prepared task differ, as was seen above, so there must be a difference.
     if is_prepared and not descriptions:
         descriptions.append("another fingerprint than asked for now")
     return descriptions
@@ -110,14 +126,22 @@ def describe_differences(record: Record, task: Outline | PreparedTask) -> list[s
 
 
 class ResultFiles:
-    """`<folder>/<suite>/<model>.json` and `<model>.items.jsonl`, which rank 0 writes.
+    """The result files of a model: `<folder>/<suite>/<model>.json` and `<model>.items.jsonl`, which rank 0 writes.
 
-    Finished tasks that are not asked for now are kept. Those that are asked for in the same way are not run again.
-    Replacing any needs `redo`.
+    Finished tasks that are not asked for now are kept. Tasks that are asked for in the same way are not run again. A
+    finished task is replaced only with `redo`.
+
+    All ranks have such an object and call the same methods. On ranks other than 0 it holds nothing and writes nothing.
     """
 
     def __init__(self, folder: Path, suite: str, model: str, *, redo: bool = False):
-        """Raise DataError if the folder cannot be written, or an existing file is no result."""
+        """Read the existing files of a model, if there are any.
+
+        folder: the folder of all suites' results.
+        redo: run all tasks again and replace their results, even in a file that is not a result.
+
+        Raises DataError if the folder cannot be written to, or if an existing file is not a result.
+        """
         from llmfoundry_lite.ranks.exchange import rank_and_size  # imports torch, which comparing does not need
 
         self.path = folder / suite / f"{model}.json"
@@ -126,36 +150,43 @@ class ResultFiles:
         rank, _ = rank_and_size(None)
         self.is_main = rank == 0
         self.stored_results = Results(model="", suite="", source="")
-        """Content of the files; without tasks if there are no files, and on ranks other than 0."""
+        """Content of the result file; without tasks if there is no file, and on ranks other than 0."""
         self.stored_item_lines: dict[str, list[str]] = {}
         """Task -> its lines in the file of items."""
         self.new_item_lines: dict[str, list[str]] = {}
-        """The same for tasks in this launch's results, which are written again if the files are removed meanwhile."""
+        """Task -> its lines, for the tasks of this launch. They are kept, so that they are not lost if the files are
+        removed in the meantime."""
 
         if self.is_main:
             self._check_writable()
         self._read_files()
 
     def _check_writable(self) -> None:
-        """Raise DataError now, and not after the first task, for a folder that cannot be written."""
-        existing = next(parent for parent in self.path.absolute().parents if parent.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise DataError(f"results_folder: {existing} is not a folder that can be written to")
+        """Raise DataError if the results folder, or the nearest existing folder above it, cannot be written to.
+
+        This is checked at the beginning, so that the mistake does not show only after the first task.
+        """
+        nearest_existing = next(parent for parent in self.path.absolute().parents if parent.exists())
+        if not nearest_existing.is_dir() or not os.access(nearest_existing, os.W_OK):
+            raise DataError(f"results_folder: {nearest_existing} is not a folder that can be written to")
 
     def _read_files(self) -> None:
-        """Read the files again, because other launches may write them, too.
+        """Set `stored_results` and `stored_item_lines` to the content of the files.
 
-        Sets `stored_results` and `stored_item_lines`, on rank 0 only; on other ranks both stay empty. Raises DataError
-        for a file that is no result. With `redo` such a file may be replaced, so it counts as absent.
+        The files are read again before each write, because other launches may write them, too. On ranks other than 0
+        both attributes are empty. Raises DataError for a file that is not a result. With `redo` such a file may be
+        replaced, so it counts as absent.
         """
         self.stored_results = Results(model="", suite="", source="")
         self.stored_item_lines = {}
         if not self.is_main:
-            return
+            return  # only rank 0 needs the files, and the others may not see them
+
         try:
             if self.path.exists():
                 results = read_results(self.path)
                 item_lines = read_lines_by_task(self.items_path) if self.items_path.exists() else {}
+                # Set both only after both could be read, so that they belong together.
                 self.stored_results = results
                 self.stored_item_lines = item_lines
         except (DataError, OSError) as error:
@@ -165,19 +196,27 @@ class ResultFiles:
     def refuse_to_replace(self, results: Results, tasks: Sequence[Outline | PreparedTask]) -> None:
         """Raise DataError if writing the results of `tasks` would replace a finished task that differs from them.
 
-        The error names the difference, and the ways out. With `redo`, finished tasks may be replaced.
+        results: facts of the model that is evaluated now. Its records are not read.
+        tasks: the tasks that are to be run, or that are to be written.
+
+        The error names the difference and says how to avoid or allow the replacement. With `redo`, any task may be
+        replaced. So may a task that was cut short by a limit, because that was only a trial.
         """
         if self.redo:
             return
         remedy = "name it otherwise, models.NAME=…, choose another results_folder, or replace {}: redo=true"
-        # A task that was cut by a limit was only a trial, and may be replaced.
         finished = [name for name, record in self.stored_results.tasks.items() if limit_of_trial(record) is None]
+
+        # The files of another model would be replaced as a whole.
         other_model = self._other_model(results)
         if finished and other_model:
             noun, pronoun = ("task", "it") if len(finished) == 1 else ("tasks", "them")
             raise DataError(
                 f"{self.path} holds {len(finished)} finished {noun} of {other_model}; {remedy.format(pronoun)}"
             )
+
+        # In files of the same model, only tasks of the same name would be. One whose items are incomplete has to be run
+        # again in any case.
         for task in tasks:
             if task.name not in finished or not self._is_whole(task.name):
                 continue
@@ -186,34 +225,43 @@ class ResultFiles:
                 raise DataError(f"{self.path} holds {task.name} with {', and '.join(changes)}; {remedy.format('it')}")
 
     def _other_model(self, results: Results) -> str:
-        """Describe how the model in the files differs from the model that is evaluated now.
+        """Describe how the model in the files differs from the model that is evaluated now, to say it in an error.
 
-        Returns an empty text if they are the same model: the same checkpoint, tokenizer and precision.
+        Returns for instance "runs/base with tokenizer 3f2a, not 9c1d as now", or an empty text if they are the same
+        model: the same checkpoint, tokenizer and precision. A checkpoint is the same if its save id is, even if it has
+        been moved.
         """
-        identity = "save_id" if results.save_id else "source"
-        for key in (identity, "tokenizer", "precision"):
-            stored = getattr(self.stored_results, key)
-            now = getattr(results, key)
-            if stored == now:
+        identity_key = "save_id" if results.save_id else "source"
+        for key in (identity_key, "tokenizer", "precision"):
+            stored_fact = getattr(self.stored_results, key)
+            new_fact = getattr(results, key)
+            if stored_fact == new_fact:
                 continue
+
+            # Two different sources say more than their save ids.
             has_other_source = self.stored_results.source != results.source
-            if key == identity and has_other_source:
+            if key == identity_key and has_other_source:
                 return f"{self.stored_results.source}, and {results.source} is to be evaluated"
             noun = "save" if key == "save_id" else key
-            return f"{self.stored_results.source} with {noun} {stored}, not {now} as now"
+            return f"{self.stored_results.source} with {noun} {stored_fact}, not {new_fact} as now"
         return ""
 
     def _is_whole(self, name: str) -> bool:
-        """Return whether the file of items has every item of a task that the result file lists."""
+        """Return whether the file of items has every item of the task `name`, which the result file must have."""
         return len(self.stored_item_lines.get(name, [])) == self.stored_results.tasks[name]["n"]
 
     def finished_record(self, task: PreparedTask, results: Results) -> Record | None:
-        """Return the record of this task if an earlier launch has finished it for the same model; otherwise None."""
+        """Return the record of this task if an earlier launch has finished it for the same model; otherwise None.
+
+        `results` has the facts of the model that is evaluated now. The lines of the task's items are added to
+        `new_item_lines`, so that `add` writes them again with the tasks of this launch.
+        """
         if self.redo:
             return None
         record = self.records_of_same_model(results).get(task.name)
         if record is None or not self._is_whole(task.name) or describe_differences(record, task):
             return None
+
         self.new_item_lines[task.name] = self.stored_item_lines[task.name]
         return record
 
@@ -222,12 +270,13 @@ class ResultFiles:
         return {} if self._other_model(results) else self.stored_results.tasks
 
     def add(self, results: Results, task: Outline | PreparedTask, items: Sequence[Record]) -> None:
-        """Add a task that has finished, and write both files. Ranks other than 0 do nothing.
+        """Add a task that this launch has finished, and write both files. Ranks other than 0 do nothing.
 
-        results: the records of all tasks so far, including `task`.
+        results: the results of this launch so far, with the record of `task`.
         items: the records of the items of `task`.
 
-        Raises DataError if the files cannot be written, or if a finished task in them would be lost.
+        Changes `stored_results` and `stored_item_lines`, which are read again, and `new_item_lines`. Raises DataError
+        if the files cannot be written, or if a finished task in them would be lost.
         """
         if not self.is_main:
             return
@@ -242,14 +291,22 @@ class ResultFiles:
             raise DataError(f"results_folder: {self.path} cannot be written: {error.strerror or error}") from error
 
     def _write(self, results: Results) -> None:
-        """Write the tasks of this launch, followed by other tasks of the same model that the files already hold."""
+        """Write both files: the tasks of this launch, then other tasks of the same model that the files already hold.
+
+        `_read_files` must have been called before, with the folder locked, so that tasks of other launches are kept.
+        """
+        # Records and items of this launch replace those in the files.
         tasks = dict(results.tasks)
         for name, record in self.records_of_same_model(results).items():
             tasks.setdefault(name, record)
-        lines = {**self.stored_item_lines, **self.new_item_lines}
-        text = "".join(f"{line}\n" for name in tasks for line in lines.get(name, []))
-        # Items first: a task counts as finished when the JSON has it.
-        write_atomically(self.items_path, text)
+        lines_by_task = {**self.stored_item_lines, **self.new_item_lines}
+
+        items_text = ""
+        for name in tasks:
+            items_text += "".join(f"{line}\n" for line in lines_by_task.get(name, []))
+
+        # The items come first, because a task counts as finished as soon as the JSON file has it.
+        write_atomically(self.items_path, items_text)
         write_atomically(self.path, json.dumps(replace(results, tasks=tasks).as_json(), indent=1) + "\n")
 
 

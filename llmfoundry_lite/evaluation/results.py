@@ -1,7 +1,7 @@
-"""Results of a model on a suite, read from files: `<suite>/<model>.json` and `<model>.items.jsonl`.
+"""Reads the results of a model on a suite from files: `<suite>/<model>.json` and `<model>.items.jsonl`.
 
-`load_any` and `load_results` read them with their items, for a comparison. `read_results` reads the numbers alone, for
-a table. `records.py` has the schema, and `result_files.py` writes them.
+`load_any` and `load_results` read results with their items, for a comparison. `read_results` reads the numbers alone,
+for a table. `records.py` has the schema, and `result_files.py` writes the files.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ class Results:
     """The tokenizer's fingerprint."""
     precision: str = "fp32"
     tasks: dict[str, Record] = field(default_factory=dict)
-    """Records of tasks: those asked for, in that order, then those of earlier launches."""
+    """Task -> its record. The tasks of this launch come first, in their order, then those of earlier launches."""
     items: dict[str, list[Record]] = field(default_factory=dict)
-    """Items of each task in the file's order, if the results were loaded with them."""
+    """Task -> the records of its items in the file's order, if the results were loaded with them."""
     path: Path = Path()
     name: str = ""
     """Distinguishes these results from those of models of the same name."""
@@ -66,13 +66,15 @@ class Results:
 
 @functools.cache
 def code_version() -> str:
-    """Return the release, and in a clone the commit, with + where files that git tracks are changed."""
+    """Return the version of this library's code: the release and, in a git clone of it, the commit.
+
+    A "+" after the commit says that tracked files have been changed, as in "0.9.0 1f2e3d4c5b6a+".
+    """
     release = read_release().version
-    is_tracked = ("ls-files", "--error-unmatch", Path(__file__).name)  # fails in a clone that we are only installed in
-    describe = ("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+")
     try:
-        _git(*is_tracked)
-        commit = _git(*describe)
+        # Fails if the package is only installed inside another project's clone, where the commit is not ours.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit = _git("describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+")
     except (OSError, subprocess.SubprocessError):
         return release
     return f"{release} {commit}"
@@ -95,36 +97,45 @@ def _git(*arguments: str) -> str:
 
 
 def load_any(paths: Sequence[Path], cluster: str | None = None) -> list[Results]:
-    """Load our results, or logs of another tool, which a companion reads. `cluster` is a field of their rows.
+    """Load the results of several models with their items, whichever tool wrote them.
 
-    Raises DataError for what cannot be read, or cannot be compared item by item.
+    paths: result files of this library, folders with one of them, or logs of lm-evaluation-harness or Inspect, which a
+        companion package reads.
+    cluster: a field of another tool's rows whose value names the item's cluster; None for results of this library.
+
+    Raises DataError for files that cannot be read, or results that cannot be compared item by item, and ConfigError if
+    `cluster` is given and the companion is not installed.
     """
+    # Results of this library need no companion.
     our_paths = [find_result(path) for path in paths]
     if cluster is None and None not in our_paths:
         return load_results([path for path in our_paths if path is not None])
+
     try:
         load_logs = companions.load("llmfoundry_formats.logs:load_logs", "logs of lm-eval and Inspect")
-    except ConfigError as missing:
+    except ConfigError as missing_companion:
         if cluster is not None:
             raise
-        # Without that companion everything is read as ours, so that the error says what is wrong with it.
+        # Read everything as results of this library, so that the error says what is wrong with the files, and add that
+        # the companion is missing.
         try:
-            return load_results([ours or path for ours, path in zip(our_paths, paths, strict=True)])
+            return load_results([our_path or path for our_path, path in zip(our_paths, paths, strict=True)])
         except DataError as error:
-            raise DataError(f"{error}; {missing}") from error
+            raise DataError(f"{error}; {missing_companion}") from error
     return load_logs(paths, cluster)
 
 
 def find_result(path: Path) -> Path | None:
-    """Return the path of the result of ours that `path` stands for: a result file, or a folder with only one in it.
+    """Return the path of this library's result file that `path` is, or that is the only one in the folder `path`.
 
-    A result is a JSON file with a file of items beside it. Folders are searched three levels deep. Returns None if
-    there is no result, if there are several, or if the folder has logs of other tools: samples_*.jsonl of
-    lm-evaluation-harness, or *.eval of Inspect.
+    A result file is a JSON file with a file of items beside it, such as `base.json` and `base.items.jsonl`. Folders are
+    searched three levels deep. Returns None if there is no result, if there are several, or if the folder has logs of
+    other tools: samples_*.jsonl of lm-evaluation-harness, or *.eval of Inspect.
     """
     if not path.is_dir():
         return path if items_path_of(path).exists() else None
 
+    # The depth is limited, because a folder that is given by mistake may hold very many files.
     files: list[Path] = []
     for pattern in ("*", "*/*", "*/*/*"):
         files += [file for file in path.glob(pattern) if not file.is_dir()]
@@ -136,31 +147,40 @@ def find_result(path: Path) -> Path | None:
 
 
 def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None = None) -> list[Results]:
-    """Load results with their items, and give them distinct names. `read` reads those of another tool.
+    """Load results with their items, and give them distinct names.
 
-    Raises DataError for a file that is no result, or whose items are missing, truncated or another evaluation's.
+    read: function that reads one result with its items. None reads those of this library.
+
+    A result is named after its model. If two models have the same name, all results are named after their paths below
+    the folder that they have in common: `a/base.json` and `b/base.json` are named "a/base" and "b/base".
+
+    Raises DataError for a path that is given twice, for a file that is not a result, and for items that are missing,
+    truncated or from another evaluation.
     """
-    seen: set[Path] = set()
+    seen_paths: set[Path] = set()
     for path in paths:
-        if path.resolve() in seen:
+        if path.resolve() in seen_paths:
             raise DataError(f"{path} is given twice; name another result to compare it with")
-        seen.add(path.resolve())
+        seen_paths.add(path.resolve())
 
     read = read or _read_with_items
     all_results = [read(path) for path in paths]
+
     names = [results.model for results in all_results]
-    if len(set(names)) < len(names):
-        common = os.path.commonpath([path.resolve().parent for path in paths])
-        names = [str(path.resolve().with_suffix("").relative_to(common)) for path in paths]
+    has_repeated_names = len(set(names)) < len(names)
+    if has_repeated_names:
+        common_folder = os.path.commonpath([path.resolve().parent for path in paths])
+        names = [str(path.resolve().with_suffix("").relative_to(common_folder)) for path in paths]
     return [replace(results, name=name) for results, name in zip(all_results, names, strict=True)]
 
 
 def _read_with_items(path: Path) -> Results:
     """Read a model's results together with the items that they were computed from.
 
-    Raises DataError if the file of items is missing, has too few or too many lines of a task, or belongs to another
-    evaluation.
+    `path` is that of the model's JSON file; the file of items is beside it. Raises DataError if the file of items is
+    missing, has too few or too many lines of a task, or belongs to another evaluation.
     """
+    # Read both files.
     results = read_results(path)
     items_path = items_path_of(path)
     try:
@@ -172,6 +192,7 @@ def _read_with_items(path: Path) -> Results:
             "again"
         ) from error
 
+    # Each task must have all of its items, and they must give the score that its record has.
     items: dict[str, list[Record]] = {}
     for task, record in results.tasks.items():
         lines = lines_by_task.get(task, [])
@@ -190,10 +211,15 @@ def items_path_of(path: Path) -> Path:
 
 
 def read_lines_by_task(items_path: Path) -> dict[str, list[str]]:
-    """Return the lines of each task. Truncated lines are left out. Raises OSError."""
+    """Return the lines of a file of items, by the task that each line names, in the file's order.
+
+    Lines without a task or that are not JSON are left out, such as one that was truncated when the disk was full.
+    Raises OSError if the file cannot be read.
+    """
     lines_by_task: dict[str, list[str]] = {}
     for content in read_lines_at_most(items_path, MAX_LOG_BYTES, "a result's items"):
         line = content.decode(errors="replace").rstrip("\r\n")
+        # These are the errors of anything but a JSON object whose `task` is a text.
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             task = json.loads(line)["task"]
             lines_by_task.setdefault(task, []).append(line)
@@ -204,7 +230,10 @@ def read_lines_by_task(items_path: Path) -> dict[str, list[str]]:
 
 
 def read_results(path: Path) -> Results:
-    """Read a model's JSON file, without its items. Raises DataError for a file that is no result."""
+    """Read a model's JSON file, and return its results without their items.
+
+    Raises DataError if the file does not exist, cannot be read, or is not a result that an evaluation wrote.
+    """
     try:
         facts = read_json(path, "a result")
     except FileNotFoundError:
@@ -215,20 +244,25 @@ def read_results(path: Path) -> Results:
         expected = f"expected a MODEL.json{LOGS if path.is_dir() else ''}"
         raise DataError(f"{path} cannot be read as JSON: {error}; {expected}") from error
     check_result(facts, path)
-    return Results(**{key: facts.get(key) for key in RESULT}, tasks=facts["tasks"], path=path, name=facts["model"])
+
+    facts_of_model = {key: facts.get(key) for key in RESULT}
+    return Results(**facts_of_model, tasks=facts["tasks"], path=path, name=facts["model"])
 
 
 def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:
-    """Return the results of models that are not `known` in a suite's folder, and a line for each that cannot be
-    read."""
-    others: list[Results] = []
+    """Read the results of other models in a suite's folder, without their items.
+
+    `known` names models to leave out, whose results the caller has. Returns the results in order of their file names,
+    and a note for each file that cannot be read.
+    """
+    other_results: list[Results] = []
     notes: list[str] = []
     for path in sorted(folder.glob("*.json")):
-        is_result = items_path_of(path).exists()  # compare.json is none
+        is_result = items_path_of(path).exists()  # compare.json, which may be in the folder too, has no items
         if path.stem in known or not is_result:
             continue
         try:
-            others.append(read_results(path))
+            other_results.append(read_results(path))
         except DataError as error:
             notes.append(f"{error}; left out of the table")
-    return others, notes
+    return other_results, notes

@@ -1,4 +1,8 @@
-"""A suite: every model of a configuration on every task, and the tables that compare them."""
+"""Evaluates a suite: every model of a configuration on every task, and prints the tables that compare them.
+
+`run_suite` is the whole story. It finds all models and reads all tasks before the first model is loaded, so that
+mistakes show early. `harness.py` evaluates one model, `models.py` loads it, and `tables.py` makes the tables.
+"""
 
 import datetime
 import sys
@@ -35,12 +39,12 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
-"""Kind of device -> tokens of a forward pass, unless `device_batch_tokens` is set."""
+"""Type of device -> tokens of a forward pass, padding included, unless `device_batch_tokens` is set."""
 
 
 @dataclass(kw_only=True)
 class ModelToEvaluate:
-    """A model that has been found, its results so far, and the files that will hold them."""
+    """A model that has been found but not loaded, its results so far, and the files that will hold them."""
 
     located: LocatedModel
     results: Results
@@ -50,28 +54,37 @@ class ModelToEvaluate:
 def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[str] = ()) -> list[Results]:
     """Evaluate all models of a configuration, print the tables and write the result files.
 
-    Collective; rank 0 prints and writes. `notes` are lines to print first. With `all_checkpoints`, checkpoints that are
-    damaged are passed over with a line, and so are those that a running training has removed in the meantime.
+    config: the models, the folder of the results, and how to evaluate.
+    tasks: the tasks that every model is evaluated on.
+    notes: lines to print first.
 
-    Raises DataError if no checkpoint is left, and the errors of finding, loading and evaluating a model.
+    Returns the results of each model, in order. With `all_checkpoints`, the suite skips checkpoints that are damaged,
+    and those that a running training removes in the meantime; it prints a line about each.
+
+    Collective; rank 0 prints and writes. Raises DataError if no checkpoint is left, and the errors of finding, loading
+    and evaluating a model.
     """
+    # Find everything before the first model is loaded, which may take minutes.
     print_on_rank_0(notes)
     device = start_device(config)
     outlines = outline_all(config, tasks)
     models = find_models(config, outlines, device)
 
+    # Evaluate one model after another. Each is popped, so that its memory is freed before the next one is loaded.
     all_results: list[Results] = []
     while models:
-        model = models.pop(0)  # popped, so that its memory is freed before the next one is loaded
+        model = models.pop(0)
         try:
             all_results.append(evaluate_one(config, tasks, model))
         except CheckpointError as error:
-            if was_removed(config, model.results.model, model.located.source):
+            name = model.results.model
+            if was_removed(config, name, model.located.source):
                 continue
+            # One damaged checkpoint of many is skipped. A model that the user named must be readable.
             is_damaged = isinstance(error, DamagedCheckpointError | IncompleteCheckpointError)
             if not (config.all_checkpoints and is_damaged):
                 raise
-            print_on_rank_0([f"models.{model.results.model}: passed over {condition_of(error)} checkpoint: {error}"])
+            print_on_rank_0([f"models.{name}: passed over {condition_of(error)} checkpoint: {error}"])
             continue
         print_kept_tasks(model, outlines)
 
@@ -83,15 +96,21 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
 
 
 def print_kept_tasks(model: ModelToEvaluate, outlines: Sequence[Outline]) -> None:
-    """Print which tasks in a model's results come from earlier launches and are not part of this configuration."""
+    """Print which tasks in a model's results come from earlier launches and are not part of this configuration.
+
+    `outlines` are those of the tasks that the configuration has. Prints nothing if there are no other tasks.
+    """
     current_tasks = {outline.name for outline in outlines}
-    kept = [name for name in model.results.tasks if name not in current_tasks]
-    if kept:
-        print_on_rank_0([f"{model.files.path}: keeps what it has of the same model besides: {', '.join(kept)}"])
+    kept_tasks = [task for task in model.results.tasks if task not in current_tasks]
+    if kept_tasks:
+        print_on_rank_0([f"{model.files.path}: keeps what it has of the same model besides: {', '.join(kept_tasks)}"])
 
 
 def print_and_write_tables(config: EvalConfig, all_results: Sequence[Results]) -> None:
-    """Print the tables of results and of the gauntlet, write them, and print the names of the files. Rank 0 only."""
+    """Print the tables of results and of the gauntlet, write them, and print the names of the files.
+
+    Only rank 0 calls this. Raises DataError if the files cannot be written.
+    """
     console = Console()
     gauntlet = config.eval_gauntlet
     print_results(all_results, console)
@@ -103,12 +122,12 @@ def print_and_write_tables(config: EvalConfig, all_results: Sequence[Results]) -
 
 
 def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline]:
-    """Return an outline of each task: its name and settings, before any model is loaded.
+    """Return an outline of each task: its name and settings, which are known before any model is loaded.
 
     Collective. Raises DataError on all ranks if a task's file cannot be read, or if the ranks have different tasks.
     """
     with user_errors_on_all_ranks():
-        skips_empty = config.eval_gauntlet is not None
+        skips_empty = config.eval_gauntlet is not None  # a gauntlet leaves such a task out and reports it
         outlines = outline_tasks(tasks, config.tokenization, config.limit, skips_empty=skips_empty)
 
     names = [outline.name for outline in outlines]
@@ -124,18 +143,23 @@ def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline
 def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.device) -> list[ModelToEvaluate]:
     """Find all models of a configuration and their result files, without reading weights.
 
-    Collective: every rank raises what any rank meets, such as a missing model, or finished results that this evaluation
-    would replace. So mistakes show before the first model is loaded.
+    Mistakes show here, before the first model is loaded: a model that does not exist or has no tokenizer, or finished
+    results that this evaluation would replace. `outlines` are those of the tasks that are to be run. With
+    `all_checkpoints`, checkpoints that were removed in the meantime are left out.
+
+    Collective: every rank raises the error that any rank meets.
     """
     shard = build_shard(config, device) if config.fsdp else None
     models: list[ModelToEvaluate] = []
     tokenizers = {}
-    """Equal tokenizers are kept once, because a learning curve has a model for each checkpoint."""
+    """Facts that tell tokenizers apart -> the first tokenizer with these facts. Equal ones are kept in memory once,
+    because with `all_checkpoints` there may be hundreds of models."""
 
+    # While a run is training, ranks may see different checkpoints of it. All take those that rank 0 has seen.
     with user_errors_on_all_ranks():
         sources = expand_models(config)
-    # While a run is training, ranks may see different checkpoints of it. All take those that rank 0 has seen.
     sources = broadcast_json(sources)
+
     for name, source in sources.items():
         try:
             with user_errors_on_all_ranks():
@@ -143,8 +167,8 @@ def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.d
                     source, tokenizer=config.tokenizer, precision=config.precision, device=device, shard=shard
                 )
                 tokenizer = located.tokenizer
-                kind = (tokenizer.fingerprint, tokenizer.eos_token_id, *tokenizer.beginning)
-                located.tokenizer = tokenizers.setdefault(kind, tokenizer)
+                tokenizer_key = (tokenizer.fingerprint, tokenizer.eos_token_id, *tokenizer.beginning)
+                located.tokenizer = tokenizers.setdefault(tokenizer_key, tokenizer)
 
                 files = ResultFiles(Path(config.results_folder), config.suite, name, redo=config.redo)
                 results = start_results(config, name, located, files)
@@ -153,13 +177,14 @@ def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.d
             if not was_removed(config, name, source):
                 raise
             continue
+        # Notes say for instance which newer checkpoint is damaged.
         print_on_rank_0([f"models.{name}: {note}; {located.source} is evaluated" for note in located.notes])
         models.append(ModelToEvaluate(located=located, results=results, files=files))
     return models
 
 
 def start_results(config: EvalConfig, name: str, located: LocatedModel, files: ResultFiles) -> Results:
-    """Return a model's results with its facts filled in and no task yet."""
+    """Return the results of a model, with facts such as its source and tokenizer, but without any task yet."""
     return Results(
         model=name,
         suite=config.suite,
@@ -173,10 +198,12 @@ def start_results(config: EvalConfig, name: str, located: LocatedModel, files: R
 
 
 def was_removed(config: EvalConfig, name: str, source: str) -> bool:
-    """Return whether a checkpoint that was listed has been removed since, and print a line if so.
+    """Return whether a checkpoint that was listed has been removed since then, and print a line if so.
 
-    A run that is training removes old checkpoints while they are evaluated. Collective: rank 0 looks, and all ranks
-    return its answer. Without `all_checkpoints` nothing was listed, and the answer is always False.
+    A run that is training removes old checkpoints while they are evaluated, which is not an error. Without
+    `all_checkpoints` no checkpoints were listed, and the answer is always False.
+
+    Collective: the answer is that of rank 0.
     """
     if not config.all_checkpoints:
         return False
@@ -187,7 +214,7 @@ def was_removed(config: EvalConfig, name: str, source: str) -> bool:
 
 
 def _is_gone(checkpoint_url: str) -> bool:
-    """Return whether a checkpoint is known not to exist any more."""
+    """Return whether a checkpoint is known not to exist any more. One that cannot be read may still exist."""
     is_local = "://" not in checkpoint_url
     if is_local and not Path(checkpoint_url).exists():
         return True
@@ -197,11 +224,17 @@ def _is_gone(checkpoint_url: str) -> bool:
         return False
 
 
-def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], entry: ModelToEvaluate) -> Results:
-    """Load one model, run the tasks on it, and return its results. Collective."""
-    results = entry.results
+def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], to_evaluate: ModelToEvaluate) -> Results:
+    """Load one model, run the tasks on it, and return its results.
+
+    `to_evaluate.results` is filled in and returned. The result files are written after each task. Only this function
+    refers to the loaded model, so that its memory is freed when the function returns.
+
+    Collective. Raises CheckpointError if the weights do not match their checksums, and the errors of `evaluate`.
+    """
+    results = to_evaluate.results
     with user_errors_on_all_ranks():
-        model = entry.located.load()  # only this function refers to it, so that it is freed when the function returns
+        model = to_evaluate.located.load()
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
 
     def print_left_out(reason: str) -> None:
@@ -211,10 +244,10 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], entry: ModelTo
     progress = ProgressLine(results.model)
     evaluated = evaluate(
         model,
-        entry.located.tokenizer,
+        to_evaluate.located.tokenizer,
         tasks,
         results,
-        entry.files,
+        to_evaluate.files,
         tokenization=config.tokenization,
         max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[model.device.type],
         max_seq_len=config.max_seq_len,
@@ -222,16 +255,20 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], entry: ModelTo
         on_progress=progress,
         on_empty_task=print_left_out if config.eval_gauntlet else None,
     )
-    if not progress.task:
-        print_on_rank_0([f"{results.model}: nothing was run, {entry.files.path} has every task; redo=true asks again"])
+    has_run_any_task = progress.task != ""
+    if not has_run_any_task:
+        path = to_evaluate.files.path
+        print_on_rank_0([f"{results.model}: nothing was run, {path} has every task; redo=true asks again"])
     return evaluated
 
 
 def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
     """Write the tables of these models, and of the models that earlier launches evaluated on the same suite.
 
-    Returns the paths of the files. Raises DataError if they cannot be written. Each model's own results have been
-    written before.
+    folder: the suite's folder, in which each model's results have been written before.
+    gauntlet: the configuration of the gauntlet, whose tables are written too; None if there is none.
+
+    Returns the paths of the files. Raises DataError if they cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,27 +286,31 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
 def expand_models(config: EvalConfig) -> dict[str, str]:
     """Return the models to evaluate, as a dict from a model's name to its path or URL.
 
-    These are the configured models. With `all_checkpoints`, each of them is a run, and is replaced by its checkpoints
-    in order of batch, such as `base-ba100` for checkpoint ba100 of the model `base`.
+    Without `all_checkpoints`, these are the models of the configuration. With it, each of them is a run, and is
+    replaced by its checkpoints in order of batch, so that the table shows a learning curve:
+
+        {"base": "runs/base"}  ->  {"base-ba100": "runs/base/checkpoints/ba100", "base-ba200": …}
 
     Raises DataError for a run that does not exist or has no readable checkpoint.
     """
     if not config.all_checkpoints:
         return config.models
 
-    checkpoints: dict[str, str] = {}
-    for name, source in config.models.items():
-        checkpoints_of_run, notes = find_all_checkpoints(source)
+    url_of_model: dict[str, str] = {}
+    for run_name, source in config.models.items():
+        checkpoints, notes = find_all_checkpoints(source)
         is_missing = "://" not in source and not Path(source).exists()
-        if not checkpoints_of_run and is_missing:
+        if not checkpoints and is_missing:
             raise DataError(f"models: {source} does not exist; expected a run or a folder of checkpoints")
-        if not checkpoints_of_run:
+        if not checkpoints:
             reasons = "".join(f"; {note}" for note in notes)
             raise DataError(f"models: {source} holds no checkpoint that can be read{reasons}")
-        print_on_rank_0([f"models.{name}: {note}" for note in notes])
-        for checkpoint in checkpoints_of_run:
-            checkpoints[f"{name}-{checkpoint.name}"] = checkpoint.url
-    return checkpoints
+
+        # Checkpoints that cannot be read are left out, with a note.
+        print_on_rank_0([f"models.{run_name}: {note}" for note in notes])
+        for checkpoint in checkpoints:
+            url_of_model[f"{run_name}-{checkpoint.name}"] = checkpoint.url
+    return url_of_model
 
 
 def print_on_rank_0(lines: Sequence[str]) -> None:
@@ -280,10 +321,10 @@ def print_on_rank_0(lines: Sequence[str]) -> None:
 
 
 def start_device(config: EvalConfig) -> torch.device:
-    """Choose this rank's device and return it.
+    """Choose this rank's device and return it. Called once, before anything is put on a device.
 
-    Also starts the process group if there are several ranks or models are to be sharded, and allows TF32 if that is the
-    precision.
+    This also starts the process group if there are several ranks or models are to be sharded, and sets PyTorch's global
+    switch for TF32 to whether that is the precision.
     """
     devices.set_tf32(config.precision == "tf32")
     device = choose_device(devices.device_type())
@@ -293,7 +334,7 @@ def start_device(config: EvalConfig) -> torch.device:
 
 
 def build_shard(config: EvalConfig, device: torch.device) -> Shard:
-    """Return a function that shards a model over all ranks."""
+    """Return a function that shards a model over all ranks in place, with parameters in the configured precision."""
     from llmfoundry_lite.parallel.fsdp import shard_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import Precision
@@ -327,15 +368,21 @@ class ProgressLine:
         self.is_terminal = sys.stderr.isatty()
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        """Show that `done` of `total` items of a task are done."""
+        """Show on rank 0 that `done` of `total` items of a task are done.
+
+        Another task than in the last call starts the clock for the rate and the remaining time. Changes `task`,
+        `started_at` and `is_done`.
+        """
         if task != self.task:
             self.task = task
             self.started_at = time.monotonic()
             self.is_done = False
-        if self.is_done or this_rank().rank != 0:  # with several ranks, the end of a task is reported more than once
-            return
 
+        # With several ranks, the end of a task is reported more than once, and is shown once.
+        if self.is_done or this_rank().rank != 0:
+            return
         self.is_done = done == total
+
         text = printable(self._describe(done, total))
         if self.is_terminal:
             clear_line = "\r\033[K"
@@ -344,7 +391,14 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
     def _describe(self, done: int, total: int) -> str:
-        """Return the line: model, task, a bar on a terminal, the count, and the rate or the time that is left."""
+        """Return the line that shows the progress of the current task.
+
+        It has the model, the task, a bar on a terminal, the count, and the rate at the end or the time that is left
+        before that, such as
+
+            base · arc_easy/0-shot ━━━━━━━━━━────────── 500/1,000 · ETA 0:00:12
+            base · arc_easy/0-shot · 1,000/1,000 · 41.7 items/s · 24 s
+        """
         seconds = time.monotonic() - self.started_at
         text = f"{self.model} · {self.task}"
         if self.is_terminal:
@@ -356,7 +410,8 @@ class ProgressLine:
 
         if done == total:
             text += f" · {total / max(seconds, 1e-9):.1f} items/s · {seconds:.0f} s"
-        elif done:
+        elif done > 0:
+            # The remaining items are assumed to take as long as those before them.
             remaining_seconds = round(seconds * (total - done) / done)
             text += f" · ETA {datetime.timedelta(seconds=remaining_seconds)}"
         return text
