@@ -107,7 +107,7 @@ def gpt2_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 GPT2 = HFFormat(
-    title="GPT-2, the layout without ALiBi and RoPE",
+    title="GPT-2, the format without ALiBi and RoPE",
     expressible_options=gpt2_options,
     fields=GPT2_FIELDS,
     tensor_sources=gpt2_tensor_sources,
@@ -312,7 +312,7 @@ def check_no_other_code(hf_config: HFConfig, location: str) -> None:
 
 
 MPT = ReadableHFFormat(
-    title="MPT, the layout for ALiBi models",
+    title="MPT, the format for ALiBi models",
     expressible_options=mpt_options,
     fields=MPT_FIELDS,
     read_only_fields={"layer_norm_epsilon": ConfigField("norm_eps", 1e-5)}
@@ -512,7 +512,7 @@ def qwen3_options(config: ModelConfig) -> Options:
 
 LLAMA = build_rope_format(
     "Llama",
-    "Llama, the layout for RoPE",
+    "Llama, the format for RoPE",
     rope_options,
     llama_tensor_sources,
     attention_bias=lambda config: config.has_qkv_bias,
@@ -520,19 +520,19 @@ LLAMA = build_rope_format(
 )
 MISTRAL = build_rope_format(
     "Mistral",
-    "Mistral, the layout for RoPE with a sliding window",
+    "Mistral, the format for RoPE with a sliding window",
     mistral_options,
     sliding_window=mistral_window,
 )
 QWEN2 = build_rope_format(
     "Qwen2",
-    "Qwen2, the layout for RoPE with biases of q, k and v alone",
+    "Qwen2, the format for RoPE with biases of q, k and v alone",
     qwen2_options,
     use_sliding_window=False,
 )
 QWEN3 = build_rope_format(
     "Qwen3",
-    "Qwen3, the layout for RoPE with norms of each head of q and k",
+    "Qwen3, the format for RoPE with norms of each head of q and k",
     qwen3_options,
     attention_bias=False,
     use_sliding_window=False,
