@@ -1,11 +1,14 @@
-"""Our model behind the three questions of lm-evaluation-harness: `python -m llmfoundry_formats.lm_eval`.
+"""Our model as one of lm-evaluation-harness: see `lm_eval.py`, which starts it.
 
-Prompts, examples, metrics and files are lm_eval's; log-probabilities and answers are ours. Several ranks divide the
-requests of each task, and give the same results as one.
+lm_eval asks a model three things: the log-probability of an answer after a context (`loglikelihood`), that of a whole
+text (`loglikelihood_rolling`), and a text that continues a context (`generate_until`). It chooses prompts, examples and
+metrics, and writes the files. Here, its requests become the core's (`Request`, `Prompt`), which the core's evaluation
+computes. Several ranks divide the requests of each task, and give the same results as one.
 """
 
 # pyright: reportMissingImports=false
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +36,13 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 
 GREEDY = {"do_sample": (False,), "temperature": (0.0,), "num_beams": (1,), "num_return_sequences": (1,)}
-"""Generation settings that change nothing at these values. `top_k` and `top_p` are for sampling alone."""
-WITHOUT_EFFECT = ("until", "max_gen_toks", "top_k", "top_p")
+"""Settings of generation that ask for greedy answers, by their values. Any other value is refused."""
+ACCEPTED_SETTINGS = ("until", "max_gen_toks", "top_k", "top_p")
+"""Settings that may have any value: the first two are used, and the others change nothing unless a model samples."""
 TIMEOUT_SECONDS = 600.0
+"""Time that ranks wait for each other in a collective."""
+CACHED_TEXTS = 4096
+"""Number of texts whose tokens are kept, because the choices of an item share their context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,88 +56,116 @@ class ModelArguments:
     hf: str | None = None
     """A folder of a Hugging Face model, or a name on the Hub."""
     path: str | None = None
-    """Not the user's to give: set to one of the three above, because lm_eval names its output folder after it."""
+    """Set by `create_from_arg_obj`, not by the user: lm_eval names its output folder after it."""
     tokenizer: str | None = None
-    """Default: the model's own."""
+    """A folder or name of a tokenizer. Default: the model's own."""
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     max_seq_len: int | None = setting(None, POSITIVE)
-    """Default: the model's."""
+    """Tokens that the model reads at once. Default: as many as it was trained for."""
     max_gen_toks: int = setting(256, POSITIVE)
-    """Tokens that an answer may have where its task does not say."""
+    """Tokens of a generated answer, for tasks that do not set their own limit."""
     device_batch_tokens: int | None = setting(None, POSITIVE)
     """Tokens in one forward pass; --batch_size is not used. Default: 2,048 on a CPU, 32,768 on an accelerator."""
 
     @property
-    def where(self) -> str:
-        named = {"run": self.run, "checkpoint": self.checkpoint, "hf": self.hf}
-        given = {key: value for key, value in named.items() if value is not None}
+    def model_source(self) -> str:
+        """The model as `locate_and_load_model` takes it. Raises ConfigError unless exactly one is given."""
+        models = {"run": self.run, "checkpoint": self.checkpoint, "hf": self.hf}
+        given = {key: value for key, value in models.items() if value is not None}
         if len(given) != 1:
             raise ConfigError(
                 f"model_args: {' and '.join(given) or 'no model'} given, expected one of run=RUN, checkpoint=PATH, "
                 "hf=FOLDER_OR_NAME"
             )
-        ((key, value),) = given.items()
-        return f"hf:{value}" if key == "hf" else str(value)
+        if self.hf is not None:
+            return f"hf:{self.hf}"
+        return str(self.run if self.run is not None else self.checkpoint)
 
 
 class CheckpointLM(TemplateLM):
-    """Our model behind lm_eval's three questions. lm_eval divides context and answer, as it does for `--model hf`.
+    """Our model, as lm_eval calls it. The base class encodes and divides context and answer as for `--model hf`.
 
-    All ranks get all requests and answer the same, so lm_eval sees one rank. It writes where LOCAL_RANK is 0.
+    Every rank gets all requests, computes its part, and returns all results, so that lm_eval sees one rank. lm_eval
+    writes its files on the rank whose LOCAL_RANK is 0.
     """
 
-    def __init__(self, *, device: str | None = None, batch_size: Any = None, max_batch_size: Any = None, **given: Any):
-        """Raises UserError for arguments that are unknown, and where `locate_and_load_model` does."""
+    def __init__(
+        self, *, device: str | None = None, batch_size: Any = None, max_batch_size: Any = None, **model_args: Any
+    ):
+        """Load the model, and start the process group if there are several ranks. Collective.
+
+        `device`, `batch_size` and `max_batch_size` are lm_eval's options, and `model_args` its --model_args, which are
+        described in ModelArguments. Raises UserError for arguments that are unknown or do not fit together, and if
+        `locate_and_load_model` cannot load the model.
+        """
         super().__init__()
-        names = ("run", "checkpoint", "hf", "tokenizer")  # lm_eval reads run=7 as a number
-        given = {key: str(value) if key in names else value for key, value in given.items()}
-        arguments: ModelArguments = build_block(ModelArguments, given, "model_args")
-        where, here = arguments.where, this_rank()
+        text_keys = ("run", "checkpoint", "hf", "tokenizer")  # lm_eval reads run=7 as a number
+        model_args = {key: str(value) if key in text_keys else value for key, value in model_args.items()}
+        arguments: ModelArguments = build_block(ModelArguments, model_args, "model_args")
+        model_source = arguments.model_source
         if batch_size not in (None, 1, "1", "auto") or max_batch_size is not None:
             _note("--batch_size is not used: requests are packed by tokens; set --model_args device_batch_tokens=…")
+
+        rank = this_rank()
         devices.set_tf32(arguments.precision == "tf32")
-        self._device = choose_device(_device_type(device, here.world_size))
-        if here.world_size > 1:
+        self._device = choose_device(_device_type(device, rank.world_size))
+        if rank.world_size > 1:
             start_process_group(devices.device_type(), TIMEOUT_SECONDS)
-            os.environ["LOCAL_RANK"] = str(here.rank)  # lm_eval writes where this is 0; one rank of all nodes must
-        self.data_rank = DataRank(here.rank, here.world_size)
+            # On several nodes, several ranks have LOCAL_RANK=0, and each would write lm_eval's files.
+            os.environ["LOCAL_RANK"] = str(rank.rank)
+        self.data_rank = DataRank(rank.rank, rank.world_size)
+
         with user_errors_on_all_ranks():
-            located = locate_and_load_model(
-                where, tokenizer=arguments.tokenizer, precision=arguments.precision, device=self._device
+            self.located = locate_and_load_model(
+                model_source, tokenizer=arguments.tokenizer, precision=arguments.precision, device=self._device
             )
-        for note in located.notes:
-            _note(f"{note}; {located.source} is evaluated")
-        self.located, self.model = located, located.model
+        for note in self.located.notes:
+            _note(f"{note}; {self.located.source} is evaluated")
+
+        self.model = self.located.model
         self.max_length = min(arguments.max_seq_len or self.model.max_seq_len, self.model.max_seq_len)
         self.max_gen_toks = arguments.max_gen_toks
         self.batch_tokens = arguments.device_batch_tokens or BATCH_TOKENS[self._device.type]
-        self._encode = lru_cache(4096)(located.tokenizer.encode)  # the choices of an item share their context
-        self._beginning = located.tokenizer.beginning
-        self._asked: Any = []
-        """lm_eval's requests, in the order in which `_loglikelihood_tokens` gets their tokens."""
+        self._encode = lru_cache(CACHED_TEXTS)(self.located.tokenizer.encode)
+        self._beginning = self.located.tokenizer.beginning
+        self._named_requests: Any = []
+        """lm_eval's requests, in the order in which the base class passes their tokens to `_loglikelihood_tokens`. The
+        tokens come without names of task and item, which errors need."""
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
+        """Build the model from lm_eval's command line. Adds `path` to `arg_dict`, which lm_eval reads afterwards."""
         model = super().create_from_arg_obj(arg_dict, additional_config)
         # lm_eval names the folder of its logs after pretrained=, model= or path=, and at random without them.
-        arg_dict.setdefault("path", next(arg_dict[key] for key in ("run", "checkpoint", "hf") if key in arg_dict))
+        given_model = next(arg_dict[key] for key in ("run", "checkpoint", "hf") if key in arg_dict)
+        arg_dict.setdefault("path", given_model)
         return model
 
     @property
     def eot_token_id(self) -> int:
+        """Id of the token that ends a text, for lm_eval."""
         return self.located.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
+        """Id of the token that stands before a text without context, for lm_eval."""
         return self.located.tokenizer.prefix_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return token ids, after those that the tokenizer begins with. Special tokens spelled in the text are text."""
-        return [*(self._beginning if add_special_tokens is not False else []), *self._encode(string)]
+        """Return the token ids of a text, after the ids with which the tokenizer begins each text.
+
+        The latter are left out with `add_special_tokens=False`. Special tokens that the text spells out are encoded as
+        ordinary text.
+        """
+        beginning = [] if add_special_tokens is False else self._beginning
+        return [*beginning, *self._encode(string)]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (nats, whether every token is the likeliest) of each request's answer. Raises DataError."""
-        self._asked = requests
+        """Return (log-probability in nats, whether every token is the likeliest) of each request's answer.
+
+        The base class encodes the requests and calls `_loglikelihood_tokens`. Collective. Raises DataError.
+        """
+        self._named_requests = requests
         for request in requests:
             if not "".join(request.args):
                 raise DataError(f"{name_of(request)} has no text at all; leave the task out, or repair the item")
@@ -139,81 +174,122 @@ class CheckpointLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (nats, whether every token is the likeliest) of each (texts, context, answer), in order."""
-        named = zip(self._asked, requests, strict=True)
-        asked = [self._fit(context, answer, name_of(request)) for request, (_, context, answer) in named]
-        if num_cut := sum(request.num_trimmed > 0 for request in asked):
-            _note(f"{num_cut:,} of {len(asked):,} contexts are cut from the left to fit {self.max_length:,} tokens")
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for number, request in enumerate(asked):
-            groups.setdefault(request.context, []).append(number)
-        packed = [[asked[number] for number in group] for group in groups.values()]
-        with self._progress("loglikelihood", len(groups), disable_tqdm) as move:
-            scores = score_all(self.model, "lm_eval", packed, self.batch_tokens, self.data_rank, move)
-        order = [number for group in groups.values() for number in group]
-        found = dict(zip(order, scores, strict=True))
-        return [(found[number].log_probability, found[number].is_greedy) for number in range(len(asked))]
+        """Return (log-probability in nats, whether every token is the likeliest) of each answer, in order.
+
+        `requests` are (texts, tokens of the context, tokens of the answer). Their names are in `_named_requests`, which
+        the caller has set. Collective. Raises DataError.
+        """
+        fitted = []
+        for named_request, (_, context, answer) in zip(self._named_requests, requests, strict=True):
+            fitted.append(self._fit(context, answer, name_of(named_request)))
+        num_cut = sum(request.num_trimmed > 0 for request in fitted)
+        if num_cut:
+            _note(f"{num_cut:,} of {len(fitted):,} contexts are cut from the left to fit {self.max_length:,} tokens")
+
+        # The answers to one context make a group, because the core computes the context once for a group.
+        indices_by_context: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(fitted):
+            indices_by_context.setdefault(request.context, []).append(index)
+        groups = [[fitted[index] for index in indices] for indices in indices_by_context.values()]
+        with self._progress("loglikelihood", len(groups), disable_tqdm) as update:
+            scores = score_all(self.model, "lm_eval", groups, self.batch_tokens, self.data_rank, update)
+
+        # Put the scores, which are in the order of the groups, back into the order of the requests.
+        grouped_indices = itertools.chain.from_iterable(indices_by_context.values())
+        score_by_index = dict(zip(grouped_indices, scores, strict=True))
+        ordered = [score_by_index[index] for index in range(len(fitted))]
+        return [(score.log_probability, score.is_greedy) for score in ordered]
 
     def _fit(self, context: Sequence[int], answer: Sequence[int], name: str) -> Request:
+        """Cut a context from the left until it and the answer fit into the model.
+
+        `name` is that of the request, for errors. Raises DataError for an answer without tokens, or one that does not
+        fit by itself, and for token ids that the model does not have.
+        """
         context = context or [self.prefix_token_id]  # lm_eval counts a context of spaces alone as part of the answer
-        room = self.max_length + 1 - len(answer)  # the last token is predicted and never read
         if not answer:
             raise DataError(
                 f"{name}: the answer has no token of its own: it is empty, or shares its only token with the context; "
                 "leave the task out, or begin the answer with a space"
             )
-        if room < 1:
+        # The model never reads the last token of the answer, only predicts it. At least one token of context is needed.
+        max_context_tokens = self.max_length + 1 - len(answer)
+        if max_context_tokens < 1:
             raise DataError(
                 f"{name}: the answer has {len(answer):,} tokens, and the model reads {self.max_length:,}; leave the "
                 "task out"
             )
         check_tokens(self.model, (*context, *answer), name)
-        return Request(tuple(context[-room:]), tuple(answer), 0, max(0, len(context) - room))
+        num_trimmed = max(0, len(context) - max_context_tokens)
+        # lm_eval counts the characters of an answer itself.
+        return Request(tuple(context[-max_context_tokens:]), tuple(answer), num_characters=0, num_trimmed=num_trimmed)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability (nats) of each text, in windows as lm_eval's own models have them."""
-        windows, owners, self._asked = [], [], []
-        for owner, (text,) in enumerate(request.args for request in requests):
+        """Return the log-probability of each text, in nats.
+
+        A text that is longer than the model reads is cut into the same windows as by lm_eval's own models: each token
+        is predicted once, and the last window begins earlier to have full context. Collective. Raises DataError.
+        """
+        windows = []
+        text_indices = []
+        """For each window, the index of its text."""
+        for text_index, request in enumerate(requests):
+            (text,) = request.args
             tokens = self.tok_encode(text)
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
-                windows.append((None, *make_disjoint_window(window)))
-                owners.append(owner)
-                self._asked.append(requests[owner])
-        sums = [0.0] * len(requests)
-        scores = self._loglikelihood_tokens(windows, disable_tqdm) if windows else []
-        for owner, (nats, _) in zip(owners, scores, strict=True):
-            sums[owner] += nats
-        return sums
+                context, predicted = make_disjoint_window(window)
+                windows.append((None, context, predicted))
+                text_indices.append(text_index)
+
+        nats_by_text = [0.0] * len(requests)
+        if windows:
+            self._named_requests = [requests[text_index] for text_index in text_indices]
+            scores = self._loglikelihood_tokens(windows, disable_tqdm)
+            for text_index, (nats, _) in zip(text_indices, scores, strict=True):
+                nats_by_text[text_index] += nats
+        return nats_by_text
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes greedily after each context. Raises DataError for settings that sample."""
-        prompts = [self._prompt(name_of(request), *request.args) for request in requests]
-        with self._progress("generate_until", len(prompts), disable_tqdm) as move:
-            return generate_answers(self.model, self.located.tokenizer, "lm_eval", prompts, self.data_rank, move)
+        """Return the text that the model generates greedily after each context.
 
-    def _prompt(self, name: str, context: str, given: dict[str, Any]) -> Prompt:
-        settings: dict[str, Any] = normalize_gen_kwargs(given, self.max_gen_toks)
+        Collective. Raises DataError for settings that ask for samples, and for limits that leave no room.
+        """
+        prompts = [self._prompt(name_of(request), *request.args) for request in requests]
+        with self._progress("generate_until", len(prompts), disable_tqdm) as update:
+            return generate_answers(self.model, self.located.tokenizer, "lm_eval", prompts, self.data_rank, update)
+
+    def _prompt(self, name: str, context: str, gen_kwargs: dict[str, Any]) -> Prompt:
+        """Return the prompt of a request to generate, cut from the left so that the answer fits into the model.
+
+        `name` is that of the request, for errors, and `gen_kwargs` are lm_eval's settings of generation. Raises
+        DataError.
+        """
+        settings: dict[str, Any] = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
         for key, value in settings.items():
-            if key not in WITHOUT_EFFECT and value not in GREEDY.get(key, ()):
+            if key not in ACCEPTED_SETTINGS and value not in GREEDY.get(key, ()):
                 raise DataError(
                     f"{name}: generation_kwargs has {key} {value!r}, and answers are written greedily, a token at a "
-                    f"time; expected {', '.join((*WITHOUT_EFFECT, 'do_sample: false'))} alone"
+                    f"time; expected {', '.join((*ACCEPTED_SETTINGS, 'do_sample: false'))} alone"
                 )
-        num_tokens = settings["max_gen_toks"]
-        room = self.max_length - num_tokens
-        if room < 1 or num_tokens < 1:
+
+        max_new_tokens = settings["max_gen_toks"]
+        max_context_tokens = self.max_length - max_new_tokens
+        if max_context_tokens < 1 or max_new_tokens < 1:
             raise DataError(
-                f"{name}: max_gen_toks is {num_tokens:,}, and the model reads {self.max_length:,} tokens, prompt "
+                f"{name}: max_gen_toks is {max_new_tokens:,}, and the model reads {self.max_length:,} tokens, prompt "
                 "included; set a smaller one: --gen_kwargs max_gen_toks=…"
             )
+        # The model's own end of text always ends an answer. An empty stop would end it before it begins.
         stops = [stop for stop in handle_stop_sequences(settings.get("until"), eos=None) if stop]
-        tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        return Prompt(tokens, num_tokens, stops)
+        tokens = self.tok_encode(context)[-max_context_tokens:] or [self.prefix_token_id]
+        return Prompt(tokens, max_new_tokens, stops)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Raise ConfigError, because lm_eval would render a chat template that a checkpoint does not have."""
         raise ConfigError("--apply_chat_template: checkpoints have no chat template; leave it out")
 
     def set_cache_hook(self, cache_hook: Any) -> None:
+        """Let lm_eval keep answers in a file. Raises ConfigError on several ranks."""
         if self.data_rank.num_ranks > 1:
             raise ConfigError(
                 "--use_cache: ranks would differ in which requests are left; leave it out, or use one rank"
@@ -230,9 +306,11 @@ class CheckpointLM(TemplateLM):
         }
 
     @contextmanager
-    def _progress(self, what: str, total: int, is_off: bool) -> Iterator[Callable[[int, int], Any]]:
-        with tqdm(total=total, desc=f"Running {what} requests", disable=is_off or self.data_rank.rank > 0) as bar:
-            yield lambda done, _: bar.update(done - bar.n)
+    def _progress(self, request_type: str, total: int, is_off: bool) -> Iterator[Callable[[int, int], Any]]:
+        """Show a progress bar on rank 0. Yields a function that takes the number of finished items, and the total."""
+        is_off = is_off or self.data_rank.rank > 0
+        with tqdm(total=total, desc=f"Running {request_type} requests", disable=is_off) as bar:
+            yield lambda num_done, _total: bar.update(num_done - bar.n)
 
 
 def name_of(request: Any) -> str:
@@ -240,19 +318,23 @@ def name_of(request: Any) -> str:
     return f"lm_eval: {request.task_name}, item {request.doc_id}"
 
 
-def _device_type(asked: str | None, world_size: int) -> str:
-    """Return `cuda` or `cpu`; lm_eval's default is cuda:0, with or without a GPU. Raises ConfigError."""
-    found = devices.device_type()
-    if asked in (None, "cuda", "cuda:0") or asked == found:
-        return found
-    if asked == "cpu" and world_size == 1:
+def _device_type(lm_eval_device: str | None, world_size: int) -> str:
+    """Return `cuda` or `cpu`: this machine's accelerator if it has one, unless --device asks for the CPU.
+
+    lm_eval's default is cuda:0, with or without a GPU. Raises ConfigError for any other device.
+    """
+    device_type = devices.device_type()
+    if lm_eval_device in (None, "cuda", "cuda:0") or lm_eval_device == device_type:
+        return device_type
+    if lm_eval_device == "cpu" and world_size == 1:
         return "cpu"
     raise ConfigError(
-        f"--device: {asked} given, expected cpu, with one rank, or nothing; choose GPUs by CUDA_VISIBLE_DEVICES, and "
-        "start a rank for each with composer -n"
+        f"--device: {lm_eval_device} given, expected cpu, with one rank, or nothing; choose GPUs by "
+        "CUDA_VISIBLE_DEVICES, and start a rank for each with composer -n"
     )
 
 
 def _note(text: str) -> None:
+    """Log a warning, on rank 0 alone."""
     if this_rank().rank == 0:
         logging.getLogger(__name__).warning(text)

@@ -1,12 +1,16 @@
-"""Logs of lm-evaluation-harness and Inspect -> Results, so that `compare` tests what other tools have measured.
+"""Logs of lm-evaluation-harness and Inspect as Results, so that `compare` tests what other tools have measured.
 
-lm-evaluation-harness: `samples_TASK_DATE.jsonl`, which --log_samples writes. The `results_DATE.json` beside it tells
-the model, its size, the limit and whether a chat template was used. Inspect: `.eval` or `.json`, a task each. A folder
-is a model: all its logs are read. No torch, and neither tool, is needed.
+lm-evaluation-harness writes `samples_TASK_DATE.jsonl` with --log_samples. The `results_DATE.json` beside it has the
+model, its size, the limit, and whether a chat template was used. Inspect writes an `.eval` or a `.json` for each task.
+A folder is a model: all of its logs are read. Neither tool is needed for that, and no torch.
 
-An item is one row of the data, with a number from 0 to 1 for each metric. Other metrics are left out. Rows are compared
-by hash, and so are prompts, unless a chat template made them: those of two models differ rightly. Equal rows are one
-cluster, and so are those that share a field that the user names.
+An item is one row of the data, with a number from 0 to 1 for each metric. Other metrics are left out. `compare` matches
+items by the hash of their row, and checks that their prompts are the same, unless a chat template made these: then the
+prompts of two models are expected to differ. Equal rows make a cluster, and so do rows that share the field that the
+user names with --cluster.
+
+In this file: `load_logs` finds out which tool wrote a path, one section for each tool turns its logs into `Row`s, and
+`_build` turns rows into the records of a task.
 """
 
 import io
@@ -41,133 +45,184 @@ from llmfoundry_lite.files import open_regular
 
 OURS, LM_EVAL, INSPECT = "llmfoundry-lite", "lm-eval", "Inspect"
 SAMPLES = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
-NO_METRICS = {
+KEYS_WITHOUT_METRICS = {
     *("doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics", "doc_hash"),
     *("prompt_hash", "target_hash"),
 }
-"""Keys of lm-eval's samples that are no metrics, for its older releases, which do not list a sample's `metrics`."""
-LETTERS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
-"""Inspect's values for correct, partial, incorrect and no answer, and the words that it counts as such."""
+"""Keys of lm-eval's samples that are not metrics, for its older releases, which do not list a sample's `metrics`."""
+NUMBERS_OF_WORDS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
+"""Inspect's letters for correct, partly correct, incorrect and no answer, and the words that it counts like them."""
 INDEX_DIGITS = 12
-"""Hexadecimal digits of a hash that stand for a sample whose id is no number."""
-IN_PARTS = (
+"""Hexadecimal digits of a hash that is the index of a sample whose id is not a number."""
+CONVERSION_HINT = (
     "convert a log of Inspect, to be read sample by sample: inspect log convert --to eval --output-dir FOLDER FILE"
 )
 ZSTANDARD = 93
-"""The ZIP format's number for Zstandard, which Python's zipfile knows from 3.14 on."""
+"""The ZIP format's number of the compression Zstandard, which Python's zipfile can read from 3.14 on."""
+ZIP_LOCAL_HEADER_BYTES = 30
+"""Size of the fixed part of the header before each file of a ZIP archive (APPNOTE.TXT, section 4.3.7)."""
+MAX_NAMED_RESULTS = 6
+"""Number of results that an error names."""
+OLDER_RELEASE = "of an unknown release"
+NO_FILTER = "none"
+"""lm-eval's name of the filter that leaves answers unchanged."""
 
 
 class Row(NamedTuple):
-    """A row of a log: which it is, what it asks, and what it scored."""
+    """A row of a log: which row of the data it is, what the model was asked, and what it scored."""
 
     index: int
-    id: str  # as a message names it
-    row: str  # hash of the data's row
-    prompt: str  # hash of all that the model was given; empty where the settings tell it
-    group: str | None  # the field that related rows share
-    values: dict[str, float]  # metric -> 0 to 1; empty for a row that was not scored
-    text: tuple[float, int] | None = None  # (nats, bytes) of a held-out text
+    id: str
+    """Name of the row in messages."""
+    row_hash: str
+    """Hash of the data's row."""
+    prompt_hash: str
+    """Hash of all that the model was given; empty if the settings of the task decide it."""
+    group: str | None
+    """Value of the field that related rows share."""
+    values: dict[str, float]
+    """Metric -> number from 0 to 1; empty for a row that was not scored."""
+    nats_and_bytes: tuple[float, int] | None = None
+    """Of a held-out text: minus its log-probability, and its size."""
 
 
 def load_logs(paths: Sequence[Path], cluster: str | None) -> list[Results]:
-    """Load results of one tool, whichever it is; `cluster` is a field of the rows of another tool than ours.
+    """Load results, all of one tool: ours, lm-eval or Inspect.
 
-    Raises DataError for what cannot be read, or cannot be compared item by item.
+    `cluster` is the user's --cluster: the field of the data's rows that related rows share. Raises DataError for
+    results that cannot be read or cannot be compared item by item, and ConfigError for --cluster with results of ours.
     """
-    paths = [result_in(path) for path in paths]
+    paths = [find_result(path) for path in paths]
     tools = {path: tool_of(path) for path in paths}
     first = paths[0]
-    if other := next((path for path in paths if tools[path] != tools[first]), None):
+    first_tool = tools[first]
+
+    other = next((path for path in paths if tools[path] != first_tool), None)
+    if other is not None:
         for path in paths:
             if tools[path] == OURS:
-                read_results(path)  # raises DataError, which says why no tool's reader fits
+                read_results(path)  # raises DataError if the file is not ours either, and says what is wrong with it
         raise DataError(
-            f"{first} is of {tools[first]}, {other} of {tools[other]}: each tool prompts and scores in its own way; "
+            f"{first} is of {first_tool}, {other} of {tools[other]}: each tool prompts and scores in its own way; "
             "compare results of one tool"
         )
-    if tools[first] == OURS:
+
+    if first_tool == OURS:
         if cluster is not None:
             raise ConfigError(
                 f"--cluster {cluster}: {first} is a result of ours, which knows its clusters; name the column in the "
                 f"task file: cluster: {cluster}"
             )
         return load_results(paths)
-    found = load_results(paths, partial(_read_logs, tool=tools[first], cluster=cluster))
-    for results in found if cluster is not None else ():
-        if not any("cluster" in task["settings"] for task in results.tasks.values()):
-            raise DataError(f"--cluster {cluster}: no row of {results.path} has that field as a text or a whole number")
-    return found
+
+    all_results = load_results(paths, partial(_read_logs, tool=first_tool, cluster=cluster))
+    if cluster is not None:
+        for results in all_results:
+            if not any("cluster" in task["settings"] for task in results.tasks.values()):
+                raise DataError(
+                    f"--cluster {cluster}: no row of {results.path} has that field as a text or a whole number"
+                )
+    return all_results
 
 
-def result_in(path: Path) -> Path:
-    """Return the one result within an output folder: lm_eval writes OUT/MODEL/samples_*, we SUITE/MODEL.json.
+def find_result(path: Path) -> Path:
+    """Return the one result within the output folder of a tool.
 
-    Any other path is returned as it is. Raises DataError for a folder with several, and for averages without samples.
+    lm-eval writes OUT/MODEL/samples_*, and we write OUT/MODEL.json. A file, and a folder that directly contains logs,
+    is returned unchanged, and so is a folder without results, which a reader will report. Raises DataError for a
+    folder with several results, and for one whose only results are lm-eval's averages.
     """
     if not path.is_dir() or tool_of(path) != OURS:
         return path
-    files = [file for depth in ("", "*/", "*/*/") for file in sorted(path.glob(f"{depth}*")) if file.is_file()]
+
+    # Results are in the folder or up to two levels below.
+    files: list[Path] = []
+    for pattern in ("*", "*/*", "*/*/*"):
+        files += [file for file in sorted(path.glob(pattern)) if file.is_file()]
+    results = [file.parent for file in files if file.match("samples_*.jsonl") or file.suffix == ".eval"]
+    for file in files:
+        has_items = file.with_name(f"{file.stem}.items.jsonl") in files
+        if file.suffix == ".json" and has_items:
+            results.append(file)
+    results = list(dict.fromkeys(results))  # a folder once, however many logs it has
+
+    if len(results) > 1:
+        names = ", ".join(str(result.relative_to(path)) for result in results[:MAX_NAMED_RESULTS])
+        if len(results) > MAX_NAMED_RESULTS:
+            names += ", …"
+        raise DataError(f"{path} holds {len(results)} results: {names}; name one of them")
+    if results:
+        return results[0]
+
     averages = [file for file in files if file.match("results_*.json")]
-    found = [file.parent for file in files if file.match("samples_*.jsonl") or file.suffix == ".eval"]
-    found += [file for file in files if file.with_name(f"{file.stem}.items.jsonl") in files and file.suffix == ".json"]
-    found = list(dict.fromkeys(found))
-    if len(found) > 1:
-        names = ", ".join(str(one.relative_to(path)) for one in found[:6]) + ", …" * (len(found) > 6)
-        raise DataError(f"{path} holds {len(found)} results: {names}; name one of them")
-    if not found and averages:
+    if averages:
         raise DataError(
             f"{path}: {averages[0].relative_to(path)} has only averages, and there is no samples_*.jsonl beside it; "
             "run lm_eval again with --log_samples"
         )
-    return found[0] if found else path
+    return path
 
 
 def tool_of(path: Path) -> str:
-    """Return the tool whose results are at `path`, by its names and keys; ours unless it is seen to be another's."""
+    """Return the tool that wrote the results at `path`: OURS, LM_EVAL or INSPECT.
+
+    Names of files decide, or the keys of a JSON file. Anything that is not clearly another tool's is taken for ours,
+    because our own reader then says what is wrong with it. Raises TooLargeError.
+    """
     if path.is_dir():
         if any(path.glob("samples_*.jsonl")):
             return LM_EVAL
-        if _inspect_logs(path):
-            return INSPECT
-        return OURS  # our reader says what is expected
-    if path.suffix in (".jsonl", ".eval") and not path.name.endswith(".items.jsonl"):
-        return LM_EVAL if path.suffix == ".jsonl" else INSPECT
+        return INSPECT if _inspect_logs(path) else OURS
+
+    if path.suffix == ".eval":
+        return INSPECT
+    if path.suffix == ".jsonl" and not path.name.endswith(".items.jsonl"):
+        return LM_EVAL
+
     try:
-        facts = parse_json(read_at_most(path, MAX_JSON_BYTES, "results in JSON", IN_PARTS))
+        content = parse_json(read_at_most(path, MAX_JSON_BYTES, "results in JSON", CONVERSION_HINT))
     except TooLargeError:
         raise
     except (OSError, ValueError):
-        return OURS  # our reader says what is wrong
-    if not isinstance(facts, dict):
         return OURS
-    if isinstance(facts.get("eval"), dict):
+    if not isinstance(content, dict):
+        return OURS
+    if isinstance(content.get("eval"), dict):
         return INSPECT
-    return LM_EVAL if "results" in facts and "configs" in facts else OURS
+    return LM_EVAL if "results" in content and "configs" in content else OURS
 
 
 class Log(NamedTuple):
-    """A log of one task."""
+    """A log of one task, as the records of our own evaluations."""
 
     task: str
-    model: str | None  # None: the log does not say
+    model: str | None
+    """None if the log does not name its model."""
     record: Record
     items: list[Record]
-    facts: Record  # of the model, as Results has them
+    model_facts: Record
+    """Fields of Results about the model."""
 
 
 def _read_logs(path: Path, tool: str, cluster: str | None) -> Results:
-    """Read the logs of one model at `path`. Raises DataError."""
-    logs: dict[str, tuple[Path, Log]] = {}
-    for file in (_lm_eval_logs if tool == LM_EVAL else _inspect_logs)(path):
-        with _refuse_other_layouts(file, tool):
-            log = (_read_lm_eval if tool == LM_EVAL else _read_inspect)(file, cluster)
+    """Read the logs of one model at `path`, a file or a folder that `tool` has written. Raises DataError."""
+    list_logs = _lm_eval_logs if tool == LM_EVAL else _inspect_logs
+    read_log = _read_lm_eval if tool == LM_EVAL else _read_inspect
+    logs: dict[str, Log] = {}
+    files: dict[str, Path] = {}
+    """Both by the name of the task."""
+    for file in list_logs(path):
+        with _unexpected_values_as_data_errors(file, tool):
+            log = read_log(file, cluster)
         if log.task in logs:
             raise DataError(
-                f"{path} has two logs of {log.task}, {logs[log.task][0].name} and {file.name}; give one file, or move "
+                f"{path} has two logs of {log.task}, {files[log.task].name} and {file.name}; give one file, or move "
                 "one away"
             )
-        logs[log.task] = file, log
-    models = list(dict.fromkeys(log.model for _, log in logs.values() if log.model is not None))
+        logs[log.task] = log
+        files[log.task] = file
+
+    models = list(dict.fromkeys(log.model for log in logs.values() if log.model is not None))
     if len(models) > 1:
         raise DataError(f"{path} has logs of {' and '.join(models)}; expected a folder for each model, or files")
     folder = path if path.is_dir() else path.parent
@@ -175,10 +230,10 @@ def _read_logs(path: Path, tool: str, cluster: str | None) -> Results:
         model=models[0] if models else folder.name or path.stem,
         suite=tool,
         source=str(path),
-        tasks={task: log.record for task, (_, log) in logs.items()},
-        items={task: log.items for task, (_, log) in logs.items()},
+        tasks={task: log.record for task, log in logs.items()},
+        items={task: log.items for task, log in logs.items()},
         path=path,
-        **log.facts,
+        **log.model_facts,
     )
 
 
@@ -186,8 +241,14 @@ def _read_logs(path: Path, tool: str, cluster: str | None) -> Results:
 
 
 def _lm_eval_logs(path: Path) -> list[Path]:
+    """Return the sample files of a folder, or those beside a `results_DATE.json`; any other file is one itself.
+
+    Raises DataError for a results file without samples.
+    """
+    if path.is_dir():
+        return sorted(path.glob("samples_*.jsonl"))
     if path.suffix != ".json":
-        return sorted(path.glob("samples_*.jsonl")) if path.is_dir() else [path]
+        return [path]
     date = path.stem.rsplit("_", 1)[-1]
     files = [file for file in sorted(path.parent.glob("samples_*.jsonl")) if file.stem.endswith(f"_{date}")]
     if not files:
@@ -199,44 +260,60 @@ def _lm_eval_logs(path: Path) -> list[Path]:
 
 
 def _read_lm_eval(file: Path, cluster: str | None) -> Log:
-    named, facts = SAMPLES.fullmatch(file.name), {}
-    task = named["task"] if named else file.stem.removeprefix("samples_")
-    if named and (about_all := sorted(file.parent.glob(f"*_{named['date']}.json"))):  # somebody may have moved it
-        facts = _read_json(read_at_most(about_all[0], MAX_JSON_BYTES, "results"), str(about_all[0]))
-    directions = (facts.get("higher_is_better") or {}).get(task) or {}
+    """Read `samples_TASK_DATE.jsonl`, and what the `results_DATE.json` beside it says, if that is there.
+
+    A task may extract answers from the model's text by several filters, and then has a sample for each item and filter.
+    Their metrics become one row, named "METRIC,FILTER", or "METRIC" if there is a single filter. Raises DataError.
+    """
+    file_name = SAMPLES.fullmatch(file.name)
+    task = file_name["task"] if file_name else file.stem.removeprefix("samples_")
+    averages: Record = {}
+    averages_files = sorted(file.parent.glob(f"*_{file_name['date']}.json")) if file_name else []
+    if averages_files:
+        averages = _read_json(read_at_most(averages_files[0], MAX_JSON_BYTES, "results"), str(averages_files[0]))
+
+    # One sample at a time, because as Python objects, all of them take many times the file's bytes.
+    higher_is_better = (averages.get("higher_is_better") or {}).get(task) or {}
     rows: dict[int, Row] = {}
     seen: set[tuple[int, str]] = set()
-    for sample in _lm_eval_samples(file):  # one at a time: as objects, all take many times the file's bytes
-        row = _lm_eval_row(sample, str(file), directions, cluster)
-        key = (row.index, str(sample.get("filter", "none")))
+    for sample in _lm_eval_samples(file):
+        row = _lm_eval_row(sample, str(file), higher_is_better, cluster)
+        key = (row.index, _filter_of(sample))
         if key in seen:
             raise DataError(f"{file} has {row.id} twice; is it two logs in one? Give a log of one evaluation")
         seen.add(key)
-        rows[row.index] = row._replace(values={**(rows[row.index].values if row.index in rows else {}), **row.values})
+        earlier_values = rows[row.index].values if row.index in rows else {}
+        rows[row.index] = row._replace(values={**earlier_values, **row.values})
     if not rows:
         raise DataError(f"{file} has no samples; expected a line for each item, as lm_eval --log_samples writes them")
-    if len(filters := {name for _, name in seen}) == 1:  # where there is one filter, metrics are not named after it
+
+    filters = {filter_name for _, filter_name in seen}
+    if len(filters) == 1:
         suffix = f",{filters.pop()}"
         for index, row in rows.items():
-            rows[index] = row._replace(values={key.removesuffix(suffix): one for key, one in row.values.items()})
-    sizes = (facts.get("n-samples") or {}).get(task) or {}
+            rows[index] = row._replace(values={name.removesuffix(suffix): row.values[name] for name in row.values})
+
+    num_samples = (averages.get("n-samples") or {}).get(task) or {}
+    is_limited = num_samples.get("effective", 0) < num_samples.get("original", 0)
     settings = {
-        "limit": sizes["effective"] if sizes.get("effective", 0) < sizes.get("original", 0) else None,
-        "prompts": "by a chat template" if facts.get("chat_template") else None,
+        "limit": num_samples["effective"] if is_limited else None,
+        "prompts": "by a chat template" if averages.get("chat_template") else None,
     }
-    version = (facts.get("versions") or {}).get(task)
-    code = f"lm-eval {facts.get('lm_eval_version', 'of an unknown release')}, task version {version}"
-    about = facts["config"] if isinstance(facts.get("config"), dict) else {}
-    model = {
-        "save_id": about.get("model_sha") or None,
-        "num_parameters": about.get("model_num_parameters"),
-        "precision": str(about.get("model_dtype", "")).removeprefix("torch."),
+    version = (averages.get("versions") or {}).get(task)
+    code = f"lm-eval {averages.get('lm_eval_version', OLDER_RELEASE)}, task version {version}"
+    config = averages["config"] if isinstance(averages.get("config"), dict) else {}
+    model_facts = {
+        "save_id": config.get("model_sha") or None,
+        "num_parameters": config.get("model_num_parameters"),
+        "precision": str(config.get("model_dtype", "")).removeprefix("torch."),
     }
-    built = _build(task, str(file), list(rows.values()), settings, code, cluster)
-    return Log(task, str(facts["model_name"]) if facts.get("model_name") else None, *built, model)
+    record, items = _build(task, str(file), list(rows.values()), settings, code, cluster)
+    model = str(averages["model_name"]) if averages.get("model_name") else None
+    return Log(task, model, record, items, model_facts)
 
 
 def _lm_eval_samples(file: Path) -> Iterator[Record]:
+    """Yield the samples of a file, one in each line. Raises DataError."""
     try:
         for number, line in enumerate(read_lines_at_most(file, MAX_LOG_BYTES, "a log"), start=1):
             if line.strip():
@@ -247,31 +324,48 @@ def _lm_eval_samples(file: Path) -> Iterator[Record]:
         raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _lm_eval_row(sample: Record, where: str, directions: Record, cluster: str | None) -> Row:
+def _filter_of(sample: Record) -> str:
+    """Return the name of the filter that extracted a sample's answer. Older releases do not write it."""
+    return str(sample.get("filter", NO_FILTER))
+
+
+def _lm_eval_row(sample: Record, file: str, higher_is_better: Record, cluster: str | None) -> Row:
+    """Return the row of one sample of lm-eval. Its metrics are named "METRIC,FILTER".
+
+    file: the log, for errors.
+    higher_is_better: metric -> whether a higher value is better. Metrics for which it is not are left out.
+    cluster: field of the document that related samples share, or None.
+
+    Raises DataError if the sample lacks a key by which items are told apart.
+    """
     for key in ("doc_id", "doc", "doc_hash", "arguments"):
         if key not in sample:
             raise DataError(
-                f"{where}: a sample has no {key}, by which items are told apart; log them with lm-eval 0.4.3 or newer"
+                f"{file}: a sample has no {key}, by which items are told apart; log them with lm-eval 0.4.3 or newer"
             )
-    index, row_filter = sample["doc_id"], str(sample.get("filter", "none"))
+    index = sample["doc_id"]
     if type(index) is not int or index < 0:
-        raise DataError(f"{where}: doc_id is {index!r}, expected a whole number")
-    names = sample.get("metrics") or [key for key in sample if key not in NO_METRICS]
-    values, text = {}, None
-    for name in names:
-        value = sample.get(name)
-        if name == BITS and isinstance(value, list) and len(value) == 2 and all(map(_is_finite, value)):
-            text = (-value[0], value[1])
-        elif directions.get(name, True) and (number := _number(value)) is not None:
-            values[f"{name},{row_filter}"] = number
+        raise DataError(f"{file}: doc_id is {index!r}, expected a whole number")
+
+    metrics = sample.get("metrics") or [key for key in sample if key not in KEYS_WITHOUT_METRICS]
+    values = {}
+    nats_and_bytes = None
+    for metric in metrics:
+        value = sample.get(metric)
+        if metric == BITS and isinstance(value, list) and len(value) == 2 and all(map(_is_finite, value)):
+            nats_and_bytes = (-value[0], value[1])
+        elif higher_is_better.get(metric, True):
+            number = _number(value)
+            if number is not None:
+                values[f"{metric},{_filter_of(sample)}"] = number
     return Row(
         index=index,
         id=f"item {index}",
-        row=fingerprint([sample["doc_hash"], sample.get("target_hash")]),
-        prompt=fingerprint(sample["arguments"]),
-        group=_field(sample["doc"], cluster),
+        row_hash=fingerprint([sample["doc_hash"], sample.get("target_hash")]),
+        prompt_hash=fingerprint(sample["arguments"]),
+        group=_group_of(sample["doc"], cluster),
         values=values,
-        text=text,
+        nats_and_bytes=nats_and_bytes,
     )
 
 
@@ -279,33 +373,43 @@ def _lm_eval_row(sample: Record, where: str, directions: Record, cluster: str | 
 
 
 def _inspect_logs(path: Path) -> list[Path]:
+    """Return the logs of a folder; any other path is a log itself."""
     if not path.is_dir():
         return [path]
-    others = (file for file in sorted(path.glob("*.json")) if file.name != "logs.json")
-    return [*sorted(path.glob("*.eval")), *(file for file in others if tool_of(file) == INSPECT)]
+    eval_files = sorted(path.glob("*.eval"))
+    # Inspect writes a list of the folder's logs into logs.json.
+    json_files = [file for file in sorted(path.glob("*.json")) if file.name != "logs.json"]
+    return eval_files + [file for file in json_files if tool_of(file) == INSPECT]
 
 
 @contextmanager
 def _open_inspect(file: Path) -> Iterator[tuple[Record, Iterator[Record]]]:
-    """Yield a finished log's header, and its samples one by one. Raises DataError."""
+    """Yield a finished log's header, and its samples one by one.
+
+    An `.eval` is a ZIP archive with `header.json` and a file for each sample. A `.json` has everything in one object.
+    Raises DataError.
+    """
     try:
         if file.suffix == ".json":
-            header = _read_json(read_at_most(file, MAX_JSON_BYTES, "a log in JSON"), str(file))
-            yield _check_header(header, file), iter(header.get("samples") or [])
+            log = _read_json(read_at_most(file, MAX_JSON_BYTES, "a log in JSON"), str(file))
+            _check_header(log, file)
+            yield log, iter(log.get("samples") or [])
             return
-        with open(file, "rb", opener=open_regular) as packed, zipfile.ZipFile(packed) as archive:
-            names = archive.namelist()
-            if "header.json" not in names:
+
+        with open(file, "rb", opener=open_regular) as raw_file, zipfile.ZipFile(raw_file) as archive:
+            if "header.json" not in archive.namelist():
                 raise DataError(f"{file} has no header.json: the evaluation did not end; run it again")
             header = _read_json(read_member(archive, "header.json"), f"{file}: header.json")
-            yield _check_header(header, file), _samples_of(archive, str(file))
+            _check_header(header, file)
+            yield header, _samples_in(archive, str(file))
     except UserError:
         raise
     except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{file} cannot be read as a log of Inspect: {error}") from error
 
 
-def _check_header(header: Record, file: Path) -> Record:
+def _check_header(header: Record, file: Path) -> None:
+    """Raise DataError unless this is the header of a log whose evaluation has finished."""
     if not isinstance(header.get("eval"), dict):
         raise DataError(f"{file} is not a log of Inspect: it has no 'eval'")
     if header.get("status") != "success":
@@ -313,17 +417,19 @@ def _check_header(header: Record, file: Path) -> Record:
             f"{file}: the evaluation has status {header.get('status')!r}, expected 'success'; finish it: inspect "
             "eval-retry"
         )
-    return header
 
 
-def _samples_of(archive: zipfile.ZipFile, where: str) -> Iterator[Record]:
-    room = MAX_LOG_BYTES
+def _samples_in(archive: zipfile.ZipFile, file: str) -> Iterator[Record]:
+    """Yield the samples of an `.eval`. Raises TooLargeError if they are too large together; each has a limit too."""
+    remaining_bytes = MAX_LOG_BYTES
     for name in archive.namelist():
-        if name.startswith("samples/"):
-            content = read_member(archive, name)
-            if (room := room - len(content)) < 0:
-                raise too_large(where, MAX_LOG_BYTES, "a log, unpacked")
-            yield _read_json(content, f"{where}: {name}")
+        if not name.startswith("samples/"):
+            continue
+        content = read_member(archive, name)
+        remaining_bytes -= len(content)
+        if remaining_bytes < 0:
+            raise too_large(file, MAX_LOG_BYTES, "a log, unpacked")
+        yield _read_json(content, f"{file}: {name}")
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
@@ -332,26 +438,35 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
     Raises DataError for more than MAX_JSON_BYTES, and for a compression that Inspect does not use: Python unpacks a
     block of bzip2 whole, and 4 kB of it may become gigabytes.
     """
-    info, where = archive.getinfo(name), f"{archive.filename}: {name}"
-    if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        with archive.open(info) as content:
-            return read_file_at_most(content, MAX_JSON_BYTES, where, "a sample")
-    if info.compress_type != ZSTANDARD:
-        raise DataError(f"{where} is compressed by ZIP's method {info.compress_type}, expected deflate or Zstandard")
+    member = archive.getinfo(name)
+    location = f"{archive.filename}: {name}"
+    if member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with archive.open(member) as content:
+            return read_file_at_most(content, MAX_JSON_BYTES, location, "a sample")
+    if member.compress_type != ZSTANDARD:
+        raise DataError(
+            f"{location} is compressed by ZIP's method {member.compress_type}, expected deflate or Zstandard"
+        )
+
+    # Find the compressed bytes by hand. A name and an extra field stand before them. Their lengths are taken from the
+    # local header, because those in the archive's directory may differ.
     file = archive.fp
     assert file is not None
-    file.seek(info.header_offset)
-    local = file.read(30)  # its name and extra field may be longer or shorter than the directory's
-    file.seek(int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little"), io.SEEK_CUR)
-    packed = file.read(min(info.compress_size, MAX_JSON_BYTES))
-    with open_unpacked(io.BytesIO(packed), "zstd") as content:
-        return read_file_at_most(content, MAX_JSON_BYTES, where, "a sample")
+    file.seek(member.header_offset)
+    local_header = file.read(ZIP_LOCAL_HEADER_BYTES)
+    name_length = int.from_bytes(local_header[26:28], "little")
+    extra_length = int.from_bytes(local_header[28:30], "little")
+    file.seek(name_length + extra_length, io.SEEK_CUR)
+    compressed = file.read(min(member.compress_size, MAX_JSON_BYTES))
+    with open_unpacked(io.BytesIO(compressed), "zstd") as content:
+        return read_file_at_most(content, MAX_JSON_BYTES, location, "a sample")
 
 
 def _read_inspect(file: Path, cluster: str | None) -> Log:
-    epochs: dict[str, list[Row]] = {}
+    """Read a log of Inspect. The epochs of a sample, which ask it again, become one row. Raises DataError."""
+    rows_by_sample: dict[str, list[Row]] = {}
     with _open_inspect(file) as (header, samples):
-        spec, plan = header["eval"], header.get("plan") or {}
+        spec = header["eval"]
         config = spec.get("config") or {}
         reducers = config.get("epochs_reducer")
         if reducers and "mean" not in reducers:
@@ -360,25 +475,31 @@ def _read_inspect(file: Path, cluster: str | None) -> Log:
             )
         for sample in samples:
             row = _inspect_row(sample, str(file), cluster)
-            epochs.setdefault(json.dumps(sample["id"]), []).append(row)  # 1 and "1" are two samples
-    if not epochs:
+            sample_key = json.dumps(sample["id"])  # 1 and "1" are two samples
+            rows_by_sample.setdefault(sample_key, []).append(row)
+    if not rows_by_sample:
         raise DataError(f"{file} has no samples; log them: inspect eval without --no-log-samples")
-    rows = [_mean_of(rows) for rows in epochs.values()]
-    is_cut = config.get("limit") is not None and len(rows) < ((spec.get("dataset") or {}).get("samples") or math.inf)
+    rows = [_mean_of(epochs) for epochs in rows_by_sample.values()]
+
+    # A limit as large as the data set is none.
+    dataset = spec.get("dataset") or {}
+    is_limited = config.get("limit") is not None and len(rows) < (dataset.get("samples") or math.inf)
+    plan = header.get("plan") or {}
     settings = {
-        "limit": len(rows) if is_cut else None,
+        "limit": len(rows) if is_limited else None,
         "sample_id": config.get("sample_id"),
         "epochs": config.get("epochs"),
         "task_version": spec.get("task_version"),
         "task_args": spec.get("task_args"),
         "solver": [{key: step.get(key) for key in ("solver", "params")} for step in plan.get("steps") or []],
-        "scorers": [{key: one.get(key) for key in ("name", "options")} for one in spec.get("scorers") or []],
+        "scorers": [{key: scorer.get(key) for key in ("name", "options")} for scorer in spec.get("scorers") or []],
     }
     generation = {key: value for key, value in (plan.get("config") or {}).items() if value is not None}
-    release = (spec.get("packages") or {}).get("inspect_ai", "of an unknown release")
+    release = (spec.get("packages") or {}).get("inspect_ai", OLDER_RELEASE)
     task = str(spec.get("task"))
     record, items = _build(task, str(file), rows, settings, f"Inspect {release}", cluster)
-    return Log(task, str(spec.get("model")), {**record, "generation": generation}, items, {"precision": ""})
+    record["generation"] = generation
+    return Log(task, str(spec.get("model")), record, items, {"precision": ""})
 
 
 def _inspect_row(sample: Record, file: str, cluster: str | None) -> Row:
@@ -409,7 +530,7 @@ def _inspect_row(sample: Record, file: str, cluster: str | None) -> Row:
         digits = fingerprint(str(sample_id)).removeprefix("sha256:")[:INDEX_DIGITS]
         index = int(digits, base=16)
     row_hash = fingerprint([sample["input"], sample.get("choices"), sample["target"]])
-    group = _field(sample.get("metadata"), cluster)
+    group = _group_of(sample.get("metadata"), cluster)
     return Row(index, f"sample {sample_id}", row_hash, "", group, values)
 
 
@@ -417,7 +538,7 @@ def _inspect_values(scorer: str, score: Any) -> dict[str, float]:
     """Return metric -> number from 0 to 1 of what one scorer of Inspect gave a sample.
 
     The metric is the scorer's name, or `scorer/key` if the score has several values. Values that are no such number,
-    and have no meaning as one (LETTERS), are left out.
+    and have no meaning as one (NUMBERS_OF_WORDS), are left out.
     """
     value = score.get("value") if isinstance(score, dict) else None
     values_by_metric: dict[str, Any] = {scorer: value}
@@ -427,7 +548,7 @@ def _inspect_values(scorer: str, score: Any) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for metric, part in values_by_metric.items():
         if isinstance(part, str):
-            part = LETTERS.get(part, part)
+            part = NUMBERS_OF_WORDS.get(part, part)
         number = _number(part)
         if number is not None:
             numbers[metric] = number
@@ -435,72 +556,124 @@ def _inspect_values(scorer: str, score: Any) -> dict[str, float]:
 
 
 def _mean_of(epochs: Sequence[Row]) -> Row:
-    """Return one row for the epochs of a sample: the mean of each metric that all scored epochs have."""
+    """Return one row for the epochs of a sample, with the mean of each metric that every scored epoch has."""
     scored = [row.values for row in epochs if row.values]
-    shared = [name for name in scored[0] if all(name in values for values in scored)] if scored else []
-    return epochs[0]._replace(values={name: sum(v[name] for v in scored) / len(scored) for name in shared})
+    means = {}
+    for metric in scored[0] if scored else ():
+        if all(metric in values for values in scored):
+            means[metric] = sum(values[metric] for values in scored) / len(scored)
+    return epochs[0]._replace(values=means)
 
 
-# ------------------------------------------------------------------------------------------------------------ both
+# ------------------------------------------------------------------------------------------------------ both tools
 
 
 def _build(
-    task: str, where: str, rows: list[Row], settings: Record, code: str, cluster: str | None
+    task: str, file: str, rows: list[Row], settings: Record, code: str, cluster: str | None
 ) -> tuple[Record, list[Record]]:
-    """Return a task's record and items, as an evaluation of ours would have them. Raises DataError."""
+    """Return a task's record and its items, as an evaluation of ours would write them.
+
+    file: the log, for errors.
+    rows: all rows of the log, also those that were not scored.
+    settings: what must be equal for two results to be comparable.
+    code: the tool and its release, such as "lm-eval 0.4.9, task version 1.0".
+    cluster: the user's --cluster, or None.
+
+    Raises DataError if no metric has a number for every scored row, or if only some rows have the field of --cluster.
+    """
     rows = sorted(rows, key=lambda row: row.index)
-    scored = [row for row in rows if row.values or row.text is not None]
-    is_text = bool(scored) and all(row.text is not None for row in rows)
-    named = scored[0].values if scored else ()
-    metrics = [BITS] if is_text else [name for name in named if all(name in row.values for row in scored)]
+    scored = [row for row in rows if row.values or row.nats_and_bytes is not None]
+    is_text = bool(scored) and all(row.nats_and_bytes is not None for row in rows)
+    metrics = [BITS] if is_text else _shared_metrics(scored)
     if not metrics:
-        names = sorted({name for row in rows for name in row.values})
+        partial_metrics = ",".join(sorted({metric for row in rows for metric in row.values}))
+        only_for_some = f", only for some of them: {partial_metrics}" if partial_metrics else ""
         raise DataError(
-            f"{where}: {task} has no metric with a number from 0 to 1 for each item"
-            f"{f', only for some of them: {chr(44).join(names)}' if names else ''}; compare needs one: leave this log "
-            "out"
+            f"{file}: {task} has no metric with a number from 0 to 1 for each item{only_for_some}; compare needs one: "
+            "leave this log out"
         )
-    groups = [row.group for row in rows]
-    if None in groups and any(groups):
-        raise DataError(f"{where}: {rows[groups.index(None)].id} lacks the field of --cluster, which others have")
-    keys = [[("row", row.row), *([("group", row.group)] if row.group is not None else [])] for row in rows]
-    first = find_connected_rows(keys)
-    of_row = {row.index: str(groups[found] or rows[found].index) for row, found in zip(rows, first, strict=True)}
-    has_clusters = any(groups) or first != list(range(len(rows)))
+
+    clusters = _clusters_of(rows, file)
     items: list[Record] = []
     for row in scored:
-        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row, "prompt": row.prompt}
-        item |= {"cluster": of_row[row.index]} if has_clusters else {}
-        item |= {name: row.values[name] for name in metrics} if not is_text else {}
-        if is_text and row.text is not None:
-            item |= {"log_probability": [-row.text[0]], "num_characters": [row.text[1]]}
+        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row_hash, "prompt": row.prompt_hash}
+        if clusters:
+            item["cluster"] = clusters[row.index]
+        if not is_text:
+            item |= {metric: row.values[metric] for metric in metrics}
+        elif row.nats_and_bytes is not None:
+            nats, num_bytes = row.nats_and_bytes
+            item |= {"log_probability": [-nats], "num_characters": [num_bytes]}
         items.append(item)
-    data = [[row.index, row.row] for row in rows]
+
+    # If the settings do not decide the prompts, two results are comparable only with the same ones.
     prompts = settings.get("prompts")
-    if prompts is None and all(row.prompt for row in rows):
-        prompts = fingerprint([[row.index, row.prompt] for row in rows])
+    if prompts is None and all(row.prompt_hash for row in rows):
+        prompts = fingerprint([[row.index, row.prompt_hash] for row in rows])
+    cluster_setting = {"cluster": cluster} if any(row.group for row in rows) else {}
+    data = [[row.index, row.row_hash] for row in rows]
+    num_skipped = len(rows) - len(items)
     record: Record = {
         "n": len(items),
         "type": "perplexity" if is_text else code.split()[0],
         "metric": metrics[0],
         "metrics": metrics,
-        "settings": {**settings, "prompts": prompts, **({"cluster": cluster} if any(groups) else {})},
+        "settings": {**settings, "prompts": prompts, **cluster_setting},
         "data_fingerprint": fingerprint(data),
         "fingerprint": fingerprint([settings, prompts, data]),
         "items_hash": hash_of(items),
         "code": code,
-        "skipped": {"not scored": len(rows) - len(items)} if len(items) < len(rows) else None,
+        "skipped": {"not scored": num_skipped} if num_skipped else None,
     }
     if is_text:
         record[BITS] = float(bits_per_byte(by_document(items).sum(axis=0)))
     else:
-        for name in metrics:
-            record[name], record[f"{name}_stderr"] = mean_and_error(items, name)
+        for metric in metrics:
+            record[metric], record[f"{metric}_stderr"] = mean_and_error(items, metric)
     return record, items
 
 
+def _shared_metrics(scored: Sequence[Row]) -> list[str]:
+    """Return the metrics that every scored row has, in the order of the first one."""
+    if not scored:
+        return []
+    return [metric for metric in scored[0].values if all(metric in row.values for row in scored)]
+
+
+def _clusters_of(rows: Sequence[Row], file: str) -> dict[int, str]:
+    """Return index of a row -> name of its cluster. Empty if every row is a cluster of its own.
+
+    Rows are in one cluster if their data is equal, or if they share the value of the user's --cluster. Raises DataError
+    if only some rows have this field.
+    """
+    groups = [row.group for row in rows]
+    has_groups = any(groups)
+    if has_groups and None in groups:
+        raise DataError(f"{file}: {rows[groups.index(None)].id} lacks the field of --cluster, which others have")
+
+    keys = []
+    for row in rows:
+        row_keys = [("row", row.row_hash)]
+        if row.group is not None:
+            row_keys.append(("group", row.group))
+        keys.append(row_keys)
+    first_connected = find_connected_rows(keys)
+    are_all_apart = first_connected == list(range(len(rows)))
+    if are_all_apart and not has_groups:
+        return {}
+
+    clusters = {}
+    for row, first_index in zip(rows, first_connected, strict=True):
+        first_row = rows[first_index]
+        clusters[row.index] = str(first_row.group or first_row.index)
+    return clusters
+
+
 def _number(value: Any) -> float | None:
-    """Return a number from 0 to 1, or None for anything else: a pair, a perplexity, a text, NaN."""
+    """Return a number from 0 to 1, also if it is written as a text; None for anything else.
+
+    Other values of metrics are pairs, perplexities, texts and NaN.
+    """
     if isinstance(value, str):
         try:
             value = float(value)
@@ -510,17 +683,21 @@ def _number(value: Any) -> float | None:
 
 
 def _is_finite(value: Any) -> bool:
+    """Return whether a value is a number, and neither NaN nor infinite."""
     return isinstance(value, bool | int | float) and math.isfinite(value)
 
 
-def _field(row: Any, name: str | None) -> str | None:
-    value = row.get(name) if name is not None and isinstance(row, Mapping) else None
+def _group_of(row: Any, field_name: str | None) -> str | None:
+    """Return the field of a row that related rows share; None without --cluster, and if the row has no such field."""
+    if field_name is None or not isinstance(row, Mapping):
+        return None
+    value = row.get(field_name)
     return str(value) if isinstance(value, str | int) else None
 
 
 @contextmanager
-def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
-    """Raise DataError where a log has a value of another kind than the tool writes."""
+def _unexpected_values_as_data_errors(file: Path, tool: str) -> Iterator[None]:
+    """Raise DataError for a log with a value of another type than the tool writes, which no reader checks for."""
     try:
         yield
     except UserError:
@@ -531,11 +708,12 @@ def _refuse_other_layouts(file: Path, tool: str) -> Iterator[None]:
         ) from error
 
 
-def _read_json(text: str | bytes, where: str) -> Record:
+def _read_json(text: str | bytes, location: str) -> Record:
+    """Parse a JSON object. `location` is where the text is, for errors. Raises DataError."""
     try:
-        found = parse_json(text)
+        content = parse_json(text)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{where} is not a JSON object")
-    return found
+        raise DataError(f"{location} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{location} is not a JSON object")
+    return content

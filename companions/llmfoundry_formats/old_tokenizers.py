@@ -1,4 +1,8 @@
-"""Tokenizers without `tokenizer.json`: SentencePiece and older layouts, as transformers converts them."""
+"""Tokenizers without `tokenizer.json`, which transformers converts: SentencePiece and older formats.
+
+The core reads a `tokenizer.json` itself. This module lets transformers make one, from files whose sizes are checked
+first, because transformers reads whatever is there. Code in a tokenizer's folder is never run.
+"""
 
 import contextlib
 import os
@@ -25,9 +29,14 @@ ID_FILES = ("vocab.json", "added_tokens.json")
 
 
 def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer:
-    """Let `transformers` convert a tokenizer without `tokenizer.json` (SentencePiece and older layouts).
+    """Convert a tokenizer without `tokenizer.json` by loading it with transformers and saving it again.
 
-    transformers leaves GENERATION_FILE out, so that is taken from the files that were `read`.
+    name: a local folder, or a name on the Hub.
+    read: contents of the tokenizer's files that the caller has read already, by file name. GENERATION_FILE is taken
+    from
+        them, because transformers does not save it.
+
+    Raises DataError if the files are too large, or if transformers cannot load or convert them.
     """
     if os.path.isdir(name):
         check_folder(Path(name), name)
@@ -37,7 +46,8 @@ def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer
         with tempfile.TemporaryDirectory() as folder:
             AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
             files = read_folder(Path(folder))
-    except BaseException as error:  # it raises almost anything for a folder that holds no tokenizer
+    except BaseException as error:  # almost anything, for a folder without a tokenizer
+        # A panic of the tokenizers library is not an Exception. Ctrl-C and SystemExit pass.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         if "trust_remote_code" in str(error):
@@ -53,36 +63,47 @@ def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer
             f"tokenizer {name} has no {TOKENIZER_FILE}, and transformers writes none for its kind; choose a tokenizer "
             f"with a {TOKENIZER_FILE}"
         )
-    files |= {file: content for file, content in read.items() if file == GENERATION_FILE}
+    if GENERATION_FILE in read:
+        files[GENERATION_FILE] = read[GENERATION_FILE]
     return tokenizer_from_files(files, name)
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Raise DataError for files that are too large to be a tokenizer's, or that name ids that are too large.
+    """Raise DataError for files that would take too much memory: large ones, and those with large token ids.
 
-    transformers reads whole files, and makes lists up to the largest id. A file that cannot be read is left to it.
+    transformers reads whole files, and makes lists with an entry for each id up to the largest. A file that cannot be
+    parsed is left to transformers to report. `name` is that of the tokenizer, for errors.
     """
-    for path in sorted({path for pattern in READ_FILES for path in folder.glob(pattern)}):
+    paths: set[Path] = set()
+    for pattern in READ_FILES:
+        paths.update(folder.glob(pattern))
+
+    for path in sorted(paths):
         if path.is_dir():
             continue
         try:
             content = read_at_most(path, MAX_TOKENIZER_BYTES, "a tokenizer")
         except OSError as error:
             raise DataError(f"tokenizer {name}: {path.name} cannot be read ({error})") from error
+        # A vocab.txt has a token in each line.
         if path.suffix == ".txt" and content.count(b"\n") > MAX_IDS:
             raise DataError(f"tokenizer {name}: {path.name} has more than {MAX_IDS:,} lines; choose another tokenizer")
         if path.suffix == ".json":
-            for problem in problems_of_ids(_ids_in(path.name, content)):
+            for problem in problems_of_ids(_token_ids_in(path.name, content)):
                 raise DataError(f"tokenizer {name}: {path.name}: {problem}; choose another tokenizer")
 
 
-def _ids_in(file: str, content: bytes) -> Iterator[int]:
-    """Yield the ids that a file names, if it can be read."""
+def _token_ids_in(file_name: str, content: bytes) -> Iterator[int]:
+    """Yield the token ids in a JSON file of a tokenizer. Yields nothing if it cannot be parsed or is not an object.
+
+    A vocab.json is {"the": 262}. A tokenizer_config.json may have {"added_tokens_decoder": {"50256": {…}}}.
+    """
     with contextlib.suppress(ValueError):
-        values: Any = parse_json(content)
-        if not isinstance(values, dict):
+        settings: Any = parse_json(content)
+        if not isinstance(settings, dict):
             return
-        if file in ID_FILES:
-            yield from (value for value in values.values() if isinstance(value, int))
-        decoder = values.get("added_tokens_decoder")
-        yield from (int(key) for key in decoder if key.isdecimal()) if isinstance(decoder, dict) else ()
+        if file_name in ID_FILES:
+            yield from (token_id for token_id in settings.values() if isinstance(token_id, int))
+        added_tokens = settings.get("added_tokens_decoder")
+        if isinstance(added_tokens, dict):
+            yield from (int(key) for key in added_tokens if key.isdecimal())

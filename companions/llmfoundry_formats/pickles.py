@@ -1,10 +1,13 @@
-"""Reader of pickles that other programs wrote. The one module here that unpickles anything.
+"""Reader of pickles that other programs wrote. No other module of this package unpickles anything.
 
-LLM Foundry's and Composer's checkpoints, and Hugging Face weights older than safetensors, exist as pickles only. A
-pickle is a program that may call whatever Python can import. torch's own weights-only reader is tried first. With
-`--trust-pickle`, a file that it refuses is read by `TensorsOnly`, which builds tensors and plain containers and
-replaces everything else by `StandIn`s, which do nothing. So the classes that a checkpoint mentions need not be
-installed, and none of them is ever imported or called.
+Checkpoints of LLM Foundry and Composer, and Hugging Face weights older than safetensors, exist as pickles only. A
+pickle is a program that may call whatever Python can import. So a file is read in two steps:
+
+1. torch's own weights-only reader, which is always tried first.
+2. `TensorsOnly`, for a file that torch refuses, and only with `--trust-pickle`. It builds tensors and plain containers,
+   and replaces everything else by a `StandIn`, which does nothing.
+
+The classes that a checkpoint mentions therefore need not be installed, and none of them is ever imported or called.
 """
 
 import collections
@@ -41,92 +44,123 @@ class Unpickled(NamedTuple):
     """The name that torch's weights-only reader refused; None if it read everything."""
 
     def describe(self, name: str) -> str:
+        """Return a sentence for the user about how the file `name` was read."""
         if self.refused is None:
             return f"{name} was read by torch's weights-only reader"
         return f"{name} holds {self.refused}, so it was {STOOD_IN}"
 
 
 def read_weights_file(path: Path, *, is_trusted: bool) -> tuple[dict[str, torch.Tensor], str]:
-    """Read a pytorch_model.bin: its tensors, and how it was read. Raises CheckpointError or ExportError."""
-    found = read_torch_file(path, str(path), is_trusted=is_trusted)
-    content = found.content
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    """Read a pytorch_model.bin. Returns its tensors by name, and a sentence about how they were read.
+
+    `is_trusted` is as in `read_torch_file`. Raises CheckpointError if the file cannot be read, and ExportError if it
+    contains more than tensors.
+    """
+    unpickled = read_torch_file(path, str(path), is_trusted=is_trusted)
+    tensors = unpickled.content
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ExportError(f"{path}: expected tensors by name and nothing else")
-    return content, found.describe(path.name)
+    return tensors, unpickled.describe(path.name)
 
 
-def read_torch_file(source: Path | bytes, where: str, *, is_trusted: bool) -> Unpickled:
-    """Read a file of `torch.save`, memory-mapped where its layout allows, or its bytes. Tensors are on the CPU.
+def read_torch_file(source: Path | bytes, location: str, *, is_trusted: bool) -> Unpickled:
+    """Read what `torch.save` wrote. Tensors are on the CPU.
 
-    `where` names it in errors. Raises CheckpointError; unless `is_trusted`, also for what torch's weights-only reader
-    refuses.
+    source: a file, which is memory-mapped if it is a ZIP archive, or the bytes of one.
+    location: where the source is, for errors.
+    is_trusted: whether a source that torch's weights-only reader refuses is read by `TensorsOnly`.
+
+    Raises CheckpointError for a damaged source, for one whose tensors take more memory than it stores, and, unless it
+    is trusted, for one that torch's reader refuses.
     """
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb", opener=open_regular) as file:
-            first_byte, is_zip = file.read(1), zipfile.is_zipfile(file)
-            packed = _packed_member(file) if is_zip else None
+            first_byte = file.read(1)
+            is_zip = zipfile.is_zipfile(file)
+            compressed_member = _compressed_member(file) if is_zip else None
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{location}: cannot be read: {error.strerror or error}") from error
+
+    # torch.save writes a ZIP archive or, in its old format, a pickle. Any pickle of today begins with the byte 0x80.
     if not is_zip and first_byte != b"\x80":
-        raise CheckpointError(f"{where}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
-    if packed is not None:  # torch would read packed bytes as a tensor's values, and unpack other members to any size
-        raise CheckpointError(f"{where}: {packed} in it is packed, which torch.save never does; save it again")
+        raise CheckpointError(f"{location}: not a file of torch.save, or cut off; if it is compressed, unpack it first")
+    # torch would read compressed bytes as a tensor's values, and unpack other members to any size.
+    if compressed_member is not None:
+        raise CheckpointError(
+            f"{location}: {compressed_member} in it is packed, which torch.save never does; save it again"
+        )
 
     is_mapped = is_zip and not isinstance(source, bytes)
     try:
         try:
             content = torch.load(_reopen(source), map_location="cpu", mmap=is_mapped, weights_only=True)
-            return Unpickled(_with_stored_values(content, where), None)
+            refused = None
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))
-            refused = named[1] if named else "something in it"
+            match = re.search(r"GLOBAL ([\w.]+)", str(error))
+            refused = match[1] if match else "something in it"
             if not is_trusted:
                 raise CheckpointError(
-                    f"{where}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
+                    f"{location}: a pickle that holds more than tensors ({refused}); if you trust where it comes from, "
                     "make a checkpoint of its folder: llmfoundry-lite checkpoint import FOLDER OUT --trust-pickle"
                 ) from None
-            # With --trust-pickle: not torch's unpickler but ours, which imports and calls nothing.
-            ours: Any = _TensorsOnlyModule
-            options = {"mmap": is_mapped, "weights_only": False, "pickle_module": ours}
+            # `weights_only=False` is safe here, because the unpickler is ours, which imports and calls nothing.
+            unpickler: Any = _TensorsOnlyModule
+            options = {"mmap": is_mapped, "weights_only": False, "pickle_module": unpickler}
             content = torch.load(_reopen(source), map_location="cpu", **options)
-            return Unpickled(_with_stored_values(content, where), refused)
+        _check_stored_sizes(content, location)
+        return Unpickled(content, refused)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged or hostile pickle raises whatever it likes
-        raise CheckpointError(f"{where}: cannot be read: {first_line(error)}") from None
+        raise CheckpointError(f"{location}: cannot be read: {first_line(error)}") from None
 
 
 def _reopen(source: Path | bytes) -> Any:
+    """Return the source as torch.load takes it, from its beginning. torch maps only files that it opens by name."""
     return io.BytesIO(source) if isinstance(source, bytes) else str(source)
 
 
-def _packed_member(file: IO[bytes]) -> str | None:
-    """Name a compressed member of a ZIP archive; None if there is none, or the file is no whole archive."""
+def _compressed_member(file: IO[bytes]) -> str | None:
+    """Return the name of a compressed member of a ZIP archive; None if there is none, or the archive is not whole."""
     try:
         with zipfile.ZipFile(file) as archive:
-            return next((one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    return member.filename
     except zipfile.BadZipFile:
         return None
+    return None
 
 
-def _with_stored_values(content: Any, where: str) -> Any:
-    """Return the content of a file. Raises CheckpointError for a tensor with far more values than the file stores: with
-    a stride of 0, four bytes may have a shape of terabytes, and any copy needs those."""
-    seen, waiting = set[int](), [content]
-    while waiting:
-        value = waiting.pop()
+def _check_stored_sizes(content: Any, location: str) -> None:
+    """Raise CheckpointError for a tensor with far more values than its file stores, anywhere in nested containers.
+
+    With a stride of 0, four stored bytes can have a shape of terabytes, and any copy would take that much memory.
+    """
+    seen_ids: set[int] = set()
+    pending = [content]
+    while pending:
+        value = pending.pop()
         if isinstance(value, torch.Tensor):
-            if value.layout == torch.strided and value.nbytes > MAX_REPEATED_BYTES + value.untyped_storage().nbytes():
-                size = f"{value.nbytes:,} bytes, and {value.untyped_storage().nbytes():,} are stored"
-                raise CheckpointError(f"{where}: a tensor of shape {list(value.shape)} has {size}; save its values")
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            waiting.extend(value.values() if isinstance(value, dict) else value)
-    return content
+            if value.layout != torch.strided:
+                continue
+            stored_bytes = value.untyped_storage().nbytes()
+            if value.nbytes > MAX_REPEATED_BYTES + stored_bytes:
+                raise CheckpointError(
+                    f"{location}: a tensor of shape {list(value.shape)} has {value.nbytes:,} bytes, and "
+                    f"{stored_bytes:,} are stored; save its values"
+                )
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen_ids:  # a container may contain itself
+            seen_ids.add(id(value))
+            pending.extend(value.values() if isinstance(value, dict) else value)
 
 
 def read_dcp_metadata(path: Path) -> dcp.Metadata:
-    """Read the `.metadata` of a checkpoint of torch.distributed.checkpoint. Raises CheckpointError."""
+    """Read the `.metadata` of a checkpoint of torch.distributed.checkpoint.
+
+    Raises CheckpointError if the file is damaged or contains anything else. Only its outermost type is checked, so that
+    a hostile file may still have any value in any field.
+    """
     try:
         with open(path, "rb", opener=open_regular) as file:
             metadata = TensorsOnly(file).load()
@@ -138,7 +172,10 @@ def read_dcp_metadata(path: Path) -> dcp.Metadata:
 
 
 class StandIn:
-    """Replacement of every class and function that no tensor needs. It accepts any call and does nothing."""
+    """Replacement of every class and function that no tensor needs. It accepts any call and does nothing.
+
+    A pickle may call it, set its state or items, or append to it, as if it were a list, a set or a dictionary.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -157,8 +194,8 @@ RECORDS = (
 """Dataclasses of a sharded checkpoint's metadata. Only fields of these may be set."""
 
 
-def _member(owner: Any, name: str) -> Any:
-    """Return a member of an enumeration in ALLOWED, by name; of anything else, a stand-in."""
+def _enum_member_or_stand_in(owner: Any, name: str) -> Any:
+    """Replace `getattr` in a pickle: return a member of an enumeration in ALLOWED, and otherwise a stand-in."""
     return owner[name] if isinstance(owner, enum.EnumMeta) else StandIn()
 
 
@@ -171,7 +208,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     # Python 3.11's first releases write a member of an enumeration in this way.
-    ("builtins", "getattr"): _member,
+    ("builtins", "getattr"): _enum_member_or_stand_in,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
         (cls.__module__, cls.__qualname__): cls
@@ -184,28 +221,37 @@ ALLOWED: dict[tuple[str, str], Any] = {
 class TensorsOnly(pickle._Unpickler):
     """Unpickler without imports: it knows the names in ALLOWED, and replaces all others by `StandIn`.
 
-    It sets no attributes but the fields of RECORDS. Written in Python, because the unpickler in C cannot be told what
-    may be set.
+    It sets no attributes but the fields of RECORDS. Its base is the standard library's unpickler in Python, because the
+    one in C cannot be told what may be set.
     """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return what a pickle means by a module and a name, without importing anything."""
         return ALLOWED.get((module, name), StandIn)
 
     def load_build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
+        """Set the state of an object: the pickle's BUILD instruction, with the state on top of the stack.
+
+        Only a record gets its state. That of a stand-in, and a state_dict's `_metadata`, are dropped. Raises
+        UnpicklingError for any other object, because setting attributes of a class or a function could change what
+        later code does.
+        """
+        state = self.stack.pop()
+        target = self.stack[-1]
         is_record = type(target) in RECORDS
+        is_state_dropped = type(target) in (StandIn, collections.OrderedDict)
         if is_record and hasattr(target, "__setstate__"):
             target.__setstate__(state)
         elif is_record and isinstance(state, dict):
-            fields = {field.name for field in dataclasses.fields(target)}
-            vars(target).update({name: value for name, value in state.items() if name in fields})
-        elif type(target) not in (StandIn, collections.OrderedDict):  # a state_dict's `_metadata` is not needed
-            kind = target if isinstance(target, type | types.FunctionType) else type(target)
+            field_names = {field.name for field in dataclasses.fields(target)}
+            vars(target).update({name: value for name, value in state.items() if name in field_names})
+        elif not is_state_dropped:
+            owner = target if isinstance(target, type | types.FunctionType) else type(target)
             raise pickle.UnpicklingError(
-                f"it sets attributes of {kind.__module__}.{kind.__qualname__}, which no checkpoint needs"
+                f"it sets attributes of {owner.__module__}.{owner.__qualname__}, which no checkpoint needs"
             )
 
     dispatch[pickle.BUILD[0]] = load_build

@@ -1,7 +1,11 @@
-"""Causal language models that only transformers can compute, evaluated as they are, row by row.
+"""Causal language models that only transformers can compute, evaluated with its code and with one text in each row.
 
-A folder is refused where the model is not what its config.json says: it has options that transformers ignores, weights
-are missing or packed, tokens see later ones. Code in a folder is never run.
+`open_plain` checks a folder's config.json, and `load_plain` loads and checks the model. A folder is refused if the
+model is not what its config.json says: transformers ignores one of its options, weights are missing or packed, or
+tokens see later ones. Code in a folder is never run. `PlainModel` has the methods that the evaluation calls.
+
+Shapes: b rows, t tokens, c columns (positions of a row whose logits are needed), v vocabulary, d width, u tokens of
+answers.
 """
 
 import dataclasses
@@ -28,33 +32,46 @@ DECISIVE_OPTIONS = (
     *("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "sliding_window", "qk_ln", "qk_norm"),
 )
-"""Keys of config.json that change logits. transformers ignores any that a model's class does not declare."""
-FAULTS = {
+"""Keys of config.json that change logits. transformers ignores a key that a model's class does not declare."""
+LOADING_FAULTS = {
     "missing_keys": "lacks weights of its model",  # transformers would draw them at random
     "unexpected_keys": "has weights that its model has no place for",
     "mismatched_keys": "has weights of other shapes than its model",
 }
-FLOATS = ("F32", "BF16", "F16", "F64")
+FLOAT_DTYPES = ("F32", "BF16", "F16", "F64")
+"""dtypes of weights, as safetensors names them, that are not packed."""
 MAX_PROBED_TOKENS = 1024
-"""Attention to later tokens is looked for in so many, and no further. Five such rows cost less than a small task."""
+"""Length of the row in which attention to later tokens is looked for. Five such rows cost less than a small task."""
+MAX_ROUNDING_FP32 = 1e-4
+MAX_ROUNDING = 1e-2
+"""Changes of earlier logits, relative to those of later ones, that are rounding alone: in fp32, and in other dtypes."""
+DEFAULT_MAX_SEQ_LEN = 2048
+"""Tokens in a row for a model whose config.json has no limit."""
 
 
 def open_plain(folder: Path) -> Callable[[Placement], "PlainModel"]:
-    """Return a function that loads the folder's model. Raises DataError where its config.json rules that out."""
+    """Check a folder's config.json, and return a function that loads the model onto a device.
+
+    Raises DataError if the model cannot be loaded or would not be what config.json says.
+    """
     read_plain_config(folder)
-    return lambda at: load_plain(folder, at)
+    return lambda placement: load_plain(folder, placement)
 
 
 def read_plain_config(folder: Path) -> Any:
-    """Return transformers' description of the model. Raises DataError."""
+    """Return transformers' configuration of the model.
+
+    Raises DataError if transformers does not know the type of the model, or would ignore one of DECISIVE_OPTIONS.
+    """
     from transformers import AutoConfig
 
-    with _refuse_what_fails(folder):
+    with _loading_errors_as_data_errors(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+
+    declared_keys = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
     hf_config = read_hf_config(folder)
     for key in DECISIVE_OPTIONS:
-        if hf_config.get(key) is not None and key not in declared:
+        if hf_config.get(key) is not None and key not in declared_keys:
             raise DataError(
                 f"models: {folder}: {key} is {json.dumps(hf_config[key])} in config.json, and transformers' "
                 f"{config.model_type} ignores it; expected a model that has it"
@@ -63,13 +80,15 @@ def read_plain_config(folder: Path) -> Any:
 
 
 @contextmanager
-def _refuse_what_fails(folder: Path) -> Iterator[None]:
-    """Turn whatever transformers, its readers and such models raise into a DataError."""
+def _loading_errors_as_data_errors(folder: Path) -> Iterator[None]:
+    """Raise DataError for whatever transformers, its readers of files and a model's forward pass raise."""
     try:
         yield
     except Exception as error:
+        # transformers asks for trust_remote_code=True if the model's class is a Python file in the folder.
         if "trust_remote_code" in str(error):
-            code = ", ".join(map(str, (read_hf_config(folder).get("auto_map") or {}).values()))
+            class_names = (read_hf_config(folder).get("auto_map") or {}).values()
+            code = ", ".join(map(str, class_names))
             raise DataError(
                 f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model "
                 "that transformers has itself"
@@ -78,28 +97,37 @@ def _refuse_what_fails(folder: Path) -> Iterator[None]:
         raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error
 
 
-def load_plain(folder: Path, at: Placement) -> "PlainModel":
-    """Load a model of transformers. Raises DataError or ExportError unless it is the causal model that it claims."""
+def load_plain(folder: Path, placement: Placement) -> "PlainModel":
+    """Load a model with transformers, on the device and in the dtype of `placement`.
+
+    Raises DataError or ExportError unless it is the causal language model that its config.json describes.
+    """
     from transformers import AutoModelForCausalLM
 
-    config, dtypes = read_plain_config(folder), read_dtypes(folder)
-    # Unless it is told how to unpack weights, transformers reads packed ones as plain numbers.
-    packed = [name for name, of in dtypes.items() if name.endswith(".weight") and of not in FLOATS]
+    config = read_plain_config(folder)
+
+    # Unless config.json tells it how to unpack weights, transformers reads packed ones as plain numbers.
+    dtypes = read_dtypes(folder)
+    packed = [name for name, dtype in dtypes.items() if name.endswith(".weight") and dtype not in FLOAT_DTYPES]
     if packed and not read_hf_config(folder).get("quantization_config"):
         raise DataError(
             f"models: {folder}: tensor {packed[0]} is {dtypes[packed[0]]}, and config.json has no quantization_config; "
-            f"expected {', '.join(FLOATS)}"
+            f"expected {', '.join(FLOAT_DTYPES)}"
         )
-    with _refuse_what_fails(folder):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=at.dtype, output_loading_info=True, trust_remote_code=False
+
+    with _loading_errors_as_data_errors(folder):
+        model_and_report: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=placement.dtype, output_loading_info=True, trust_remote_code=False
         )
-    model, found = loaded
-    for kind, fault in FAULTS.items():
-        if names := sorted(map(str, found[kind])):
-            raise DataError(f"models: {folder} {fault}: {names[0]} and {len(names) - 1} more")
-    with _refuse_what_fails(folder):  # such a model may not compute what its config.json promises
-        plain = PlainModel(model.to(at.device).eval(), at.device)
+    model, loading_report = model_and_report
+    for report_key, fault in LOADING_FAULTS.items():
+        tensor_names = sorted(map(str, loading_report[report_key]))
+        if tensor_names:
+            raise DataError(f"models: {folder} {fault}: {tensor_names[0]} and {len(tensor_names) - 1} more")
+
+    # The first forward passes: the model may be unable to compute what its config.json says.
+    with _loading_errors_as_data_errors(folder):
+        plain = PlainModel(model.to(placement.device).eval(), placement.device)
         sees_ahead = _sees_ahead(plain)
     if sees_ahead:
         raise DataError(
@@ -111,85 +139,117 @@ def load_plain(folder: Path, at: Placement) -> "PlainModel":
 
 @torch.no_grad()
 def _sees_ahead(model: "PlainModel") -> bool:
-    """Return whether a change of later tokens changes earlier logits, and not by rounding alone.
+    """Return whether a change of later tokens changes earlier logits by more than rounding does.
 
-    Changes begin at odd indices, so that a block whose tokens all see each other is cut in two.
+    A row of random tokens is computed once, and then again with all tokens replaced from some index on. In a causal
+    model, no logits before this index change. The indices are odd, so that a model whose tokens all see each other
+    within blocks (of 2, 4, … tokens) has a block that begins before the index and ends after it.
     """
     length = min(MAX_PROBED_TOKENS, model.max_seq_len)
-    places = {place for place in (1, length // 4 | 1, length // 2 | 1, length - 1) if 0 < place < length}
-    if not places:
-        return False
+    candidate_starts = (1, length // 4 | 1, length // 2 | 1, length - 1)
+    starts = {start for start in candidate_starts if 0 < start < length}
+    if not starts:
+        return False  # a row of one token has no later ones
+
+    # Adding 1 to v - 1, modulo v, gives a different token everywhere.
     generator = torch.Generator().manual_seed(0)
     tokens_1t = torch.randint(model.vocab_size, (1, length), generator=generator).to(model.device)
     steps_1t = torch.randint(1, max(2, model.vocab_size), (1, length), generator=generator).to(model.device)
-    others_1t = (tokens_1t + steps_1t) % model.vocab_size
-    columns_c = torch.tensor(sorted({*range(0, length, 8), *places, *(place - 1 for place in places)})).to(model.device)
+    other_tokens_1t = (tokens_1t + steps_1t) % model.vocab_size
+
+    # Logits of every position would take much memory: one in 8 is compared, and both sides of each change.
+    columns = {*range(0, length, 8), *starts, *(start - 1 for start in starts)}
+    columns_c = torch.tensor(sorted(columns)).to(model.device)
     expected_1cv = model.logits(tokens_1t, columns_c).float()
-    tolerance = 1e-4 if next(model.model.parameters()).dtype == torch.float32 else 1e-2
-    for place in places:
-        changed_1t = torch.cat([tokens_1t[:, :place], others_1t[:, place:]], dim=1)
-        apart_c = (model.logits(changed_1t, columns_c).float() - expected_1cv)[0].abs().amax(dim=-1)
-        if apart_c[columns_c < place].max() > tolerance * apart_c[columns_c >= place].max():
+    is_fp32 = next(model.model.parameters()).dtype == torch.float32
+    tolerance = MAX_ROUNDING_FP32 if is_fp32 else MAX_ROUNDING
+
+    for start in starts:
+        changed_1t = torch.cat([tokens_1t[:, :start], other_tokens_1t[:, start:]], dim=1)
+        difference_1cv = model.logits(changed_1t, columns_c).float() - expected_1cv
+        difference_c = difference_1cv[0].abs().amax(dim=-1)
+        before = difference_c[columns_c < start].max()
+        after = difference_c[columns_c >= start].max()
+        if before > tolerance * after:
             return True
     return False
 
 
 class PlainModel:
-    """Any causal language model of transformers. Padding is on the right, where causal attention never looks."""
+    """Any causal language model of transformers, with the methods that the evaluation calls.
+
+    Rows are padded on the right, where causal attention never looks. They share no prefixes, and a row is one text.
+    """
 
     shares_prefixes = False
     separates_documents = False
     separator: Separator | None = None
 
     def __init__(self, model: Any, device: torch.device):
+        """Wrap a model that is on `device`. Its last layer is changed to return fp32 logits."""
         self.model = model
         self.device = device
         _make_fp32_logits(model)
         self.keeps_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
-        config = getattr(model.config, "text_config", model.config)  # models that read more than text keep it there
+        """Whether the model can compute the logits of some positions alone."""
+
+        # Models that read more than text have the options of the language model in a block of their own.
+        config = getattr(model.config, "text_config", model.config)
         self.vocab_size = int(config.vocab_size)
-        names = ("max_position_embeddings", "n_positions", "max_seq_len")
-        said = [int(value) for name in names if (value := getattr(config, name, None))]
-        self.max_seq_len = next((value for value in said if value > 0), 2048)  # -1 where there is no limit
-        for name, table in model.named_modules():  # RoBERTa's table of positions begins with padding's
+
+        # Families have different names for the limit, and some write -1 for none.
+        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
+        positive_limits = [int(limit) for limit in limits if limit and int(limit) > 0]
+        self.max_seq_len = positive_limits[0] if positive_limits else DEFAULT_MAX_SEQ_LEN
+        # RoBERTa's table of positions begins with those of padding, so it has fewer for tokens than config.json says.
+        for name, table in model.named_modules():
             if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
                 self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)
 
     def score(self, inputs: Inputs, answers: AnswerTokens) -> Scores:
+        """Score the tokens of answers in a batch of rows, from the logits of their columns."""
         assert inputs.positions_bt is None, "rows are plain text"
-        columns_c, which_u = answers.columns_u.unique(return_inverse=True)
+        columns_c, column_index_u = answers.columns_u.unique(return_inverse=True)
         logits_bcv = self.logits(inputs.tokens_bt, columns_c)
-        return score_logits([logits_bcv[answers.rows_u, which_u].float()], answers)
+        return score_logits([logits_bcv[answers.rows_u, column_index_u].float()], answers)
 
     def logits(self, tokens_bt: torch.Tensor, columns_c: torch.Tensor) -> torch.Tensor:
-        """Return logits [b, c, v] of the columns."""
+        """Return the logits [b, c, v] at some columns of the rows."""
         if self.keeps_columns:
             return self.model(input_ids=tokens_bt, logits_to_keep=columns_c).logits
         return self.model(input_ids=tokens_bt).logits[:, columns_c]
 
     @torch.no_grad()
     def generate(self, context: Sequence[int], max_new_tokens: int) -> Iterator[int]:
-        tokens_1t, past = torch.tensor([context], device=self.device), None
+        """Yield the likeliest next token again and again, at most `max_new_tokens` times."""
+        tokens_1t = torch.tensor([context], device=self.device)
+        cache = None
         for _ in range(max_new_tokens):
             with without_cudnn():
-                output = self.model(input_ids=tokens_1t, past_key_values=past, use_cache=True)
+                output = self.model(input_ids=tokens_1t, past_key_values=cache, use_cache=True)
             logits_11v = output.logits[:, -1:].float()
             check_finite(logits_11v)
             next_11 = logits_11v.argmax(dim=-1)
             yield int(next_11)
+
             # The oldest models have no cache, and recurrent ones another kind: both read the whole text again.
-            past = getattr(output, "past_key_values", None)
-            tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if past is None else next_11
+            cache = getattr(output, "past_key_values", None)
+            tokens_1t = torch.cat([tokens_1t, next_11], dim=1) if cache is None else next_11
 
 
 def _make_fp32_logits(model: Any) -> None:
-    """Let the last layer of a model in another precision compute in fp32, as ours does: rounded logits make ties."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if isinstance(head, nn.Linear) and head.weight.dtype != torch.float32:
+    """Replace the forward of a model's last layer, unless it is fp32 already, by one that computes in fp32.
 
-        def in_fp32(hidden_btd: torch.Tensor) -> torch.Tensor:
-            bias = None if head.bias is None else head.bias.float()
-            return nn.functional.linear(hidden_btd.float(), head.weight.float(), bias)
+    Our own model does the same. Logits that are rounded to bf16 are often equal, and ties change which answer wins.
+    """
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    head: Any = get_head() if get_head is not None else None
+    if not isinstance(head, nn.Linear) or head.weight.dtype == torch.float32:
+        return
 
-        module: Any = head
-        module.forward = in_fp32
+    def forward_fp32(hidden_btd: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return nn.functional.linear(hidden_btd.float(), head.weight.float(), bias)
+
+    module: Any = head
+    module.forward = forward_fp32

@@ -1,4 +1,9 @@
-"""Rows of tables, for `data prepare`: CSV, parquet and arrow."""
+"""Rows of tables, for `data prepare`: CSV, parquet and arrow.
+
+`cut_table` cuts a file into units, the parts that one worker reads at a time. A unit of parquet or arrow has only the
+range of its row groups or record batches, and `read_table` reads these. A unit of CSV contains its texts, because a CSV
+file cannot be read from an arbitrary position.
+"""
 
 import csv
 import io
@@ -6,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import (
@@ -21,50 +26,66 @@ from llmfoundry_lite.prepare.sources import stream_units
 
 
 def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request: PrepareRequest) -> Iterator[Unit]:
-    """Yield the units of a file, of at least `target_bytes` each but for the last. `kind` is csv or table."""
+    """Yield the units of a file, of about `target_bytes` each. The last unit may be smaller.
+
+    `kind` is "csv", or "table" for parquet and arrow. `size_bytes` is the size of the file. Raises DataError.
+    """
     if kind == "table":
         yield from table_units(path, size_bytes, target_bytes)
         return
-    keys = request.text_keys
-    rows = ((text_of_row(row, keys), read) for row, read in read_csv(path, request.encoding, keys))
-    yield from stream_units("rows", str(path), rows, target_bytes, size_bytes)
+    rows_and_positions = read_csv(path, request.encoding, request.text_keys)
+    texts = ((text_of_row(row, request.text_keys), bytes_read) for row, bytes_read in rows_and_positions)
+    yield from stream_units("rows", str(path), texts, target_bytes, size_bytes)
 
 
-# CSV
+# -------------------------------------------------------------------------------------------------------------- CSV
 
 
 def read_csv(
-    path: Path, encoding: str | None, wanted: Sequence[str]
+    path: Path, encoding: str | None, wanted_columns: Sequence[str]
 ) -> Iterator[tuple[Mapping[str, str] | UnreadableText, int]]:
-    """Read the rows below the header, each with the number of bytes read from disk so far.
+    """Yield the rows below the header, each with the number of bytes read from disk so far.
 
-    Raises DataError where the rows cannot be separated, or if two columns have the same name and it is `wanted`.
+    A row that does not parse, or has another number of fields than the header, is yielded as an UnreadableText. Raises
+    DataError if the rows cannot be told apart, or if a wanted column has the same name as another.
     """
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
+    delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","  # data.tsv, or data.tsv.gz
     with open_content(path) as (file, position), encoding_errors_as_data_errors(path, encoding):
         text = io.TextIOWrapper(file, encoding or "utf-8", "surrogateescape", newline="")
-        rows = csv.reader(
-            lines := CsvLines(path, text), delimiter="\t" if ".tsv" in path.suffixes[-2:] else ",", strict=True
-        )
+        lines = CsvLines(path, text)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
         header = next_row(rows, lines)
         if isinstance(header, UnreadableText):
             raise DataError(f"{path}: its header{header.description}; repair the file")
-        check_names_differ(path, header or [], wanted)
-        while header is not None and (row := next_row(rows, lines)) is not None:
+        check_names_differ(path, header or [], wanted_columns)
+        if header is None:
+            return
+
+        while True:
+            row = next_row(rows, lines)
+            if row is None:
+                return
             if isinstance(row, UnreadableText):
                 yield row, position()
             elif len(row) == len(header):
                 yield dict(zip(header, row, strict=True)), position()
-            elif row:  # an empty line is none
+            elif row:  # an empty line has no fields, and is not a row
                 sentence = f" has {len(row)} fields, expected the {len(header)} of the header"
                 yield UnreadableText("invalid_csv", sentence), position()
 
 
 class CsvLines:
-    """Lines of a CSV file, as an iterator. A row may have several, because a quoted field may contain line ends."""
+    """Lines of a CSV file, for csv.reader, with a limit on the size of a row.
+
+    A row may have several lines, because a quoted field may contain line ends. Whoever reads a row sets
+    `row_characters` to 0 before. Iteration raises DataError for a longer row than MAX_DOCUMENT_BYTES characters.
+    """
 
     def __init__(self, path: Path, text: io.TextIOWrapper) -> None:
-        self.path, self._text, self._number = path, text, 0
+        self.path = path
+        self._text = text
+        self._line_number = 0
         self.row_characters = 0
         """Number of characters in the row so far."""
 
@@ -72,79 +93,131 @@ class CsvLines:
         return self
 
     def __next__(self) -> str:
-        self._number += 1
-        if not (line := self._text.readline(MAX_DOCUMENT_BYTES)):
+        self._line_number += 1
+        line = self._text.readline(MAX_DOCUMENT_BYTES)
+        if not line:
             raise StopIteration
         self.row_characters += len(line)
         if self.row_characters >= MAX_DOCUMENT_BYTES:
-            raise DataError(f"{self.path}, line {self._number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
-        return line.removeprefix("\ufeff") if self._number == 1 else line
+            raise DataError(f"{self.path}, line {self._line_number} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB")
+        return line.removeprefix("\ufeff") if self._line_number == 1 else line
 
 
 def next_row(rows: Any, lines: CsvLines) -> list[str] | UnreadableText | None:
-    first_line, path, lines.row_characters = rows.line_num + 1, lines.path, 0
+    """Return the fields of the next row of a csv.reader over `lines`; None at the end of the file.
+
+    Returns an UnreadableText for a row that does not parse, if the next row can still be found. Raises DataError if it
+    cannot, because a quote is never closed.
+    """
+    first_line = rows.line_num + 1
+    lines.row_characters = 0
     try:
         return next(rows, None)
     except csv.Error as error:
-        if "unexpected end" in str(error) or "field limit" in str(error):
+        # Such a field goes on until the file or the limit ends, and contains all rows that follow.
+        is_never_closed = "unexpected end" in str(error) or "field limit" in str(error)
+        if is_never_closed:
             raise DataError(
-                f"{path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the file"
+                f"{lines.path}: a quote that opens in line {first_line} or after is never closed ({error}); repair the "
+                "file"
             ) from error
         return UnreadableText("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
 
 
-def check_names_differ(path: Path, names: list[str], wanted: Sequence[str]) -> None:
-    """Raise DataError if several columns have the name of a wanted one."""
-    for key in wanted:
+def check_names_differ(path: Path, names: list[str], wanted_columns: Sequence[str]) -> None:
+    """Raise DataError if several columns have the name of a wanted one. A key `a.b` means the field b of a column a."""
+    for key in wanted_columns:
         name = key if key in names else key.partition(".")[0]
-        if (count := names.count(name)) > 1:
-            raise DataError(f"{path} has {count} columns named {name!r}; rename all but one")
+        num_columns = names.count(name)
+        if num_columns > 1:
+            raise DataError(f"{path} has {num_columns} columns named {name!r}; rename all but one")
 
 
-# Parquet and arrow
+# ------------------------------------------------------------------------------------------------ parquet and arrow
+
+
+class TablePart(NamedTuple):
+    """A row group of a parquet file, or a record batch of an arrow file: the smallest part that is read by itself."""
+
+    num_rows: int
+    num_bytes: int
+    """In a parquet file, an equal share of the file's bytes."""
 
 
 def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
-    """Yield consecutive row groups or record batches of at least `target_bytes` together."""
-    start = consumed_bytes = num_rows = 0
-    for group, group_bytes in group_by_size(table_parts(path, size_bytes), lambda part: part[1], target_bytes):
-        left = size_bytes - consumed_bytes
-        share, end = left if group_bytes < target_bytes else min(group_bytes, left), start + len(group)
-        yield Unit(kind="table", names=(str(path),), start=start, end=end, first_number=1 + num_rows, num_bytes=share)
-        start, consumed_bytes = end, consumed_bytes + share
-        num_rows += sum(rows for rows, _ in group)
+    """Yield units of consecutive parts, of at least `target_bytes` together. Raises DataError for a damaged file.
+
+    The bytes of a unit advance the progress bar. Those of all units together are the file's `size_bytes`, although the
+    batches of a compressed arrow file have more.
+    """
+    start = 0
+    consumed_bytes = 0
+    first_row_number = 1
+    parts = table_parts(path, size_bytes)
+    for group, group_bytes in group_by_size(parts, lambda part: part.num_bytes, target_bytes):
+        end = start + len(group)
+        remaining_bytes = size_bytes - consumed_bytes
+        is_last = group_bytes < target_bytes
+        unit_bytes = remaining_bytes if is_last else min(group_bytes, remaining_bytes)
+        yield Unit(
+            kind="table",
+            names=(str(path),),
+            start=start,
+            end=end,
+            first_number=first_row_number,
+            num_bytes=unit_bytes,
+        )
+        start = end
+        consumed_bytes += unit_bytes
+        first_row_number += sum(part.num_rows for part in group)
 
 
-def table_parts(path: Path, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of rows and bytes in each row group or record batch. Reads only metadata.
+def table_parts(path: Path, size_bytes: int) -> Iterator[TablePart]:
+    """Yield the row groups or record batches of a file. Of a parquet file, only the metadata is read.
 
-    The bytes of a row group are an equal share of the file's.
+    `size_bytes` is the size of the file. Raises DataError if it is damaged.
     """
     if path.suffix == ".arrow":
         with arrow_errors(path, "is damaged"):
-            yield from ((batch.num_rows, batch.nbytes) for batch in open_arrow(path)[1])
-    else:
-        metadata = open_parquet(path).metadata
-        for index in range(count := metadata.num_row_groups):
-            share = size_bytes * (index + 1) // count - size_bytes * index // count
-            yield metadata.row_group(index).num_rows, share
+            _, batches = open_arrow(path)
+            for batch in batches:
+                yield TablePart(batch.num_rows, batch.nbytes)
+        return
+
+    metadata = open_parquet(path).metadata
+    num_groups = metadata.num_row_groups
+    for index in range(num_groups):
+        # Shares of the file, rounded so that they add up to it.
+        begin_bytes = size_bytes * index // num_groups
+        end_bytes = size_bytes * (index + 1) // num_groups
+        yield TablePart(metadata.row_group(index).num_rows, end_bytes - begin_bytes)
 
 
-def read_table(path: Path, start: int, end: int, wanted: Sequence[str]) -> Iterator[Mapping[str, Any] | UnreadableText]:
-    """Read the rows of row groups or record batches [start, end): the `wanted` columns, or all if one is missing."""
+def read_table(
+    path: Path, start: int, end: int, wanted_columns: Sequence[str]
+) -> Iterator[Mapping[str, Any] | UnreadableText]:
+    """Yield the rows of the row groups or record batches [start, end) of a file.
+
+    If the file has all wanted columns, a row has no others. If it lacks one, a row has all columns that there are, so
+    that the error about it can list them. Raises DataError if the file is damaged, or has a wanted column twice.
+    """
     with arrow_errors(path, "is damaged"):
         if path.suffix == ".arrow":
             schema, batches = open_arrow(path)
             batches = islice(batches, start, end)
         else:
             parquet = open_parquet(path)
-            schema, groups = parquet.schema_arrow, list(range(parquet.num_row_groups))[start:end]
-            columns = list(wanted) if has_all(schema, wanted) else None
-            batches = parquet.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
-        check_names_differ(path, schema.names, wanted)
-        columns = sorted({key if key in schema.names else key.partition(".")[0] for key in wanted})
+            schema = parquet.schema_arrow
+            row_groups = list(range(parquet.num_row_groups))[start:end]
+            columns = list(wanted_columns) if has_all(schema, wanted_columns) else None
+            batches = parquet.iter_batches(batch_size=1024, row_groups=row_groups, columns=columns)
+        check_names_differ(path, schema.names, wanted_columns)
+
+        # A field of a column is wanted with its column.
+        top_columns = sorted({key if key in schema.names else key.partition(".")[0] for key in wanted_columns})
         for batch in batches:
-            yield from rows_of(batch.select(columns) if has_all(schema, wanted) else batch)
+            selected = batch.select(top_columns) if has_all(schema, wanted_columns) else batch
+            yield from rows_of(selected)
 
 
 def has_all(schema: Any, keys: Sequence[str]) -> bool:
@@ -152,19 +225,26 @@ def has_all(schema: Any, keys: Sequence[str]) -> bool:
     return all(key in schema.names or has_field(schema, key.split(".")) for key in keys)
 
 
-def has_field(parent: Any, names: list[str]) -> bool:
-    """Return whether a schema or struct type has a field of this path of names."""
+def has_field(parent: Any, field_names: list[str]) -> bool:
+    """Return whether a schema or struct type has a field under a path of names: ["a", "b"] is the field b of a."""
     import pyarrow as pa
 
-    index = parent.get_field_index(names[0])
-    if index < 0 or not names[1:]:
-        return index >= 0
-    kind = parent.field(index).type
-    return pa.types.is_struct(kind) and has_field(kind, names[1:])
+    index = parent.get_field_index(field_names[0])
+    if index < 0:
+        return False
+    nested_names = field_names[1:]
+    if not nested_names:
+        return True
+    field_type = parent.field(index).type
+    return pa.types.is_struct(field_type) and has_field(field_type, nested_names)
 
 
 def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | UnreadableText]:
-    """Yield the rows of a record batch. A batch with a bad string, which Arrow does not check, is read row by row."""
+    """Yield the rows of a record batch. A row with a string that is not UTF-8 is yielded as an UnreadableText.
+
+    Arrow does not check strings, and converts a batch or fails on it as a whole. A batch that fails is converted again,
+    one row at a time.
+    """
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError as error:
@@ -178,7 +258,7 @@ def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | UnreadableText]:
 
 
 def open_parquet(path: Path) -> Any:
-    """Open a parquet file and read its footer."""
+    """Open a parquet file and read its footer, which has the metadata. Raises DataError."""
     import pyarrow.parquet as pq
 
     with arrow_errors(path, "is not a parquet file"):
@@ -186,7 +266,10 @@ def open_parquet(path: Path) -> Any:
 
 
 def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Map an arrow file of either format. Returns its schema and its record batches."""
+    """Map an arrow file into memory. Returns its schema and its record batches.
+
+    Arrow has two formats, for streams and for files. `datasets` writes the former.
+    """
     import pyarrow as pa
 
     source = pa.memory_map(str(path))
@@ -200,8 +283,8 @@ def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
 
 
 @contextmanager
-def arrow_errors(path: Path, what: str) -> Iterator[None]:
-    """Raise DataError, in one sentence, for arrow's errors about a file's content."""
+def arrow_errors(path: Path, complaint: str) -> Iterator[None]:
+    """Raise DataError for arrow's errors about a file's content. `complaint` follows the path: "is damaged"."""
     import pyarrow as pa
 
     try:
@@ -209,4 +292,4 @@ def arrow_errors(path: Path, what: str) -> Iterator[None]:
     except (pa.ArrowInvalid, OSError) as error:
         if getattr(error, "errno", None) is not None:
             raise  # an error of the disk, not of the content
-        raise DataError(f"{path} {what}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{path} {complaint}: {' '.join(str(error).split())}") from error

@@ -234,7 +234,7 @@ def test_a_log_in_json_that_is_too_large_is_refused_with_the_way_to_convert_it(t
     log = tmp_path / "log.json"
     log.write_text(json.dumps({"eval": {}, "samples": ["a" * 100]}))
     for given in (log, tmp_path):  # a folder does not leave it out unsaid
-        assert refusal(given).endswith("read of results in JSON; " + foreign.IN_PARTS)
+        assert refusal(given).endswith("read of results in JSON; " + foreign.CONVERSION_HINT)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
