@@ -1,8 +1,12 @@
-"""YAML files and `key=value` arguments as layers, which are laid over each other: files in order < arguments.
+"""Read YAML files and `key=value` arguments as layers, and merge the layers into the values of one configuration.
 
-A layer keeps its source, so that every message can name the file. Inside `naming_source` a message begins with its key,
-and the source is added; code that names sources itself stands outside of it. An overlay may set only what hardware
-decides. `merge_layers` resolves `${…}` (`resolve.py`) and reads scalars by the schema (`scalars.py`).
+Later layers override earlier ones: YAML files in order, then hardware overlays, then arguments. A layer keeps the name
+of its source, so that every error can name the file in which a key stands. Code that raises errors which begin with a
+key runs inside `naming_source`, which adds the file; code that names files itself runs outside of it.
+
+`read_layers` reads the files. An overlay may set only keys that the hardware decides. `merge_layers` merges them,
+resolves `${…}` (`resolve.py`), and reads scalars by the schema (`scalars.py`). No dataclass is built here: `build.py`
+does that. The functions at the end look up dotted keys, such as `optimizer.lr`, in nested dictionaries.
 """
 
 import contextlib
@@ -48,13 +52,13 @@ GIVEN = "the configuration"
 COMMAND_LINE = "command line"
 """Source of the `key=value` arguments."""
 VARIABLES_OF_OURS = ("tokens_per_second",)
-"""Variables that the plan reads without a reference: `init --hours` has measured it."""
+"""Variables that have an effect without a reference: the planner reads the speed that `init --hours` has measured."""
 HARDWARE = "hardware="
 AUTO_NAMES = ("auto", "yamls/hardware/auto", "yamls/hardware/auto.yaml")
 
 
 TEXT_THAT_YAML_MISREADS = re.compile(r"\{run_name\}|\{\w*\}[\w./-]|#|[^\s\"'\[{].*\s#")
-"""Arguments that are text though YAML would read the beginning of a mapping (`{run_name}/x`) or a comment (`a #1`)."""
+"""Values of arguments that are text, although YAML would read a mapping (`{run_name}/x`) or a comment (`a #1`)."""
 
 
 def read_layers(
@@ -64,13 +68,14 @@ def read_layers(
     for_training: bool = True,
     given: Mapping[str, Any] | None = None,
 ) -> list[ConfigLayer]:
-    """Read the files and settings of a command line into layers, of which later ones override earlier ones.
+    """Read the files and `key=value` pairs of a command line into layers, of which later ones override earlier ones.
 
-    They are `given`, a program's configuration, if there is one; each YAML file, in order; the overlay that
-    `hardware=NAME` or `hardware=auto` names; and one layer for all other `key=value` arguments. An evaluation
-    (`for_training=False`) has no overlays, and needs no file. `check_overlays=False` accepts overlays unchecked.
+    `mpt-1b my.yaml hardware=h100-8 seed=3` gives the layers of mpt-1b.yaml, of my.yaml, of the overlay h100-8.yaml, and
+    of the command line, `{"seed": 3}`. `given`, the configuration of a program that calls the library, is the first
+    layer if there is one. An evaluation (`for_training=False`) has no overlays, and needs no file.
+    `check_overlays=False` accepts overlays that set keys which they may not set.
 
-    Raises ConfigError.
+    Raises ConfigError for files and arguments that cannot be read, and for overlays that are refused.
     """
     layers = [] if given is None else [ConfigLayer(GIVEN, dict(given))]
     overlays: list[ConfigLayer] = []
@@ -91,6 +96,7 @@ def read_layers(
     if for_training and not layers:
         raise ConfigError("command line: no YAML file given; try mpt-quickstart, which comes with the package")
 
+    # A YAML file among the others may be an overlay too, by its line `overlay: hardware`.
     layers += overlays
     if check_overlays:
         layers = [_check_overlay(layer, is_first=layer is layers[0]) for layer in layers]
@@ -110,39 +116,45 @@ def is_key_value(argument: str) -> bool:
 
 
 def is_yaml(argument: str) -> bool:
-    """Return whether the argument is a file, or a YAML that comes with the package, such as `mpt-1b` or `h100-8`."""
+    """Return whether the argument is a YAML file, or the name of one in the package, such as `mpt-1b` or `h100-8`."""
     return argument.endswith((".yaml", ".yml")) or find_yaml(argument) is not None
 
 
 def _read_dotlist(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `key.inner=value` arguments as nested dictionaries. Raises ConfigError.
+    """Return the values of `key=value` arguments as nested dictionaries. Later arguments override earlier ones.
 
-    Each value is read as YAML. OmegaConf makes the blocks, so later arguments override earlier ones.
+    `optimizer.lr=1e-3` and `fsdp_config={}` give `{"optimizer": {"lr": 1e-3}, "fsdp_config": {}}`. Each value is read
+    as YAML. Raises ConfigError for arguments that cannot be read, and for a key that is both a list and a block.
     """
-    tree = OmegaConf.create({}, flags=OBJECTS)
+    merged = OmegaConf.create({}, flags=OBJECTS)
     for argument in arguments:
         key, _, text = argument.partition("=")
-        if not text.strip():  # of a shell's variable that is not set
+        # `run_name=$NAME` leaves nothing after the = if the shell's variable is not set.
+        if not text.strip():
             raise ConfigError(f"command line: {key}: nothing given after =; give a value, or null to leave it out")
+
+        # Apply the argument to an empty configuration first, so that an error here is about this argument alone.
         try:
             value = text if TEXT_THAT_YAML_MISREADS.match(text) else read_yaml(text)
             _refuse_text_lost_by_yaml(key, text, value)
-            OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)  # an error is of this argument alone
+            OmegaConf.update(OmegaConf.create({}, flags=OBJECTS), key, value)
         except (OmegaConfBaseException, YAMLError, UnicodeEncodeError) as error:
             raise ConfigError(f"command line: cannot read {argument}: {_one_line(error)}") from None
+
+        # An error now means that the argument does not go with earlier ones.
         try:
-            OmegaConf.update(tree, key, value)
+            OmegaConf.update(merged, key, value)
         except (OmegaConfBaseException, TypeError, ValueError) as error:
             key = getattr(error, "full_key", None) or "a key"
             raise ConfigError(f"command line: {key}: given both as a list and as a block; remove one") from None
-    return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
+    return typing.cast(dict[str, Any], OmegaConf.to_container(merged))
 
 
 def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
-    """Raise ConfigError for the text of an argument that YAML does not keep as it is.
+    """Raise ConfigError for a `key=text` argument of which YAML loses a part: `value` is what YAML has read in `text`.
 
-    YAML reads `&a` and `---` as nothing, and replaces an end of a line by a space. On a command line such text comes
-    from a shell's variable, and was meant as a name or a path. `value` is what YAML has read.
+    YAML reads `&a` and `---` as null, and replaces the end of a line by a space. On a command line such text comes from
+    a variable of the shell, and was meant as a name or a path.
     """
     stripped = text.strip()
     if value is None and stripped.lower() not in ("null", "~"):
@@ -153,7 +165,10 @@ def _refuse_text_lost_by_yaml(key: str, text: str, value: Any) -> None:
 
 
 def read_file(name: str) -> ConfigLayer:
-    """Read a YAML: a file, or one that comes with the package. Raises ConfigError."""
+    """Read a YAML file into a layer. `name` is a path, or the name of a YAML in the package, such as `mpt-1b`.
+
+    Raises ConfigError if there is no such file, or if it is not a YAML of `key: value` lines.
+    """
     path = find_yaml(name)
     if path is None:
         raise ConfigError(f"{name or repr('')}: no such file{_suggest_file(name)}")
@@ -169,13 +184,17 @@ def read_file(name: str) -> ConfigLayer:
 
 
 def _suggest_file(name: str) -> str:
-    """Return the end of a message about a file that does not exist: a similar name, or empty text."""
-    names_beside_it = [other.name for other in Path(name).parent.glob("*.y*ml")]
-    near = find_nearest(Path(name).name, names_beside_it)
-    if near:
-        return f"; did you mean {Path(name).with_name(near)}?"
-    shipped = near_name(name, cutoff=0.8)
-    return f"; did you mean {shipped}, which comes with the package?" if shipped else ""
+    """Return the end of the message about a file that does not exist: a similar name, or empty text.
+
+    A YAML in the same folder is suggested before one that comes with the package.
+    """
+    path = Path(name)
+    yamls_in_folder = [file.name for file in path.parent.glob("*.y*ml")]
+    nearest = find_nearest(path.name, yamls_in_folder)
+    if nearest:
+        return f"; did you mean {path.with_name(nearest)}?"
+    nearest_shipped = near_name(name, cutoff=0.8)
+    return f"; did you mean {nearest_shipped}, which comes with the package?" if nearest_shipped else ""
 
 
 def _one_line(error: BaseException) -> str:
@@ -183,58 +202,73 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
-    return " ".join(str(error).split("full_key")[0].split())
+    # OmegaConf appends lines such as `full_key: optimizer.lr`. Our messages begin with the key.
+    message = str(error).split("full_key")[0]
+    return " ".join(message.split())
 
 
 # ------------------------------------------------------------------------------------- hardware overlays
 
 
 def is_for_hardware(key: str) -> bool:
-    """Return whether an overlay may set a dotted key: one that decides how and from which disks a run is computed."""
+    """Return whether a hardware overlay may set a dotted key, by the rules of the key and of the blocks around it.
+
+    It may set `fsdp_config.mixed_precision` and `train_loader.num_workers`, which say how and from which disks a run is
+    computed, but not `optimizer.lr`.
+    """
     return any(setting.hardware for setting in settings_along(TrainConfig, key))
 
 
 def hardware_keys() -> list[str]:
-    """Return the keys and whole blocks that a hardware overlay may set, for a message.
+    """Return the keys that a hardware overlay may set, for a message: `precision`, `fsdp_config`, ...
 
-    Outer ones come first, and the keys of streams are given as those of the data set.
+    If it may set a whole block, the block stands for its keys. Keys of the top level come first. The keys of a stream
+    (`train_loader.dataset.streams.*.local`) are given as those of the data set (`train_loader.dataset.local`).
     """
-    outermost: dict[str, None] = {}
+    outermost_keys: dict[str, None] = {}  # a set that keeps its order
     for key in schema_keys(TrainConfig):
         parts = key.replace(".streams.*", "").split(".")
+        # Find the outermost block around the key, or the key itself, that an overlay may set.
         for length in range(1, len(parts) + 1):
             block_or_key = ".".join(parts[:length])
             if is_for_hardware(block_or_key):
-                outermost[block_or_key] = None
+                outermost_keys[block_or_key] = None
                 break
-    return sorted(outermost, key=lambda key: key.count("."))
+    return sorted(outermost_keys, key=lambda key: key.count("."))
 
 
 def _read_overlay(name: str) -> ConfigLayer:
-    """Read an overlay: ours by its name, the user's by its file, or `auto`. Raises ConfigError for another YAML."""
+    """Read the overlay of `hardware=NAME`: a file, the name of one in the package, or `auto`.
+
+    Raises ConfigError for a YAML that is not an overlay, and for keys that need trust in an overlay which `auto` found.
+    """
     if name == "auto":
         values, note = choose_overlay()
         if isinstance(values, Path):
             layer = read_file(str(values))._replace(note=note)
-            if shipped_folder("yamls").resolve() not in values.parents:
+            is_shipped = shipped_folder("yamls").resolve() in values.parents
+            if not is_shipped:
                 _refuse_trusted_keys(layer)
             return layer
+        # There is no overlay for these devices, only a few safe values.
         return ConfigLayer(AUTO, {"overlay": "hardware", **values}, note)
 
     layer = read_file(name) if is_yaml(name) else None
     if layer is None or layer.values.get("overlay") != "hardware":
-        ours = ", ".join(sorted(path.stem for path in (shipped_folder("yamls") / "hardware").glob("*.yaml")))
+        shipped_files = (shipped_folder("yamls") / "hardware").glob("*.yaml")
+        shipped_names = sorted(path.stem for path in shipped_files)
         raise ConfigError(
-            f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or {ours}"
+            f"command line: hardware: {name!r} is not a hardware overlay; expected auto, a file, or "
+            f"{', '.join(shipped_names)}"
         )
     return layer
 
 
 def _refuse_trusted_keys(layer: ConfigLayer) -> None:
-    """Raise ConfigError for an overlay that nobody has named, if its keys need trust in its author.
+    """Raise ConfigError if an overlay that `hardware=auto` found in the working directory has keys that need trust.
 
-    It lies in a working directory that may be somebody else's. Such keys start programs, name folders to write into, or
-    connect to other machines.
+    The user has not named the file, and the working directory may be somebody else's. Keys that need trust in the
+    author are those that can start programs, name folders to write into, or connect to other machines.
     """
     path = Path(layer.source)
     for key in leaf_keys(layer.values):
@@ -250,26 +284,27 @@ def _refuse_trusted_keys(layer: ConfigLayer) -> None:
 
 
 def _check_overlay(layer: ConfigLayer, *, is_first: bool) -> ConfigLayer:
-    """Return a layer, marked as an overlay if its file has the line `overlay: hardware`, which is removed from it.
+    """Return a layer, with `is_overlay` set if its file has the line `overlay: hardware`, and check that it may be one.
 
-    Raises ConfigError for an overlay before any other file (`is_first`), because it is no run by itself, and for one
-    that sets a key which changes what is trained.
+    The line is removed from `layer.values`. Raises ConfigError if an overlay is the first layer (`is_first`), because
+    it does not describe a run, and if it sets a key that changes what is trained.
     """
-    kind = layer.values.pop("overlay", None)
-    if kind is None:
+    overlay_type = layer.values.pop("overlay", None)
+    if overlay_type is None:
         return layer
-    if kind != "hardware":
-        raise ConfigError(f"{layer.source}: overlay: {kind!r} is not a kind of overlay; expected hardware")
+    if overlay_type != "hardware":
+        raise ConfigError(f"{layer.source}: overlay: {overlay_type!r} is not a kind of overlay; expected hardware")
     if is_first:
         raise ConfigError(f"{layer.source}: a hardware overlay needs a run to lie on; name the run's YAML before it")
 
     for key in leaf_keys(layer.values):
         if is_for_hardware(key):
             continue
+        # The block of a companion that is not installed is unknown here. The error names the companion.
         block = key.partition(".")[0]
-        missing = companions.find_missing("blocks")
-        if block in missing:
-            raise companions.missing(missing[block], f"{layer.source}: {block}")
+        companion_of_block = companions.find_missing("blocks")
+        if block in companion_of_block:
+            raise companions.missing(companion_of_block[block], f"{layer.source}: {block}")
         raise ConfigError(
             f"{layer.source}: {key}: a hardware overlay may not change what is trained; "
             f"set it in the run's YAML (an overlay may set {', '.join(hardware_keys())})"
@@ -281,43 +316,48 @@ def _check_overlay(layer: ConfigLayer, *, is_first: bool) -> ConfigLayer:
 
 
 def _name_eval_loaders(layers: Sequence[ConfigLayer]) -> None:
-    """Turn LLM Foundry's list of validation loaders, under either key, into `eval_loaders`: label -> block. In place.
+    """Turn LLM Foundry's lists of validation loaders into `eval_loaders`, by label, in the values of all layers.
 
-    A list replaces the loaders of earlier layers, as any list does, and so does null. Raises ConfigError for a list
-    beside the other key, and for a single loader beside several.
+    The list `eval_loader: [{label: wiki, dataset: …}]` becomes `eval_loaders: {wiki: {dataset: …}}`. A list may stand
+    under either key. Like any list, it replaces the validation loaders of earlier layers; null does so too.
+
+    Raises ConfigError for a list beside the other key, and for a single loader beside several.
     """
     for index, layer in enumerate(layers):
         earlier_layers = layers[:index]
-        for key, other in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
+        for key, other_key in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
             loaders = layer.values.get(key, "")
             if isinstance(loaders, list):
-                if layer.values.get(other) is not None:
-                    raise ConfigError(f"{layer.source}: {key}: {other} given too; keep one of them")
-                layer.values.pop(other, None)
+                if layer.values.get(other_key) is not None:
+                    raise ConfigError(f"{layer.source}: {key}: {other_key} given too; keep one of them")
+                layer.values.pop(other_key, None)
                 layer.values.pop(key)
-                layer.values["eval_loaders"] = _by_label(key, loaders, layer.source)
+                layer.values["eval_loaders"] = _loaders_by_label(key, loaders, layer.source)
             elif loaders is not None:
-                continue  # a block, which is laid over that of earlier layers; or the layer has no such key
+                continue  # a block, which will be merged with earlier layers, or the layer does not have the key
 
+            # A list, or null: remove the validation loaders of earlier layers, which would be merged with it otherwise.
             replaces_single_loader = loaders is not None or key == "eval_loader"
             for earlier in earlier_layers:
                 earlier.values.pop("eval_loaders", None)
                 if replaces_single_loader:
                     earlier.values.pop("eval_loader", None)
 
-    keys_of_single = _keys_in_blocks("eval_loader", layers)
+    # A single loader and several cannot be merged, and it is not clear which of them is meant.
+    keys_of_single_loader = _keys_in_blocks("eval_loader", layers)
     labels = _keys_in_blocks("eval_loaders", layers)
-    if keys_of_single and labels:
-        last = keys_of_single[-1]
-        key = f"eval_loader.{last}"
+    if keys_of_single_loader and labels:
+        last_key = keys_of_single_loader[-1]
+        dotted_key = f"eval_loader.{last_key}"
         raise ConfigError(
-            f"{source_of(key, layers)}: {key}: there are eval_loaders, {', '.join(dict.fromkeys(labels))}; "
-            f"write eval_loaders.{labels[0]}.{last}, or keep one of eval_loader and eval_loaders"
+            f"{source_of(dotted_key, layers)}: {dotted_key}: there are eval_loaders, "
+            f"{', '.join(dict.fromkeys(labels))}; write eval_loaders.{labels[0]}.{last_key}, or keep one of "
+            "eval_loader and eval_loaders"
         )
 
 
 def _keys_in_blocks(name: str, layers: Sequence[ConfigLayer]) -> list[str]:
-    """Return the keys that all layers have in the top-level block `name`."""
+    """Return the keys in the top-level block `name` of every layer, layer by layer. A key may occur several times."""
     keys: list[str] = []
     for layer in layers:
         block = layer.values.get(name)
@@ -326,19 +366,24 @@ def _keys_in_blocks(name: str, layers: Sequence[ConfigLayer]) -> list[str]:
     return keys
 
 
-def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
-    """Return the blocks of a list of loaders by their labels, which are removed. Raises ConfigError."""
+def _loaders_by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
+    """Return label -> block for a list of loaders, whose `label` is removed from the block.
+
+    `key` is the list's key, and `source` its file, for errors. Raises ConfigError for a label that is missing, that
+    cannot be part of a dotted key, or that two loaders have.
+    """
     blocks: dict[str, Any] = {}
     for index, loader in enumerate(loaders):
-        place = f"{source}: {key}[{index}]"
+        loader_key = f"{source}: {key}[{index}]"
         if not isinstance(loader, dict):
-            raise ConfigError(f"{place}: {loader!r} given, expected a block of `key: value` lines")
+            raise ConfigError(f"{loader_key}: {loader!r} given, expected a block of `key: value` lines")
         label = str(loader.get("label") or "")
+        # The label becomes a part of dotted keys: eval_loaders.wiki.dataset.
         if not re.fullmatch(r"[^.\[\]\s][^.\[\]\n]*", label):
             problem = f"{label!r} given" if label else "missing"
-            raise ConfigError(f"{place}.label: {problem}; expected a name for its loss without dots, such as wiki")
+            raise ConfigError(f"{loader_key}.label: {problem}; expected a name for its loss without dots, such as wiki")
         if label in blocks:
-            raise ConfigError(f"{place}.label: {label} given twice; each loss needs a name of its own")
+            raise ConfigError(f"{loader_key}.label: {label} given twice; each loss needs a name of its own")
         blocks[label] = {name: value for name, value in loader.items() if name != "label"}
     return blocks
 
@@ -347,18 +392,24 @@ def _by_label(key: str, loaders: list[Any], source: str) -> dict[str, Any]:
 
 
 def merge_layers(layers: Sequence[ConfigLayer], block: type) -> dict[str, Any]:
-    """Merge layers into the values of one configuration, in which later layers override earlier ones.
+    """Merge layers into the values of one configuration, as nested dictionaries. Later layers override earlier ones.
 
-    References `${…}` are resolved. `block` is the configuration's dataclass, by whose types text such as `1e-3` is read
-    as a number. Raises ConfigError for a reference to nothing, for a value `???` that no layer gives, and for a
-    variable of the command line that has no effect.
+    For example, `optimizer: {lr: 1e-3, eps: 1e-8}` in a file and `optimizer.lr=2e-3` on the command line give
+    `{"optimizer": {"lr": 0.002, "eps": 1e-8}}`. Lists are replaced as a whole. References `${…}` are resolved. `block`
+    is the configuration's dataclass, by whose types a scalar is read as text or as a number.
+
+    Raises ConfigError for a reference to a key that does not exist, for a value `???` that no layer gives, and for a
+    variable of the command line that nothing uses.
     """
     _refuse_unfilled(layers)
     _refuse_unused_variables(layers)
+
+    # OmegaConf refuses to merge a list with a block, so remove what a later layer replaces by the other type.
     mappings = [layer.values for layer in layers]
     for index in range(len(mappings)):
         for later in mappings[index + 1 :]:
-            mappings[index] = _without_other_kinds(mappings[index], later)
+            mappings[index] = _without_replaced_collections(mappings[index], later)
+
     try:
         resolved = merge_and_resolve(mappings)
     except OmegaConfBaseException as error:
@@ -370,11 +421,14 @@ def merge_layers(layers: Sequence[ConfigLayer], block: type) -> dict[str, Any]:
 
 
 def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[ConfigLayer]) -> str:
-    """Return for a message why OmegaConf could not resolve a reference `${…}`, and what may have been meant."""
+    """Return, for a message, why OmegaConf could not resolve a reference `${…}`, and what may have been meant.
+
+    For a misspelt key this is `${max_seqlen} names nothing; did you mean ${max_seq_len}?`.
+    """
     missing_key = re.search(r"Interpolation key '(.+)' not found", str(error))
     if missing_key:
-        known = sorted({key for layer in layers for key in leaf_keys(layer.values)})
-        near = find_nearest(missing_key[1], known)
+        known_keys = sorted({key for layer in layers for key in leaf_keys(layer.values)})
+        near = find_nearest(missing_key[1], known_keys)
         hint = f"; did you mean ${{{near}}}?" if near else ""
         return f"${{{missing_key[1]}}} names nothing{hint}"
     unset_variable = re.search(r"Environment variable '(.+)' not found", str(error))
@@ -384,81 +438,94 @@ def _describe_unresolved(error: OmegaConfBaseException, layers: Sequence[ConfigL
 
 
 def _refuse_unfilled(layers: Sequence[ConfigLayer]) -> None:
-    """Raise ConfigError for `???`, which stands for a value that a later layer must give, where none does.
+    """Raise ConfigError for a value `???` that no later layer overrides.
 
-    OmegaConf would take an earlier layer's value, or the text itself.
+    A YAML writes `remote: ???` for a value that its user has to give. OmegaConf would take the value of an earlier
+    layer, or the text `???` itself.
     """
     for index, layer in enumerate(layers):
+        later_layers = layers[index + 1 :]
         for key in leaf_keys(layer.values):
-            is_filled = any(_gives(later.values, key) for later in layers[index + 1 :])
-            if find_value(layer.values, key)[1] == UNFILLED and not is_filled:
+            _, value = find_value(layer.values, key)
+            is_filled = any(_overrides(later.values, key) for later in later_layers)
+            if value == UNFILLED and not is_filled:
                 raise ConfigError(f"{layer.source}: {key}: {UNFILLED} stands for a value that must be given; give one")
 
 
 def _refuse_unused_variables(layers: Sequence[ConfigLayer]) -> None:
-    """Raise ConfigError for a variable that the command line sets and no `${…}` names.
+    """Raise ConfigError for a variable on the command line, such as `variables.width=64`, that no reference names.
 
-    A sweep over it would train the same run each time. In a YAML file it is no mistake, because several files may share
-    their variables.
+    Otherwise a sweep over it would train the same run each time. Unused variables in a YAML file are not a mistake,
+    because several files may share their variables.
     """
     arguments = next((layer for layer in layers if layer.source == COMMAND_LINE), None)
     variables = find_value(arguments.values, "variables")[1] if arguments is not None else None
     if not isinstance(variables, dict):
         return
-    references = [text for layer in layers for text in _texts(layer.values) if "${" in text]
-    if any(re.search(r"\$\{\s*variables\s*\}", text) for text in references):
-        return  # the whole block
 
-    # A reference may be relative, or end at a block around the variable, so one common name is enough.
-    words = {word for text in references for word in re.findall(r"[\w-]+", text)}
+    texts_with_references = []
+    for layer in layers:
+        texts_with_references += [text for text in _scalars_as_text(layer.values) if "${" in text]
+    # `${variables}` uses all of them.
+    if any(re.search(r"\$\{\s*variables\s*\}", text) for text in texts_with_references):
+        return
+
+    # A reference may be relative, or end at a block around the variable, so one name in common is enough.
+    words: set[str] = set()
+    referenced_variables: list[str] = []
+    for text in texts_with_references:
+        words.update(re.findall(r"[\w-]+", text))
+        referenced_variables += re.findall(r"variables\.([\w.-]+)", text)
     for key in leaf_keys(variables):
-        is_named = not words.isdisjoint(key.split("."))
-        if is_named or key in VARIABLES_OF_OURS:
+        is_referenced = not words.isdisjoint(key.split("."))
+        if is_referenced or key in VARIABLES_OF_OURS:
             continue
-        named_variables = [name for text in references for name in re.findall(r"variables\.([\w.-]+)", text)]
-        near = find_nearest(key, named_variables)
+        near = find_nearest(key, referenced_variables)
         hint = f"; did you mean variables.{near}?" if near else "; set the key itself"
         raise ConfigError(
             f"{COMMAND_LINE}: variables.{key}: no value names ${{variables.{key}}}, so it has no effect{hint}"
         )
 
 
-def _texts(values: Any) -> Iterator[str]:
-    """Yield every value within blocks and lists, as text."""
+def _scalars_as_text(values: Any) -> Iterator[str]:
+    """Yield every scalar in nested dictionaries and lists, as text."""
     if isinstance(values, dict):
         for value in values.values():
-            yield from _texts(value)
+            yield from _scalars_as_text(value)
     elif isinstance(values, list):
-        for value in values:
-            yield from _texts(value)
+        for item in values:
+            yield from _scalars_as_text(item)
     else:
         yield str(values)
 
 
-def _gives(values: dict[str, Any], key: str) -> bool:
-    """Return whether merging `values` later overrides a dotted key: by its own value, or that of a block around it."""
-    inside: Any = values
+def _overrides(values: dict[str, Any], key: str) -> bool:
+    """Return whether merging `values` later overrides a dotted key: directly, or by a scalar or list for a block.
+
+    `{"dataset": {"local": "x"}}` and `{"dataset": None}` override `dataset.local`, and `{"dataset": {}}` does not.
+    """
+    value: Any = values
     for part in key.split("."):
-        if not isinstance(inside, dict):
+        if not isinstance(value, dict):
             return True
-        if part not in inside:
+        if part not in value:
             return False
-        inside = inside[part]
+        value = value[part]
     return True
 
 
-def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` without blocks that `later` replaces by a list, and lists that it replaces by a block.
+def _without_replaced_collections(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` without the blocks that `later` replaces by a list, and the lists that it replaces by a block.
 
     OmegaConf refuses to merge a block and a list.
     """
     kept = {}
     for key, value in values.items():
-        other = later.get(key)
-        are_collections = isinstance(value, dict | list) and isinstance(other, dict | list)
-        if isinstance(value, dict) and isinstance(other, dict):
-            kept[key] = _without_other_kinds(value, other)
-        elif are_collections and type(value) is not type(other):
+        later_value = later.get(key)
+        are_collections = isinstance(value, dict | list) and isinstance(later_value, dict | list)
+        if isinstance(value, dict) and isinstance(later_value, dict):
+            kept[key] = _without_replaced_collections(value, later_value)
+        elif are_collections and type(value) is not type(later_value):
             continue
         else:
             kept[key] = value
@@ -468,7 +535,8 @@ def _without_other_kinds(values: dict[str, Any], later: dict[str, Any]) -> dict[
 def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Merge two configurations, of which `later` overrides keys of `values`, without resolving references.
 
-    It is meant for the recorded configuration of a run that somebody else may have made, whose `${…}` must stay text.
+    `replay` uses it for the recorded configuration of a run, which somebody else may have made: its `${…}` must stay
+    text, because a reference could read the environment variables of this user.
     """
     merged = {**values, **later}
     for key in values.keys() & later.keys():
@@ -481,25 +549,28 @@ def lay_over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_of(key: str, layers: Sequence[ConfigLayer]) -> str:
-    """Return the name of the file that sets a dotted key, or `command line`, for a message.
+    """Return the name of the file that sets a dotted key, or `command line`, for an error message.
 
-    It is that of the last layer that has the key, else that of the last one with the innermost block around it.
+    This is the last layer that has the key. If none has it, because the key is missing or a default, it is the last
+    layer that has the innermost block around the key, and otherwise the first layer.
     """
-    parts = re.sub(r"\[\d+\]", "", key).split(".") if key else []
+    key_without_indices = re.sub(r"\[\d+\]", "", key)  # stages[0].until -> stages.until
+    parts = key_without_indices.split(".") if key else []
     for length in range(len(parts), 0, -1):
         key_or_block = ".".join(parts[:length])
         for layer in reversed(layers):
-            has_it, _ = find_value(layer.values, key_or_block)
-            if has_it:
+            is_set, _ = find_value(layer.values, key_or_block)
+            if is_set:
                 return layer.source
     return layers[0].source if layers else "configuration"
 
 
 @contextlib.contextmanager
 def naming_source(layers: Sequence[ConfigLayer]) -> Iterator[None]:
-    """Add the file to a ConfigError whose message begins with a key, raised in this context.
+    """Add the name of the file to a ConfigError that is raised in this context, whose message begins with a key.
 
-    `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`, with the last of the `layers` that has the key.
+    `d_model: 0 given, …` becomes `run.yaml: d_model: 0 given, …`, if run.yaml is the last of the `layers` that sets the
+    key.
     """
     try:
         yield
@@ -509,7 +580,11 @@ def naming_source(layers: Sequence[ConfigLayer]) -> Iterator[None]:
 
 
 def find_value(values: Any, key: str) -> tuple[bool, Any]:
-    """Look up a dotted key in nested dictionaries. Return whether it is there, and its value, or None if it is not."""
+    """Look up a dotted key in nested dictionaries. Returns (True, its value), or (False, None) if it is not there.
+
+    >>> find_value({"optimizer": {"lr": 0.1}}, "optimizer.lr")
+    (True, 0.1)
+    """
     for part in key.split("."):
         if not isinstance(values, dict) or part not in values:
             return False, None
@@ -526,7 +601,11 @@ def remove_key(values: dict[str, Any], key: str) -> None:
 
 
 def leaf_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted keys of all values in nested dictionaries. An empty dictionary counts as a value."""
+    """Return the dotted keys of all values in nested dictionaries. An empty dictionary counts as a value.
+
+    >>> leaf_keys({"seed": 17, "optimizer": {"lr": 0.1, "kwargs": {}}})
+    ['seed', 'optimizer.lr', 'optimizer.kwargs']
+    """
     keys: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict) and value:

@@ -1,4 +1,10 @@
-"""`${…}` in a configuration, by OmegaConf. Text of environment variables is marked with how it was written."""
+"""Merge nested dictionaries and resolve their references `${…}`, by OmegaConf.
+
+Text from an environment variable (`${oc.env:DATA}`) is marked as `FromEnvironment`, which remembers how it was written,
+because it may be a secret, and differs from machine to machine. OmegaConf does not tell which text a variable is part
+of, so everything is resolved twice: once with the values of variables and once with references to variables kept as
+they are. A text that differs between the two depends on a variable.
+"""
 
 import contextlib
 import re
@@ -12,83 +18,95 @@ from omegaconf.resolvers import oc
 from llmfoundry_lite.config.scalars import VARIABLE, FromEnvironment
 
 OBJECTS = {"allow_objects": True}
-"""Flag that lets OmegaConf carry our PlainScalar."""
+"""OmegaConf's flag for values of classes that it does not know. Scalars of a YAML are our PlainScalar."""
 
 
 def merge_and_resolve(mappings: Sequence[dict[str, Any]]) -> Any:
-    """Lay later mappings over earlier ones, and resolve `${…}`. Raises OmegaConfBaseException.
+    """Merge nested dictionaries, of which later ones override earlier ones, and resolve their references `${…}`.
 
-    Text that came from an environment variable becomes a `FromEnvironment`.
+    For example, `{"d": 8, "data": "${oc.env:HOME}/d${d}"}` and `{"d": 16}` give `{"d": 16, "data": "/root/d16"}`. Text
+    that came from an environment variable is a `FromEnvironment`, whose `written` is `${oc.env:HOME}/d16` here.
+
+    Raises OmegaConfBaseException for a reference to nothing, and for a variable that is not set.
     """
     merged = OmegaConf.merge(*(OmegaConf.create(values, flags=OBJECTS) for values in mappings))
     resolved = OmegaConf.to_container(merged, resolve=True)
-    if re.search(r"\$\{\s*oc\.", str(mappings)):
+    has_variables = re.search(r"\$\{\s*oc\.", str(mappings))
+    if has_variables:
         resolved = _mark_variables(resolved, _resolve_as_written(merged))
     return resolved
 
 
 def _mark_variables(resolved: Any, written: Any) -> Any:
-    """Return `resolved` with text marked where it differs from `written`, which has variables as they were written.
+    """Return `resolved` with every text that came from an environment variable as a `FromEnvironment`.
 
-    Where `written` has a single text for a whole block or list, such as `${oc.decode:${oc.env:LIST}}`, all text within
-    gets that.
+    `resolved` and `written` are the same values at any depth, with variables resolved and with variables as they were
+    written. Text that differs between the two came from a variable. A single text in `written` may stand for a whole
+    block or list, such as `${oc.decode:${oc.env:LIST}}`. Then every text within has this as its `written`.
     """
     if isinstance(resolved, dict):
-        parts = written if isinstance(written, dict) else dict.fromkeys(resolved, written)
-        return {key: _mark_variables(value, parts.get(key)) for key, value in resolved.items()}
+        written_by_key = written if isinstance(written, dict) else dict.fromkeys(resolved, written)
+        return {key: _mark_variables(value, written_by_key.get(key)) for key, value in resolved.items()}
     if isinstance(resolved, list):
-        items = written if isinstance(written, list) else [written] * len(resolved)
-        return [_mark_variables(value, item) for value, item in zip(resolved, items, strict=True)]
+        written_items = written if isinstance(written, list) else [written] * len(resolved)
+        pairs = zip(resolved, written_items, strict=True)
+        return [_mark_variables(item, written_item) for item, written_item in pairs]
     if isinstance(resolved, str) and resolved != written:
         return FromEnvironment(resolved, str(written))
     return resolved
 
 
 def _resolve_as_written(merged: Any) -> Any:
-    """Resolve everything except `${oc.env:…}`, which stays as it was written.
+    """Resolve every reference of OmegaConf's configuration `merged` except `${oc.env:…}`, which stays as written.
 
-    A variable that chooses a key, as in `${paths.${oc.env:CLUSTER}}`, must be resolved. OmegaConf's error about a key
-    that is not there names such variables, so they are found one after another.
+    A variable that is part of a key, as in `${paths.${oc.env:CLUSTER}}`, has to be resolved all the same, because there
+    is no key of the name `${oc.env:CLUSTER}`. OmegaConf's error about the missing key names such variables, so they are
+    found by trying again until there is no error.
     """
-    choosing_keys: set[str] = set()
+    variables_in_keys: set[str] = set()
     while True:
         try:
-            with _variables_as_written(choosing_keys):
+            with _variables_as_written(variables_in_keys):
                 return OmegaConf.to_container(merged, resolve=True)
         except OmegaConfBaseException as error:
-            variables = set(VARIABLE.findall(str(error))) - choosing_keys
-            if not variables:
+            further_variables = set(VARIABLE.findall(str(error))) - variables_in_keys
+            if not further_variables:
                 raise
-            choosing_keys |= variables
+            variables_in_keys |= further_variables
 
 
 @contextlib.contextmanager
 def _variables_as_written(resolved_variables: Collection[str]) -> Iterator[None]:
-    """Let `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves, except for `resolved_variables`.
+    """Make `${oc.env:…}`, and `${oc.decode:…}` around it, resolve to themselves inside this context.
 
-    OmegaConf's resolvers belong to the whole process, so they are replaced, and put back at the end.
+    Variables in `resolved_variables` are resolved to their values all the same. OmegaConf has one table of resolvers
+    for the whole process, so its own resolvers are replaced, and restored at the end.
     """
     register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
 
-    def as_written(name: str) -> Callable[..., str | None]:
-        """Make the resolver that stands for `oc.env` or `oc.decode`, and returns the reference itself."""
+    def resolve_to_itself(name: str) -> Callable[..., str | None]:
+        """Return a resolver that replaces `oc.env` or `oc.decode` (`name` is env or decode)."""
 
         def resolve(*arguments: Any) -> str | None:
             if name == "env" and arguments[0] in resolved_variables:
                 return oc.env(*arguments)
-            return f"${{oc.{name}:{','.join(map(_write_argument, arguments))}}}"
+            written_arguments = ",".join(map(_write_argument, arguments))
+            return f"${{oc.{name}:{written_arguments}}}"
 
         return resolve
 
     def select(key: str, *default: Any, _parent_: Any) -> Any:
-        """Resolve `${oc.select:…}`, but raise the error about a key that a variable chooses."""
+        """Resolve `${oc.select:KEY,DEFAULT}`, which would return its default for a key with a variable in it.
+
+        Raises the error of other references instead, which names the variable, so that it is resolved at the next try.
+        """
         if "${oc." in key:
             raise InterpolationKeyError(f"oc.select: {key}")
         return oc.select(key, *default, _parent_=_parent_)
 
     try:
         for name in ("env", "decode"):
-            register(f"oc.{name}", as_written(name), replace=True)
+            register(f"oc.{name}", resolve_to_itself(name), replace=True)
         register("oc.select", select, replace=True)
         yield
     finally:
@@ -97,11 +115,12 @@ def _variables_as_written(resolved_variables: Collection[str]) -> Iterator[None]
 
 
 def _write_argument(value: Any) -> str:
-    """Write the argument of a resolver as OmegaConf's grammar reads it, in quotes where it must be."""
+    """Return an argument of a resolver in OmegaConf's grammar: `null`, `abc`, or `'a, b'` in quotes if necessary."""
     if value is None:
         return "null"
     text = str(value)
-    if text.startswith("${oc.") or re.fullmatch(r"[\w./:@%+-]*", text):
+    needs_no_quotes = text.startswith("${oc.") or re.fullmatch(r"[\w./:@%+-]*", text)
+    if needs_no_quotes:
         return text
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -19,7 +19,7 @@ from llmfoundry_lite.config.fields import keys_of
 from llmfoundry_lite.config.layers import lay_over, merge_layers, read_layers
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
-from llmfoundry_lite.config.scalars import AMBIGUOUS
+from llmfoundry_lite.config.scalars import AMBIGUOUS_NUMBER
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.config.yaml_text import dump_record, dump_yaml, read_record, read_yaml
@@ -262,7 +262,7 @@ def test_numbers_are_those_of_omegaconf_but_for_two_meanings(text):
         assert type(theirs) is type(ours)
     else:
         assert ours == text
-        assert AMBIGUOUS.fullmatch(text) or theirs == float("inf") or ":" in text
+        assert AMBIGUOUS_NUMBER.fullmatch(text) or theirs == float("inf") or ":" in text
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
