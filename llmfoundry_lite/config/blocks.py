@@ -1,4 +1,8 @@
-"""Blocks of a run's YAML that companions bring: top-level keys. The core knows their fields only by their settings."""
+"""Blocks that companions add at the top level of a run's YAML, such as `islands:`.
+
+An installed companion names its blocks (a `Block` each) by the entry point `llmfoundry_lite.companions`. The core knows
+the keys inside a block only by its dataclass, and calls the functions of the Block to check and describe it.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +15,10 @@ from llmfoundry_lite.config.fields import Key, Setting
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Block:
-    """A block by which a launch becomes one of several that train one run. Functions are given the TrainConfig."""
+    """A block of a companion, by which a launch becomes one of several launches that train one run together.
+
+    The functions are called with the TrainConfig of the run.
+    """
 
     schema: type
     """The block's dataclass, with fields made by `fields.setting`."""
@@ -31,7 +38,10 @@ class Block:
 
 @cache
 def find_blocks() -> dict[str, Block]:
-    """Return the blocks of the companions that are here, by key. A part that is no Block is left out, with a note."""
+    """Return key -> Block for the blocks of all installed companions.
+
+    A companion's part that is not a Block is left out, with a note, so that it does not break launches without it.
+    """
     blocks = {}
     for key, part in dict(companions.parts("blocks")).items():
         if isinstance(part, Block):
@@ -42,17 +52,17 @@ def find_blocks() -> dict[str, Block]:
 
 
 def given_blocks(values: Mapping[str, Any]) -> dict[str, Block]:
-    """Return the blocks that `values` sets, by key."""
+    """Return key -> Block for the blocks of installed companions that `values`, a configuration by its keys, sets."""
     return {key: block for key, block in find_blocks().items() if values.get(key) is not None}
 
 
 def missing_blocks(values: Mapping[str, Any]) -> list[str]:
-    """Return the blocks that `values` sets and that no installed companion has."""
+    """Return the keys of blocks that `values` sets and whose companions are known but not installed."""
     return [key for key in companions.find_missing("blocks") if values.get(key) is not None]
 
 
 def keys_of_blocks() -> dict[str, Key]:
-    """Return the keys that companions add at the top of a run's YAML. Each block may be null, which leaves it out."""
+    """Return the keys that installed companions add to TrainConfig. A block may be null: then the run is without it."""
     keys = {}
     for name, block in find_blocks().items():
         keys[name] = Key(block.schema | None, default=None, setting=block.rules, block=block.schema, container=None)

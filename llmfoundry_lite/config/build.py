@@ -1,7 +1,9 @@
-"""Values of a YAML -> the dataclasses of a schema, strictly: every key known, every value of its type and range.
+"""Build the dataclasses of a schema from the merged values of a YAML. Every key must be known, and every value valid.
 
-`layers.py` has merged the files and the arguments. An error names the file, the key, what was given, what was expected
-and the nearest valid key.
+`build_block` is the top function. `layers.py` has merged the files and the arguments into `values`, nested
+dictionaries. First, all unknown keys are refused (`refuse_unknown_keys`). Then each block is filled: a value is
+converted to the type of its key (`_convert`), checked against the key's choices and range (`_check`), and parsed
+(`_parse`). An error names the file, the key, what was given, what was expected, and the nearest valid key or choice.
 """
 
 import contextlib
@@ -23,7 +25,10 @@ from llmfoundry_lite.errors import ConfigError, find_nearest, join_with_or
 
 
 def build_block(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> Any:
-    """Build the dataclass `cls` of a configuration's block from its values in YAML files and arguments.
+    """Build the dataclass `cls` of a configuration, or of a block in it, from its merged values.
+
+    >>> build_block(GradientClippingConfig, {"clipping_threshold": 2})
+    GradientClippingConfig(clipping_type='norm', clipping_threshold=2.0)
 
     `path` is the block's dotted key, empty for a whole configuration. `layers`, the files and arguments in order, let
     an error name the file of a bad key. Raises ConfigError for unknown keys and for values that the schema refuses.
@@ -34,31 +39,32 @@ def build_block(cls: type, values: Any, path: str = "", layers: Sequence[ConfigL
 
 
 def refuse_unknown_keys(cls: type, values: Any, path: str = "", layers: Sequence[ConfigLayer] = ()) -> None:
-    """Raise ConfigError, which names every key in `values`, at any depth, that the dataclass `cls` does not have.
+    """Raise ConfigError if `values` has keys, at any depth, that the schema does not have. The error lists all of them.
 
-    `path` is the dotted key of the block that `values` are, and `layers` are the files and arguments they come from. In
-    a run's YAML, the block of a companion that is not installed is answered with the companion's name, unless the block
-    is null.
+    The arguments are those of `build_block`. For the block of a companion that is not installed, the error says which
+    companion to install, unless the block is null.
     """
     is_run = cls is TrainConfig and isinstance(values, dict)
-    absent = companions.find_missing("blocks") if is_run else {}
-    for name, package in absent.items():
+    missing_companions = companions.find_missing("blocks") if is_run else {}
+    for name, package in missing_companions.items():
         if values.get(name) is not None:
             raise companions.missing(package, f"{source_of(name, layers)}: {name}")
 
-    unknown = []
-    for block, inside, name, _ in _walk(cls, values, path):
-        is_absent_block = block is cls and name in absent
-        if name not in keys_of(block) and not is_absent_block:
-            unknown.append((join_key(inside, name), _suggest(str(name), inside, keys_of(block))))
-    refuse_keys(unknown, layers, "unknown key; ", "unknown keys")
+    unknown_keys = []
+    for block_class, block_path, name, _ in _walk(cls, values, path):
+        is_null_block_of_companion = block_class is cls and name in missing_companions
+        if name not in keys_of(block_class) and not is_null_block_of_companion:
+            suggestion = _suggest(str(name), block_path, keys_of(block_class))
+            unknown_keys.append((join_key(block_path, name), suggestion))
+    refuse_keys(unknown_keys, layers, "unknown key; ", "unknown keys")
 
 
 def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[ConfigLayer], one: str, several: str) -> None:
-    """Raise ConfigError for keys that a configuration must not have, if there are any.
+    """Raise one ConfigError for all keys in `refused`; do nothing if there are none.
 
-    `refused` has each dotted key and what to do instead. `one` and `several` are the words for a single key and for
-    more: the message is `run.yaml: a: unknown key; …`, or `2 unknown keys: run.yaml: a (…), b (…)`.
+    `refused` has pairs of a dotted key and what to do instead. `one` and `several` are the words for one key and for
+    more. With `("unknown key; ", "unknown keys")` the message is `run.yaml: a: unknown key; did you mean b?`, or
+    `2 unknown keys: run.yaml: a (did you mean b?), c (did you mean d?)`.
     """
     if not refused:
         return
@@ -74,21 +80,23 @@ def refuse_keys(refused: Sequence[tuple[str, str]], layers: Sequence[ConfigLayer
 
 
 def refuse_other_kinds(values: Any) -> None:
-    """Raise ConfigError for a `name` that this package does not have, such as that of an optimizer of LLM Foundry.
+    """Raise ConfigError for a choice that LLM Foundry has and this package lacks, such as one of its optimizers.
 
-    This comes before the check for unknown keys, because such a block has keys of its own, and the error about its name
-    is the helpful one.
+    These are keys whose `Setting.instead` gives advice. Call this before unknown keys are refused: the block of such an
+    optimizer has keys of its own, and the error about its name helps more than errors about these.
     """
-    for block, path, name, value in _walk(TrainConfig, values):
-        key = keys_of(block).get(name)
+    for block_class, path, name, value in _walk(TrainConfig, values):
+        key = keys_of(block_class).get(name)
         if key is not None and key.setting.instead and value is not None:
             _check_choice(join_key(path, name), value, key.setting)
 
 
 def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, str, Any]]:
-    """Yield every key in the values of a configuration's block, at any depth.
+    """Yield every key in `values`, at any depth, with the block that it is in.
 
-    Each item is the dataclass of the block that the key is in, that block's dotted key, the key's name, and its value.
+    Each item is the dataclass of the block, the block's dotted key, the key's name in it, and its value. For
+    `optimizer: {lr: 0.1}` these are (TrainConfig, "", "optimizer", {"lr": 0.1}) and (OptimizerConfig, "optimizer",
+    "lr", 0.1).
     """
     if not isinstance(values, dict):
         return
@@ -96,8 +104,8 @@ def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, s
         yield cls, path, name, value
         key = keys_of(cls).get(name)
         if key is not None:
-            for inside, block in key.blocks(join_key(path, name), value):
-                yield from _walk(typing.cast(type, key.block), block, inside)
+            for block_path, block_values in key.blocks(join_key(path, name), value):
+                yield from _walk(typing.cast(type, key.block), block_values, block_path)
 
 
 # ------------------------------------------------------------------------------------------------- types
@@ -106,7 +114,9 @@ def _walk(cls: type, values: Any, path: str = "") -> Iterator[tuple[type, str, s
 def _fill(cls: type, values: Any, path: str) -> Any:
     """Build the dataclass `cls` from the values of the block with the dotted key `path`. Raises ConfigError.
 
-    All keys are known to `cls`, because `refuse_unknown_keys` has been called. Left-out keys get their defaults.
+    `refuse_unknown_keys` has been called, so all keys are known. Keys that are left out get their defaults. null asks
+    for the default too, unless it is a value of the key; for a key with another default than a block or a list that is
+    an error, because the user may have forgotten the value.
     """
     if not isinstance(values, dict):
         raise _wrong(path, values, "a block of `key: value` lines")
@@ -123,48 +133,54 @@ def _fill(cls: type, values: Any, path: str) -> Any:
         elif key.default is dataclasses.MISSING:
             raise ConfigError(f"{key_path}: missing; expected {expected}")
         elif name in values and not isinstance(key.default, dict | list):
-            # null where the type has none. An empty block or list means the default.
+            # `seed:` with nothing after it. Blocks and lists whose lines are all comments get here too, and are
+            # allowed.
             is_readable = str(key.default).isprintable()
             default = key.default if is_readable else repr(key.default)
             raise ConfigError(
                 f"{key_path}: nothing given, expected {expected}; remove the line for the default, {default}"
             )
 
-    # Keys of companions are no fields of the dataclass, which holds them in one field.
-    own_names = {field.name for field in dataclasses.fields(cls)}
-    names_of_companions = [name for name in keys_of(cls) if name not in own_names]
-    if names_of_companions:
-        arguments["blocks"] = {name: arguments.pop(name, None) for name in names_of_companions}
+    # The dataclass holds the blocks of companions in its field `blocks`.
+    field_names = {field.name for field in dataclasses.fields(cls)}
+    companion_keys = [name for name in keys_of(cls) if name not in field_names]
+    if companion_keys:
+        arguments["blocks"] = {name: arguments.pop(name, None) for name in companion_keys}
     return cls(**arguments)
 
 
 def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
-    """Convert the value of the key at `key_path` to the type `hint` of its field, or raise ConfigError.
+    """Convert the value of the key at `key_path` to the type `hint`, or raise ConfigError.
 
-    The error says what was `expected`, in words. Blocks become dataclasses, and the values in lists and blocks are
-    converted too.
-    Numbers convert to each other where nothing is lost, and whole numbers to text. Text is never read as a number.
+    2.0 becomes 2 for the type int, 2 becomes "2" for str, and {"lr": 0.1} becomes an OptimizerConfig for that. Numbers
+    are converted if nothing is lost. Text is never read as a number. The items of lists and dictionaries are converted
+    by their own types. `expected` says in words what the key takes, for the error.
     """
     origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (value is None and type(None) in parameters):
         return value
     if origin in (types.UnionType, typing.Union):
-        options = [option for option in parameters if option is not type(None)]
-        return _convert_to_one_of(options, value, key_path, expected)
+        alternatives = [alternative for alternative in parameters if alternative is not type(None)]
+        return _convert_to_one_of(alternatives, value, key_path, expected)
     if dataclasses.is_dataclass(hint):
         return _fill(typing.cast(type, hint), value, key_path)
 
+    # A value of another type than the container's falls through to the error at the end.
     if origin is dict:
         if isinstance(value, dict):
-            inner = parameters[1]
-            return {name: _convert(inner, item, f"{key_path}.{name}", _describe(inner)) for name, item in value.items()}
+            item_type = parameters[1]
+            items_by_name = {}
+            for name, item in value.items():
+                items_by_name[name] = _convert(item_type, item, f"{key_path}.{name}", _describe(item_type))
+            return items_by_name
     elif origin in (list, tuple):
         # A tuple has as many items as its type names. All items have the same type.
-        if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
-            inner = parameters[0]
+        has_right_length = isinstance(value, list) and (origin is list or len(value) == len(parameters))
+        if has_right_length:
+            item_type = parameters[0]
             items = []
             for index, item in enumerate(value):
-                items.append(_convert(inner, item, f"{key_path}[{index}]", _describe(inner)))
+                items.append(_convert(item_type, item, f"{key_path}[{index}]", _describe(item_type)))
             return origin(items)
     else:
         converted = _convert_scalar(hint, value)
@@ -177,27 +193,31 @@ def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
     raise error
 
 
-def _convert_to_one_of(options: Sequence[Any], value: Any, key_path: str, expected: str) -> Any:
+def _convert_to_one_of(alternatives: Sequence[Any], value: Any, key_path: str, expected: str) -> Any:
     """Convert a value to the first of several types that it can be converted to. Raises ConfigError if there is none.
 
-    If one of the types is the value's own, it goes first.
+    If the value's own type is among them, it is tried first: for the types (str, int), 8 stays a number.
     """
-    if len(options) == 1:
-        return _convert(options[0], value, key_path, _describe(options[0]))
-    own_type_first = sorted(options, key=lambda option: option is not type(value))
-    for option in own_type_first:
+    # With one type, its own error is more precise: it may name a key inside a block.
+    if len(alternatives) == 1:
+        return _convert(alternatives[0], value, key_path, _describe(alternatives[0]))
+    own_type_first = sorted(alternatives, key=lambda alternative: alternative is not type(value))
+    for alternative in own_type_first:
         with contextlib.suppress(ConfigError):
-            return _convert(option, value, key_path, _describe(option))
+            return _convert(alternative, value, key_path, _describe(alternative))
     raise _wrong(key_path, value, expected)
 
 
 def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
-    """Convert a number, a truth value or text to the type `hint`; return None if nothing equal has that type."""
+    """Convert a scalar to the type `hint` (bool, int, float or str), or return None if that would change its value.
+
+    An int converts to float and str, and a whole float to int: 2.0 -> 2. A bool is not a number here.
+    """
     is_whole_number = isinstance(value, int) and not isinstance(value, bool)
     if hint is float and is_whole_number:
         try:
             return float(value)
-        except OverflowError:
+        except OverflowError:  # more than 1.8e308
             return None
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
@@ -209,23 +229,24 @@ def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
 
 
 def _describe(hint: Any) -> str:
-    """Return in words, for a message, which values the type of a field takes: `a whole number or null`."""
+    """Return in words, for a message, which values a type takes: `a whole number or null` for `int | None`."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
         return names[hint]
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    origin, parameters = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        # A whole number is a number.
-        return " or ".join(_describe(option) for option in options if not (option is int and float in options))
+        # `int | float` is just a number.
+        alternatives = [option for option in parameters if not (option is int and float in parameters)]
+        return " or ".join(map(_describe, alternatives))
     if origin is tuple:
-        return f"a list of {len(options)} numbers"
+        return f"a list of {len(parameters)} numbers"
     if origin is list:
         return "a list"
     return "a block of `key: value` lines"
 
 
 def _wrong(key_path: str, value: Any, expected: Any) -> ConfigError:
-    """Return the error for the value of the key at `key_path`: what was given, and what was expected."""
+    """Return the error for a bad value: `seed: 'x' given, expected a whole number`."""
     return ConfigError(f"{key_path}: {value!r} given, expected {expected}")
 
 
@@ -233,9 +254,9 @@ def _wrong(key_path: str, value: Any, expected: Any) -> ConfigError:
 
 
 def _check(key_path: str, value: Any, setting: Setting) -> None:
-    """Check a value, which has the right type, by its key's choices and range. Raises ConfigError.
+    """Raise ConfigError for a value, already of the right type, that the choices or checks of its key refuse.
 
-    Numbers must be finite and have at most 64 bits, in lists too. The checks of a tuple hold for each of its items.
+    Numbers must be finite and have at most 64 bits, in lists too. The checks of a tuple apply to each of its items.
     """
     if value is None:
         return
@@ -267,9 +288,9 @@ def _check_number(key_path: str, value: Any) -> None:
 
 
 def _parse(key_path: str, value: Any, setting: Setting) -> Any:
-    """Return the object that a configuration holds for a value of a YAML, such as a `Duration` for `100ba`.
+    """Return what a configuration holds for the value of a YAML: a `Duration` for `100ba`, most values unchanged.
 
-    Most keys hold the value itself. Raises ConfigError for text that cannot be parsed.
+    Raises ConfigError for text that cannot be parsed.
     """
     if setting.parse is None or value is None:
         return value
@@ -292,11 +313,11 @@ OTHER_WORDS = {
     "FULL_SHARD": ("zero3", "zero-3", "zero_3"),
     "warmup_stable_decay": ("wsd",),
 }
-"""Value here -> words of other libraries for it."""
+"""Choice -> names that other libraries have for it, for suggestions."""
 
 
 def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
-    """Raise ConfigError for a value that is not among the choices of its key; it suggests the nearest one."""
+    """Raise ConfigError, which suggests the nearest choice, for a value that is not among the choices of its key."""
     choices = setting.choices
     if value in choices:
         return
@@ -305,27 +326,28 @@ def _check_choice(key_path: str, value: Any, setting: Setting) -> None:
         return
 
     hint = setting.instead or f"expected {join_with_or(choices)}"
-    # A key with advice of its own suggests a choice only where the value is very much like it.
-    likely = _nearest_choice(str(value), choices, cutoff=0.85 if setting.instead else 0.75)
-    if likely and setting.instead:
-        hint = f"did you mean {likely}?"
-    elif likely:
-        hint = f"did you mean {likely}? ({hint})"
+    # If the key has advice of its own, suggest a choice only for a value that is very similar to it.
+    nearest = _nearest_choice(str(value), choices, cutoff=0.85 if setting.instead else 0.75)
+    if nearest and setting.instead:
+        hint = f"did you mean {nearest}?"
+    elif nearest:
+        hint = f"did you mean {nearest}? ({hint})"
     hint = hint.replace("python:", "python:package.module:Thing")
     raise ConfigError(f"{key_path}: {value!r} is not known; {hint}")
 
 
 def _nearest_choice(value: str, choices: Sequence[str], cutoff: float) -> str:
-    """Return the choice that was probably meant; empty if none is near.
+    """Return the choice that was probably meant by `value`; empty if none is similar.
 
-    Another library's word for a choice goes first, then a choice of which the value is the beginning, then similar
-    spelling, from `cutoff` (of 1) on.
+    In this order: a choice for which another library has this word (`bf16` -> `amp_bf16`), the only choice that begins
+    with the value (`cosine` -> `cosine_with_warmup`), the choice that is spelt most like it. `cutoff` is the least
+    similarity of the spelling, from 0 to 1.
     """
     for choice in choices:
         if value.lower() in OTHER_WORDS.get(choice, ()):
             return choice
-    begun = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
-    return begun[0] if len(begun) == 1 else find_nearest(value, choices, cutoff)
+    completions = [choice for choice in choices if value and choice.lower().startswith(value.lower())]
+    return completions[0] if len(completions) == 1 else find_nearest(value, choices, cutoff)
 
 
 def check_import_path(key_path: str, value: str) -> None:
@@ -338,39 +360,43 @@ def check_import_path(key_path: str, value: str) -> None:
 
 
 MAX_KEYS_LISTED = 24
-"""Keys of a block that an error lists in full."""
+"""An error lists the keys of a block only if there are at most this many."""
 NICKNAMES = {
     "learning_rate": "lr",
     "batch_size": "global_train_batch_size",
     "microbatch_size": "device_train_microbatch_size",
 }
-"""Words of other libraries -> our keys, where the spelling is too different to guess by."""
+"""Names that other libraries have for our keys -> our keys, if their spelling is too different to guess by."""
 
 
 def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
-    """Say which key was probably meant by the unknown `name` in the block at `path`, or list the block's `keys`.
+    """Return, for an error, which key was probably meant by an unknown one: `did you mean optimizer.lr?`
 
-    A key of this block is suggested before one of another block, unless only another block has exactly this name.
+    `name` is the unknown key, `path` the dotted key of its block, and `keys` are the valid keys of the block. A similar
+    key of this block is suggested before one of another block, unless another block has a key of exactly this name. If
+    nothing is similar, the valid keys are listed.
     """
     word = NICKNAMES.get(name, name)
-    # Without the unknown key itself, which a training's YAML may have though an evaluation's has not.
-    others = [other for other in _every_key() if other != join_key(path, name)]
+    # Keys of other blocks. Within a block, only those of the same section are suggested. The unknown key itself is left
+    # out: a training's YAML may have it, although an evaluation's has not.
+    other_keys = [key for key in _every_key() if key != join_key(path, name)]
     if path:
-        others = [other for other in others if "." not in other or _section(other) == _section(path)]
-    is_anothers = any(_last(other) == word for other in others)
+        other_keys = [key for key in other_keys if "." not in key or _section(key) == _section(path)]
+    is_key_elsewhere = any(_last(key) == word for key in other_keys)
 
-    near = find_nearest(word, keys)
-    if near and (near == word or not is_anothers):
-        return f"did you mean {join_key(path, near)}?"
+    nearest = find_nearest(word, keys)
+    if nearest and (nearest == word or not is_key_elsewhere):
+        return f"did you mean {join_key(path, nearest)}?"
     if path == "callbacks":
         return "one of your own is named by its import path, python:package.module:Class"
     if path == "loggers":
         return f"valid keys here: {', '.join(keys)}; metrics.jsonl is always written"
 
-    near = word if is_anothers else find_nearest(word, map(_last, others), cutoff=0.8)
-    if near:
-        of_this_name = [other for other in others if _last(other) == near]
-        closest = min(of_this_name, key=lambda other: (-_num_shared_blocks(other, path), other.count(".")))
+    # The key may stand in the wrong block. Several blocks may have one of this name: prefer the one nearest to `path`.
+    nearest = word if is_key_elsewhere else find_nearest(word, map(_last, other_keys), cutoff=0.8)
+    if nearest:
+        candidates = [key for key in other_keys if _last(key) == nearest]
+        closest = min(candidates, key=lambda key: (-_num_shared_blocks(key, path), key.count(".")))
         return f"did you mean {closest}?"
     if len(keys) > MAX_KEYS_LISTED:
         return "nothing here is spelled like it; a value of your own, for ${…}, stands under variables"
@@ -378,24 +404,24 @@ def _suggest(name: str, path: str, keys: Mapping[str, Key]) -> str:
 
 
 def _num_shared_blocks(key: str, path: str) -> int:
-    """Return the number of outer blocks that two dotted keys have in common."""
+    """Return the number of outer blocks that two dotted keys share: 1 for `model.d_model` and `model.attn_config`."""
     return len(commonprefix([key.split("."), path.split(".")]))  # noqa: RUF071 - of lists
 
 
 def _section(key: str) -> str:
-    """Return the top-level block of a key. All blocks named *_config count as one."""
+    """Return the top-level block of a dotted key; `_config` for blocks such as fsdp_config, which users confuse."""
     block = key.partition(".")[0]
     return "_config" if block.endswith("_config") else block
 
 
 def _last(key: str) -> str:
-    """Return the name of a dotted key in its own block."""
+    """Return the name of a dotted key in its own block: `lr` for `optimizer.lr`."""
     return key.rsplit(".", 1)[-1]
 
 
 def _every_key() -> list[str]:
-    """Return the keys of a training YAML, each block before its own keys."""
-    keys: dict[str, None] = {}
+    """Return the dotted keys of a training YAML, blocks included: `model`, `model.d_model`, ... Each occurs once."""
+    keys: dict[str, None] = {}  # a set that keeps its order
     for key in schema_keys(TrainConfig):
         parts = key.replace(".*", "").split(".")
         for length in range(1, len(parts) + 1):

@@ -1,6 +1,8 @@
-"""Changes in mid-run: the configuration in a checkpoint compared with that of the launch that carries the run on.
+"""Compare the configuration in a checkpoint with the configuration of the launch that resumes from it.
 
-Each key's rule stands beside it in the schema. Fingerprints tell whether tokenizer and data are still the same.
+Each key has a rule in the schema (`fields.Rule`): it may change freely, its change is logged, or it may never change.
+Only the values in the YAML are compared here. Whether the tokenizer and the data are still the same is decided by their
+fingerprints, elsewhere.
 """
 
 import json
@@ -16,13 +18,14 @@ from llmfoundry_lite.errors import CheckpointError
 
 
 class Change(NamedTuple):
-    """A key that differs between a checkpoint and the launch that carries the run on."""
+    """A key whose value differs between a checkpoint and the launch that resumes from it."""
 
     key: str
+    """Dotted key, such as optimizer.lr."""
     before: Any
     """Value in the checkpoint."""
     after: Any
-    """Value of the launch. None for a block that the launch leaves out."""
+    """Value in the launch. None for a block that the launch leaves out."""
 
     def __str__(self) -> str:
         if self.after is None and isinstance(self.before, Mapping):
@@ -31,21 +34,26 @@ class Change(NamedTuple):
 
 
 def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict[Rule, list[Change]]:
-    """Return all keys that differ between a checkpoint's configuration and a launch's, by their rules.
+    """Return the keys that differ between the configuration of a checkpoint and that of a launch, by their rules.
 
-    Both are as `schema.as_dict` gives them. The `recorded` one may come from another release. A key that it lacks
-    counts as the default. A key that is unknown to this release is ignored, except for the block of a companion that is
-    missing here: that is a change, because the launch leaves the block out.
+    Both configurations are as `schema.as_dict` returns them. `{"optimizer": {"lr": 0.1, …}, …}` against a launch with
+    `optimizer.lr=0.2` gives `{"freely": [], "logged": [Change("optimizer.lr", 0.1, 0.2)], "never": []}`.
+
+    `recorded` may come from another release. A key that it lacks counts as the default. A key that is unknown to this
+    release is ignored, except for the block of a companion that is not installed. That is a change, because the launch
+    goes on without the block.
     """
     changes: dict[Rule, list[Change]] = {"freely": [], "logged": [], "never": []}
     changes["freely"] += [Change(name, recorded[name], None) for name in missing_blocks(recorded)]
 
+    # Earlier releases recorded keys that a user's own optimizer does not get.
     optimizer = recorded.get("optimizer")
-    if isinstance(optimizer, dict):  # other releases recorded keys that a user's own optimizer is not given
+    if isinstance(optimizer, dict):
         recorded = {**recorded, "optimizer": keys_of_optimizer(optimizer)}
 
     _, attention_dropout = find_value(config, "model.attn_config.attn_pdrop")
     for change in _compare(TrainConfig, recorded, config, ""):
+        # Some keys change freely unless the model has attention dropout, because they change its random masks.
         settings = settings_along(TrainConfig, change.key)
         shapes_dropout = any(setting.shapes_dropout for setting in settings)
         rule = "logged" if attention_dropout and shapes_dropout else rule_of(change.key)
@@ -54,15 +62,23 @@ def find_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> dict
 
 
 def find_model_changes(recorded: Mapping[str, Any], config: Mapping[str, Any]) -> list[Change]:
-    """Return changes of the model with which the same weights would compute something else."""
-    before, after = recorded.get("model"), config.get("model")
-    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+    """Return the changes of the `model` block that may never be made: the same weights would compute something else.
+
+    Both configurations are as `schema.as_dict` returns them. Returns [] if one of them has no `model` block.
+    """
+    recorded_model = recorded.get("model")
+    model = config.get("model")
+    if not isinstance(recorded_model, Mapping) or not isinstance(model, Mapping):
         return []
-    return [change for change in _compare(ModelConfig, before, after, "model") if rule_of(change.key) == "never"]
+    changes = _compare(ModelConfig, recorded_model, model, "model")
+    return [change for change in changes if rule_of(change.key) == "never"]
 
 
 def refuse_changes(changes: list[Change]) -> None:
-    """Raise CheckpointError if `changes` has any: these keys may never change."""
+    """Raise CheckpointError if there are any `changes`, which are those of keys that may never change.
+
+    The message lists them all, and the arguments with which the launch would have the values of the checkpoint.
+    """
     if not changes:
         return
     differences = ", ".join(
@@ -77,17 +93,21 @@ def refuse_changes(changes: list[Change]) -> None:
 
 
 def trained_values(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return key -> value as text, for every key that may not change freely.
+    """Return dotted key -> value as text, for every key that may not change freely: `{"optimizer.lr": "0.1", …}`.
 
-    Launches that train one run together must agree in these. `config` is as `schema.as_dict` gives it.
+    Launches that train one run together must agree in these values. `config` is as `schema.as_dict` returns it.
     """
     keys = [key for key in leaf_keys(dict(config)) if rule_of(key) != "freely"]
     return {key: as_text(find_value(config, key)[1]) for key in keys}
 
 
 def rule_of(key: str) -> Rule:
-    """Return the rule of a key: its own, or that of the nearest block with one. Raises KeyError for an unknown key."""
-    if key == "optimizer.kwargs.weight_decay":  # arguments of a user's own optimizer have no schema
+    """Return how a dotted key may change: by its own rule, or by the rule of the innermost block around it with one.
+
+    Raises KeyError for a key that the schema does not have.
+    """
+    # The arguments of a user's own optimizer have no schema. This one has the rule of optimizer.weight_decay.
+    if key == "optimizer.kwargs.weight_decay":
         return "logged"
     rules: list[Rule | None] = [setting.rule for setting in settings_along(TrainConfig, key)]
     for rule in reversed(rules):
@@ -97,42 +117,51 @@ def rule_of(key: str) -> Rule:
 
 
 def as_text(value: Any) -> str:
-    """Write a value as it stands after `key=`."""
+    """Return a value as a user writes it after `key=` on a command line: `100ba`, `0.1`, `null`, `{"a": 1}`."""
     return str(value) if isinstance(value, str) else json.dumps(value)
 
 
 def in_words(value: Any) -> str:
-    """Write a value for people: in its blocks, keys that are null or empty are left out."""
+    """Return a value as text for a message, like `as_text`, without the keys of blocks that are null or empty."""
     return as_text(_without_empty_keys(value))
 
 
 def _without_empty_keys(value: Any) -> Any:
-    """Return `value` without keys of its blocks, at any depth, that are null or empty blocks."""
+    """Return `value` without the keys, at any depth, whose values are null or empty dictionaries."""
     if isinstance(value, Mapping):
         return {key: _without_empty_keys(inner) for key, inner in value.items() if inner is not None and inner != {}}
     if isinstance(value, list):
-        return [_without_empty_keys(inner) for inner in value]
+        return [_without_empty_keys(item) for item in value]
     return value
 
 
 def _compare(block: type | None, before: Any, after: Any, path: str) -> Iterator[Change]:
-    """Yield the changes in what stands at `path`. `block` is its dataclass; None for a value without a schema."""
+    """Yield the changes between two values of the dotted key `path`, down to the single keys of blocks.
+
+    `block` is the dataclass of the values if they are blocks of the schema. It is None for other values, such as the
+    arguments of torch.compile, whose keys are compared too.
+    """
     if before == after:
         return
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         yield Change(path, before, after)
         return
+
+    # Dictionaries that the schema does not describe: compare the keys of both.
     if block is None:
         for name in {**before, **after}:
             yield from _compare(None, before.get(name), after.get(name), join_key(path, name))
         return
 
+    # Blocks: compare the keys of the schema. A key that one of them lacks has its default there.
     for name, key in keys_of(block).items():
         default = None if key.default is REQUIRED else key.default
-        value_before, value_after = before.get(name, default), after.get(name, default)
-        place = join_key(path, name)
+        value_before = before.get(name, default)
+        value_after = after.get(name, default)
+        inner_path = join_key(path, name)
         if key.container and isinstance(value_before, Mapping) and isinstance(value_after, Mapping):
-            for entry in {**value_before, **value_after}:
-                yield from _compare(key.block, value_before.get(entry), value_after.get(entry), f"{place}.{entry}")
+            # Several blocks by label, such as eval_loaders.
+            for label in {**value_before, **value_after}:
+                yield from _compare(key.block, value_before.get(label), value_after.get(label), f"{inner_path}.{label}")
         else:
-            yield from _compare(key.block, value_before, value_after, place)
+            yield from _compare(key.block, value_before, value_after, inner_path)

@@ -1,7 +1,11 @@
-"""LLM Foundry's keys that have no counterpart: ignored with a note, or refused with what to use instead.
+"""Handle keys of LLM Foundry's YAMLs that this package does not have, before the schema refuses them as unknown.
 
-`foundry.table` has those of a run. Other names and spellings are where they are read: `build.py`, `scalars.py` and
-`load_eval.py`.
+A key is either removed, with a note that says why it has no effect here, or refused, with an error that says what to
+use instead. `foundry.table` lists the keys with their sentences. LLM Foundry's other names for keys that we do have are
+handled where they are read: in `build.py`, `scalars.py` and `load_eval.py`.
+
+`values` in this file are the merged values of a configuration, as nested dictionaries, which the functions change in
+place. `layers` are the files and arguments that they come from, for messages.
 """
 
 import json
@@ -19,12 +23,14 @@ TABLE = Path(__file__).with_name("foundry.table")
 
 
 def _read_table() -> tuple[dict[str, dict[str, str]], dict[str, list[Any]]]:
-    """Read `foundry.table`, which explains its form.
+    """Read `foundry.table`, whose lines are `key key=harmless_value … -> sentence`, in sections such as `[left out]`.
 
-    Returns section -> key -> sentence, and key -> values that change nothing, because we do the same anyway.
+    Returns section -> key -> sentence, and key -> harmless values, with which the option does what we do anyway. For
+    example, `scheduler.foo=false -> use bar` in [left out] gives `{"left out": {"scheduler.foo": "use bar"}}` and
+    `{"scheduler.foo": [False]}`.
     """
     sections: dict[str, dict[str, str]] = {}
-    harmless: dict[str, list[Any]] = {}
+    harmless_values: dict[str, list[Any]] = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             section = sections.setdefault(line.strip("[]"), {})
@@ -34,19 +40,22 @@ def _read_table() -> tuple[dict[str, dict[str, str]], dict[str, list[Any]]]:
                 key, _, value = word.partition("=")
                 section[key] = sentence
                 if value:
-                    harmless.setdefault(key, []).append(json.loads(value))
-    return sections, harmless
+                    harmless_values.setdefault(key, []).append(json.loads(value))
+    return sections, harmless_values
 
 
 _SECTIONS, HARMLESS = _read_table()
 WITHOUT_EFFECT, EVAL_WITHOUT_EFFECT = _SECTIONS["without effect"], _SECTIONS["without effect in an evaluation"]
-"""Key -> why it is ignored, for the note about it. `*` stands for the loaders."""
+"""Dotted key -> why it has no effect, for the note about it. `*` stands for each loader's block."""
 LEFT_OUT, EVAL_LEFT_OUT = _SECTIONS["left out"], _SECTIONS["left out in an evaluation"]
-"""Key -> what to use instead, which the error names."""
+"""Dotted key -> what to use instead, for the error about it."""
 
 
 def refuse_fine_tuning(values: dict[str, Any]) -> None:
-    """Raise ConfigError for a YAML of fine-tuning, before any other error: no other change would make it run."""
+    """Raise ConfigError for a YAML of LLM Foundry's fine-tuning, whose loaders are named `finetuning`.
+
+    Call this before other checks, because correcting other keys would not make such a YAML run.
+    """
     for key in _keys_of("*.name", values):
         _, name = find_value(values, key)
         if name in ("finetuning", "fine_tuning"):
@@ -59,20 +68,24 @@ def refuse_fine_tuning(values: dict[str, Any]) -> None:
 
 
 def drop_variables(values: dict[str, Any], layers: Sequence[ConfigLayer], cls: type) -> None:
-    """Remove keys that the schema lacks and that `${key}` elsewhere refers to, in place.
+    """Remove the top-level keys that are variables: the schema `cls` does not have them, and a `${key}` names them.
 
-    LLM Foundry's YAMLs of before 2024 have their variables at the top: data_local, global_seed. Call this after its
-    options were refused or translated, because a `${key}` may refer to an option too.
+    LLM Foundry's YAMLs from before 2024 have variables at the top level, such as `data_local: /data` for
+    `local: ${data_local}`. The references are resolved already. Call this after LLM Foundry's options were refused or
+    translated, because a reference may name an option too.
     """
-    used = set(re.findall(r"\$\{(\w+)\}", str([layer.values for layer in layers])))
-    for name in used - set(keys_of(cls)):
+    referenced_names = set(re.findall(r"\$\{(\w+)\}", str([layer.values for layer in layers])))
+    for name in referenced_names - set(keys_of(cls)):
         values.pop(name, None)
 
 
 def drop_keys(
     values: dict[str, Any], layers: Sequence[ConfigLayer], without_effect: Mapping[str, str] = WITHOUT_EFFECT
 ) -> list[str]:
-    """Remove keys that are ignored, in place. Returns a note for each."""
+    """Remove the keys that have no effect here from `values`. Returns a note for each, with its file and the reason.
+
+    `without_effect` maps dotted keys to reasons, as in `foundry.table`.
+    """
     notes = []
     for pattern, reason in without_effect.items():
         for key in _keys_of(pattern, values):
@@ -83,29 +96,38 @@ def drop_keys(
 
 
 def in_one_line(notes: Sequence[str]) -> str:
-    """Return one note for all that `drop_keys` and `drop_values_without_effect` return."""
+    """Combine the notes of `drop_keys` and `drop_values_without_effect` into one, which only lists the keys.
+
+    `run.yaml: log_config has no effect: …` and another such note become `2 keys have no effect (log_config, …)`.
+    """
     keys = [note.partition(": ")[2].partition(" has no effect")[0] for note in notes]
     return f"{len(keys)} keys have no effect ({', '.join(keys)}); --dry-run says why"
 
 
 def _keys_of(pattern: str, values: dict[str, Any]) -> list[str]:
-    """Return the keys that a pattern of the table stands for: `*` is each block of a loader."""
+    """Return the dotted keys that a key of the table stands for.
+
+    `*.name` stands for `train_loader.name`, `eval_loader.name`, and `eval_loaders.wiki.name` for each label in
+    `values`. A key without `*` stands for itself.
+    """
     if not pattern.startswith("*"):
         return [pattern]
+    blocks = ["train_loader", "eval_loader"]
     named_loaders = values.get("eval_loaders")
-    labels = named_loaders if isinstance(named_loaders, dict) else ()
-    blocks = ["train_loader", "eval_loader", *(f"eval_loaders.{label}" for label in labels)]
+    if isinstance(named_loaders, dict):
+        blocks += [f"eval_loaders.{label}" for label in named_loaders]
     return [pattern.replace("*", block) for block in blocks]
 
 
 def drop_values_without_effect(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
-    """Remove values that change nothing, in place. Returns a note for each but the first.
+    """Remove keys of ours from `values` whose value has no effect in LLM Foundry, and which our schema would refuse.
 
     These are a shard degree of -1, which asks for the default; attn_impl triton, which LLM Foundry no longer has; and
-    rope_hf_config where LLM Foundry ignores it, because rope_impl is dail.
+    rope_hf_config where LLM Foundry ignores it, because rope_impl is dail. Returns a note for each but the first.
     """
-    if find_value(values, "fsdp_config.data_parallel_shard_degree")[1] == -1:
-        remove_key(values, "fsdp_config.data_parallel_shard_degree")
+    shard_degree_key = "fsdp_config.data_parallel_shard_degree"
+    if find_value(values, shard_degree_key)[1] == -1:
+        remove_key(values, shard_degree_key)
 
     notes: list[str] = []
     _, attention = find_value(values, "model.attn_config")
@@ -131,17 +153,20 @@ def drop_values_without_effect(values: dict[str, Any], layers: Sequence[ConfigLa
 def refuse_left_out_keys(
     values: dict[str, Any], layers: Sequence[ConfigLayer], left_out: Mapping[str, str] = LEFT_OUT
 ) -> None:
-    """Raise ConfigError that names every key that has no counterpart here; remove those whose value is harmless.
+    """Raise ConfigError for the options of LLM Foundry that are left out here. The error lists all of them.
 
-    A user's own `python:` object may have arguments of any name.
+    `left_out` maps dotted keys to what to use instead, as in `foundry.table`. Keys that are null, or whose value asks
+    for what we do anyway (`HARMLESS`), are removed from `values` instead.
     """
     refused = []
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
             is_given, value = find_value(values, key)
+            # A user's own `python:` optimizer or loader may have arguments of any name.
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
-            _, name = find_value(values, f"{block}.name")
-            if not is_given or str(name).startswith("python:"):
+            _, name_of_block = find_value(values, f"{block}.name")
+            is_own_object = str(name_of_block).startswith("python:")
+            if not is_given or is_own_object:
                 continue
             if value is None or value in HARMLESS.get(pattern, ()):
                 remove_key(values, key)

@@ -1,4 +1,9 @@
-"""YAML files and `key=value` arguments -> a checked, frozen `EvalConfig` and its tasks. No torch."""
+"""Load the configuration of an evaluation: YAML files and `key=value` arguments become a frozen `EvalConfig`.
+
+`load_eval_config` is the top function. It reads and merges the files (`layers.py`), translates LLM Foundry's keys,
+builds the `EvalConfig`, and then loads its tasks, most of which are named files in a task folder. Training runs with
+`icl_tasks` use `load_tasks`, too. Nothing here imports torch.
+"""
 
 import os
 import re
@@ -33,14 +38,15 @@ from llmfoundry_lite.errors import ConfigError, find_nearest
 from llmfoundry_lite.files import exists
 
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
+"""LLM Foundry's keys of a task that are ignored here."""
 THEIR_METRICS = {
     "InContextLearningMultipleChoiceAccuracy",
     "InContextLearningLMAccuracy",
     "InContextLearningGenerationExactMatchAccuracy",
 }
-"""LLM Foundry's metrics that every task of their type has here anyway."""
+"""LLM Foundry's metrics that are always computed here for tasks of their type."""
 PRECISIONS = {"amp_bf16": "bf16", "amp_fp16": "fp16"}
-"""LLM Foundry's word -> ours."""
+"""LLM Foundry's name of a precision -> ours, in an evaluation."""
 
 
 class LoadedEval(NamedTuple):
@@ -53,11 +59,18 @@ class LoadedEval(NamedTuple):
 
 
 def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> LoadedEval:
-    """Read the arguments of `scripts/eval.py`: YAML files, `key=value` pairs, and `--all-checkpoints` with its runs.
-    They are laid over a program's configuration, if `given`.
+    """Turn the arguments of an evaluation into a checked configuration and its tasks.
 
-    Without a YAML file the tasks are all those in task_folder whose data are here. Raises ConfigError in one line.
+        load_eval_config(["icl-zero-shot", "models.ours=runs/mpt-1b", "limit=100"])
+        load_eval_config(["--all-checkpoints", "runs/mpt-1b"])
+
+    `arguments` are YAML files, `key=value` pairs, and `--all-checkpoints` with the runs whose checkpoints are
+    evaluated. They override `given`, the configuration of a program that calls the library. Without a YAML file, the
+    tasks are those in the task folder whose data is on this machine.
+
+    Raises ConfigError, in one line.
     """
+    # Read the arguments, and merge the files and `key=value` pairs.
     flags = [argument for argument in arguments if argument.startswith("-")]
     for flag in flags:
         if flag != "--all-checkpoints":
@@ -73,11 +86,14 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
         )
     layers = read_layers([argument for argument in positional if argument not in runs], for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
+
+    # Translate LLM Foundry's keys, and refuse those that are unknown.
     foundry.refuse_left_out_keys(values, layers, foundry.EVAL_LEFT_OUT)
     notes = _translate(values, layers)
     foundry.drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
 
+    # Complete the values: models from the command line, available tasks if no file names any, and the suite's name.
     if flags:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
     has_file = given is not None or any(is_yaml(argument) for argument in arguments)
@@ -96,9 +112,10 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     with naming_source(layers):
         _check(config)
 
+    # Load the tasks, and find their data.
     tasks = []
     for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes):
-        tasks.append(replace(task, dataset_uri=_find(task.dataset_uri, config.data_root)))
+        tasks.append(replace(task, dataset_uri=_find_file(task.dataset_uri, config.data_root)))
     notes_on_missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, notes_on_missing = _without_missing(tasks)
@@ -112,7 +129,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
 
 
 def _check(config: EvalConfig) -> None:
-    """Check combinations of keys, and names that become files. Raises ConfigError."""
+    """Raise ConfigError if the suite or a model has a name that cannot name a file, or if there is no task."""
     if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
         folder = f"a folder in results_folder ({config.results_folder}), without slashes"
         raise ConfigError(f"suite: {config.suite!r} given, expected the name of {folder}")
@@ -124,14 +141,18 @@ def _check(config: EvalConfig) -> None:
 
 
 def _name_of_run(run: str) -> str:
-    """Return the name of a run's folder, which may be given with its `checkpoints`."""
+    """Return the name of a run's folder: `mpt-1b` for `runs/mpt-1b`, `runs/mpt-1b/` and `runs/mpt-1b/checkpoints`."""
     return run.rstrip("/").removesuffix("/checkpoints").split("/")[-1]
 
 
 def _add_runs(models: Any, runs: Sequence[str]) -> Any:
-    """Return the models and the runs, each by its folder's name. Raises ConfigError for a name that is there twice."""
+    """Return `models` (name -> place) with an entry for each run, by the name of the run's folder.
+
+    Raises ConfigError if two have the same name. Models that are not a dictionary are returned unchanged, because the
+    schema will refuse them.
+    """
     if not isinstance(models, dict):
-        return models  # the schema refuses it
+        return models
     for run in runs:
         name = _name_of_run(run)
         if name in models:
@@ -146,61 +167,77 @@ def _add_runs(models: Any, runs: Sequence[str]) -> Any:
 
 
 def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
-    """Translate LLM Foundry's keys into ours, in place. Returns a note for each that has no effect.
+    """Translate LLM Foundry's keys of an evaluation into ours, in place. Returns a note for each without effect.
 
-    Raises ConfigError for a model that is not evaluated here.
+    Raises ConfigError for a model that cannot be evaluated here, and for a file that does not exist.
     """
     notes = foundry.drop_keys(values, layers, foundry.EVAL_WITHOUT_EFFECT)
-    for theirs, ours in EVAL_SYNONYMS.items():
-        if theirs in values and values.get(ours) is None:
-            values[ours] = values.pop(theirs)
+    for their_key, our_key in EVAL_SYNONYMS.items():
+        if their_key in values and values.get(our_key) is None:
+            values[our_key] = values.pop(their_key)
     precision = values.get("precision")
     if isinstance(precision, str):  # the schema refuses a list or a block
         values["precision"] = PRECISIONS.get(precision, precision)
+
+    # Tasks and the gauntlet may be files. Their paths may begin at data_root, such as `scripts` in LLM Foundry's clone.
     for key in ("icl_tasks", "eval_gauntlet"):
         file = values.get(key)
         if isinstance(file, str) and file.endswith((".yaml", ".yml")) and find_yaml(file) is None:
-            values[key] = path = _find(file, str(values.get("data_root") or "."))
+            path = _find_file(file, str(values.get("data_root") or "."))
+            values[key] = path
             if not exists(path):
-                place = f"{source_of(key, layers)}: {key}"
-                raise ConfigError(f"{place}: {path} does not exist; data_root=FOLDER says where its path begins")
+                raise ConfigError(
+                    f"{source_of(key, layers)}: {key}: {path} does not exist; data_root=FOLDER says where its path "
+                    "begins"
+                )
+    # A gauntlet's file holds the block itself, or has it under the key eval_gauntlet.
     if isinstance(values.get("eval_gauntlet"), str):
         layer = read_file(values["eval_gauntlet"])
         is_block = "eval_gauntlet" not in layer.values
-        inside = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
-        values["eval_gauntlet"] = inside if is_block else inside["eval_gauntlet"]
-    if isinstance(values.get("model"), dict) and not values.get("models"):  # the one model of an older YAML
-        keys = ["model", "load_path", *(["tokenizer"] if isinstance(values.get("tokenizer"), dict) else [])]
+        values_of_file = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
+        values["eval_gauntlet"] = values_of_file if is_block else values_of_file["eval_gauntlet"]
+
+    # Older YAMLs have a single model in the keys of a training run, newer ones have a list of models.
+    if isinstance(values.get("model"), dict) and not values.get("models"):
+        keys = ["model", "load_path"]
+        if isinstance(values.get("tokenizer"), dict):
+            keys.append("tokenizer")
         values["models"] = [{key: values.pop(key) for key in keys if key in values}]
     if isinstance(values.get("models"), list):
         values["models"] = _name_models(values["models"], source_of("models", layers), notes)
     return notes
 
 
-def _find(path: str, root: str) -> str:
-    """Return the path of a file that a YAML names: here, or below `data_root`."""
-    return path if "://" in path or exists(path) else str(Path(root) / path)
+def _find_file(path: str, data_root: str) -> str:
+    """Return `path` if it exists or is a URL, and otherwise the path below `data_root`, which need not exist."""
+    if "://" in path or exists(path):
+        return path
+    return str(Path(data_root) / path)
 
 
 def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[str, str]:
-    """Turn `[{model_name, model: {name, pretrained_model_name_or_path}, tokenizer, load_path}]` into name -> place.
+    """Turn LLM Foundry's list of models into ours, name -> where the model is.
 
-    Notes each tokenizer that is not the model's own.
+    `[{model_name: opt, model: {name: hf_causal_lm, pretrained_model_name_or_path: facebook/opt-125m}}]` becomes
+    `{"opt": "hf:facebook/opt-125m"}`. `source` is the list's file, for messages. A note is added to `notes` for each
+    tokenizer that is not the model's own. Raises ConfigError for models that cannot be evaluated, and names given
+    twice.
     """
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for index, entry in enumerate(models):
-        place = _find_model(entry)
-        if place is None:
+        location = _locate_model(entry)
+        if location is None:
             name = entry.get("model_name") if isinstance(entry, dict) else entry
             raise ConfigError(
                 f"{source}: models[{index}]: {name!r} is not evaluated here; expected an MPT's load_path, "
                 "or model.pretrained_model_name_or_path under hf_causal_lm, not in 8 bits and without adapters"
             )
-        name = str(entry.get("model_name") or place).rstrip("/").rsplit("/", 1)[-1]
+        # The name becomes the name of a file: facebook/opt-125m becomes opt-125m.
+        name = str(entry.get("model_name") or location).rstrip("/").rsplit("/", 1)[-1]
         name = re.sub(r"[^\w.\-]", "_", name)
-        if name in places:
+        if name in locations:
             raise ConfigError(f"{source}: models[{index}]: there are two models named {name}; rename one")
-        places[name] = place
+        locations[name] = location
 
         tokenizer = entry.get("tokenizer")
         own_tokenizer = entry["model"].get("pretrained_model_name_or_path")
@@ -209,11 +246,15 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
                 f"{source}: models[{index}].tokenizer {str(tokenizer['name'])!r} has no effect: a model has its own; "
                 "tokenizer=PATH names one for all of them"
             )
-    return places
+    return locations
 
 
-def _find_model(entry: Any) -> str | None:
-    """Return where the model of LLM Foundry's list lies: a folder, a URL or hf:NAME. None if none is evaluated here."""
+def _locate_model(entry: Any) -> str | None:
+    """Return the folder, the URL or `hf:NAME` of a model in LLM Foundry's list; None if it cannot be evaluated here.
+
+    An MPT has a load_path. Other models have a name on the Hub or a folder (`pretrained_model_name_or_path`), and are
+    evaluated unless they have adapters or are quantized.
+    """
     model = entry.get("model") if isinstance(entry, dict) else None
     if not isinstance(model, dict):
         return None
@@ -221,44 +262,53 @@ def _find_model(entry: Any) -> str | None:
         return str(entry["load_path"])
 
     pretrained = model.get("pretrained_model_name_or_path")
-    is_changed = model.get("peft_config") or model.get("load_in_8bit")
-    if model.get("name") != "hf_causal_lm" or not pretrained or is_changed:
+    is_modified = model.get("peft_config") or model.get("load_in_8bit")
+    if model.get("name") != "hf_causal_lm" or not pretrained or is_modified:
         return None
-    is_folder = re.match(r"[./~]|\w+:", str(pretrained)) or os.path.isdir(str(pretrained))
-    return str(pretrained) if is_folder else f"hf:{pretrained}"
+    is_path_or_url = re.match(r"[./~]|\w+:", str(pretrained)) or os.path.isdir(str(pretrained))
+    return str(pretrained) if is_path_or_url else f"hf:{pretrained}"
 
 
 # ----------------------------------------------------------------------------------------------- gauntlet
 
 
 def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[ConfigLayer]) -> list[str]:
-    """Check that the gauntlet's parts fit together. Raises ConfigError; returns notes."""
+    """Raise ConfigError for a gauntlet whose categories and averages do not fit together.
+
+    Returns a note for each average that names a category which does not exist beside others that do.
+    """
     notes = []
-    place = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
+    key = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
     if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
-        raise ConfigError(f"{place}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
+        raise ConfigError(f"{key}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
+
     names = [category.name for category in gauntlet.categories]
     for category in gauntlet.categories:
         if names.count(category.name) > 1 or not category.benchmarks:
             problem = "is there twice" if category.benchmarks else "has no benchmark"
-            raise ConfigError(f"{place}.categories: {category.name} {problem}")
+            raise ConfigError(f"{key}.categories: {category.name} {problem}")
+
+    # Results have averages and categories in one table, so their names must differ.
     for average, categories in (gauntlet.averages or {}).items():
         if average in names:
-            raise ConfigError(f"{place}.averages: {average} is a category's name; choose another")
+            raise ConfigError(f"{key}.averages: {average} is a category's name; choose another")
         unknown = [category for category in categories if category not in names]
         if unknown and len(unknown) == len(categories):
-            raise ConfigError(f"{place}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
+            raise ConfigError(f"{key}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
         # LLM Foundry ignores unknown categories, and some of its YAMLs have them.
         notes += [f"eval_gauntlet: {average} is without {name!r}, which is no category here" for name in unknown]
     return notes
 
 
 def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> list[str]:
-    """Return a note for each category that lacks a task, before hours are spent on the others."""
-    asked = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
+    """Return a note for each category of a gauntlet that needs a task which is not evaluated.
+
+    The user can then stop before hours are spent on the other tasks.
+    """
+    evaluated_tasks = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
     notes = []
     for category in gauntlet.categories:
-        missing = [benchmark.task for benchmark in category.benchmarks if benchmark.task not in asked]
+        missing = [benchmark.task for benchmark in category.benchmarks if benchmark.task not in evaluated_tasks]
         if missing:
             notes.append(
                 f"eval_gauntlet: {category.name} needs {', '.join(missing)}, not asked for now; without an earlier "
@@ -273,11 +323,18 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
 def load_tasks(
     entries: Sequence[Any] | str, task_folder: str, layers: Sequence[ConfigLayer] = (), notes: list[str] | None = None
 ) -> list[TaskConfig]:
-    """Load tasks written out, or named: `arc_easy` is `<task_folder>/arc_easy.yaml`, and a .yaml file is itself.
+    """Load the tasks of `icl_tasks`. Each entry is a name, a file, or a block that describes the task or changes one:
 
-    A file holds one task, or a list of them under `icl_tasks`. An entry with a label but no type, such as
-    `{label: arc_easy, num_fewshot: [5], dataset_uri: my.jsonl}`, is laid over the task that the label names.
-    `notes` gets a line for metrics that are not computed, and for keys without effect. Raises ConfigError.
+        icl_tasks:
+        - arc_easy                                  # <task_folder>/arc_easy.yaml
+        - my_tasks.yaml                             # one task, or a list of them under icl_tasks
+        - {label: arc_easy, num_fewshot: [5]}       # the task of that name, with another number of examples
+        - {label: mine, icl_task_type: multiple_choice, dataset_uri: mine.jsonl}
+
+    `layers` are the files that the entries come from, for errors. Lines are added to `notes` for metrics that are not
+    computed, and for keys without effect.
+
+    Raises ConfigError for tasks that do not exist, that are not valid, or that are listed twice.
     """
     metrics: dict[str, list[str]] = {}
     """Metric that is not computed -> labels of the tasks that ask for it."""
@@ -301,31 +358,34 @@ def load_tasks(
 
 
 def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
-    """Return a note for each key without effect, and each reason, with the tasks that have it."""
-    labels: dict[tuple[str, str], list[str]] = {}
+    """Return a note for each key without effect. Tasks with the same key and the same reason share a note."""
+    labels_by_problem: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         for unused in find_unused_keys(task, task):
-            labels.setdefault((unused.key, unused.reason), []).append(task.label)
+            labels_by_problem.setdefault((unused.key, unused.reason), []).append(task.label)
     notes = []
-    for (key, reason), labels_of_key in labels.items():
-        notes.append(f"icl_tasks: {key} has no effect ({_name_some(labels_of_key)}): {reason}")
+    for (key, reason), labels in labels_by_problem.items():
+        notes.append(f"icl_tasks: {key} has no effect ({_name_some(labels)}): {reason}")
     return notes
 
 
 def _name_some(labels: Sequence[str]) -> str:
-    """Return the first label, and the number of further ones, for a message."""
+    """Return the first label and the number of further ones, for a message: `arc_easy and 3 more`."""
     return f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
 
 
 def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], list[str]]:
-    """Return the tasks whose data are here or on the Hub, and a note on each other. Raises ConfigError for none."""
-    here = [task for task in tasks if "://" in task.dataset_uri or exists(task.dataset_uri)]
-    missing = [task for task in tasks if task not in here]
-    if not here:
+    """Return the tasks whose data is on this machine or has a URL, and a note for each task that is left out.
+
+    Raises ConfigError if the data of every task is missing.
+    """
+    available = [task for task in tasks if "://" in task.dataset_uri or exists(task.dataset_uri)]
+    missing = [task for task in tasks if task not in available]
+    if not available:
         raise ConfigError(
             f"skip_missing_tasks: the data of every task is missing here; {missing[0].dataset_uri} is the first"
         )
-    return here, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
+    return available, [f"{task.label} is left out: {task.dataset_uri} is not here" for task in missing]
 
 
 def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
@@ -339,15 +399,17 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     if values.get("icl_tasks"):
         return ConfigLayer(folder, {})
 
+    # Tasks of the task folder whose data files exist.
     names = []
     for path in sorted(find_task_folder(folder).glob("*.yaml")):
         tasks_of_file = load_tasks([str(path)], folder)
         if all(exists(task.dataset_uri) for task in tasks_of_file):
             names.append(path.stem)
 
+    # A perplexity task for the held-out text of each run. Two runs may have the same data.
     models = values["models"].values() if isinstance(values["models"], dict) else ()
-    found_texts = [find_held_out_text(str(model)) for model in models]
-    text_paths = dict.fromkeys(path for path in found_texts if path is not None)  # two runs may have the same data
+    text_by_model = [find_held_out_text(str(model)) for model in models]
+    text_paths = dict.fromkeys(path for path in text_by_model if path is not None)
     text_tasks: list[dict[str, str]] = []
     for path in text_paths:
         text_tasks.append({"label": _label_of(path), "icl_task_type": "perplexity", "dataset_uri": path})
@@ -360,13 +422,19 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
 
 
 def _label_of(path: str) -> str:
-    """Return the name of the prepared folder, which holds val/text.jsonl."""
+    """Return the label of a held-out text: `c4_text` for `data/c4/val/text.jsonl`."""
     return re.sub(r"[^\w.-]+", "-", f"{Path(path).absolute().parent.parent.name}_text")
 
 
 def find_held_out_text(model: str) -> str | None:
-    """Return the text that `data prepare` held out from a run's data, if both are here."""
-    run = Path(model).parent.parent if Path(model).parent.name == "checkpoints" else Path(model)
+    """Return the path of the validation text that `data prepare` held out from the data of a run.
+
+    `model` is the run's folder or a checkpoint in it. Returns None if the run has no readable record, or if the text is
+    not on this machine.
+    """
+    path_of_model = Path(model)
+    is_checkpoint = path_of_model.parent.name == "checkpoints"
+    run = path_of_model.parent.parent if is_checkpoint else path_of_model
     try:
         config = read_record(read_at_most(run / "config.yaml", MAX_YAML_BYTES, "a configuration"))
         dataset = config["eval_loader"]["dataset"]
@@ -379,14 +447,20 @@ def find_held_out_text(model: str) -> str | None:
 def _load_entries(
     entries: Sequence[Any], task_folder: str, layers: Sequence[ConfigLayer], metrics: dict[str, list[str]]
 ) -> list[TaskConfig]:
-    """Load tasks. `metrics` gets, for each metric that is not computed, the labels of the tasks that ask for it."""
+    """Load the tasks of a list, whose entries are as in `load_tasks`.
+
+    `metrics` maps each metric that is not computed to the labels of the tasks that ask for it. It is extended in place.
+    """
     tasks: list[TaskConfig] = []
     for index, entry in enumerate(entries):
         path = f"icl_tasks[{index}]"
         if isinstance(entry, str):
             tasks += _load_task_file(entry, task_folder, metrics)
             continue
-        if isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry:
+
+        # A block without a type changes some keys of the task that its label names.
+        is_variant = isinstance(entry, dict) and "label" in entry and "icl_task_type" not in entry
+        if is_variant:
             layer = _read_named_task(str(entry["label"]), path, task_folder, layers)
             if "icl_tasks" in layer.values:
                 raise ConfigError(f"{layer.source} holds a list of tasks; {path}: change them there")
@@ -395,15 +469,21 @@ def _load_entries(
 
         task = _build_task(entry, path, layers)
         tasks.append(task)
-        names = entry.get("metric_names") or [] if isinstance(entry, dict) else []
-        for name in [names] if isinstance(names, str) else names:
-            if name not in THEIR_METRICS:
-                metrics.setdefault(str(name), []).append(task.label)
+
+        metric_names = entry.get("metric_names") or [] if isinstance(entry, dict) else []
+        if isinstance(metric_names, str):
+            metric_names = [metric_names]
+        for metric_name in metric_names:
+            if metric_name not in THEIR_METRICS:
+                metrics.setdefault(str(metric_name), []).append(task.label)
     return tasks
 
 
 def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) -> list[TaskConfig]:
-    """Load the task, or the list of tasks under `icl_tasks`, of a file."""
+    """Load the tasks of a file, which holds the keys of one task, or a list of tasks under `icl_tasks`.
+
+    `name` is a path, or the name of a file in the task folder. `metrics` is as in `_load_entries`.
+    """
     layer = _read_task_file(name, task_folder)
     if "icl_tasks" in layer.values:
         entries = merge_layers([layer], EvalConfig)["icl_tasks"]
@@ -415,13 +495,16 @@ def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) 
 
 
 def _read_task_file(name: str, task_folder: str) -> ConfigLayer:
-    """Read a task's YAML: a file by its path, or one of the folder by its name."""
-    is_file = name.endswith((".yaml", ".yml"))
-    return read_file(name if is_file else f"{find_task_folder(task_folder)}/{name}.yaml")
+    """Read the YAML of a task. `name` is a path that ends in .yaml, or the name of a file in the task folder."""
+    is_path = name.endswith((".yaml", ".yml"))
+    return read_file(name if is_path else f"{find_task_folder(task_folder)}/{name}.yaml")
 
 
 def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[ConfigLayer]) -> ConfigLayer:
-    """Read the task that a label names. Raises ConfigError, which suggests the nearest name."""
+    """Read the YAML of the task that a label in `icl_tasks` names. `path` is the entry's dotted key, for errors.
+
+    Raises ConfigError, which suggests the nearest name, if the task folder has no such task.
+    """
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
@@ -435,10 +518,14 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[C
 
 
 def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskConfig:
-    """Make the task of an entry, in LLM Foundry's words or ours, which stands at `path`. Raises ConfigError."""
+    """Build a task from its block in `icl_tasks`, whose keys are ours or LLM Foundry's. `path` is its dotted key.
+
+    Raises ConfigError for keys that are unknown or not valid, or that do not go with the type of the task.
+    """
     values = entry
     if isinstance(entry, dict):
         values = {TASK_SYNONYMS.get(key, key): value for key, value in entry.items() if key not in TASK_WITHOUT_EFFECT}
+        # `num_fewshot: 5` means [5].
         if isinstance(values.get("num_fewshot"), int):
             values["num_fewshot"] = [values["num_fewshot"]]
     task = build_block(TaskConfig, values, path, layers)
@@ -449,10 +536,12 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
 
 
 def _problem_of(task: TaskConfig) -> str:
-    """Return which keys of a task do not go with its type; empty if all do."""
+    """Return `key: what is wrong` for the first key of a task that does not go with its type; empty if all do."""
     has_choices = task.icl_task_type in ("multiple_choice", "schema")
     if task.metric not in (None, "acc") and not has_choices:
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
+
+    # A perplexity task reads a text, which has no items with examples or categories.
     if task.icl_task_type != "perplexity":
         return ""
     if task.num_fewshot != [0]:

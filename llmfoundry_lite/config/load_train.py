@@ -1,7 +1,9 @@
-"""YAML files and `key=value` arguments -> a checked, frozen `TrainConfig`.
+"""Load the configuration of a training launch: YAML files and `key=value` arguments become a frozen `TrainConfig`.
 
-`layers` reads what was given, `foundry` LLM Foundry's other words, `build` makes the dataclasses, `check` compares
-them. `preflight` checks data, tokenizer and machine. No torch here: a wrong key is answered in under a second.
+`load_train_config` is the top function. It calls `layers.py` to read and merge the files, `foundry.py` for keys of LLM
+Foundry that this package does not have, `build.py` to make the dataclasses, and `check.py` to compare their keys.
+`preflight.py` checks data, tokenizer and machine later. Nothing here imports torch, so that a wrong key is answered in
+less than a second.
 """
 
 import os
@@ -24,8 +26,9 @@ FOLDERS_WITH_RUN_NAME = (
     *("run_folder", "save_folder", "load_path", "loggers.tensorboard.log_dir"),
     *("callbacks.hf_checkpointer.save_folder", "callbacks.profiler.folder"),
 )
-"""Keys of folders in which `{run_name}` stands for the run's name."""
+"""Dotted keys of folders and URLs in which `{run_name}` is replaced by the run's name."""
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
+"""Option of the command line -> `LoadedTrain.dry_run`."""
 
 
 class LoadedTrain(NamedTuple):
@@ -44,11 +47,15 @@ def load_train_config(
 ) -> LoadedTrain:
     """Turn the arguments of a training launch into a checked configuration.
 
-    `arguments` are YAML files, `key=value` pairs and the options of DRY_RUNS. Later files override earlier ones,
-    `key=value` pairs override all files, and all of them override `given`, the configuration of a program.
+        load_train_config(["mpt-1b", "my.yaml", "optimizer.lr=2e-3", "--dry-run"])
 
-    Raises ConfigError, in one line: the file, the key, what was given, what was expected, the nearest valid key.
+    `arguments` are YAML files, `key=value` pairs and the options of DRY_RUNS. Later files override earlier ones,
+    `key=value` pairs override all files, and all of them override `given`, the configuration of a program that calls
+    the library. `environ` are the environment variables.
+
+    Raises ConfigError, whose line names the file, the key, what was given, and what was expected.
     """
+    # Read and merge the files and arguments.
     options = [argument for argument in arguments if argument.startswith("-")]
     for option in options:
         if option not in DRY_RUNS:
@@ -61,7 +68,7 @@ def load_train_config(
     values = merge_layers(layers, TrainConfig)
     notes = [layer.note for layer in layers if layer.note]
 
-    # Keys of LLM Foundry that this package does not have are refused, translated, or dropped with a note.
+    # Refuse keys of LLM Foundry that this package does not have, or drop them with a note.
     with naming_source(layers):
         foundry.refuse_fine_tuning(values)
         refuse_other_kinds(values)
@@ -74,10 +81,13 @@ def load_train_config(
     foundry.refuse_left_out_keys(values, layers)
     foundry.drop_variables(values, layers, TrainConfig)
 
+    # Complete the values with the run's name and folder.
     if values.get("run_name") is None and "RUN_NAME" in environ:
         name = environ["RUN_NAME"]
         notes.append(f"run_name: {name}, by the environment variable RUN_NAME; run_name=NAME names another")
     _set_names(values, layers, environ)
+
+    # Build the dataclasses, which checks each key by itself. Then check the keys together.
     _collect_own_arguments(values)
     config = build_block(TrainConfig, values, "", layers)
     with naming_source(layers):
@@ -89,9 +99,10 @@ def load_train_config(
 
 
 def _is_under_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun has started all ranks itself, so that no launcher on each node kills them by its own clock.
+    """Return whether SLURM's `srun` has started the ranks itself, instead of a launcher such as composer on each node.
 
-    `adopt_srun` sets WORLD_SIZE where there are several tasks. With one task, only another launcher sets it.
+    A launcher kills its ranks some seconds after a signal; srun leaves them more time. Under srun with several tasks,
+    `adopt_srun` has set WORLD_SIZE to their number. With one task, WORLD_SIZE is only set by a launcher.
     """
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS")
     if num_tasks is None:
@@ -103,10 +114,10 @@ def _is_under_srun(environ: Mapping[str, str]) -> bool:
 def find_run_folder(
     arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
 ) -> Path | None:
-    """Return the run folder that the arguments of a launch lead to, even if the launch is refused for another reason.
+    """Return the run folder of a launch, even if its configuration is refused, so that the reason is recorded there.
 
-    The reason can then be recorded there. Returns None if the arguments cannot be read as far as the name of the run,
-    or if a companion that is not installed would choose a folder within the run's.
+    The arguments are those of `load_train_config`. Returns None if the files cannot be read and merged, if the run has
+    no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
     try:
         files_and_settings = [argument for argument in arguments if not argument.startswith("-")]
@@ -121,10 +132,12 @@ def find_run_folder(
 
 
 def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: Mapping[str, str]) -> None:
-    """Set `run_name` and `run_folder` in the values of a configuration, and the run's name in other folders, in place.
+    """Set `run_name` and `run_folder` in `values`, and replace `{run_name}` in the folders of FOLDERS_WITH_RUN_NAME.
 
-    The name is that of the configuration, of the environment variable RUN_NAME, or of the first YAML file. Every rank
-    must come to the same name, so nothing here is random. Raises ConfigError for a name that cannot be a folder's.
+    The name is the configuration's run_name, or else the environment variable RUN_NAME, or else the name of the first
+    YAML file: `mpt-1b.yaml` gives `mpt-1b`. Every rank calls this and has to find the same name, so it is never random.
+
+    Raises ConfigError for a name that cannot be the name of a folder.
     """
     name = values.get("run_name")
     source = f"{source_of('run_name', layers)}: run_name"
@@ -138,7 +151,7 @@ def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: M
         raise ConfigError(
             f"{source}: {name!r} given, expected the name of a folder: letters and digits, and . _ - after the first"
         )
-    # As plain text, even if they come from an environment variable, because the record of the run is in this folder.
+    # Plain text instead of FromEnvironment, so that the record has the name and the folder that were used.
     values["run_name"] = str(name)
     values["run_folder"] = str(values.get("run_folder") or _default_run_folder(values))
 
@@ -152,24 +165,30 @@ def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: M
 
 
 def _default_run_folder(values: Mapping[str, Any]) -> str:
-    """Return the default of run_folder: `runs/{run_name}`, in which `{run_name}` will be replaced.
+    """Return the default of run_folder, `runs/{run_name}`. The caller replaces `{run_name}`.
 
-    Where several launches train one run together, each has its own folder in it, which the companion's block names.
+    If several launches train one run together, each has a folder of its own in it, `runs/{run_name}/island0`, which the
+    companion's block in `values` names.
     """
     parts = [f"runs/{RUN_NAME}"]
     for key, block in given_blocks(values).items():
-        own_folder = values[key].get(block.folder_key) if isinstance(values[key], dict) else None
-        if own_folder:
-            parts.append(str(own_folder))
+        if not isinstance(values[key], dict):
+            continue  # the schema refuses it later
+        folder_of_launch = values[key].get(block.folder_key)
+        if folder_of_launch:
+            parts.append(str(folder_of_launch))
     return "/".join(parts)
 
 
 def _collect_own_arguments(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
 
-    Changes the values of a configuration in place. Objects are optimizers, loaders and callbacks.
+    Objects are the optimizer, loaders and callbacks. Changes `values` in place:
+    `optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}` becomes
+    `optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}`.
     """
-    # A user's optimizer may have betas, or a momentum, of its own. A loader's keys may come from a hardware overlay.
+    # The user's optimizer may have an argument of the same name as a key of ours, such as `betas`, so only the first
+    # keys stay. All keys of a loader stay, because they may come from a hardware overlay.
     _move_arguments(values.get("optimizer"), {"name", "lr", "kwargs"})
     loaders = [values.get("train_loader"), values.get("eval_loader")]
     named_loaders = values.get("eval_loaders")
@@ -178,6 +197,7 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
     for loader in loaders:
         _move_arguments(loader, keys_of(LoaderConfig))
 
+    # A callback's key is its import path, and its value is the block of its arguments, or null.
     callbacks = values.get("callbacks")
     if isinstance(callbacks, dict):
         import_paths = [key for key in callbacks if str(key).startswith("python:")]
@@ -187,9 +207,9 @@ def _collect_own_arguments(values: dict[str, Any]) -> None:
 
 
 def _move_arguments(block: Any, known_keys: Collection[str]) -> None:
-    """Move all but the known keys of a block into its `kwargs`, in place, if its name is a user's own `python:` object.
+    """Move the keys of a block that are not in `known_keys` into its `kwargs`, if it names a user's own object.
 
-    Other blocks, and values that are no blocks, stay as they are.
+    Changes the block in place. Blocks of our own objects, and values that are not blocks, are left alone.
     """
     is_own_object = isinstance(block, dict) and str(block.get("name", "")).startswith("python:")
     if not is_own_object:

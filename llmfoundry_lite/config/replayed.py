@@ -1,7 +1,8 @@
-"""A configuration that a run recorded -> the part of it that `replay` trains with. No torch.
+"""Select from the recorded configuration of a run the keys with which `replay` trains some of its batches again.
 
-The run may be anybody's, so its record is data. Keys that decide arithmetic or data are used (`replay` in the schema).
-No variable in their text is resolved, and code that they name runs only if the user trusts its author.
+The run may be somebody else's, so its record is data that is not trusted. Only keys that decide arithmetic or data are
+used (`replay` in the schema). References `${…}` in their text are not resolved, because they could read environment
+variables of this user. Code that the record names (`python:` paths, compilers) runs only if the user trusts its author.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,17 +17,23 @@ CODE = "python:"
 PLAIN_COMPILE_KEYS = ("backend", "dynamic", "fullgraph", "mode")
 """Arguments of torch.compile that are safe to use: its `options` may name compilers, by their paths."""
 KEYS_OF_CODE = ("name", "lr", "num_workers", "drop_last", "kwargs")
-"""Keys of a user's own optimizer or loader. `schema.as_dict` records others too, which must not be passed to it."""
+"""Keys that a user's own optimizer or loader (`python:…`) has in a YAML. `schema.as_dict` records keys of ours too,
+which must not be passed to the user's object."""
 MAX_QUOTED = 60
+"""Maximum number of characters of a recorded text in an error."""
 
 
 def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts_code: bool) -> dict[str, Any]:
-    """Return the keys that a replay uses, except those `given` on the command line.
+    """Return the values of a recorded configuration that a replay uses, as a YAML would have them.
 
-    Raises ConfigError for code that is not trusted, and for text with `${` in it.
+    `given` are the dotted keys on the command line of the replay, whose recorded values are left out. With
+    `trusts_code`, the run's own `python:` callbacks are included.
+
+    Raises ConfigError for code that is not trusted, and for text with an unresolved `${`.
     """
-    used = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
-    values = without(given, {name: config[name] for name in used if name in config})
+    used_keys = [name for name, key in keys_of(TrainConfig).items() if key.setting.replay != "left out"]
+    values = without(given, {name: config[name] for name in used_keys if name in config})
+
     code = [*find_code(values)]
     if code and not trusts_code:
         alternative = "; or leave the variables out: environment={}" if values.get("environment") else ""
@@ -40,7 +47,11 @@ def select_recorded(config: Mapping[str, Any], given: Collection[str], *, trusts
 
 
 def without(keys: Collection[str], value: Any, path: str = "") -> Any:
-    """Return `value`, which stands at `path`, without some dotted keys, at any depth."""
+    """Return nested dictionaries without the dotted keys in `keys`. `path` is the dotted key of `value` itself.
+
+    >>> without({"optimizer.lr"}, {"seed": 1, "optimizer": {"name": "lion", "lr": 0.1}})
+    {'seed': 1, 'optimizer': {'name': 'lion'}}
+    """
     if not isinstance(value, dict):
         return value
     kept = {}
@@ -51,52 +62,66 @@ def without(keys: Collection[str], value: Any, path: str = "") -> Any:
     return kept
 
 
-def refuse_unresolved(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return recorded values without remotes whose URL is incomplete, since a folder here may have the data.
+def refuse_unresolved(values: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """Raise ConfigError for recorded text with `${` in it, which is never resolved here. Return the other values.
 
-    Raises ConfigError for other text with `${` in it, because variables are not resolved in somebody's record. `what`
-    begins its message.
+    An incomplete `remote` in the training data is replaced by null instead, because a folder on this machine may have
+    the data. `command` is the command that reads the record; the message begins with it.
     """
-    known = dict(values)
+    usable = dict(values)
     if "train_loader" in values:
-        known["train_loader"] = _without_partial_remotes(values["train_loader"])
-    unresolved = {path: text for path, text in _texts(known) if "${" in text}
+        usable["train_loader"] = _without_incomplete_remotes(values["train_loader"])
+
+    unresolved = {path: text for path, text in _texts(usable) if "${" in text}
     if unresolved:
         recorded = ", ".join(f"{path} is {_quoted(text)}" for path, text in unresolved.items())
         keys = dict.fromkeys(f"{path.partition('[')[0]}=…" for path in unresolved)
-        raise ConfigError(f"{what}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
-    return known
+        raise ConfigError(f"{command}: {recorded} in the run, which is not resolved here; give {' '.join(keys)}")
+    return usable
 
 
-def _without_partial_remotes(value: Any) -> Any:
-    """Return `value`, at any depth with null for a remote that has `${` or masked credentials in it."""
+def _without_incomplete_remotes(value: Any) -> Any:
+    """Return a loader's block, or a value in it, with null for each `remote` whose URL cannot be opened.
+
+    Such a URL has a reference `${…}`, or credentials that were masked when it was recorded.
+    """
     if isinstance(value, list):
-        return [_without_partial_remotes(inner) for inner in value]
+        return [_without_incomplete_remotes(item) for item in value]
     if not isinstance(value, dict):
         return value
-    complete = {key: _without_partial_remotes(inner) for key, inner in value.items()}
+    usable = {key: _without_incomplete_remotes(inner) for key, inner in value.items()}
     remote = value.get("remote")
     if isinstance(remote, str) and ("${" in remote or is_masked(remote)):
-        complete["remote"] = None
-    return complete
+        usable["remote"] = None
+    return usable
 
 
 def find_callbacks(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `python:` callbacks of a recorded configuration, and their arguments."""
+    """Return import path -> arguments of the `python:` callbacks of a record, which may be malformed."""
     callbacks = config.get("callbacks")
     extra = callbacks.get("extra") if isinstance(callbacks, dict) else None
     return extra if isinstance(extra, dict) else {}
 
 
 def as_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration as a YAML has them: a user's own objects lose the keys that we added."""
+    """Return recorded values as a YAML has them, so that a launch accepts them.
+
+    A record has every key of a block, and a launch refuses most of them beside a user's own optimizer or loader.
+    """
     return {name: _without_our_keys(block) for name, block in values.items()}
 
 
 def _without_our_keys(block: Any) -> Any:
-    """Return the block of a user's own optimizer or loader as its YAML has it, and any other value as it is."""
-    if not isinstance(block, dict) or not str(block.get("name")).startswith(CODE) or "kwargs" not in block:
+    """Return the block of a user's own optimizer or loader (`name: python:…`) without the keys that only ours have.
+
+    Any other value is returned unchanged.
+    """
+    if not isinstance(block, dict) or "kwargs" not in block:
         return block
+    is_own_object = str(block.get("name")).startswith(CODE)
+    if not is_own_object:
+        return block
+
     kept = {key: block[key] for key in KEYS_OF_CODE if key in block}
     dataset = block.get("dataset")
     if isinstance(dataset, dict):
@@ -105,17 +130,22 @@ def _without_our_keys(block: Any) -> Any:
 
 
 def find_code(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of each part that names code."""
+    """Yield a description of each part of a recorded configuration that would run code, for an error.
+
+    For example, `optimizer.name python:my.module:Optimizer` or `environment LD_PRELOAD`.
+    """
     for name in find_callbacks(values):
         yield _quoted(str(name))
     for path, text in _texts(values):
         if text.startswith(CODE):
             yield f"{path} {_quoted(text)}"
 
-    # Variables may name a library to load, and torch.compile may be told to run a compiler.
+    # An environment variable may name a library to load.
     environment = values.get("environment")
     if isinstance(environment, dict) and environment:  # the schema refuses other types
         yield f"environment {', '.join(_quoted(str(name)) for name in environment)}"
+
+    # Some options of torch.compile name a compiler to run.
     compile_config = values.get("compile_config")
     if isinstance(compile_config, dict):
         for key in compile_config:
@@ -124,7 +154,7 @@ def find_code(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path and the value of each text."""
+    """Yield the dotted key and the value of each text in nested dictionaries and lists: ("optimizer.name", "lion")."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
@@ -136,5 +166,5 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _quoted(text: str) -> str:
-    """Return text of somebody's record for a message, cut after MAX_QUOTED characters."""
+    """Return recorded text for a message, cut after MAX_QUOTED characters."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}…"

@@ -1,7 +1,8 @@
-"""YAML files and tasks that come with the package, found by name from any folder.
+"""Find the YAML files and evaluation tasks that come with the package, by their names, from any working directory.
 
 `mpt-1b` is `yamls/pretrain/mpt-1b.yaml`, `h100-8` is `yamls/hardware/h100-8.yaml`, `arc_easy` is `evals/arc_easy.yaml`.
-They lie inside an installed package, and at the top of a clone. A file of the user's own always goes first. No torch.
+The folders `yamls` and `evals` are inside an installed package, and at the top of a clone of the repository. A file of
+the user's own takes precedence over a file of the package.
 """
 
 from pathlib import Path
@@ -13,33 +14,44 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_folder(kind: str) -> Path:
-    """Return the folder of the package's `yamls` or `evals`."""
-    inside = PACKAGE / kind
-    return inside if inside.is_dir() else PACKAGE.parent / kind
+    """Return the folder of the package's YAML files (`kind` is "yamls") or of its evaluation tasks ("evals")."""
+    folder_in_package = PACKAGE / kind
+    return folder_in_package if folder_in_package.is_dir() else PACKAGE.parent / kind
 
 
 def shipped_yamls() -> dict[str, Path]:
-    """Return name -> file, for training runs, hardware overlays and evaluations."""
+    """Return name -> file of the package's YAMLs: training runs, hardware overlays and evaluations."""
     return {path.stem: path for path in sorted(shipped_folder("yamls").glob("*/*.yaml"))}
 
 
 def find_yaml(argument: str) -> Path | None:
-    """Find the file that `argument` names: an existing one, or one of ours by its name or its path in a clone."""
-    given = Path(argument)
-    if given.suffix in (".yaml", ".yml"):
-        if is_file(given):
-            return given
-        ours = shipped_folder("yamls").parent / given
-        return ours if given.parts[:1] == ("yamls",) and is_file(ours) else None
-    return shipped_yamls().get(argument)
+    """Return the YAML file that an argument names, or None if there is none.
+
+    `my.yaml` is a file of the user. `mpt-1b`, and also `yamls/pretrain/mpt-1b.yaml` outside of a clone, is a file of
+    the package.
+    """
+    path = Path(argument)
+    if path.suffix not in (".yaml", ".yml"):
+        return shipped_yamls().get(argument)
+    if is_file(path):
+        return path
+    shipped_path = shipped_folder("yamls").parent / path
+    is_shipped = path.parts[:1] == ("yamls",) and is_file(shipped_path)
+    return shipped_path if is_shipped else None
 
 
 def find_task_folder(folder: str) -> Path:
-    """Return `folder`; for `evals`, where no such folder is here, the tasks that come with the package."""
-    return Path(folder) if folder != "evals" or Path(folder).is_dir() else shipped_folder("evals")
+    """Return the path of a task folder. For the default, `evals`, it is the package's folder if none is here."""
+    path = Path(folder)
+    if folder == "evals" and not path.is_dir():
+        return shipped_folder("evals")
+    return path
 
 
 def near_name(argument: str, cutoff: float = 0.6) -> str:
-    """Return the shipped name nearest to `argument`, a name or file that does not exist; empty if none is near."""
-    argument = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
-    return find_nearest(argument, shipped_yamls(), cutoff)
+    """Return the shipped name nearest to an argument that names no file; empty if none is similar.
+
+    `mpt-1bn` and `mpt-1bn.yaml` give `mpt-1b`. `cutoff` is the least similarity, from 0 to 1.
+    """
+    name = Path(argument).stem if argument.endswith((".yaml", ".yml")) else argument
+    return find_nearest(name, shipped_yamls(), cutoff)
