@@ -1,7 +1,9 @@
-"""`hardware=auto`: the hardware overlay for the devices that this machine has. No torch.
+"""Choose the hardware overlay of `hardware=auto`, by the accelerators that this machine has.
 
-Devices are read from the files in which the kernel lists them: a configuration is checked in every rank, and asking
-`nvidia-smi`, NVML or HIP takes seconds. Only kernels without NVIDIA's files (WSL, gVisor) are asked by `nvidia-smi`.
+`choose_overlay` is the top function. `find_devices` reads the accelerators from the files under /proc and /sys in which
+the kernel lists them, because every rank loads the configuration, and asking `nvidia-smi`, NVML or HIP takes seconds.
+`nvidia-smi` is only asked if the kernel has no such files (WSL, gVisor). Variables such as CUDA_VISIBLE_DEVICES are
+applied as torch does. Then the overlay is found by the name of the device. Nothing here imports torch.
 """
 
 import os
@@ -22,95 +24,114 @@ SAFE: dict[str, Any] = {
     "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
     "train_loader": {"num_workers": 2},
 }
-"""Settings for accelerators without an overlay: least memory on each, and microbatches as large as measured to fit."""
+"""Settings for accelerators without an overlay, which fit any of them: each device holds as little as possible of the
+model, and the size of a microbatch is measured."""
 
 
-class Found(NamedTuple):
-    """Devices of one kind."""
+class DetectedDevices(NamedTuple):
+    """One accelerator, or several of the same model."""
 
     name: str
-    """The name in torch; the kernel's name for a device that is not in the table."""
+    """The name in torch; the kernel's name for a device that is not in the table of accelerators."""
     row: Accelerator | None
+    """The device's row in the table of accelerators (`hardware.py`); None if it is not there."""
     num_devices: int = 1
     uuid: str = ""
-    """GPU-…, as variables and nvidia-smi name it; empty where the kernel does not say."""
+    """UUID of a single device, GPU-…, as variables and nvidia-smi write it; empty if the kernel does not tell it."""
 
 
 class Choice(NamedTuple):
     """The settings that `hardware=auto` stands for."""
 
     values: Path | dict[str, Any]
-    """The overlay's file, or the keys to set where there is none."""
+    """The overlay's file, or the keys to set if there is no overlay."""
     note: str
-    """One line: the devices found, and what is chosen for them."""
+    """One line: the devices that were found, and what is chosen for them."""
 
 
 def choose_overlay(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Choice:
-    """Choose the overlay for the devices that /proc and /sys under `root` list. Raises ConfigError for two kinds."""
-    found = find_devices(root, environ)
+    """Choose the hardware overlay for the accelerators of this machine: `h100-8.yaml` for 8 H100.
+
+    `root` is the folder that holds /proc and /sys, for tests. Raises ConfigError if there are devices of two models.
+    """
+    devices = find_devices(root, environ)
     overlays = shipped_folder("yamls") / "hardware"
-    if found is None:
+    if devices is None:
         return Choice(overlays / "cpu.yaml", f"{AUTO}: cpu; no accelerator was found")
-    devices = f"{found.num_devices} x {found.name}"
-    overlay = _overlay_for(found)
+
+    description = f"{devices.num_devices} x {devices.name}"
+    overlay = _find_overlay(devices)
     if overlay is not None:
-        return Choice(overlay, f"{AUTO}: {overlay.stem}, for {devices}")
-    name = _slug(found.row.name if found.row else found.name)
+        return Choice(overlay, f"{AUTO}: {overlay.stem}, for {description}")
+    name = _slug(devices.row.name if devices.row else devices.name)
     return Choice(
         SAFE,
-        f"{AUTO}: no overlay for {devices}; FULL_SHARD, with microbatches as large as fit. For its own settings copy "
-        f"one of {overlays} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
+        f"{AUTO}: no overlay for {description}; FULL_SHARD, with microbatches as large as fit. For its own settings "
+        f"copy one of {overlays} to yamls/hardware/{name}.yaml here, which {AUTO} then takes",
     )
 
 
-def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Found | None:
-    """Return the accelerators of this machine; None if there are none, or a variable such as CUDA_VISIBLE_DEVICES hides
-    all. Where some are in the table of accelerators, others, such as a laptop's own graphics, are left out.
+def find_devices(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> DetectedDevices | None:
+    """Return the accelerators that a launch on this machine uses, all of one model; None if there are none.
 
-    Raises ConfigError when that leaves two kinds, or when a variable names none of the devices.
+    Devices that a variable such as CUDA_VISIBLE_DEVICES hides do not count. If some devices are in the table of
+    accelerators, devices that are not, such as a laptop's own graphics, do not count either.
+
+    Raises ConfigError if that leaves devices of two models, or if a variable names none of the devices.
     """
-    present = {"nvidia": _nvidia(root), "amd": _amd(root)}
-    visible = [device for vendor, devices in present.items() for device in _visible(devices, vendor, environ)]
+    present = {"nvidia": _read_nvidia_devices(root), "amd": _read_amd_devices(root)}
+    visible = []
+    for vendor, devices in present.items():
+        visible += _visible_devices(devices, vendor, environ)
     in_table = [device for device in visible if device.row is not None]
     usable = in_table or visible
-    kinds = {device.name: device for device in usable}
-    if len(kinds) > 1:
+
+    names = list(dict.fromkeys(device.name for device in usable))
+    if len(names) > 1:
         raise ConfigError(
-            f"{AUTO}: this machine has {' and '.join(kinds)}; hide one kind (CUDA_VISIBLE_DEVICES, "
+            f"{AUTO}: this machine has {' and '.join(names)}; hide one kind (CUDA_VISIBLE_DEVICES, "
             "HIP_VISIBLE_DEVICES) or name an overlay, as in hardware=h100-8"
         )
-    if kinds:
+    if usable:
         return usable[0]._replace(num_devices=len(usable), uuid="")
 
-    # None is left. Variables that hide all on purpose are empty or -1; others name devices that are not there.
-    variables = _variables("nvidia", environ) | _variables("amd", environ)
-    naming = [f"{name}={value}" for name, value in variables.items() if value.split(",")[0].strip() not in ("", "-1")]
-    if any(present.values()) and naming:
+    # No device is left. A variable that hides all of them on purpose is empty or -1. Any other value is a mistake.
+    variables = _visibility_variables("nvidia", environ) | _visibility_variables("amd", environ)
+    mistaken = []
+    for name, value in variables.items():
+        if value.split(",")[0].strip() not in ("", "-1"):
+            mistaken.append(f"{name}={value}")
+    if any(present.values()) and mistaken:
         raise ConfigError(
-            f"{AUTO}: {' '.join(naming)} leaves none of this machine's devices; name those that it has, once each"
+            f"{AUTO}: {' '.join(mistaken)} leaves none of this machine's devices; name those that it has, once each"
         )
     return None
 
 
-def _nvidia(root: Path) -> list[Found]:
-    """Read `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…` from each device's file, by PCI address.
+def _read_nvidia_devices(root: Path) -> list[DetectedDevices]:
+    """Return the NVIDIA devices of this machine in the order of their PCI addresses, one item for each.
 
-    Where the kernel has no such files, nvidia-smi is asked, if it is there.
+    The kernel has a file for each device, with the lines `Model: NVIDIA H100 80GB HBM3` and `GPU UUID: GPU-8932f937-…`.
+    If it has none, nvidia-smi is asked.
     """
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     names_and_uuids = []
     for file in files:
-        facts = dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M))
-        if "Model" in facts:
-            names_and_uuids.append((facts["Model"], facts.get("GPU UUID", "")))
+        properties = dict(re.findall(r"^(Model|GPU UUID):[ \t]*(.*?)\s*$", _read(file), re.M))
+        if "Model" in properties:
+            names_and_uuids.append((properties["Model"], properties.get("GPU UUID", "")))
     if not files:
         names_and_uuids = _ask_nvidia_smi()
-    # A driver that does not know a UUID yet writes question marks.
-    return [Found(name, find_accelerator(name), uuid="" if "?" in uuid else uuid) for name, uuid in names_and_uuids]
+
+    devices = []
+    for name, uuid in names_and_uuids:
+        is_known_uuid = "?" not in uuid  # a driver that does not know the UUID yet writes question marks
+        devices.append(DetectedDevices(name, find_accelerator(name), uuid=uuid if is_known_uuid else ""))
+    return devices
 
 
 def _ask_nvidia_smi() -> list[tuple[str, str]]:
-    """Return name and UUID of each device that nvidia-smi lists; none where it is absent or fails."""
+    """Return the name and the UUID of each device that nvidia-smi lists; [] if it is not installed or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -128,73 +149,92 @@ def _ask_nvidia_smi() -> list[tuple[str, str]]:
     return names_and_uuids
 
 
-def _amd(root: Path) -> list[Found]:
-    """Read KFD's node of each device as torch counts them: an MI250 has two. Nodes without SIMDs are processors."""
+def _read_amd_devices(root: Path) -> list[DetectedDevices]:
+    """Return the AMD devices of this machine in the order of torch, one item for each, as torch counts them.
+
+    The kernel driver KFD has a node for each device, with lines such as `simd_count 1216`. An MI250 has two nodes, and
+    counts as two devices. Processors have nodes too, but without SIMD units.
+    """
     devices = []
     files = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # 2 before 10
-        facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _read(file), re.M)}
-        if not facts.get("simd_count") or not facts.get("simd_per_cu"):
+    for file in sorted(files, key=lambda file: (len(file.parent.name), file)):  # node 2 before node 10
+        properties = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)$", _read(file), re.M)}
+        is_accelerator = properties.get("simd_count") and properties.get("simd_per_cu")
+        if not is_accelerator:
             continue
-        pci_id = facts.get("device_id")
-        num_compute_units = facts["simd_count"] // facts["simd_per_cu"]
-        rows = [
-            row for row in ACCELERATORS.values() if pci_id in row.pci_ids and row.num_compute_units == num_compute_units
-        ]
-        row = rows[0] if rows else None
+
+        # Several models share a PCI id, and differ in their number of compute units.
+        pci_id = properties.get("device_id")
+        num_compute_units = properties["simd_count"] // properties["simd_per_cu"]
+        row = None
+        for accelerator in ACCELERATORS.values():
+            if pci_id in accelerator.pci_ids and accelerator.num_compute_units == num_compute_units:
+                row = accelerator
+                break
         name = f"AMD Instinct {row.name}" if row else f"AMD device {pci_id or 0:x}"
-        uuid = f"GPU-{facts['unique_id']:016x}" if facts.get("unique_id") else ""
-        devices.append(Found(name, row, uuid=uuid))
+        uuid = f"GPU-{properties['unique_id']:016x}" if properties.get("unique_id") else ""
+        devices.append(DetectedDevices(name, row, uuid=uuid))
     return devices
 
 
 def _read(file: Path) -> str:
-    """Read one of the kernel's files; empty where a container may not read it."""
+    """Return the text of one of the kernel's files; empty if it cannot be read, as in some containers."""
     try:
         return file.read_text(errors="replace")
     except OSError:
         return ""
 
 
-def _variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hide devices, and their values, in the order in which they apply: HIP's numbers count
-    within ROCm's list. Read as torch reads them (`torch.cuda._parse_visible_devices`)."""
+def _visibility_variables(vendor: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that hide devices of a vendor ("nvidia" or "amd"), and their values.
+
+    They apply in this order: the numbers in HIP_VISIBLE_DEVICES count the devices that ROCR_VISIBLE_DEVICES leaves.
+    They are the variables that torch reads (`torch.cuda._parse_visible_devices`).
+    """
     if vendor == "nvidia":
         names = ["CUDA_VISIBLE_DEVICES"]
     else:
+        # HIP ignores CUDA_VISIBLE_DEVICES if its own variable is set.
         names_for_hip = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environ]
         names = ["ROCR_VISIBLE_DEVICES", *names_for_hip[:1]]
     return {name: environ[name] for name in names if name in environ}
 
 
-def _visible(devices: list[Found], vendor: str, environ: Mapping[str, str]) -> list[Found]:
-    """Return the devices that these variables leave visible. An empty value or -1 hides all, and so does a device named
-    twice; a word that names no device hides those after it.
+def _visible_devices(devices: list[DetectedDevices], vendor: str, environ: Mapping[str, str]) -> list[DetectedDevices]:
+    """Return the devices of a vendor that environment variables leave visible, in the variables' order.
 
-    Raises ConfigError where devices differ and nothing tells which of them are meant.
+    With CUDA_VISIBLE_DEVICES=2,0 these are the third and the first device. The rules are those of torch: an empty value
+    or -1 hides all devices, a word that names no device hides those after it, and a device that is named twice hides
+    all. A variable with MIG slices gives one unknown device for each slice.
+
+    Raises ConfigError if the devices are of several models and it cannot be told which of them are meant.
     """
-    for variable, value in _variables(vendor, environ).items():
+    for variable, value in _visibility_variables(vendor, environ).items():
         words = [word.strip() for word in value.split(",")]
-        slices = [word for word in words if word.startswith("MIG-")]
-        if slices:
-            return [Found("NVIDIA MIG slice", None)] * len(slices) if devices else []
+        mig_slices = [word for word in words if word.startswith("MIG-")]
+        if mig_slices:
+            return [DetectedDevices("NVIDIA MIG slice", None)] * len(mig_slices) if devices else []
 
-        chosen: list[int] = []
+        chosen_indices: list[int] = []
         for word in words:
-            index = _index_of(word, devices, position=len(chosen))
+            index = _index_of(word, devices, position=len(chosen_indices))
             if index is None:
                 break
-            chosen.append(index)
-        _refuse_ambiguous_choice(variable, value, devices, len(chosen), vendor, environ)
-        is_named_twice = len(set(chosen)) < len(chosen)
-        devices = [] if is_named_twice else [devices[index] for index in chosen]
+            chosen_indices.append(index)
+        _refuse_ambiguous_choice(variable, value, devices, len(chosen_indices), vendor, environ)
+        is_named_twice = len(set(chosen_indices)) < len(chosen_indices)
+        devices = [] if is_named_twice else [devices[index] for index in chosen_indices]
     return devices
 
 
 def _refuse_ambiguous_choice(
-    variable: str, value: str, devices: list[Found], num_chosen: int, vendor: str, environ: Mapping[str, str]
+    variable: str, value: str, devices: list[DetectedDevices], num_chosen: int, vendor: str, environ: Mapping[str, str]
 ) -> None:
-    """Raise ConfigError where a variable chooses some of unlike devices, and nothing tells which."""
+    """Raise ConfigError if a variable chooses some of several models of devices, and it cannot be told which.
+
+    By default, CUDA numbers devices by their speed, which is not known here, instead of by their PCI addresses.
+    `variable` and `value` are the variable, `num_chosen` is the number of `devices` that it chooses.
+    """
     if len({device.name for device in devices}) < 2:
         return
     is_by_uuid = value.split(",")[0].strip().startswith("GPU-")
@@ -211,39 +251,58 @@ def _refuse_ambiguous_choice(
         raise ConfigError(f"{AUTO}: {variable}={value}: {problem}name an overlay, as in hardware=h100-8")
 
 
-def _index_of(word: str, devices: list[Found], position: int) -> int | None:
-    """Return the index of the device that a number, or the beginning of a UUID, names. Where a UUID is unknown, the
-    device at `position` stands for it: either all are alike, or the caller raises an error."""
+def _index_of(word: str, devices: list[DetectedDevices], position: int) -> int | None:
+    """Return the index of the device that a word of a variable names; None if it names none.
+
+    The word is a number (`2`) or the beginning of a UUID (`GPU-8932f937`), which must be that of one device only. If
+    UUIDs are unknown, the device at `position`, the number of devices named before, stands for it. Either all devices
+    are of one model, so that it does not matter which is taken, or the caller raises an error.
+    """
     if not word.startswith("GPU-"):
-        digits = re.match(r"\+?(\d+)", word)
-        return int(digits[1]) if digits and int(digits[1]) < len(devices) else None
+        number = re.match(r"\+?(\d+)", word)
+        if number is None or int(number[1]) >= len(devices):
+            return None
+        return int(number[1])
+
     if any(not device.uuid for device in devices):
         return position if position < len(devices) else None
     indices = [index for index, device in enumerate(devices) if device.uuid.lower().startswith(word.lower())]
     return indices[0] if len(indices) == 1 else None
 
 
-def _overlay_for(found: Found) -> Path | None:
-    """Return the overlay named after the device. One for this number of cards is preferred, then the user's own."""
+def _find_overlay(devices: DetectedDevices) -> Path | None:
+    """Return the overlay's file for these devices, or None if there is none.
+
+    A file for this number of cards (`h100-8`) is preferred, and among several a file in `yamls/hardware` of the working
+    directory to one of the package.
+    """
     folders = dict.fromkeys([Path("yamls/hardware").resolve(), (shipped_folder("yamls") / "hardware").resolve()])
-    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml")) if _is_for(path.stem, found)]
-    devices_per_card = found.row.devices_per_card if found.row else 1
-    num_cards = found.num_devices // devices_per_card
-    for path in paths:
-        if path.stem.endswith(f"-{num_cards}"):
-            return path
-    return paths[0] if paths else None
+    overlays = []
+    for folder in folders:
+        overlays += [path for path in sorted(folder.glob("*.yaml")) if _names_device(path.stem, devices)]
+
+    # Torch counts two devices on an MI250 card, and overlays count cards.
+    devices_per_card = devices.row.devices_per_card if devices.row else 1
+    num_cards = devices.num_devices // devices_per_card
+    for overlay in overlays:
+        if overlay.stem.endswith(f"-{num_cards}"):
+            return overlay
+    return overlays[0] if overlays else None
 
 
-def _is_for(stem: str, found: Found) -> bool:
-    """Return whether an overlay's file name means this device: by the table, or a device's own name and any number."""
+def _names_device(stem: str, devices: DetectedDevices) -> bool:
+    """Return whether an overlay with the file name `stem`, without .yaml, is for these devices.
+
+    The name is that of an accelerator in the table, or the device's own name, each with any number of cards: `h100-8`,
+    `nvidia-rtx-a6000`, `nvidia-rtx-a6000-2`.
+    """
     rows: Sequence[Accelerator] = find_rows(stem)
     if len(rows) == 1:
-        return found.row == rows[0]
+        return devices.row == rows[0]
     stem_without_number = re.sub(r"-\d+$", "", stem)
-    return _slug(found.name) in (stem, stem_without_number)
+    return _slug(devices.name) in (stem, stem_without_number)
 
 
 def _slug(name: str) -> str:
-    """Write `NVIDIA RTX A6000` as nvidia-rtx-a6000."""
+    """Return a device's name as the name of a file: `nvidia-rtx-a6000` for `NVIDIA RTX A6000`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

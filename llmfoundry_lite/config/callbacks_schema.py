@@ -1,4 +1,4 @@
-"""Blocks of a run's YAML for callbacks and loggers, by LLM Foundry's names."""
+"""The blocks `callbacks` and `loggers` of a run's YAML, with LLM Foundry's names of keys."""
 
 from dataclasses import dataclass
 from typing import Any

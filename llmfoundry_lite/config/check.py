@@ -1,7 +1,8 @@
-"""Checks of combinations of keys of a training configuration, and warnings about settings that are perhaps not meant.
+"""Check keys of a training configuration against each other, and warn about settings that are perhaps not meant.
 
-`build.py` has checked each key by itself. A block's `problems` checks its own keys against each other. A companion
-checks whether tp_config, cp_config and pp_config can divide the model.
+`check_together` refuses combinations; `find_surprises` returns warnings. `check_batch` is called later, when the number
+of devices is known. `build.py` has checked each key by itself. The method `problems` of a block checks its own keys
+against each other. A companion checks whether tp_config, cp_config and pp_config can divide the model.
 """
 
 import dataclasses
@@ -35,7 +36,11 @@ MAX_GRACE_SECONDS = 25
 
 
 def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> None:
-    """Check combinations of keys that are valid by themselves. Raises ConfigError. The planner calls this often."""
+    """Raise ConfigError for a combination of keys that does not work, although each key is valid by itself.
+
+    `layers` are the files and arguments of the configuration, so that the error names the file. The planner, which has
+    none, calls this for each configuration that it tries, so it has to be fast.
+    """
     with naming_source(layers):
         check_model(config.model)
         _check_data(config)
@@ -53,14 +58,15 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for a model that cannot be built or makes no sense."""
+    """Raise ConfigError for a model whose keys do not go together, such as heads that do not divide its width."""
     raise_first_problem(model.problems(), "model")
 
 
 def raise_first_problem(problems: Iterator[str], block_key: str) -> None:
-    """Raise ConfigError for the first of a block's problems, if there is one.
+    """Raise ConfigError for the first problem that a block's method `problems` yields, if there is one.
 
-    Each problem begins with the name of its key in the block, to which the block's own key is added.
+    A problem begins with the name of its key in the block. With the `block_key` model, `n_heads: 3 does not divide …`
+    becomes `model.n_heads: 3 does not divide …`.
     """
     for problem in problems:
         raise ConfigError(f"{block_key}.{problem}")
@@ -70,27 +76,32 @@ def raise_first_problem(problems: Iterator[str], block_key: str) -> None:
 
 
 def _check_data(config: TrainConfig) -> None:
-    """Check the loaders of text, and lengths and sizes that several blocks have. Raises ConfigError."""
-    longest = config.model.max_seq_len
-    if config.max_seq_len > longest:
-        raise ConfigError(f"max_seq_len: {config.max_seq_len} is more than model.max_seq_len, {longest}")
+    """Raise ConfigError for data sets whose keys do not go together, and for lengths and sizes that do not fit."""
+    max_model_length = config.model.max_seq_len
+    if config.max_seq_len > max_model_length:
+        raise ConfigError(f"max_seq_len: {config.max_seq_len} is more than model.max_seq_len, {max_model_length}")
     for block, loader in config.loaders.items():
         if loader.name == "text":
             _check_loader(loader, f"{block}.dataset", config)
 
-    limit = config.tokenizer.kwargs.get("model_max_length")
-    if isinstance(limit, int) and limit < config.max_seq_len:
-        raise ConfigError(f"tokenizer.kwargs.model_max_length: {limit} is less than max_seq_len, {config.max_seq_len}")
-    microbatch, batch = config.device_train_microbatch_size, config.global_train_batch_size
-    if isinstance(microbatch, int) and microbatch > batch:
-        raise ConfigError(f"device_train_microbatch_size: {microbatch} is more than global_train_batch_size, {batch}")
+    max_tokenizer_length = config.tokenizer.kwargs.get("model_max_length")
+    if isinstance(max_tokenizer_length, int) and max_tokenizer_length < config.max_seq_len:
+        raise ConfigError(
+            f"tokenizer.kwargs.model_max_length: {max_tokenizer_length} is less than max_seq_len, {config.max_seq_len}"
+        )
+    microbatch_size = config.device_train_microbatch_size
+    batch_size = config.global_train_batch_size
+    if isinstance(microbatch_size, int) and microbatch_size > batch_size:
+        raise ConfigError(
+            f"device_train_microbatch_size: {microbatch_size} is more than global_train_batch_size, {batch_size}"
+        )
 
 
 def _check_own_loaders(config: TrainConfig, layers: Sequence[ConfigLayer]) -> None:
-    """Raise ConfigError for a `dataset` block beside a user's own loader, `name: python:…`, which never gets it.
+    """Raise ConfigError for a `dataset` block beside a user's own loader, `name: python:…`, which does not get it.
 
-    Keys that every loader needs from the model are allowed, and so are those of hardware overlays, which are written
-    for many runs.
+    Two sorts of keys are allowed: those by which the model divides documents, because they do have an effect, and those
+    that hardware overlays set, because overlays are written for many runs.
     """
     for block, loader in config.loaders.items():
         if loader.name == "text":
@@ -104,9 +115,12 @@ def _check_own_loaders(config: TrainConfig, layers: Sequence[ConfigLayer]) -> No
 
 
 def _is_set_by_run(key: str, block: Any, layers: Sequence[ConfigLayer]) -> bool:
-    """Return whether a file of the run or an argument, not a hardware overlay, sets a key to another value than its
-    default. `block` is the dataclass that has the key, which is a dotted one."""
-    default = keys_of(type(block))[key.rpartition(".")[2]].default
+    """Return whether a layer other than a hardware overlay sets a dotted key to another value than its default.
+
+    `block` is the dataclass whose field the key is.
+    """
+    name = key.rpartition(".")[2]
+    default = keys_of(type(block))[name].default
     for layer in layers:
         is_given, value = find_value(layer.values, key)
         if is_given and value != default and not layer.is_overlay:
@@ -115,8 +129,12 @@ def _is_set_by_run(key: str, block: Any, layers: Sequence[ConfigLayer]) -> bool:
 
 
 def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
-    """Check the data set of a loader of text, which stands at `block`. Raises ConfigError."""
+    """Raise ConfigError for a data set whose keys do not go together, or not with the model.
+
+    `block` is the dotted key of the data set, such as `train_loader.dataset`.
+    """
     dataset, model = loader.dataset, config.model
+    # Folders: those of the data set itself, or those of its streams.
     if dataset.streams and (dataset.local or dataset.remote):
         raise ConfigError(
             f"{block}: both streams and local/remote given; put each folder under streams, or use no streams"
@@ -137,6 +155,7 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
             f"{block}.max_seq_len: {dataset.max_seq_len} is more than model.max_seq_len, {model.max_seq_len}"
         )
 
+    # Tokens that end or begin a document. The model has one rule for training and validation.
     for key in ("eos_token_id", "bos_token_id"):
         token = getattr(dataset, key)
         token_in_training = getattr(config.train_loader.dataset, key)
@@ -156,34 +175,44 @@ def _check_loader(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 def _check_streams(streams: Streams, block: str, *, has_epoch_size: bool) -> None:
-    """Check the streams of a data set, or of a stage, which stand at `block`. Raises ConfigError."""
+    """Raise ConfigError for streams of a data set, or of one of its stages, that have no folder or unclear shares.
+
+    `block` is the dotted key of the streams. Each stream may say by one key of SHARES how much of it an epoch has.
+    `has_epoch_size` says whether the data set fixes the size of an epoch, which only proportions can divide.
+    """
     for name, stream in streams.items():
         if not stream.local:
             raise ConfigError(f"{block}.{name}.local: missing; expected the folder this stream is read or cached in")
-        shares = [key for key in SHARES if getattr(stream, key) is not None]
-        if len(shares) > 1:
-            raise ConfigError(f"{block}.{name}: {' and '.join(shares)} given, expected one of them at most")
-        if has_epoch_size and shares and shares[0] != "proportion":
+        share_keys = [key for key in SHARES if getattr(stream, key) is not None]
+        if len(share_keys) > 1:
+            raise ConfigError(f"{block}.{name}: {' and '.join(share_keys)} given, expected one of them at most")
+        if has_epoch_size and share_keys and share_keys[0] != "proportion":
             raise ConfigError(
-                f"{block}.{name}.{shares[0]}: given with epoch_size, which proportions divide; use proportion, or "
+                f"{block}.{name}.{share_keys[0]}: given with epoch_size, which proportions divide; use proportion, or "
                 "remove epoch_size"
             )
-    with_proportion = [stream for stream in streams.values() if stream.proportion is not None]
-    if 0 < len(with_proportion) < len(streams):
+
+    num_with_proportion = sum(stream.proportion is not None for stream in streams.values())
+    if 0 < num_with_proportion < len(streams):
         raise ConfigError(f"{block}: some streams have a proportion and some do not; give it to all or to none")
 
 
 def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None:
-    """Refuse settings that do not go with stages, and folders that no stage reads."""
+    """Raise ConfigError for settings of a loader that do not go with stages, and for folders that no stage reads.
+
+    `block` is the dotted key of the data set.
+    """
     dataset = loader.dataset
     if not block.startswith("train_loader"):
         raise ConfigError(f"{block}.stages: validation has one stage; leave it out, or name a loader for each mixture")
     if not loader.drop_last:
         raise ConfigError(f"{block}.stages: stages end by full batches; remove train_loader.drop_last: false")
+    # Raises ConfigError unless each stage ends after the one before it.
     first_batches(dataset, block, config.max_duration, config.global_train_batch_size, config.max_seq_len)
 
+    # A stage without streams reads those of the data set. If there is none, every stream must be named by a stage.
     if not all(stage.streams for stage in dataset.stages):
-        return  # a stage without streams reads the data set's own
+        return
     if dataset.local or dataset.remote:
         raise ConfigError(f"{block}.local: no stage reads it; name it under a stage's streams, or remove it")
     names = {name for stage in dataset.stages for name in stage.streams}
@@ -199,7 +228,7 @@ def _check_stages(loader: LoaderConfig, block: str, config: TrainConfig) -> None
 
 
 def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
-    """Refuse settings that do not go with muon. Raises ConfigError."""
+    """Raise ConfigError for settings that do not go with the optimizer muon."""
     if optimizer.name != "muon":
         return
     if optimizer.adjust_lr_fn == "original" and optimizer.adamw_lr is None:
@@ -212,7 +241,10 @@ def _check_optimizer(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
 
 
 def _check_compilation(options: dict[str, Any]) -> None:
-    """Check the arguments of torch.compile, except `backend`, which any package may bring."""
+    """Raise ConfigError for arguments that torch.compile does not have, and for a mode that it does not know.
+
+    The value of `backend` is not checked, because any installed package may add one.
+    """
     for key, value in options.items():
         if key not in COMPILE_OPTIONS:
             known = ", ".join(COMPILE_OPTIONS)
@@ -225,10 +257,10 @@ def _check_compilation(options: dict[str, Any]) -> None:
 
 
 def _check_layout(config: TrainConfig) -> None:
-    """Check the rules of tensor, context and pipeline parallelism that hold on any number of devices.
+    """Raise ConfigError for degrees of tensor, context and pipeline parallelism that cannot divide the model.
 
-    Raises ConfigError. Without the companion that has these layouts nothing is checked, because `preflight` refuses a
-    degree above 1, and other keys of these blocks have no effect.
+    These rules do not depend on the number of devices. If the companion that has these layouts is not installed,
+    nothing is checked: `preflight` then refuses a degree above 1, and other keys of these blocks have no effect.
     """
     is_given = config.tp_config or config.cp_config or config.pp_config
     if not is_given:
@@ -239,15 +271,15 @@ def _check_layout(config: TrainConfig) -> None:
 
 
 def check_batch(config: TrainConfig, layout: Layout) -> None:
-    """Check that the devices of a layout can divide a global batch evenly, and into the configured microbatches.
+    """Raise ConfigError unless the devices of a layout can divide a global batch evenly, and into its microbatches.
 
-    Raises ConfigError, which names numbers of devices, or sizes, that fit.
+    The error names numbers of devices, or sizes of microbatches, that fit.
     """
     batch_size = config.global_train_batch_size
     microbatch_size = config.device_train_microbatch_size
     num_data_ranks = layout.num_data_ranks
     devices = describe_data_ranks(layout)
-    # With exact sums the size of a microbatch is part of the run, so it holds on any number of devices.
+    # With exact sums the size of a microbatch is part of the run, so it must fit on any number of devices.
     fixed_size = None
     if config.exact_sums and isinstance(microbatch_size, int):
         fixed_size = microbatch_size
@@ -260,10 +292,11 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
             f"start with a number of {devices} that divides it{parts} ({near}) or change the batch size"
         )
 
+    # Check that a device's share of the batch consists of whole microbatches.
     device_batch_size = batch_size // num_data_ranks
     remedy = "set it to"
     if fixed_size is not None and fitting:
-        # A run that carries on may not set another size, so another number of devices is the first advice.
+        # A run that resumes may not set another size, so another number of devices is the first advice.
         remedy = f"start {join_with_or(fitting)} {devices}, or set it, in a new run, to"
     if isinstance(microbatch_size, int) and microbatch_size > device_batch_size:
         raise ConfigError(
@@ -287,35 +320,40 @@ def check_batch(config: TrainConfig, layout: Layout) -> None:
 
 
 def _check_schedule_units(config: TrainConfig, has_t_scale: bool) -> None:
-    """Check that the schedule counts in the unit of max_duration, so that the rate does not depend on the data's size.
+    """Raise ConfigError for durations of the schedule in another unit than max_duration.
 
-    Composer's schedules convert between epochs and batches by an epoch's length, which only the launch knows.
-    `has_t_scale` says whether the user gives a t_scale.
+    For example, `t_warmup: 100ba` with `max_duration: 1e9tok` is refused; the error says how many tokens 100 batches
+    have. This keeps the learning rate independent of the size of the data. Composer's schedules may mix epochs and
+    batches, because the launch converts them by the length of an epoch. `has_t_scale` says whether the user sets
+    t_scale.
     """
-    schedule, run = config.scheduler, config.max_duration
-    for name in _spans_of(schedule):
-        span: Duration = getattr(schedule, name)
-        if span.value == 0 or span.unit in ("dur", run.unit):
+    schedule = config.scheduler
+    run_duration = config.max_duration
+    for name in _duration_keys_of(schedule):
+        duration: Duration = getattr(schedule, name)
+        if duration.value == 0 or duration.unit in ("dur", run_duration.unit):
             continue
-        if schedule.name in COMPOSERS_SCHEDULES and {span.unit, run.unit} == {"ba", "ep"}:
+        is_convertible = schedule.name in COMPOSERS_SCHEDULES and {duration.unit, run_duration.unit} == {"ba", "ep"}
+        if is_convertible:
             continue
 
-        if name == "t_scale" and span == Duration(1, "ba") and not has_t_scale:
+        # The default of t_scale is in batches, so in other units it has to be given.
+        if name == "t_scale" and duration == Duration(1, "ba") and not has_t_scale:
             problem, hint = "missing;", ""
         else:
-            equivalent = _convert_span(span, run.unit, config)
-            problem = f"{span} given,"
+            equivalent = _convert_duration(duration, run_duration.unit, config)
+            problem = f"{duration} given,"
             hint = f"; that is {equivalent}" if equivalent else "; a share of the run is written 0.1dur"
-        is_bare_number = isinstance(run.written, int)
-        epochs = f"; max_duration: {run.value} counts epochs" if is_bare_number else ""
+        is_bare_number = isinstance(run_duration.written, int)
+        note_on_epochs = f"; max_duration: {run_duration.value} counts epochs" if is_bare_number else ""
         raise ConfigError(
-            f"scheduler.{name}: {problem} expected a span in {run.unit}, the unit of max_duration, or in dur"
-            f"{hint}{epochs}"
+            f"scheduler.{name}: {problem} expected a span in {run_duration.unit}, the unit of max_duration, or in dur"
+            f"{hint}{note_on_epochs}"
         )
 
 
-def _spans_of(schedule: SchedulerConfig) -> list[str]:
-    """Return the keys of the spans that a schedule uses."""
+def _duration_keys_of(schedule: SchedulerConfig) -> list[str]:
+    """Return the keys of the durations that a schedule uses: t_warmup and t_max for cosine_with_warmup."""
     keys = ["t_warmup"]
     if schedule.name != "constant_with_warmup":
         keys.append("t_max")
@@ -326,22 +364,22 @@ def _spans_of(schedule: SchedulerConfig) -> list[str]:
     return keys
 
 
-def _convert_span(span: Duration, unit: str, config: TrainConfig) -> Duration | None:
-    """Convert a span to another unit. Return None where it is no whole number of that, and for epochs, whose number of
-    samples the configuration does not tell."""
+def _convert_duration(duration: Duration, unit: str, config: TrainConfig) -> Duration | None:
+    """Convert a duration to another unit: with batches of 8 samples of 2,048 tokens, 100ba is 800sp or 1638400tok.
+
+    Returns None if the result is not a whole number, and for epochs, whose size the configuration does not tell.
+    """
     seq_len = config.train_loader.dataset.max_seq_len or config.max_seq_len
-    num_tokens = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
-    if span.unit not in num_tokens or unit not in num_tokens:
+    tokens_per_unit = {"tok": 1, "sp": seq_len, "ba": seq_len * config.global_train_batch_size}
+    if duration.unit not in tokens_per_unit or unit not in tokens_per_unit:
         return None
-    value, rest = divmod(int(span.value) * num_tokens[span.unit], num_tokens[unit])
-    return None if rest else Duration(value, unit)
+    num_tokens = int(duration.value) * tokens_per_unit[duration.unit]
+    value, remainder = divmod(num_tokens, tokens_per_unit[unit])
+    return None if remainder else Duration(value, unit)
 
 
 def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
-    """Check that warm-up and decay fit into the schedule, one after the other. `run` is max_duration.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError unless warm-up and decay fit into the schedule, one after the other. `run` is max_duration."""
     warmup = schedule.t_warmup
     decay = schedule.t_decay
     end = schedule.t_max
@@ -351,9 +389,9 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
             f"scheduler.t_warmup: {warmup} is more than t_max, {end}; the warm-up is part of the schedule"
         )
 
-    def length(span: Duration) -> float:
-        """Return the length of a span in the unit of max_duration. `dur` is a fraction of the run."""
-        return span.value * run.value if span.unit == "dur" else span.value
+    def length(duration: Duration) -> float:
+        """Return a duration's number in the unit of max_duration. `dur` is a fraction of the run."""
+        return duration.value * run.value if duration.unit == "dur" else duration.value
 
     if schedule.name == "warmup_stable_decay" and length(warmup) + length(decay) > length(end):
         raise ConfigError(
@@ -366,7 +404,7 @@ def _check_schedule_spans(schedule: SchedulerConfig, run: Duration) -> None:
 
 
 def _check_blocks(config: TrainConfig) -> None:
-    """Check the blocks of companions, of which a run has one at most. Raises ConfigError."""
+    """Raise ConfigError for two blocks of companions in one run, and for a block that its companion refuses."""
     blocks = given_blocks(config.blocks)
     if len(blocks) > 1:
         first, second, *_ = blocks
@@ -376,9 +414,14 @@ def _check_blocks(config: TrainConfig) -> None:
 
 
 def _check_exact_sums(config: TrainConfig) -> None:
-    """Refuse settings with which another number of ranks would compute other microbatches."""
+    """Raise ConfigError for settings that do not go with exact_sums.
+
+    With exact sums, a run is bit-identical on any number of ranks. That is impossible if a setting makes the arithmetic
+    of a microbatch depend on the number of ranks.
+    """
     if not config.exact_sums:
         return
+    # Setting -> (whether the run has it, why it does not go with exact sums).
     reasons = {
         "tp_config": (config.tensor_parallel_degree > 1, "tensor parallelism divides the sums within a product"),
         "cp_config": (config.context.context_parallel_degree > 1, "context parallelism divides the sums over a sample"),
@@ -406,9 +449,9 @@ def _check_exact_sums(config: TrainConfig) -> None:
 
 
 def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_srun: bool = False) -> list[str]:
-    """Return a warning for each setting that is allowed but perhaps not meant.
+    """Return a warning for each setting that is allowed but perhaps not meant, with the file that sets it.
 
-    `under_srun`: srun has started the ranks, so that no launcher kills them by a clock of its own.
+    `under_srun` says whether SLURM's srun has started the ranks. Other launchers kill their ranks soon after a signal.
     """
     surprises = [
         *_find_bare_numbers(config, layers),
@@ -422,20 +465,23 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
     warnings = [f"{source_of(key, layers)}: {key}{text}" for key, text in surprises]
 
     warnings += note_unused_keys(config, layers)
-    compiling = [layer for layer in layers if "compile_config" in layer.values]
-    if compiling and compiling[-1].is_overlay and config.compile_config is not None:
-        warnings.append(
-            f"{compiling[-1].source}: compile_config: compiles during the first batch; without: compile_config=null"
-        )
+    # A user who has not asked for compilation wonders why the first batch takes minutes.
+    layers_with_compilation = [layer for layer in layers if "compile_config" in layer.values]
+    if layers_with_compilation and config.compile_config is not None:
+        last_layer = layers_with_compilation[-1]
+        if last_layer.is_overlay:
+            warnings.append(
+                f"{last_layer.source}: compile_config: compiles during the first batch; without: compile_config=null"
+            )
     return warnings
 
 
 Surprise = tuple[str, str]
-"""A key, and what is surprising about it."""
+"""A dotted key, and what is surprising about it: the text that follows the key in the warning."""
 
 
 def _find_bare_numbers(config: TrainConfig, layers: Sequence[ConfigLayer]) -> Iterator[Surprise]:
-    """Yield spans that a user gives without a unit, which counts epochs where batches may be meant."""
+    """Yield durations without a unit, such as `max_duration: 5`. They count epochs, and batches may be meant."""
     for key in ("max_duration", "eval_interval", "save_interval"):
         value = getattr(config, key).written
         is_given = any(key in layer.values for layer in layers)
@@ -444,20 +490,20 @@ def _find_bare_numbers(config: TrainConfig, layers: Sequence[ConfigLayer]) -> It
 
 
 def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surprise]:
-    """Yield spans of the schedule that are longer than the run."""
+    """Yield durations of the schedule that are longer than the run, so that a part of the schedule is never reached."""
     meanings = {"t_warmup": "the learning rate never reaches lr", "t_max": "the schedule does not end"}
     if schedule.name == "constant_with_warmup":
         del meanings["t_max"]
     for key, meaning in meanings.items():
-        span: Duration = getattr(schedule, key)
-        is_fraction_above_1 = span.unit == "dur" and span.value > 1
-        is_longer = span.unit == run.unit and span.value > run.value
+        duration: Duration = getattr(schedule, key)
+        is_fraction_above_1 = duration.unit == "dur" and duration.value > 1
+        is_longer = duration.unit == run.unit and duration.value > run.value
         if is_fraction_above_1 or is_longer:
-            yield f"scheduler.{key}", f": {span} is longer than the run, {run}: {meaning}"
+            yield f"scheduler.{key}", f": {duration} is longer than the run, {run}: {meaning}"
 
 
 def _find_ignored_options(config: TrainConfig) -> Iterator[Surprise]:
-    """Yield options of the tokenizer, and of a division by 1 device, that change nothing."""
+    """Yield options of the tokenizer that are ignored, and options of parallelism whose degree is 1."""
     for name in config.tokenizer.kwargs:
         if name not in TOKENIZER_OPTIONS:
             yield f"tokenizer.kwargs.{name}", " has no effect: the tokenizer's own files decide"
@@ -466,36 +512,37 @@ def _find_ignored_options(config: TrainConfig) -> Iterator[Surprise]:
 
 
 def _find_undivided(config: TrainConfig) -> dict[str, str]:
-    """Return block -> keys without effect, for blocks whose degree is 1.
+    """Return block name -> text about its keys without effect, for tp_config, cp_config and pp_config at degree 1.
 
-    They are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
+    Such keys are allowed, so that setting the degree to 1 is enough to run the same YAML on a smaller cluster.
     """
-    idle_blocks = {}
+    text_by_block = {}
     for degree_key in DEGREE_KEYS.values():
-        block, _, degree = degree_key.partition(".")
-        section = getattr(config, block)
-        if section is None or getattr(section, degree) != 1:
+        block_name, _, degree = degree_key.partition(".")
+        block = getattr(config, block_name)
+        if block is None or getattr(block, degree) != 1:
             continue
-        fields = [field for field in dataclasses.fields(section) if field.name != degree]
-        idle = [field.name for field in fields if getattr(section, field.name) != field.default]
-        if idle:
-            idle_blocks[block] = f"{', '.join(idle)} without effect, for {degree} is 1"
-    return idle_blocks
+        other_fields = [field for field in dataclasses.fields(block) if field.name != degree]
+        changed_keys = [field.name for field in other_fields if getattr(block, field.name) != field.default]
+        if changed_keys:
+            text_by_block[block_name] = f"{', '.join(changed_keys)} without effect, for {degree} is 1"
+    return text_by_block
 
 
 def _find_small_shuffles(config: TrainConfig) -> Iterator[Surprise]:
-    """Yield a shuffle_block_size so small that samples of a batch come from few places."""
-    dataset, batch = config.train_loader.dataset, config.global_train_batch_size
-    if dataset.shuffle and dataset.shuffle_block_size is not None and dataset.shuffle_block_size < 2 * batch:
+    """Yield a shuffle_block_size of less than two batches, with which a batch's samples are neighbours in a shard."""
+    dataset, batch_size = config.train_loader.dataset, config.global_train_batch_size
+    block_size = dataset.shuffle_block_size
+    if dataset.shuffle and block_size is not None and block_size < 2 * batch_size:
         yield (
             "train_loader.dataset.shuffle_block_size",
-            f": {dataset.shuffle_block_size} is less than two batches of {batch}: shards are shuffled, their samples "
-            f"are not; set it to {100 * batch} or more, or leave it out",
+            f": {block_size} is less than two batches of {batch_size}: shards are shuffled, their samples "
+            f"are not; set it to {100 * batch_size} or more, or leave it out",
         )
 
 
 def _find_needs_of_fsdp(config: TrainConfig) -> Iterator[Surprise]:
-    """Yield `plain_on_one_device` for each setting that needs FSDP2 on one device too."""
+    """Yield `plain_on_one_device`, which does without FSDP2 on one device, for each setting that needs FSDP2 there."""
     if not config.sharding.plain_on_one_device:
         return
     is_16_bits = config.precision.startswith("amp_") and config.sharding.mixed_precision != "FULL"
@@ -513,7 +560,7 @@ def _find_needs_of_fsdp(config: TrainConfig) -> Iterator[Surprise]:
 
 
 def _find_long_grace(grace_seconds: float) -> Iterator[Surprise]:
-    """Yield a preemption_grace_seconds that launchers do not leave."""
+    """Yield a preemption_grace_seconds that is longer than launchers wait before they kill their ranks."""
     if grace_seconds > MAX_GRACE_SECONDS:
         yield (
             "preemption_grace_seconds",

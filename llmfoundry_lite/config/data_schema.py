@@ -1,4 +1,8 @@
-"""The tokenizer and the data loaders of a training run's YAML, in LLM Foundry's words."""
+"""The blocks of a training run's YAML for the tokenizer and the data loaders, with LLM Foundry's names of keys.
+
+A loader (`LoaderConfig`) has a data set (`TextDatasetConfig`), which reads one folder of MDS shards or mixes several
+(`StreamConfig`), perhaps with other mixtures in later parts of the run (`StageConfig`).
+"""
 
 import re
 from collections.abc import Mapping
@@ -111,7 +115,7 @@ class StageConfig:
 
 
 def _has_remote(dataset: "TextDatasetConfig", _: Any) -> bool:
-    """Return whether the data set, or one of its streams, is downloaded."""
+    """Return whether the data set, or one of its streams in any stage, is downloaded from a remote."""
     sources: list[TextDatasetConfig | StreamConfig] = [dataset, *dataset.streams.values()]
     for stage in dataset.stages:
         sources += stage.streams.values()

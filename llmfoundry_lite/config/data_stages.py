@@ -1,6 +1,7 @@
-"""Stages of training data, as a YAML describes them: each has streams and a first batch. No torch.
+"""Derive from a data set's block which streams each stage of training reads, and with which batch the stage begins.
 
-`data/stages.py` makes the order of samples from them.
+A data set without `stages` has one stage, with the streams of the data set. `data/stages.py` makes the order of samples
+from stages and first batches. Nothing here imports torch.
 """
 
 import math
@@ -28,10 +29,16 @@ def own_streams(dataset: TextDatasetConfig) -> Streams:
 
 
 def streams_of_stages(dataset: TextDatasetConfig) -> list[Streams]:
-    """Return name -> stream for each stage of a data set. A data set without stages has one.
+    """Return name -> stream for each stage of a data set. A data set without stages has one stage.
 
-    A stage's stream need not repeat its folders: keys that it leaves out come from the stream of the same name in the
-    latest stage before it, or in the data set. The keys in SHARES, which say how much of it is read, do not.
+    A stream of a stage need not repeat its folders. Keys that it leaves out come from the stream of the same name in
+    the latest stage before it that has one, or in the data set itself. The keys in SHARES are not taken over, because
+    each stage says how much of a stream it reads:
+
+        streams: {code: {local: /data/code}}
+        stages:
+        - {until: 0.8dur, streams: {code: {proportion: 0.1}, web: {local: /data/web, proportion: 0.9}}}
+        - {streams: {code: {proportion: 1}}}           # also reads /data/code
     """
     if not dataset.stages:
         return [own_streams(dataset)]
@@ -62,19 +69,21 @@ def _fill_missing_keys(stream: StreamConfig, earlier: StreamConfig | None) -> St
 
 
 def distinct_streams(dataset: TextDatasetConfig) -> dict[str, StreamConfig]:
-    """Return key -> stream for the streams of all stages, but only the first stream that reads a folder.
+    """Return key -> stream, one for each folder that any stage reads. It is the first stream that reads the folder.
 
-    Keys are relative to the data set's block, such as `.stages[0].streams.code`; empty for a data set without streams.
+    A key is relative to the data set's block: `.streams.web` or `.stages[0].streams.code`. It is empty for a data set
+    without named streams.
     """
-    by_folder: dict[Path, tuple[str, StreamConfig]] = {}
+    first_by_folder: dict[Path, tuple[str, StreamConfig]] = {}
     for stage_index, streams in enumerate(streams_of_stages(dataset)):
         has_own_streams = bool(dataset.stages) and bool(dataset.stages[stage_index].streams)
         block = f".stages[{stage_index}].streams" if has_own_streams else ".streams"
         for name, stream in streams.items():
             key = f"{block}.{name}" if name else ""
-            folder = Path(stream.local or stream.remote or "", stream.split or dataset.split or "")
-            by_folder.setdefault(folder, (key, stream))
-    return dict(by_folder.values())
+            root = stream.local or stream.remote or ""
+            split = stream.split or dataset.split or ""
+            first_by_folder.setdefault(Path(root, split), (key, stream))
+    return dict(first_by_folder.values())
 
 
 def first_batches(
@@ -82,9 +91,9 @@ def first_batches(
 ) -> list[int]:
     """Return, for each stage of a data set, the number of batches that come before it. The first is 0.
 
-    A stage ends with the batch in which its `until` is reached, and the next one begins with the batch after that.
-    `until` is a span from the start of the run, and may be a fraction of it, such as 0.8dur. The last stage lasts to
-    the end of the run.
+    A stage ends with the batch in which its `until` is reached, and the next stage begins with the batch after that.
+    `until` counts from the start of the run, and may be a fraction of it. The last stage lasts to the end of the run.
+    With `max_duration: 1000ba` and stages until 0.8dur, until 900ba, and to the end, the result is [0, 800, 900].
 
     path: the data set's block in the YAML, for errors.
     max_duration: the length of the run; None if the data set is opened without a run. A fraction has no meaning then.
@@ -98,9 +107,10 @@ def first_batches(
 
     samples_per_unit = {"ba": batch_size, "sp": 1, "tok": Fraction(1, dataset.max_seq_len or max_seq_len)}
 
-    def batches_in(span: Duration) -> int:
-        """Return the number of batches that a span lasts, rounded up."""
-        return math.ceil(Fraction(str(span.value)) * samples_per_unit[span.unit] / batch_size)
+    def batches_in(duration: Duration) -> int:
+        """Return the number of batches that a duration lasts, rounded up."""
+        num_samples = Fraction(str(duration.value)) * samples_per_unit[duration.unit]
+        return math.ceil(num_samples / batch_size)
 
     last_batch = batches_in(max_duration) if dataset.stages and max_duration is not None else None
     batches_before = [0]
@@ -112,7 +122,7 @@ def first_batches(
                 continue
             raise ConfigError(f"{key}: missing; expected where this stage ends and the next begins, such as 0.8dur")
 
-        end_batch = batches_in(_count_fraction(stage.until, max_duration, key))
+        end_batch = batches_in(_resolve_fraction(stage.until, max_duration, key))
         until = stage.until.written
         if is_last:
             # An `until` at or after the end of the run has no effect, and is accepted.
@@ -127,13 +137,14 @@ def first_batches(
     return batches_before
 
 
-def _count_fraction(span: Duration, run: Duration | None, key: str) -> Duration:
-    """Return a span that is a fraction of the run (`0.8dur`) in the unit of `run`, its max_duration; others unchanged.
+def _resolve_fraction(duration: Duration, run: Duration | None, key: str) -> Duration:
+    """Return a fraction of the run in the unit of `run`, its max_duration: 0.8dur of 1000ba is 800ba.
 
-    Raises ConfigError, which names the key, for a fraction where there is no run.
+    Other durations are returned unchanged. Raises ConfigError, which names the key, for a fraction without a run.
     """
-    if span.unit != "dur":
-        return span
+    if duration.unit != "dur":
+        return duration
     if run is None:
-        raise ConfigError(f"{key}: {span} given, and there is no run to take a part of; write it in ba")
-    return Duration(float(Fraction(str(span.value)) * int(run.value)), run.unit)
+        raise ConfigError(f"{key}: {duration} given, and there is no run to take a part of; write it in ba")
+    exact_value = Fraction(str(duration.value)) * int(run.value)
+    return Duration(float(exact_value), run.unit)

@@ -1,4 +1,7 @@
-"""An evaluation's YAML, its tasks and its gauntlet, in LLM Foundry's words."""
+"""The configuration of an evaluation (`EvalConfig`), its tasks and its gauntlet, with LLM Foundry's names of keys.
+
+`load_eval.py` builds them from files and `key=value` arguments.
+"""
 
 from dataclasses import dataclass
 from typing import Any

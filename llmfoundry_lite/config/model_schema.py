@@ -1,4 +1,8 @@
-"""The `model` block of a YAML, in LLM Foundry's words."""
+"""The `model` block of a YAML, with LLM Foundry's names of keys: the shape of an MPT model and its initialisation.
+
+`ModelConfig` is the block, and the other dataclasses are the blocks inside it. Each has a method `problems`, which
+checks its keys against each other. The properties at the end of `ModelConfig` are sizes that follow from the keys.
+"""
 
 import math
 from collections.abc import Iterator
@@ -18,39 +22,42 @@ from llmfoundry_lite.config.fields import (
 from llmfoundry_lite.errors import join_with_or
 
 MIN_FLEX_HEAD_DIM = 16
-"""Dimensions of a head that FlexAttention's kernels need (Triton's smallest product)."""
+"""Least dimension of a head in FlexAttention's kernels. It is the smallest matrix product of Triton."""
 LLAMA3_KEYS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys of rope_hf_config that only the type llama3 reads."""
 NORMS = "low_precision_layernorm layernorm low_precision_rmsnorm rmsnorm"
+MAX_TRIED_DIVISOR = 2**20
+"""Largest number that `divisors` tries, because a YAML may have any number and a longer search would take seconds."""
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending.
+    """Return all divisors of a number, ascending: [1, 2, 3, 6] for 6.
 
-    Of a number above 2**40, which may be anybody's, only those up to 2**20 are found, with their counterparts, because
-    a search for all would take long.
+    For numbers above 2**40, only divisors up to MAX_TRIED_DIVISOR, and the number divided by each of them, are found.
     """
-    largest_tried = min(math.isqrt(number), 2**20)
+    largest_tried = min(math.isqrt(number), MAX_TRIED_DIVISOR)
     small = [n for n in range(1, largest_tried + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large
 
 
 def _is_init_limit(value: Any) -> bool:
-    """Return whether a value is a limit, 0 or more, or a list of a lower and an upper one."""
+    """Return whether a value is valid for emb_init_uniform_lim: a number of 0 or more, or a list [lower, upper]."""
     if isinstance(value, list):
         are_limits = len(value) == 2 and all(is_number(limit) for limit in value)
         return are_limits and value[0] <= value[1]
     return is_number(value) and value >= 0
 
 
-def _is_divisor(value: Any) -> bool:
-    """Return whether a value is true, false or a number above 0, which may be text."""
+def _is_residual_divisor(value: Any) -> bool:
+    """Return whether a value is valid for init_div_is_residual: true, false, or a number above 0, also as text."""
     if isinstance(value, str) and not value.replace(".", "", 1).isdecimal():
         return False
     return isinstance(value, bool) or float(value) > 0
 
 
-# Checkpoints hold a run to its model, keys without effect included. So a run that has one must be able to go on, and
-# such keys of a model are noted, never refused.
+# A checkpoint binds a run to all keys of its model, also to those without effect. A run that has such a key must be
+# able to resume, so keys of a model that have no effect are noted and never refused.
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,7 +81,7 @@ class RopeScaling:
     """llama3: tokens of the length that was trained before."""
 
     def problems(self) -> Iterator[str]:
-        """Yield `key: what is wrong` for keys that do not go together, here and in the blocks below."""
+        """Yield `key: what is wrong` for each key that does not go with another one."""
         if self.factor != 1.0 and self.type == "no_scaling":
             yield "factor: given without a type; add type: linear, dynamic, ntk or llama3"
         for key in LLAMA3_KEYS:
@@ -152,7 +159,11 @@ class AttentionConfig:
     """Scaling beyond the trained length."""
 
     def problems(self, n_heads: int, num_kv_heads: int, head_dim: int) -> Iterator[str]:
-        """Yield `key: what is wrong` for keys that do not go together, or not with the model's heads."""
+        """Yield `key: what is wrong` for each key that does not go with another one, or with the model's heads.
+
+        `n_heads` is the number of heads of queries, `num_kv_heads` that of keys and values, and `head_dim` their width.
+        """
+        # Heads of keys and values.
         if self.attn_type == "grouped_query_attention" and self.kv_n_heads is None:
             yield "kv_n_heads: missing; grouped_query_attention needs the number of heads of k and v"
         if self.kv_n_heads not in (None, num_kv_heads):
@@ -167,6 +178,8 @@ class AttentionConfig:
             )
         if self.qk_ln and self.qk_gn:
             yield "qk_gn: both qk_ln and qk_gn given; use one of them"
+
+        # Kernels.
         if self.attn_impl in ("blocked", "flex") and self.attn_pdrop:
             yield f"attn_impl: {self.attn_impl} has no attn_pdrop; use sdpa, or attn_pdrop: 0"
         if self.attn_impl == "flex" and head_dim < MIN_FLEX_HEAD_DIM:
@@ -174,6 +187,8 @@ class AttentionConfig:
                 f"attn_impl: flex needs heads of {MIN_FLEX_HEAD_DIM} dimensions or more, and these have {head_dim}; "
                 "use auto or sdpa"
             )
+
+        # Positions.
         if self.alibi and self.rope:
             yield "rope: both alibi and rope given; use one of them"
         if self.rope and head_dim % 2:
@@ -227,7 +242,7 @@ class InitConfig:
     """Nonlinearity that decides kaiming's gain."""
     init_div_is_residual: int | float | bool | str = setting(
         True,
-        validator("true, false or a number above 0", _is_divisor),
+        validator("true, false or a number above 0", _is_residual_divisor),
         uses=(
             Use(
                 has_effect=lambda init, _: init.name not in ("neox_init_", "default_"),
@@ -264,7 +279,7 @@ class InitConfig:
     """Negative slope for kaiming, or gain for xavier (0 stands for 1)."""
 
     def problems(self) -> Iterator[str]:
-        """Yield `key: what is wrong` for keys that do not go together."""
+        """Yield `key: what is wrong` for each key that does not go with another one."""
         if self.name == "baseline_" and self.init_std is None:
             yield "init_std: missing; baseline_ draws weights from N(0, init_std)"
         for key in ("emb_init_std", "emb_init_uniform_lim"):
@@ -340,7 +355,10 @@ class ModelConfig:
     """Accepted for LLM Foundry's sake. All are the same chunked loss here."""
 
     def problems(self) -> Iterator[str]:
-        """Yield `key: what is wrong` for keys that do not go together, here and in the blocks below."""
+        """Yield `key: what is wrong` for each key that does not go with another one, here and in the blocks inside.
+
+        For example, `n_heads: 3 does not divide d_model, 64; the nearest that does is 4`.
+        """
         if self.attn_config.head_dim is None and self.d_model % self.n_heads:
             nearest = min(divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
             yield f"n_heads: {self.n_heads} does not divide d_model, {self.d_model}; the nearest that does is {nearest}"
@@ -366,7 +384,7 @@ class ModelConfig:
 
     @property
     def uses_learned_positions(self) -> bool:
-        """Whether positions have an embedding: alibi and rope replace it."""
+        """Whether the model has a learned embedding of positions, which alibi and rope replace."""
         return self.learned_pos_emb and not (self.attn_config.alibi or self.attn_config.rope)
 
     @property
@@ -380,7 +398,10 @@ class ModelConfig:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Approximate number of parameters; `models.flops` counts exactly."""
+        """Approximate number of parameters, of embedding and blocks; `models.flops` counts exactly.
+
+        A block has about 12 d_model² parameters: 4 in attention, and 8 in a feed-forward network of width 4 d_model.
+        """
         return self.vocab_size * self.d_model + 12 * self.n_layers * self.d_model**2
 
     @property
@@ -399,18 +420,22 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def stacked_rows(self, name: str) -> tuple[int, ...]:
-        """Return the rows of q, k and v in a parameter that stacks them; empty for any other parameter."""
-        return (self.q_dim, self.kv_dim, self.kv_dim) if ".Wqkv." in name else ()
+        """Return the numbers of rows of q, k and v in the parameter `name`, if it stacks them in one matrix.
+
+        For `blocks.0.attn.Wqkv.weight` this is (q_dim, kv_dim, kv_dim). For other parameters it is empty.
+        """
+        is_stacked = ".Wqkv." in name
+        return (self.q_dim, self.kv_dim, self.kv_dim) if is_stacked else ()
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether attention is causal and nothing else, so that no kernel needs a bias or a mask."""
+        """Whether attention is causal without alibi, window or document mask, so that kernels need no bias or mask."""
         options = self.attn_config
         return not (options.alibi or options.sliding_window_size >= 0 or options.attn_uses_sequence_id)
 
     @property
     def flex_refusal(self) -> str:
-        """Reason why FlexAttention cannot train this model on a GPU; empty where it can."""
+        """Reason why FlexAttention cannot train this model on a GPU; empty if it can."""
         if self.attn_config.attn_pdrop:
             return "flex has no dropout"
         if self.head_dim < MIN_FLEX_HEAD_DIM:
@@ -419,12 +444,12 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether q, k and v have a bias: as attn_config says, else as all other layers."""
+        """Whether q, k and v have a bias: by attn_config.qkv_bias, or else like all other layers (no_bias)."""
         if self.attn_config.qkv_bias is not None:
             return self.attn_config.qkv_bias
         return not self.no_bias
 
     @property
     def ffn_dim(self) -> int:
-        """Width inside the feed-forward network."""
+        """Width of the hidden layer of the feed-forward network."""
         return self.ffn_config.ffn_hidden_size or int(self.d_model * self.expansion_ratio)

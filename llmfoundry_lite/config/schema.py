@@ -1,6 +1,9 @@
-"""A training run's YAML, in LLM Foundry's words: a dataclass for every block, with values, defaults and rules.
+"""The configuration of a training run, `TrainConfig`: a frozen dataclass for each block of the YAML.
 
-`load_train.py` fills it from files and `key=value` arguments and checks it; everybody else only reads it.
+Keys have LLM Foundry's names. A field's type, default and `setting` say which values its key may have, how it may
+change in mid-run, and whether a hardware overlay may set it (`fields.py`). `load_train.py` builds a TrainConfig from
+files and `key=value` arguments; all other code only reads it. Properties of TrainConfig are what follows from several
+keys. `as_dict` at the end is the form in which a run records its configuration.
 """
 
 from dataclasses import dataclass
@@ -46,14 +49,17 @@ from llmfoundry_lite.config.spans import (
 from llmfoundry_lite.errors import mask_urls
 
 MAX_REPLICATED_PARAMETERS = 1.5e9
-"""Larger models are sharded by default. With gradients and AdamW so many parameters take 24 GB in fp32."""
+"""Models with more parameters are sharded by default. With gradients and AdamW's state, this many take 24 GB in fp32.
+"""
 
 NEWTON_SCHULZ_STEPS = 5
-"""Default of muon's ns_steps."""
+"""Default of muon's ns_steps, the iterations of Newton and Schulz's method."""
 COMPOSERS_WEIGHT_DECAY = 1e-5
 """Default of Composer's DecoupledAdamW."""
 LOSS_CHUNK_MIB = 256
+"""Default of loss_chunk_mib, in MiB."""
 FRACTION_OF_RUN = (*TIME_UNITS, "dur")
+"""Units of durations that may also be a fraction of the run, such as 0.1dur."""
 
 MUON = (only_with("muon"),)
 LINEAR_DECAY = (only_with("linear_decay_with_warmup"),)
@@ -186,17 +192,20 @@ AS_VALIDATION = {
     ),
     "dataset.shuffle_block_size": Use(has_effect=lambda _, run: False, reason="an evaluation shuffles nothing"),
 }
-"""Keys of a loader that mean nothing for validation data."""
+"""Keys of a loader that have no effect for validation data."""
 
 DEFAULT_EVAL_TOKENS = 8192
-"""Tokens of a device in one forward pass of an evaluation, which keeps no activations."""
+"""Default number of tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
 MAX_SEED = 2**32 - 2**16
-"""Largest seed to which any rank can add its number within 32 bits."""
+"""Largest seed. A rank adds its number, less than 2**16, and the sum must fit into 32 bits."""
 
 
 def _parse_eval_interval(written: Scalar) -> Duration:
-    """Read a span, or 0, which never evaluates. Raises ValueError."""
+    """Parse a duration such as `100ba`, or the number 0, which never evaluates.
+
+    Raises ValueError, whose text says what was expected, also for 0 with a unit.
+    """
     interval = Duration.parse(written, TIME_UNITS)
     if interval.value == 0 and written != 0:
         raise ValueError("more than 0, or 0 to never evaluate")
@@ -204,7 +213,7 @@ def _parse_eval_interval(written: Scalar) -> Duration:
 
 
 def _is_all_or_count(value: int) -> bool:
-    """Return whether a value is -1, which stands for all, or a count."""
+    """Return whether a number is -1, which stands for all, or above 0."""
     return value == -1 or value > 0
 
 
@@ -429,7 +438,7 @@ class TrainConfig:
 
     @property
     def sharding(self) -> FSDPConfig:
-        """The block fsdp_config, or its default for the model's size."""
+        """The block fsdp_config. Without one, small models are copied (NO_SHARD) and others sharded (FULL_SHARD)."""
         if self.fsdp_config is not None:
             return self.fsdp_config
         is_small = self.model.num_matrix_parameters <= MAX_REPLICATED_PARAMETERS
@@ -447,21 +456,21 @@ class TrainConfig:
 
     @property
     def context(self) -> ContextParallelConfig:
-        """The block cp_config, or its default, by which no sample is divided."""
+        """The block cp_config, or the default of degree 1, with which no sample is divided."""
         return self.cp_config or ContextParallelConfig()
 
     @property
     def pipeline(self) -> PipelineConfig:
-        """The block pp_config, or its default, by which each device has all of the model's blocks."""
+        """The block pp_config, or the default of degree 1, with which each device has all blocks of the model."""
         return self.pp_config or PipelineConfig()
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether the loss's steps from logits to gradient become one kernel; only inductor fuses them."""
+        """Whether the loss, from logits to their gradient, is compiled to one kernel, as torch's inductor does it."""
         return self.compile_config is not None and self.compile_config.get("backend", "inductor") == "inductor"
 
     def is_deterministic_on(self, device_type: str) -> bool:
-        """Whether a launch on `cuda` or `cpu` uses deterministic kernels alone."""
+        """Return whether a launch uses only deterministic kernels. `device_type` is "cuda" or "cpu"."""
         if self.deterministic is not None:
             return self.deterministic
         return self.exact_sums and device_type == "cuda"
@@ -476,7 +485,12 @@ class TrainConfig:
         return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
-        """Return the number of samples in a launch's first microbatch; with auto that is 1, from which it measures."""
+        """Return the number of samples in the first microbatch of a launch.
+
+        `device_batch_size` is the number of samples of a device in each batch. This is the configured size if it is a
+        number, and otherwise the device's whole batch, which a pipeline divides into its number of microbatches.
+        """
+        # The launch then measures larger sizes, beginning with one sample.
         if self.device_train_microbatch_size == "auto":
             return 1
         if self.device_train_microbatch_size is not None:
@@ -495,7 +509,7 @@ class TrainConfig:
 
     @property
     def evaluates(self) -> bool:
-        """Whether `eval_interval` asks for evaluations: 0 asks for none."""
+        """Whether the run evaluates. An `eval_interval` of 0 turns evaluations off."""
         return self.eval_interval.value > 0
 
     @property
@@ -509,26 +523,31 @@ class TrainConfig:
 
     @property
     def eval_subset_samples(self) -> int | None:
-        """Number of samples of an evaluation; None for all. No setting of the hardware changes it."""
+        """Number of samples of each evaluation; None for all. It does not depend on the number of devices."""
         if self.eval_subset_num_batches == -1:
             return None
         return self.eval_subset_num_batches * self.global_train_batch_size
 
     @property
     def has_own_components(self) -> bool:
-        """Whether the YAML names the user's own code, by its import path."""
-        names = [self.optimizer.name, *(loader.name for loader in self.loaders.values())]
+        """Whether the YAML names code of the user by its import path, `python:package.module:Thing`."""
+        names = [self.optimizer.name]
+        names += [loader.name for loader in self.loaders.values()]
         return bool(self.callbacks.extra) or any(name.startswith("python:") for name in names)
 
     @property
     def validation(self) -> dict[str, LoaderConfig]:
-        """Key -> block, for each block of validation data."""
-        blocks = {f"eval_loaders.{label}": loader for label, loader in self.eval_loaders.items()}
-        return blocks if self.eval_loader is None else {"eval_loader": self.eval_loader, **blocks}
+        """Dotted key -> block of each loader of validation data: `eval_loader`, `eval_loaders.wiki`, ..."""
+        blocks = {}
+        if self.eval_loader is not None:
+            blocks["eval_loader"] = self.eval_loader
+        for label, loader in self.eval_loaders.items():
+            blocks[f"eval_loaders.{label}"] = loader
+        return blocks
 
     @property
     def loaders(self) -> dict[str, LoaderConfig]:
-        """Key -> block, for each block of data."""
+        """Dotted key -> block of each loader, `train_loader` first."""
         return {"train_loader": self.train_loader, **self.validation}
 
     @property
@@ -538,13 +557,13 @@ class TrainConfig:
 
 
 def data_label(key: str) -> str:
-    """Name the data of a loader's block as Composer does: train, eval, or eval/wiki for `eval_loaders.wiki`."""
+    """Return Composer's label of a loader by its dotted key: train, eval, or eval/wiki for eval_loaders.wiki."""
     block, _, label = key.partition(".")
     return f"eval/{label}" if label else block.removesuffix("_loader")
 
 
 def with_keys(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration by the keys of a YAML, in which blocks of companions stand at the top."""
+    """Return a configuration as the nested dictionaries of its YAML, with the blocks of companions at the top level."""
     values: dict[str, Any] = {}
     for name, value in as_yaml(config).items():
         if name == "blocks":
@@ -555,25 +574,28 @@ def with_keys(config: TrainConfig) -> dict[str, Any]:
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the configuration as it is recorded: dictionaries, lists, numbers and text, without secrets.
+    """Return a configuration as a run records it: nested dictionaries, lists, numbers and text, without secrets.
 
-    Text from an environment variable stays as it was written, `${oc.env:…}`. Credentials in URLs are masked.
+    Text from an environment variable is as it was written, `${oc.env:NAME}`. Credentials in URLs are masked.
     """
 
     def without_secrets(text: str) -> str:
-        return mask_urls(text.written if isinstance(text, FromEnvironment) else text)
+        """Return the text to record instead of a text of the configuration."""
+        if isinstance(text, FromEnvironment):
+            text = text.written
+        return mask_urls(text)
 
     values = map_texts(with_keys(config), without_secrets)
-    values["optimizer"]["weight_decay"] = config.optimizer.decay  # because another release may have another default
+    # Record the default of weight_decay as a number, because a later release may have another default.
+    values["optimizer"]["weight_decay"] = config.optimizer.decay
     values["optimizer"] = keys_of_optimizer(values["optimizer"])
     return values
 
 
 def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recorded optimizer that have an effect.
+    """Return the block of an optimizer in a record, without the keys that have no effect.
 
-    A user's own optimizer is given no `betas` and `weight_decay` of ours. It is given what the YAML says, which is in
-    `kwargs`.
+    A user's own `python:` optimizer does not get our `betas` or `weight_decay`. Its arguments are in `kwargs`.
     """
     if not str(block.get("name")).startswith("python:"):
         return block

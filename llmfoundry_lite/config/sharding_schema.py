@@ -1,6 +1,6 @@
-"""Blocks of a run's YAML that say how devices divide the model, the batch and the samples.
+"""The blocks of a run's YAML that say how devices divide the model, the batch and the samples between them.
 
-`layout.py` makes a layout of devices from them.
+These are fsdp_config, tp_config, cp_config and pp_config. `layout.py` derives the layout of the devices from them.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class FSDPConfig:
     into copies that are kept. Without compilation each forward pass casts. Not measured on a GPU yet."""
 
     def problems(self) -> Iterator[str]:
-        """Yield `key: what is wrong` for keys that do not go together."""
+        """Yield `key: what is wrong` for each key that does not go with another one."""
         if self.data_parallel_shard_degree is not None and self.sharding_strategy != "HYBRID_SHARD":
             yield (
                 "data_parallel_shard_degree: only HYBRID_SHARD uses it, and sharding_strategy is "
@@ -117,11 +117,16 @@ class PipelineConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed apart from those of inputs."""
+        """Whether the backward pass computes the gradients of inputs and those of weights in two separate steps."""
         return self.schedule in ("zero_bubble", "zbv")
 
     def takes_microbatches(self, count: int) -> bool:
-        """Return whether the schedule runs with `count` microbatches: at least one for each stage, in equal rounds."""
+        """Return whether the schedule can run with `count` microbatches in a batch.
+
+        gpipe takes any number. Other schedules need at least one for each stage. interleaved and zero_bubble run them
+        in rounds of about one for each stage, which must have equal numbers: with 4 stages, 8 and 10 microbatches make
+        2 rounds, and 9 are refused.
+        """
         if self.schedule == "gpipe":
             return count >= 1
         if count < self.pipeline_parallel_degree:
@@ -131,14 +136,16 @@ class PipelineConfig:
         return not has_rounds or count % num_rounds == 0
 
     def default_num_microbatches(self, device_batch_size: int) -> int:
-        """Return how many microbatches a device's batch has if the configuration does not say it.
+        """Return the number of microbatches into which a pipeline divides a device's batch by default.
 
-        It is a multiple of the number of stages that divides the batch: the least that gives each stage 4 or more, else
-        the largest one. Without such a multiple, each sample is a microbatch.
+        Of the multiples of the number of stages that divide the batch, it is the smallest that gives each stage 4 or
+        more microbatches, or else the largest. With 2 stages, a batch of 24 samples has 8 microbatches, and a batch of
+        6 samples has 6. If no multiple divides the batch, each sample is a microbatch.
         """
-        degree = self.pipeline_parallel_degree
-        fitting = [n for n in range(degree, device_batch_size + 1, degree) if device_batch_size % n == 0]
+        num_stages = self.pipeline_parallel_degree
+        multiples = range(num_stages, device_batch_size + 1, num_stages)
+        fitting = [multiple for multiple in multiples if device_batch_size % multiple == 0]
         for num_microbatches in fitting:
-            if num_microbatches >= 4 * degree:
+            if num_microbatches >= 4 * num_stages:
                 return num_microbatches
         return fitting[-1] if fitting else device_batch_size

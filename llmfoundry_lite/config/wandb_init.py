@@ -1,7 +1,8 @@
-"""The arguments of `wandb.init`: names that a YAML may give, and environment variables that wandb reads for others.
+"""Decide the arguments of `wandb.init` from the block `loggers.wandb` of a YAML and wandb's environment variables.
 
-The YAML has precedence over a variable, and what makes launches one run over both. No torch, and wandb only to check
-`init_kwargs`.
+A value in the YAML takes precedence over a variable. The id of the run's first launch takes precedence over both, so
+that all launches of a run are one run in wandb. Nothing here imports torch; wandb is only imported to check the names
+in `init_kwargs`.
 """
 
 import importlib.util
@@ -24,14 +25,18 @@ VARIABLES = {
     RUN_ID: "id",
     "WANDB_RESUME": "resume",
 }
-"""Variable -> the argument that it stands for. wandb reads other variables itself, such as WANDB_MODE."""
+"""Environment variable -> the argument of `wandb.init` for which it gives a default. wandb has further variables, such
+as WANDB_MODE, which stand for no argument here."""
 
 
 def init_arguments(
     config: WandbConfig, run_name: str, run_folder: str, known_id: str | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the arguments of a run, except its configuration. `known_id` is the id of earlier launches; without one, a
-    variable may give it. An argument that is None is wandb's to choose, by its variable."""
+    """Return the arguments of `wandb.init` for a launch, except the configuration of the run.
+
+    `known_id` is the id under which earlier launches of the run have logged; None for the first launch. For an argument
+    that is None, wandb reads its own variable, such as WANDB_PROJECT. `init_kwargs` in the YAML override all others.
+    """
     arguments = {
         "project": config.project,
         "entity": config.entity,
@@ -48,18 +53,23 @@ def init_arguments(
 def describe_unused_variables(
     arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[str, str]]:
-    """Yield each variable that is set and that has no effect, with a line that says what is used instead."""
-    for variable, name in VARIABLES.items():
-        value, used = environ.get(variable), arguments.get(name)
-        if not value or used is None:
+    """Yield (variable, warning) for each of wandb's variables that is set and is overridden by an argument.
+
+    `arguments` are those of `init_arguments`. With WANDB_PROJECT=a and the project b in the YAML, the warning is
+    `loggers.wandb: WANDB_PROJECT=a has no effect: project is b`.
+    """
+    for variable, argument_name in VARIABLES.items():
+        value = environ.get(variable)
+        used_value = arguments.get(argument_name)
+        if not value or used_value is None:
             continue
-        text = ",".join(used) if isinstance(used, list) else str(used)
-        if value != text:
-            yield variable, f"loggers.wandb: {variable}={value} has no effect: {name} is {text}"
+        used_text = ",".join(used_value) if isinstance(used_value, list) else str(used_value)
+        if value != used_text:
+            yield variable, f"loggers.wandb: {variable}={value} has no effect: {argument_name} is {used_text}"
 
 
 def check_wandb(config: WandbConfig) -> None:
-    """Raise ConfigError where wandb is not installed, and for a name in `init_kwargs` that `wandb.init` lacks."""
+    """Raise ConfigError if wandb is not installed, or if `init_kwargs` has an argument that `wandb.init` does not."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("loggers.wandb: wandb is not installed; pip install wandb, or loggers.wandb=null")
     if not config.init_kwargs:

@@ -6,7 +6,7 @@ from llmfoundry_lite.cli import listing
 from llmfoundry_lite.cli.listing import KINDS
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.config import auto_hardware
-from llmfoundry_lite.config.auto_hardware import Found
+from llmfoundry_lite.config.auto_hardware import DetectedDevices
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.hardware import ACCELERATORS
@@ -32,7 +32,11 @@ def test_every_file_has_a_line_and_the_example_of_its_use_is_read(kind, capsys):
     ("found", "hardware", "layouts"),
     [
         (None, ["cpu"], ["mpt-7b-8x192gb", "mpt-7b-8x40gb"]),
-        (Found("NVIDIA H100 80GB HBM3", ACCELERATORS["H100-80GB"], 8), ["h100-8"], ["mpt-7b-8x80gb", "mpt-13b-8x80gb"]),
+        (
+            DetectedDevices("NVIDIA H100 80GB HBM3", ACCELERATORS["H100-80GB"], 8),
+            ["h100-8"],
+            ["mpt-7b-8x80gb", "mpt-13b-8x80gb"],
+        ),
     ],
 )
 def test_what_fits_this_machine_comes_first(found, hardware, layouts, monkeypatch, capsys):

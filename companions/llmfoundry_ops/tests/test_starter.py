@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.auto_hardware import Found
+from llmfoundry_lite.config.auto_hardware import DetectedDevices
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -66,7 +66,7 @@ def test_the_precision_is_one_that_this_machine_is_fast_in(tmp_path, monkeypatch
     cpu = tmp_path / "cpuinfo"
     cpu.write_text(f"flags : {flags}")
     monkeypatch.setattr(starter, "CPU_INFO", cpu)
-    monkeypatch.setattr(starter, "find_devices", lambda: Found("A100", None) if device else None)
+    monkeypatch.setattr(starter, "find_devices", lambda: DetectedDevices("A100", None) if device else None)
     write_starter(data_folder(tmp_path, 100_000), "125m", tmp_path / "mine.yaml")
     assert load_train_config([str(tmp_path / "mine.yaml")], {}).config.precision == precision
 
@@ -112,7 +112,7 @@ def test_a_validation_split_that_tells_little_is_said(tmp_path, num_val, said):
 
 
 def test_a_rank_for_each_device_of_this_machine(tmp_path, monkeypatch):
-    for found, launch in ((None, "lite train"), (Found("H100", None, num_devices=4), "lite train -n 4")):
+    for found, launch in ((None, "lite train"), (DetectedDevices("H100", None, num_devices=4), "lite train -n 4")):
         monkeypatch.setattr(starter, "find_devices", lambda found=found: found)
         out = tmp_path / f"{launch[-1]}.yaml"
         write_starter(data_folder(tmp_path, 100), "125m", out)
