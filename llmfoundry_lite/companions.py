@@ -1,16 +1,16 @@
-"""The seam to companions: packages beside this one that add to it. The core imports none of them.
+"""Load optional packages, the companions, which add commands, blocks of a YAML, and other parts to this package.
 
-Where the core needs a part of one of our companions, it names the part by its address, `package.module:name`, in the
-line that uses it:
+The core does not import companions with `import`. If it needs a part of one of our companions, it names the part by its
+address, `package.module:name`, in the line that uses it:
 
     build_context = companions.load("llmfoundry_layouts.context:build_context", "cp_config.context_parallel_degree")
 
-Without the companion this raises an error of one line. What a run can do without, such as energy counters, is asked
-for with `load_if_installed`.
+If the companion is not installed, this raises an error of one line. Parts that a run can do without, such as energy
+counters, are loaded by `load_if_installed`.
 
-Any companion, also somebody else's, may add commands to `llmfoundry-lite` and blocks to a run's YAML. It lists them in
-a `Companion`: ours in their module `companion.py`, others in what an entry point of the group
-`llmfoundry_lite.companions` names. Ours lie in `companions/` of a clone, and a wheel brings them.
+Any companion, also one of other authors, may add commands to `llmfoundry-lite` and blocks to a run's YAML. It lists
+them in a `Companion`. Ours is in the module `companion.py` of each package, and those of others are found by the entry
+point group `llmfoundry_lite.companions`. Our companions are in the folder `companions/` of a clone, and in the wheel.
 """
 
 import importlib
@@ -36,7 +36,7 @@ PACKAGES = (
     "llmfoundry_ops",
     "llmfoundry_layouts",
 )
-"""Our companions."""
+"""Names of our companions' packages."""
 
 TABLES: Mapping[str, Mapping[str, str]] = {
     "commands": {
@@ -52,9 +52,11 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     },
     "blocks": {"islands": "llmfoundry_islands"},
 }
-"""Table of a `Companion` -> name of each entry of ours -> its package, which an error names where it is missing."""
+"""Field of a `Companion` -> names in it -> the companion of ours that has each. An error names the companion if it is
+not installed."""
 
 SOURCE = Path(__file__).parents[1] / "companions"
+"""Folder of our companions in a clone. An installed package has no such folder."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -73,48 +75,51 @@ class Companion:
 
 
 def load(address: str, needed_for: str = "") -> Any:
-    """Import a part of one of our companions, such as "llmfoundry_layouts.context:build_context".
+    """Import and return a part of one of our companions, such as "llmfoundry_layouts.context:build_context".
 
-    `needed_for` is what the user asked for: a key, a file, an option. Raises ConfigError, which begins with it, if the
-    companion is not installed.
+    `needed_for` is the key, file or option by which the user asked for it. Raises ConfigError, which begins with that,
+    if the companion is not installed: `cp_config.context_parallel_degree: needs the companion llmfoundry_layouts`.
     """
     require(address.partition(".")[0], needed_for or address)
     return import_address(address)
 
 
 def load_if_installed(address: str) -> Any:
-    """Import a part of one of our companions; return None if the companion is not installed."""
+    """Import and return a part of one of our companions, by its address; return None if it is not installed."""
     if not is_installed(address.partition(".")[0]):
         return None
     return import_address(address)
 
 
 def require(package: str, needed_for: str) -> None:
-    """Raise ConfigError if this companion is not installed. Imports nothing, so that a check answers quickly."""
+    """Raise ConfigError if a companion is not installed. Nothing is imported, so that checks of a YAML stay fast.
+
+    `package` is one of PACKAGES, and `needed_for` is as in `load`.
+    """
     if not is_installed(package):
         raise missing(package, needed_for)
 
 
 def missing(package: str, needed_for: str) -> ConfigError:
-    """Return the error that names a companion which is not installed."""
+    """Return, but do not raise, the error that a companion is not installed. The arguments are those of `require`."""
     return ConfigError(f"{needed_for}: needs the companion {package}")
 
 
 def is_installed(package: str) -> bool:
-    """Return whether one of our companions lies in this clone or is installed."""
+    """Return whether one of our companions can be imported, from this clone or as an installed package."""
     _search_clone()
     return find_spec(package) is not None
 
 
 @cache
 def _search_clone() -> None:
-    """Let Python find the companions of this clone, which take precedence over installed ones."""
+    """Add the folder of the companions in a clone to `sys.path`, once. They take precedence over installed ones."""
     if SOURCE.is_dir():
         sys.path.insert(0, str(SOURCE))
 
 
 def import_address(address: str) -> Any:
-    """Import what an address names, `module:name`. Raises ImportError or AttributeError."""
+    """Import and return what an address `module:name` names. Raises ImportError or AttributeError if it is missing."""
     module, _, name = address.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -124,13 +129,17 @@ def import_address(address: str) -> Any:
 
 @cache
 def find_companions() -> list[Companion]:
-    """Return the installed companions that add commands or blocks: ours in the order of `TABLES`, then those of others.
+    """Return the installed companions that add commands or blocks: ours in the order of TABLES, then those of others.
 
-    One of others that cannot be loaded, or names a part like an existing one, is left out with a line.
+    A companion of others is left out, with a warning, if it cannot be loaded or if it adds a command or block that
+    exists already.
     """
-    ours = dict.fromkeys(package for table in TABLES.values() for package in table.values())
-    companions = [import_address(f"{package}.companion:COMPANION") for package in ours if is_installed(package)]
+    our_packages: dict[str, None] = {}  # a set that keeps its order
+    for package_by_name in TABLES.values():
+        our_packages |= dict.fromkeys(package_by_name.values())
+    companions = [import_address(f"{package}.companion:COMPANION") for package in our_packages if is_installed(package)]
 
+    # Code of others may raise any error when it is loaded. That must not break commands which do not need it.
     for entry_point in entry_points(group=GROUP):
         try:
             companion = entry_point.load()
@@ -145,18 +154,19 @@ def find_companions() -> list[Companion]:
 
 
 def _check_names(companion: Companion, others: list[Companion]) -> None:
-    """Raise ValueError if a command or block of this companion has the name of another companion's."""
+    """Raise ValueError if a command or block of `companion` has the name of one in `others`."""
     for table in TABLES:
-        names = {name for other in others for name in getattr(other, table)}
-        taken = names & {*getattr(companion, table)}
-        if taken:
-            raise ValueError(f"its {table} {', '.join(sorted(taken))} are already defined by another companion")
+        names_of_others = {name for other in others for name in getattr(other, table)}
+        names_in_both = names_of_others & {*getattr(companion, table)}
+        if names_in_both:
+            raise ValueError(f"its {table} {', '.join(sorted(names_in_both))} are already defined by another companion")
 
 
 def parts(table: str) -> Iterator[tuple[str, Any]]:
-    """Import and yield the name and the part of each entry in a table: "commands" or "blocks".
+    """Import all commands or blocks of installed companions. Yields the name of each, and what its address names.
 
-    Where somebody else's part cannot be imported, it is left out with a line.
+    `table` is "commands" or "blocks". A part of others that cannot be imported is left out, with a warning. An error in
+    one of ours is raised.
     """
     for companion in find_companions():
         for name, address in getattr(companion, table).items():
@@ -171,26 +181,31 @@ def parts(table: str) -> Iterator[tuple[str, Any]]:
 
 
 def find_missing(table: str) -> dict[str, str]:
-    """Return the commands or blocks of ours that no installed companion has: name -> the package that would have it."""
-    names = {name for companion in find_companions() for name in getattr(companion, table)}
-    return {name: package for name, package in TABLES[table].items() if name not in names}
+    """Return name -> package for our commands or blocks whose companion is not installed.
+
+    `table` is "commands" or "blocks". Without llmfoundry_islands, the blocks are {"islands": "llmfoundry_islands"}.
+    """
+    installed_names = {name for companion in find_companions() for name in getattr(companion, table)}
+    return {name: package for name, package in TABLES[table].items() if name not in installed_names}
 
 
 def leave_out(name: str, error: Exception) -> None:
-    """Print that a companion of others, or a part of it, is left out, and why."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    print(f"warning: companion {name}: left out: {words}", file=sys.stderr, flush=True)
+    """Print a warning that a companion, or a part of it, is left out because of an error."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    print(f"warning: companion {name}: left out: {message}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- other processes
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return PYTHONPATH for a process that runs a module of this package or of a companion, by `python -P -m`.
+    """Return the variable PYTHONPATH for a process that runs a module of this package or of a companion.
 
-    `-P` leaves out the working directory, from which a clone that is not installed is imported. So the clone is named.
-    An empty entry would be the working directory.
+    Such a process is started by `python -P -m`, and `-P` leaves out the working directory, from which a clone that is
+    not installed is imported. So the clone's folders are named, before those of PYTHONPATH in `environment`. Empty
+    entries are dropped, because they would mean the working directory.
     """
-    folders = [str(SOURCE.parent), str(SOURCE)] if SOURCE.is_dir() else []
-    given = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return {"PYTHONPATH": os.pathsep.join([*folders, *filter(None, given)])}
+    clone_folders = [str(SOURCE.parent), str(SOURCE)] if SOURCE.is_dir() else []
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    named_folders = [entry for entry in entries if entry]
+    return {"PYTHONPATH": os.pathsep.join([*clone_folders, *named_folders])}

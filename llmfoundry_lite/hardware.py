@@ -11,7 +11,7 @@ from itertools import starmap
 from typing import NamedTuple
 
 FREE_FRACTION = 0.98
-"""Fraction of the memory as sold that is free for programs."""
+"""Fraction of the memory as sold that is free for a program; driver and context take the rest."""
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 """Bytes of a KiB, a MiB and a GiB."""
 REPORT_SCHEMA = 2
@@ -21,7 +21,7 @@ PRODUCTS = "matrix products"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes in the largest unit that it reaches: 4096 as `4.00 KiB`."""
+    """Return a number of bytes as text in the largest unit that it reaches: `4.00 KiB` for 4096."""
     for unit, unit_bytes in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if num_bytes >= unit_bytes:
             return f"{num_bytes / unit_bytes:,.2f} {unit}"
@@ -91,11 +91,14 @@ class Device(NamedTuple):
 
 
 def find_accelerator(device_name: str, num_compute_units: int | None = None) -> Accelerator | None:
-    """Return the row of a device with the name that `torch.cuda.get_device_name()` returns; None if there is none.
+    """Return the row of a device by its name in torch (`torch.cuda.get_device_name()`); None if it has no row.
 
-    Names do not suffice: MI250 and MI250X have the same one in ROCm, and slices (MIG, partitions) have the name of the
-    whole device. `num_compute_units`, torch's `multi_processor_count`, tells them apart. Without it, an MI250 or MI250X
-    is not found, and a slice is taken for the whole device.
+    >>> find_accelerator("NVIDIA H100 80GB HBM3").name
+    'H100-80GB'
+
+    Names alone do not suffice: MI250 and MI250X can have the same name in ROCm, and slices of a device (MIG,
+    partitions) have the name of the whole device. `num_compute_units`, torch's `multi_processor_count`, tells them
+    apart. Without it, an MI250 or MI250X with such a name is not found, and a slice counts as the whole device.
     """
     rows = [row for row in ACCELERATORS.values() if re.fullmatch(row.pattern, device_name)]
     if num_compute_units is not None:
@@ -104,16 +107,17 @@ def find_accelerator(device_name: str, num_compute_units: int | None = None) -> 
 
 
 def find_rows(name: str) -> list[Accelerator]:
-    """Return the rows that a user may mean by a name, in any case: several, if they differ in their memory.
+    """Return the rows that a user may mean by a name such as `h100`, `a100-80gb` or `h100-8`; [] for an unknown name.
 
-    A row with exactly this name is the only one. Otherwise the words of a row's name begin with this name, whose last
-    word may be a number of devices: `a100` and `a100-8` mean A100-40GB and A100-80GB. PCIe cards are left out unless
-    they are all there is. The list is empty for an unknown name.
+    Upper and lower case are equal. A row of exactly this name is the only result. Otherwise a number at the end, which
+    counts devices, is dropped, and rows whose names begin with these words are returned: `a100` and `a100-8` give
+    A100-40GB and A100-80GB. PCIe cards are left out unless there is nothing else.
     """
     name = name.lower()
     rows = [row for row in ACCELERATORS.values() if row.name.lower() == name]
     if not rows:
         stem = re.sub(r"-\d+$", "", name)
+        # The hyphens keep `a10` from matching A100.
         rows = [row for row in ACCELERATORS.values() if f"{row.name.lower()}-".startswith(f"{stem}-")]
     without_pcie = [row for row in rows if "PCIe" not in row.name]
     return without_pcie or rows
