@@ -1,10 +1,10 @@
-"""Composer's launcher, with less to read: `python -m llmfoundry_lite.launch.composer_launcher -n 2 -m MODULE ...`.
+"""Composer's launcher with less output: `python -m llmfoundry_lite.launch.composer_launcher -n 2 -m MODULE ...`.
 
-`ranks.py` starts this as a process of its own. It is the one module outside `training` that imports Composer, and
-nothing imports it: `launch` itself has to answer quickly, and `import composer` takes seconds.
+`ranks.py` starts this as a process of its own. It is the only module outside `training` that imports Composer, which
+takes seconds, so no other module imports this one.
 
-The arguments are those of `composer`. What differs is what it prints: not that it waits for ranks which it has asked to
-end, and of each rank's output no block that is empty.
+The arguments are those of `composer`. Messages that it waits for ranks to end, and empty blocks of a rank's output, are
+not printed.
 """
 
 import re
@@ -17,14 +17,15 @@ from llmfoundry_lite.ranks.output import ignore_output_errors
 EMPTY_BLOCK = re.compile(
     r"-+Begin global rank \d+ (?:STDERR-+\n.*?|STDOUT-+\n\s*)-+End global rank \d+ \w+-+\n?", re.DOTALL
 )
-"""A rank's standard error, which `ranks.py` has written into the same file as its standard output, so that this would
-show it twice; or a standard output without anything in it."""
+"""A block of a rank's standard error, or an empty block of its standard output.
+
+`ranks.py` writes both into one file, which Composer would print twice: once as each of them."""
 
 
 def print_without_noise(text: str) -> None:
-    """Print a message of Composer's launcher, in place of its `print`, but without what tells a user nothing.
+    """Print a message of Composer's launcher. It replaces `print` in the launcher's module.
 
-    Left out are messages that it waits for ranks which it has told to end, and empty blocks of a rank's output.
+    Messages that it waits for ranks to end are dropped, and blocks of EMPTY_BLOCK are cut out.
     """
     if text.startswith("Waiting up to"):
         return

@@ -1,7 +1,8 @@
 """Start the ranks of `eval -n` and `replay -n` on this machine, and wait for them.
 
-One rank is a process. Several are started by Composer's launcher (`composer_launcher.py`), or by torchrun where
-Composer is not installed. `train -n` has a launcher of its own, in the companion `llmfoundry_ops`.
+`run_ranks` is the top function. A single rank is a process that it starts directly. Several are started by Composer's
+launcher (`composer_launcher.py`), or by torchrun if Composer is not installed. `train -n` has a launcher of its own in
+the companion `llmfoundry_ops`, which can restart ranks.
 """
 
 import os
@@ -40,13 +41,14 @@ def refuse_other_launchers(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> int:
-    """Run `python -m module` on each rank, and wait until all have ended.
+    """Run `python -m MODULE ARGUMENTS` as `num_ranks` processes, and wait until all have ended.
 
     Only rank 0 prints to this terminal; with Composer's launcher, rank R writes to `logs`/rankR.txt. torchrun prints
     all ranks here, and returns 1 for every failure.
 
     Signals that ask this process to leave are passed on to the ranks, because Composer's launcher would end and leave
-    them behind. No rank imports a module from the working directory, unless the configuration names it.
+    them behind. The process's own handlers are restored at the end. No rank imports a module from the working
+    directory, unless the configuration names it.
 
     Returns the exit code of the process, or of the launcher if there are several ranks. Raises ConfigError if the logs
     cannot be written.
@@ -57,7 +59,7 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
     has_passed_on_signals = False
 
     def pass_on(number: int, frame: object) -> None:
-        """Send the signal of this number to the ranks. A signal handler, which Python calls in the main thread."""
+        """Send the signal `number` to the ranks. Python calls this handler in the main thread."""
         nonlocal has_passed_on_signals
         has_passed_on_signals = True
         _send(number, _find_ranks(process.pid, num_ranks))
@@ -77,10 +79,10 @@ def run_ranks(module: str, arguments: Sequence[str], num_ranks: int, logs: Path)
 
 
 def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
-    """Return the arguments of Python that start ranks of the module named after them; empty for one rank.
+    """Return the arguments of Python that run a launcher, before the `-m module` that each rank runs; [] for one rank.
 
-    They name Composer's launcher, or torchrun where Composer is not installed. With Composer's, creates the folder
-    `logs`, and removes links of the names that rank logs will have. Raises ConfigError if that fails.
+    The launcher is Composer's, or torchrun if Composer is not installed. For Composer's, this also creates the folder
+    `logs`, and removes symbolic links in it that have the names of the ranks' logs. Raises ConfigError if that fails.
     """
     if num_ranks == 1:
         return []
@@ -103,11 +105,11 @@ def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
 
 
 def _build_environment() -> dict[str, str]:
-    """Return the environment for a launcher and its ranks: this process's, without the variables that name a rank.
+    """Return the environment variables for a launcher and its ranks.
 
-    The command line has set those for its checks, and the launcher sets them for each rank. PYTHONPATH names this
-    clone, because `python -P` leaves out the working directory. PYTHONSAFEPATH does the same for the ranks, which
-    `-P` does not reach.
+    They are those of this process, without the variables of a rank, such as RANK. This process has set these for its
+    own checks, and the launcher sets them for each rank. `python -P` keeps the launcher from importing from the working
+    directory; PYTHONSAFEPATH does so for the ranks. PYTHONPATH names this clone, which may be the working directory.
     """
     variables_of_rank = rank_variables(0, 1).keys()
     environment = {name: value for name, value in os.environ.items() if name not in variables_of_rank}
@@ -117,10 +119,10 @@ def _build_environment() -> dict[str, str]:
 
 
 def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
-    """Return the processes to send a signal to, of a launch whose first process is `pid`.
+    """Return the processes that get a signal. `pid` is the process that `run_ranks` has started.
 
-    They are the launcher's children, or the first process itself if there is one rank, which has no launcher, or if the
-    launcher has not started its ranks yet. Empty if the process has ended.
+    These are the ranks, which are children of the launcher. It is the process `pid` itself if there is only one rank,
+    or if the launcher has not started its ranks yet. Returns [] if the process has ended.
     """
     try:
         process = psutil.Process(pid)
@@ -131,7 +133,7 @@ def _find_ranks(pid: int, num_ranks: int) -> list[psutil.Process]:
 
 
 def _send(number: int, processes: Sequence[psutil.Process]) -> None:
-    """Send the signal of this number to processes. Those that have ended meanwhile are passed over."""
+    """Send a signal by its number to processes. Those that have ended meanwhile are skipped."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(number)

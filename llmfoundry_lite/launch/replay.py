@@ -1,7 +1,13 @@
-"""Batches of a run, trained again somewhere else: what to train, and whether it comes to what the run recorded.
+"""Plan a replay, which trains some batches of a run again, and compare its log with what the run recorded.
 
-`plan_replay` reads the run's checkpoints and log, `launch_replay.py` trains in a folder of its own, and
-`compare_replay` reads what it found. Nothing of the run is changed.
+`llmfoundry-lite replay` (`cli/run.py`) calls these in order:
+
+1. `plan_replay` reads the run's checkpoints and log, and chooses the checkpoint to begin from.
+2. `write_replay` writes the configuration of the replay into a new folder, and checks it.
+3. `ranks.py` starts `launch_replay.py` on each rank, an ordinary training without saves.
+4. `compare_replay` compares its log with the run's.
+
+The run's own files are never changed.
 """
 
 import json
@@ -30,12 +36,13 @@ from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import METRICS, OBJECT_STORES, Run, explain_unopened_folder, read_recorded
 
 NORM, DATA, STATE, RATE = "grad_norm", "data/digest", "state/digest", "lr"
+"""Names of quantities in the log of a run."""
 QUANTITIES = (DATA, RATE, LOSS, NORM, STATE)
-"""In the order in which a batch makes them."""
+"""Quantities of a batch that are compared, in the order in which training computes them."""
 RECORDED, BEGUN = "recorded-segments.json", "begun.json"
-"""Files in the replay's folder: the run's segments, and what the ranks say before the first batch."""
+"""Files in the replay's folder: the run's segments, and what rank 0 writes before the first batch."""
 DETERMINISTIC = "deterministic"
-"""Key that a replay's ranks decide: true on a GPU, elsewhere as the run had it."""
+"""Key that the ranks of a replay set: true on a GPU, and elsewhere the run's value."""
 REPLAY_VALUES: dict[str, Any] = {
     "save_folder": None,
     "autoresume": False,
@@ -46,15 +53,17 @@ REPLAY_VALUES: dict[str, Any] = {
     "load_ignore_keys": [],
     "load_cast": False,
 }
-"""Keys that are the replay's own: it saves nothing, evaluates nothing, and digests the state of each batch."""
+"""Keys that a replay sets itself: it saves nothing, evaluates nothing, and digests the state of each batch."""
 WITHOUT_EFFECT = ("devices ", "sharding ", "shard degree ", "pipeline ")
-"""Differences that change no bit with exact_sums."""
+"""Beginnings of differences between launches that change no bit of the result with exact_sums."""
 MAX_BAND = {"fp32": 1e-4}
-"""Precision -> largest relative difference of a loss that other kernels explain."""
+"""Precision -> largest relative difference of a loss that other kernels can explain."""
 MAX_BAND_16_BITS = 1e-2
+"""The same for all other precisions, which compute in 16 bits or in TF32."""
 NORM_FACTOR = 10
-"""The norm of a gradient may differ this many times as much as a loss."""
+"""The norm of a gradient may differ this many times as much as a loss, in relative terms."""
 MAX_RATE_DIFFERENCE = 1e-9
+"""Largest relative difference of a learning rate that counts as rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +133,8 @@ def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool
     Raises ConfigError for states that cannot be replayed, DataError if the log or the configuration lacks something,
     and CheckpointError.
     """
+    # Choose the first and the last state. By default these are the last two of: the run's start, each save, the end of
+    # the log.
     requested_states = None if states is None else _parse_states(states)
     run = _read_saved_run(location, uses_recorded_remote)
     assert run.saved_in is not None
@@ -141,6 +152,7 @@ def plan_replay(location: str, states: str | None, *, uses_recorded_remote: bool
     first_batch = 1 if start is None else start.manifest.timestamp.batch + 1
     later_checkpoints = [save.open() for save in saves if save.batch >= first_batch]
 
+    # The log must have a loss of each batch, or there is nothing to compare with.
     all_records = {record["batch"]: record for _, record in read_lines(run.log.lines)}
     for batch in range(first_batch, last_state + 1):
         if LOSS not in all_records.get(batch, {}):
@@ -176,8 +188,10 @@ def _parse_states(states: str) -> tuple[int, int]:
 
 
 def _read_saved_run(location: str, uses_recorded_remote: bool) -> Run:
-    """Read a run's records. Raises ConfigError if its checkpoints are not here, or in an object store that it recorded
-    but that must not be read without `uses_recorded_remote`."""
+    """Read the records of a run whose checkpoints can be opened. Raises ConfigError if they cannot.
+
+    An object store that the run recorded is only read with `uses_recorded_remote`, because the run may be anybody's.
+    """
     run = read_recorded(location, OBJECT_STORES if uses_recorded_remote else ())
     if run.saved_in is None:
         recorded_folder = str((run.config or {}).get("save_folder"))
@@ -189,9 +203,9 @@ def _read_saved_run(location: str, uses_recorded_remote: bool) -> Run:
 
 
 def _collect_state_digests(records: Iterable[Record], checkpoints: Iterable[Checkpoint]) -> dict[int, str]:
-    """Return batch -> digest of the state after it, where the log or a checkpoint's manifest has one.
+    """Return batch -> digest of the state after it, for batches of which the log or a checkpoint's manifest has one.
 
-    A manifest's digest takes precedence.
+    The digest in a manifest takes precedence over the one in the log.
     """
     digests = {}
     for record in records:
@@ -204,11 +218,12 @@ def _collect_state_digests(records: Iterable[Record], checkpoints: Iterable[Chec
 
 
 def _find_segments(run: Run, checkpoints: list[Checkpoint], first_batch: int, last_batch: int) -> tuple[Segment, ...]:
-    """Return the segments of the run that trained these batches: a segment is a stretch on the same devices.
+    """Return the segments of the run, stretches on the same devices, that trained any of these batches.
 
     `checkpoints` are those from `first_batch` on, whose manifests list segments. Raises ConfigError if the
     configuration changed within these batches, or if several launches trained them together.
     """
+    # A manifest lists the segments up to its own batch. Take the first that covers all batches, or the run's own list.
     known_segments = run.segments
     for checkpoint in checkpoints:
         if checkpoint.manifest.timestamp.batch >= last_batch:
@@ -221,6 +236,7 @@ def _find_segments(run: Run, checkpoints: list[Checkpoint], first_batch: int, la
     if not segments:
         segments = list(known_segments[-1:])
 
+    # Batches on both sides of a change cannot be replayed with one configuration.
     for segment in segments:
         if segment.sync is not None:
             raise ConfigError(
@@ -247,18 +263,22 @@ def write_replay(
 ) -> str:
     """Write the configuration of a replay, and the run's segments, into a new folder that only this user can read.
 
-    Returns the path of the YAML file, which is the only argument that the ranks get. `changes` are `key=value` of the
-    command line, such as the places of data and tokenizer on this machine. With `trusts_code`, the code and the
-    environment variables that the run recorded take part. With `uses_recorded_remote`, its data may be downloaded from
-    where it recorded.
+    Returns the path of the YAML file, which is the only argument that the ranks get. `changes` are `key=value` pairs of
+    the command line, such as the folders of data and tokenizer on this machine. With `trusts_code`, the code and the
+    environment variables that the run recorded are used. With `uses_recorded_remote`, data may be downloaded from the
+    URLs that it recorded.
 
     Raises ConfigError and DataError for what the ranks would refuse, before any of them starts.
     """
-    given_keys = [key for layer in read_layers(changes, for_training=False) for key in leaf_keys(layer.values)]
+    # Select values: those that the replay sets, those that the run recorded, and those that depend on the ranks.
+    given_keys: list[str] = []
+    for layer in read_layers(changes, for_training=False):
+        given_keys += leaf_keys(layer.values)
     replay_values = _values_of_replay(plan, folder, given_keys)
     values = select_recorded(plan.config, given_keys, trusts_code=trusts_code)
     values |= _layout_for(plan, values, num_ranks)
 
+    # Load them with the user's changes, as a training launch would, and compare the result with the run.
     folder.mkdir(parents=True)
     recorded_yaml = folder / "recorded.yaml"
     recorded_yaml.write_text(dump_record(values, keep_variables=False), encoding="utf-8")
@@ -270,7 +290,8 @@ def write_replay(
     layout = _check_ranks(plan, config, num_ranks)
     _check_tokenizer(plan, config)
 
-    values = with_keys(config)  # with the text of variables, and credentials
+    # Write the resolved configuration, in which references and `~` are replaced by their text, with credentials.
+    values = with_keys(config)
     microbatch_size = config.device_train_microbatch_size
     if isinstance(microbatch_size, int):
         samples_per_data_rank = config.global_train_batch_size // layout.num_data_ranks
@@ -291,7 +312,10 @@ def write_replay(
 
 
 def _values_of_replay(plan: ReplayPlan, folder: Path, given_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the values of keys that a replay sets itself. Raises ConfigError if the command line gives one of them."""
+    """Return key -> value for the keys that a replay sets itself. Raises ConfigError if the command line sets one.
+
+    `given_keys` are the dotted keys on the command line.
+    """
     num_batches = plan.last_batch - plan.first_batch + 1
     values = {"run_folder": str(folder), **REPLAY_VALUES, "stop_after": f"{num_batches}ba"}
     if plan.start is not None:
@@ -305,10 +329,10 @@ def _values_of_replay(plan: ReplayPlan, folder: Path, given_keys: Sequence[str])
 
 
 def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """Return the keys that depend on the number of ranks here, and the size of the run's microbatches.
+    """Return key -> value for the keys that depend on the number of ranks, and the size of the run's microbatches.
 
-    `values` is the run's configuration. With another number of ranks than the run's, nothing is parallel but the data,
-    and shard degrees are dropped, because the recorded ones may not divide the ranks.
+    `values` is the run's configuration. With the run's own number of ranks, the layout stays. With another number, only
+    the data is divided: the recorded degrees of other parallelism, and shard degrees, may not divide the ranks.
     """
     changed: dict[str, Any] = {}
     segment = plan.segments[-1] if plan.segments else None
@@ -318,6 +342,7 @@ def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dic
             return changed
 
     changed |= {"tp_config": None, "cp_config": None, "pp_config": None}
+    # These two strategies depend on the number of devices, or on a companion.
     fsdp = values.get("fsdp_config")
     if isinstance(fsdp, dict) and fsdp.get("sharding_strategy") in ("HYBRID_SHARD", "ZERO_1"):
         changed["fsdp_config"] = fsdp | {"sharding_strategy": "FULL_SHARD", "data_parallel_shard_degree": None}
@@ -325,9 +350,10 @@ def _layout_for(plan: ReplayPlan, values: dict[str, Any], num_ranks: int) -> dic
 
 
 def _refuse_another_run(plan: ReplayPlan, config: dict[str, Any], given_keys: Sequence[str]) -> None:
-    """Raise ConfigError if a key given on the command line changes what is trained, so that nothing is comparable.
+    """Raise ConfigError if a key on the command line changes what is trained, so that results would not be comparable.
 
-    `config` is the replay's configuration. A recorded value with a variable in it is not compared.
+    `config` is the configuration of the replay, and `given_keys` are the dotted keys on the command line. A recorded
+    value with an unresolved reference `${…}` is not compared.
     """
     changes = find_changes(plan.config, config)
     for change in (*changes["never"], *changes["logged"]):
@@ -335,20 +361,21 @@ def _refuse_another_run(plan: ReplayPlan, config: dict[str, Any], given_keys: Se
         if has_variable:
             continue
         for key in given_keys:
-            is_inside = key.startswith(f"{change.key}.")
-            is_around = f"{change.key}.".startswith(f"{key}.")  # or the key itself
-            if is_inside or is_around:
+            is_inside_change = key.startswith(f"{change.key}.")
+            is_change_or_around = f"{change.key}.".startswith(f"{key}.")
+            if is_inside_change or is_change_or_around:
                 raise ConfigError(f"replay: {change} would be another run; leave it out")
 
 
 def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layout:
-    """Return the layout of the replay's ranks, after a check that they can divide the run's batches evenly.
+    """Check that the ranks of a replay can divide the run's batches evenly, and return their layout.
 
-    With `exact_sums`, a microbatch has to have the run's number of samples, because the order of sums depends on it.
-    Raises ConfigError, which names numbers of ranks that fit, and DataError for a record that contradicts itself.
+    With `exact_sums`, microbatches must be as large as in the run, because the order of sums depends on it.
+
+    Raises ConfigError, which names numbers of ranks that fit, and DataError if the record contradicts itself.
     """
     batch_size = config.global_train_batch_size
-    microbatch_size = 1  # samples that are kept together
+    microbatch_size = 1  # number of samples that must stay together; 1 unless the run has exact sums
     if config.exact_sums and plan.segments:
         microbatch_size = plan.segments[-1].device_train_microbatch_size or 1
         given_size = config.device_train_microbatch_size
@@ -366,6 +393,7 @@ def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layou
     layout = layout_of(config, num_ranks, num_ranks)
     is_even = batch_size % (layout.num_data_ranks * microbatch_size) == 0
     if not is_even:
+        # Suggest numbers of ranks that fit, if possible such as are not much larger.
         fitting_data_ranks = find_data_ranks(config, microbatch_size if config.exact_sums else None)
         if not fitting_data_ranks:
             fitting_data_ranks = divisors(batch_size // microbatch_size)
@@ -382,9 +410,10 @@ def _check_ranks(plan: ReplayPlan, config: TrainConfig, num_ranks: int) -> Layou
 
 
 def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
-    """Raise ConfigError if the configured tokenizer is not the run's, by its fingerprint in the start checkpoint.
+    """Raise ConfigError if the tokenizer is not the one that the run was trained with, by its fingerprint.
 
-    Without such a checkpoint, or without the tokenizer on this machine, nothing is compared.
+    The run's fingerprint is in the checkpoint from which the replay begins. If there is none, or if the tokenizer is
+    not on this machine, nothing is checked.
     """
     name = config.tokenizer.name
     recorded = None if plan.start is None else plan.start.manifest.fingerprints.get("tokenizer")
@@ -399,10 +428,11 @@ def _check_tokenizer(plan: ReplayPlan, config: TrainConfig) -> None:
 
 
 def adapt_advice(error: UserError) -> UserError:
-    """Return an error of the configuration's checks with advice that somebody who replays a run can follow.
+    """Return an error of the configuration's checks with advice that suits a replay.
 
-    Advice to prepare the data again or to change the model, after the last `; `, is replaced by advice to give the data
-    and the tokenizer that the run was trained with. Other errors are returned as they are.
+    A replay cannot prepare the data again or change the model. So for errors about data, the advice after the last `; `
+    is replaced by advice to give the data and the tokenizer with which the run was trained. Other errors are returned
+    unchanged.
     """
     text = str(error)
     is_about_data = isinstance(error, DataError) or text.startswith("model.vocab_size")
@@ -413,15 +443,20 @@ def adapt_advice(error: UserError) -> UserError:
     return type(error)(f"replay: {fault}; give the data and the tokenizer that the run was trained with: {settings}")
 
 
-# --------------------------------------------------------------------------------------------------- what came of it
+# --------------------------------------------------------------------------------------------------- the outcome
 
 
 def compare_replay(plan: ReplayPlan, folder: Path) -> Outcome:
     """Compare the log of a finished replay in `folder` with what its run recorded.
 
-    The outcome is `bit-equal`, or `within a band` where devices, kernels or layout differ from the run's and the
-    numbers differ no more than those explain. Otherwise it `does not fit`, and its text names the first difference.
+    The outcome is one of three:
+
+    - `bit-equal`: every compared number is.
+    - `within a band`: devices, kernels or layout differ from the run's, and the numbers differ by no more than that
+      explains.
+    - `does not fit`: anything else. The text names the first difference.
     """
+    # Differences that the ranks found before the first batch: in the data, in devices, kernels and layout.
     begun = json.loads((folder / BEGUN).read_text())
     other_data = begun.get("other_data")
     if other_data:
@@ -432,6 +467,7 @@ def compare_replay(plan: ReplayPlan, folder: Path) -> Outcome:
         differences.append("deterministic false -> true")
     suffix = f"; beside the run: {', '.join(differences)}" if differences else ""
 
+    # Differences in the state at the start, and in the log of each batch.
     recorded_start = plan.start.manifest.state_digest if plan.start is not None else None
     has_other_start = recorded_start is not None and recorded_start != begun["digest"]
     mismatches, num_compared = _compare_records(plan, folder)
@@ -459,20 +495,23 @@ def compare_replay(plan: ReplayPlan, folder: Path) -> Outcome:
         if not is_within:
             return Outcome(f"does not fit: {mismatch}{suffix}", False)
 
-    widths = []
+    # Say how wide the band is: the largest difference of each quantity.
+    largest_differences = []
     for quantity in (LOSS, NORM, RATE):
-        found = [mismatch.relative_difference for mismatch in mismatches if mismatch.quantity == quantity]
-        if found:
-            widths.append(f"{quantity} within {max(found):.1e}")
-    band = ", ".join(widths) or "only state/digest differs"
+        differences_of_quantity = [
+            mismatch.relative_difference for mismatch in mismatches if mismatch.quantity == quantity
+        ]
+        if differences_of_quantity:
+            largest_differences.append(f"{quantity} within {max(differences_of_quantity):.1e}")
+    band = ", ".join(largest_differences) or "only state/digest differs"
     return Outcome(f"within a band: {band}; {', '.join(explanations)}", False)
 
 
 def _compare_records(plan: ReplayPlan, folder: Path) -> tuple[list[Mismatch], dict[str, int]]:
-    """Compare each batch's QUANTITIES in the run's log with those in the replay's log, bit for bit.
+    """Compare the QUANTITIES of each batch in the run's log with those in the replay's log, bit for bit.
 
-    Returns the mismatches, in the order in which they arose, and quantity -> number of compared values. A quantity that
-    the run did not record is not compared.
+    Returns the mismatches, batch by batch in the order of QUANTITIES, and quantity -> number of compared values. A
+    quantity that the run did not record for a batch is not compared.
     """
     replayed_records = {record["batch"]: record for _, record in read_lines((folder / METRICS).read_bytes())}
     num_compared: dict[str, int] = dict.fromkeys(QUANTITIES, 0)
