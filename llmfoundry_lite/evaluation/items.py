@@ -1,7 +1,8 @@
 """Tasks that are ready to be run on a model, with their items and the requests of each item, as token ids.
 
-`tasks.py` and `documents.py` make these, `packing.py` and `scoring.py` put them to the model, and `records.py` turns
-the answers into scores.
+A `PreparedTask` has an `Item` for each question, and an item has a `Request` for each of its options. `tasks.py` and
+`documents.py` make them, `packing.py` and `scoring.py` run the model on their requests, and `records.py` turns the
+results into scores.
 """
 
 import hashlib
@@ -13,11 +14,11 @@ from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.errors import DataError
 
 SEPARATE = "separate"
-"""The default tokenization of context and answer, and that of a run's own evaluations."""
+"""The tokenization of context and answer by default, and in the evaluations during a training run."""
 CHOICES = ("multiple_choice", "schema")
 """Types of tasks whose items have several options, one of which is right."""
 GENERATION = ("generation_task_with_answers",)
-"""Types of tasks whose answers the model writes."""
+"""Types of tasks whose answers the model generates."""
 
 
 class EmptyTaskError(DataError):
@@ -25,11 +26,14 @@ class EmptyTaskError(DataError):
 
 
 class Request(NamedTuple):
-    """Token ids whose probability is asked for, and the ids before them."""
+    """Token ids whose log-probability is asked for, and the ids before them.
+
+    "The sky is" and " blue" may be the request with context (464, 6766, 318) and continuation (4171,).
+    """
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
-    """Empty for an answer that the model writes."""
+    """The tokens of the answer; empty if the model generates the answer."""
     num_characters: int
     """Characters of the answer's text. For a window of text, its bytes in UTF-8."""
     num_trimmed: int
@@ -49,16 +53,16 @@ class Item:
     cluster: str | None = None
     """Items of one cluster are not independent of each other, so standard errors count clusters."""
     num_missing_examples: int = 0
-    """How many fewer examples its category has than were asked for."""
+    """Number of few-shot examples that the prompt lacks, because the item's category does not have as many."""
     answers: tuple[str, ...] = ()
-    """Generation: the texts that count as right."""
+    """For a generation task, the texts that count as right."""
     has_duplicates: bool = False
-    """Two of its options are the same text."""
+    """Two of its options have the same text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTask:
-    """A task that is ready to be asked: for one tokenizer and one number of examples."""
+    """A task that is ready to be run on a model, for one tokenizer and one number of few-shot examples."""
 
     label: str
     kind: str
@@ -74,7 +78,7 @@ class PreparedTask:
     beginning: list[int] = field(default_factory=list)
     """Token ids that the tokenizer puts before every text."""
     num_repeated: int = 0
-    """Items that repeat an earlier one. They are in the cluster of that one."""
+    """Number of items that repeat the question of an earlier item. They are in the same cluster as that item."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of items that cannot be asked because of it."""
     lost_text: dict[str, Any] | None = None
@@ -88,7 +92,7 @@ class PreparedTask:
 
     @property
     def metric(self) -> str:
-        """Name of the number that tables and averages show. Defaults are LLM Foundry's."""
+        """Name of the main metric, which tables and averages show, such as "acc". Defaults are LLM Foundry's."""
         if self.kind == "perplexity":
             return "bits_per_byte"
         if self.config.metric:
@@ -97,6 +101,6 @@ class PreparedTask:
 
 
 def fingerprint(content: Any) -> str:
-    """Return a hash of anything that JSON can hold. The order of keys does not count."""
+    """Return a hash of any content that JSON can hold, such as "sha256:0f3c…". The order of keys does not count."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
