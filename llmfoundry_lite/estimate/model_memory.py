@@ -46,7 +46,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all of them."""
+        """Sum of all parts, which are the fields of this class."""
         return sum(getattr(self, name) for name in self.__slots__)
 
     def __str__(self) -> str:
@@ -89,7 +89,10 @@ def knows_optimizer(config: TrainConfig) -> bool:
 
 
 def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
-    """Estimate a device at the moments of a batch's last microbatch when it may take the most, by name.
+    """Estimate the memory of a device at the moments of a batch's last microbatch when it may take the most.
+
+    Returns an estimate for each moment, by name. Nobody knows in advance which is the largest, because that depends on
+    the sizes of the vocabulary, the model and the microbatch:
 
     in_loss: the forward pass has ended, and the loss computes a chunk of logits.
     at_first_block: the backward pass is in the first block that it reaches, which is the model's last one.
@@ -100,8 +103,12 @@ def estimate_moments(portion: Portion) -> dict[str, MemoryEstimate]:
     outside = shapes_outside_blocks(portion)
     num_outside = count_share(outside, portion.shard_degree)
     num_parameters = num_outside + model.n_layers * count_share(shapes_of_block(portion), portion.shard_degree)
+
+    # The optimizer may keep a different number of elements for parameters outside of blocks.
     slots = optimizer_slots(portion.config)
     num_slots = slots[0] * num_parameters + (slots[-1] - slots[0]) * num_outside
+
+    # In the loss, all activations exist, and the gradient of the last norm's output beside the chunk of logits.
     hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
     in_loss = MemoryEstimate(
         parameters_bytes=FP32_BYTES * num_parameters,
@@ -154,7 +161,9 @@ def _estimate_without_fsdp(
     num_in_block = count_share(shapes_of_block(portion), 1)
     all_gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
 
-    # 16-bit copies. Checkpointing casts a block again when it computes it again, so only one block's copies exist.
+    # 16-bit copies of parameters, if any. Checkpointing casts a block again when it computes it again, so only one
+    # block's copies exist. At the end of the backward pass, only those of the block in use and of the embeddings are
+    # left, unless they are kept for the next microbatch.
     recasts_blocks = bool(portion.fsdp.activation_checkpointing) and not portion.casts_once
     num_copied_blocks = 1 if recasts_blocks else model.n_layers
     num_copied = num_outside_blocks + num_copied_blocks * num_in_block
@@ -170,6 +179,7 @@ def _estimate_without_fsdp(
     embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
 
+    # The three moments.
     loss_with_copies = replace(in_loss, unsharded_bytes=copies_bytes + count_autocast_copies(portion))
     if portion.has_one_microbatch:
         gradients_so_far_bytes = portion.num_embedding_elements * portion.sum_bytes  # from the output embedding
@@ -207,42 +217,47 @@ def _estimate_with_fsdp(
     the reduction of the embeddings' gradients.
     """
     model = portion.model
-    gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
-    num_outside = count_share(shapes_outside_blocks(portion), 1)
-    num_block = count_share(shapes_of_block(portion), 1)
+    shard_gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
+    num_outside_blocks = count_share(shapes_outside_blocks(portion), 1)
+    num_in_block = count_share(shapes_of_block(portion), 1)
 
-    # FSDP divides rows, and gathers equally many from each device, which pads what they do not divide.
-    padded_outside = portion.shard_degree * count_share(shapes_outside_blocks(portion), portion.shard_degree)
-    padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
-    padded_model = padded_outside + model.n_layers * padded_block
+    # Gathered parameters. FSDP divides rows, and gathers the same number of rows from each device, so the sizes are
+    # padded to multiples of the number of devices. With resharding, a block's parameters exist only while it is in use.
+    num_padded_outside = portion.shard_degree * count_share(shapes_outside_blocks(portion), portion.shard_degree)
+    num_padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
     if portion.reshards:
-        num_in_loss = padded_outside + padded_block
-        num_in_backward = padded_outside + min(2, model.n_layers) * padded_block
-        num_at_embeddings = padded_outside
+        num_in_loss = num_padded_outside + num_padded_block
+        num_in_backward = num_padded_outside + min(2, model.n_layers) * num_padded_block
+        num_at_embeddings = num_padded_outside
     else:
-        num_in_loss = num_in_backward = num_at_embeddings = padded_model
+        num_padded_model = num_padded_outside + model.n_layers * num_padded_block
+        num_in_loss = num_padded_model
+        num_in_backward = num_padded_model
+        num_at_embeddings = num_padded_model
         if portion.shard_degree > 1 and portion.layout.pipeline == 1:
-            num_in_loss += padded_block  # torch holds what it has gathered last, beside the blocks' copies of it
+            num_in_loss += num_padded_block  # torch keeps the buffer of its last gather, beside the block's copy of it
 
+    # Gradients of earlier microbatches. If they are reduced only after the last one, they wait as a whole until then.
     waiting_bytes = in_loss.gradients_bytes
     if not portion.config.reduces_every_microbatch and not portion.has_one_microbatch:
-        waiting_bytes = (num_outside + model.n_layers * num_block) * portion.sum_bytes
+        waiting_bytes = (num_outside_blocks + model.n_layers * num_in_block) * portion.sum_bytes
 
     # A block's backward pass takes the most either at its beginning, with the gradient of one matrix, or at its end,
-    # with those of all its matrices.
+    # with the gradients of all its matrices.
     hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
-    one_matrix = model.d_model * model.ffn_dim // portion.layout.tensor
-    early_bytes = in_block_bytes + one_matrix * (portion.stream_bytes + exact_copy_bytes(portion))
-    late_bytes = num_block * (exact_copy_bytes(portion) or portion.stream_bytes) + 4 * hidden_bytes
+    num_in_matrix = model.d_model * model.ffn_dim // portion.layout.tensor
+    early_bytes = in_block_bytes + num_in_matrix * (portion.stream_bytes + exact_copy_bytes(portion))
+    late_bytes = num_in_block * (exact_copy_bytes(portion) or portion.stream_bytes) + 4 * hidden_bytes
     in_block_bytes = max(early_bytes, late_bytes)
 
+    # The four moments.
     embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     in_loss = replace(
         in_loss,
         gradients_bytes=waiting_bytes,
         unsharded_bytes=num_in_loss * portion.stream_bytes + count_autocast_copies(portion),
     )
-    reduced_block_bytes = padded_block * portion.reduction_bytes
+    reduced_block_bytes = num_padded_block * portion.reduction_bytes
     at_first_block = replace(
         in_loss,
         unsharded_bytes=num_in_backward * portion.stream_bytes + reduced_block_bytes + count_autocast_copies(portion),
@@ -251,15 +266,15 @@ def _estimate_with_fsdp(
     )
     at_last_block = replace(
         at_first_block,
-        gradients_bytes=max(waiting_bytes, gradients_bytes),
+        gradients_bytes=max(waiting_bytes, shard_gradients_bytes),
         activations_bytes=in_block_bytes,
     )
-
+    allocates_sum = waiting_bytes <= shard_gradients_bytes
     at_embeddings = replace(
         at_last_block,
-        unsharded_bytes=num_at_embeddings * portion.stream_bytes + padded_outside * portion.reduction_bytes,
+        unsharded_bytes=num_at_embeddings * portion.stream_bytes + num_padded_outside * portion.reduction_bytes,
         activations_bytes=hidden_bytes,
-        logits_bytes=_embedding_gradients_bytes(portion, waiting_bytes <= gradients_bytes),
+        logits_bytes=_embedding_gradients_bytes(portion, allocates_sum),
     )
     return {
         "in_loss": in_loss,
@@ -270,20 +285,23 @@ def _estimate_with_fsdp(
 
 
 def _embedding_gradients_bytes(portion: Portion, allocates_sum: bool) -> int:
-    """Return bytes of the embedding's gradients while FSDP2 reduces those of embeddings and last norm.
+    """Return bytes of the embedding's gradients while FSDP2 reduces the gradients of embeddings and last norm.
 
-    The embedding at the input and the one at the output have a gradient each, also if they are tied. Exact sums add
-    both up, and free one, before they allocate the buffer of the reduction and, with `allocates_sum`, this device's
-    share of the sum. So the second gradient counts only as far as it is larger than what is allocated later.
+    allocates_sum: whether the reduction allocates this device's share of the sum of gradients.
+
+    The embedding at the input and the one at the output have a gradient each, even if they are tied. Exact sums add
+    both up, and free one of them, before they allocate the buffer of the reduction and this device's share of the sum.
+    So the second gradient counts only as far as it is larger than what is allocated later.
     """
     one_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     if not portion.config.exact_sums:
         return 2 * one_gradient_bytes
 
+    # While both gradients exist, the buffer of the last block's reduction is there in place of the one for embeddings.
     shapes = shapes_outside_blocks(portion)
-    padded_outside = portion.shard_degree * count_share(shapes, portion.shard_degree)
-    padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
-    later_bytes = (padded_outside - padded_block) * portion.reduction_bytes
+    num_padded_outside = portion.shard_degree * count_share(shapes, portion.shard_degree)
+    num_padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
+    later_bytes = (num_padded_outside - num_padded_block) * portion.reduction_bytes
     if allocates_sum:
         later_bytes += count_share(shapes, portion.shard_degree) * portion.sum_bytes
     return max(one_gradient_bytes, 2 * one_gradient_bytes - later_bytes)
@@ -312,10 +330,13 @@ def count_activations(portion: Portion) -> int:
     """Count bytes of a microbatch that the forward pass keeps for the backward pass.
 
     This is Korthikanti et al. 2022, "Reducing Activation Recomputation", equation 1, for these blocks. Their 34*n*d
-    bytes of a block are 32*n*d here, without dropout's masks. Their 5*h*s*n for attention probabilities are gone,
+    bytes of a block are 32*n*d here, without dropout's masks. Their 5*h*s*n for attention probabilities are missing,
     because scaled_dot_product_attention recomputes them and keeps one fp32 for each query.
     """
-    model, d = portion.model, portion.model.d_model
+    model = portion.model
+    d = model.d_model
+
+    # Blocks. With checkpointing, each keeps its input, and with "selective" also the results of its matrix products.
     input_bytes = portion.num_tokens // portion.num_stream_parts * d * portion.stream_bytes
     if portion.fsdp.activation_checkpointing == "selective":
         blocks_bytes = model.n_layers * (input_bytes + portion.num_tokens * count_products_per_token(portion))
@@ -324,7 +345,7 @@ def count_activations(portion: Portion) -> int:
     else:
         blocks_bytes = model.n_layers * portion.num_tokens * count_block_per_token(portion)
 
-    # The last norm keeps its input, and the loss keeps the norm's output.
+    # Outside of blocks. The last norm keeps its input, and the loss keeps the norm's output.
     last_norm_bytes = input_bytes + portion.num_tokens * d * portion.stream_bytes
     dropout_mask_bytes = portion.num_tokens // portion.num_stream_parts * d if model.emb_pdrop else 0
     return (
@@ -339,79 +360,118 @@ def count_activations(portion: Portion) -> int:
 def count_products_per_token(portion: Portion) -> int:
     """Count bytes of a token that selective checkpointing keeps in a block, beside the block's input.
 
-    These are the queries, keys and values, attention's output, and the products of the feed-forward layer. A compiler
-    leaves the block's last product out.
+    These are the results of matrix products: queries, keys and values, attention's output, and the products of the
+    feed-forward layer. A compiler leaves the block's last product out.
     """
-    num_divided = 2 * (portion.model.q_dim + portion.model.kv_dim) + portion.num_up_matrices * portion.model.ffn_dim
-    divided_bytes = num_divided * portion.compute_bytes + portion.model.n_heads * FP32_BYTES
+    model = portion.model
+
+    # Results that a tensor group divides. Attention also keeps one fp32 for each head, its logsumexp.
+    num_attention = 2 * (model.q_dim + model.kv_dim)
+    num_feed_forward = portion.num_up_matrices * model.ffn_dim
+    divided_bytes = (num_attention + num_feed_forward) * portion.compute_bytes + model.n_heads * FP32_BYTES
+
+    # Results that are added to the residual stream, which each device of the group has whole.
     num_outputs = 1 if portion.config.fuses_loss else 2
-    return divided_bytes // portion.layout.tensor + num_outputs * portion.model.d_model * portion.compute_bytes
+    outputs_bytes = num_outputs * model.d_model * portion.compute_bytes
+    return divided_bytes // portion.layout.tensor + outputs_bytes
 
 
 def count_block_per_token(portion: Portion) -> int:
-    """Count bytes of a token that a block keeps without checkpointing.
+    """Count bytes of a token that a block keeps for its backward pass without checkpointing.
 
-    Layers that a tensor group divides keep their input whole, even if a norm has computed only a part of it.
+    These are the inputs of its norms and matrix products, and the results of attention and activation functions. Layers
+    that a tensor group divides keep their input whole, even if a norm has computed only a part of it.
     """
-    model, d, q_dim, kv_dim = portion.model, portion.model.d_model, portion.model.q_dim, portion.model.kv_dim
-    attn_config, degree = model.attn_config, portion.layout.context
+    model = portion.model
+    d = model.d_model
     is_compiled = portion.config.fuses_loss
 
-    # A norm in fp32 keeps an fp32 copy of an input that is not, unless a compiler casts it again.
+    # The first norm keeps its input. A norm in fp32 keeps an fp32 copy of it, unless a compiler casts it again.
     casts_again = is_compiled or model.norm_type.startswith("low_precision_")
     norm_input_bytes = d * (portion.stream_bytes if casts_again else max(portion.stream_bytes, FP32_BYTES))
-    # A compiled block keeps attention's output between its two additions, and adds it again.
-    other_input_bytes = d * portion.compute_bytes if is_compiled else norm_input_bytes
-    inputs_bytes = norm_input_bytes + other_input_bytes + 2 * _norm_statistics_bytes(model.norm_type)
+    # So does the second, but a compiled block keeps attention's output instead, and adds it to the stream again.
+    second_input_bytes = d * portion.compute_bytes if is_compiled else norm_input_bytes
+    inputs_bytes = norm_input_bytes + second_input_bytes + 2 * _norm_statistics_bytes(model.norm_type)
+    # The outputs of both norms are the inputs of matrix products.
     norms_bytes = inputs_bytes // portion.num_stream_parts + 2 * d * portion.compute_bytes
-
-    num_attention = 2 * q_dim + 2 * kv_dim  # queries, keys, values and the output
-    if degree > 1:
-        num_attention += q_dim  # the output is rearranged before the next matrix
-    if portion.config.context.kind == "gather":
-        # This rank's own keys and values are kept with its queries, if one matrix has made them all.
-        num_attention += (degree if attn_config.fused_qkv else degree - 1) * 2 * kv_dim
-    if degree > 1 and not model.has_plain_attention and kernels_take_masks(model):
-        # FlexAttention keeps copies of what ranks have exchanged; by rehearsals.
-        num_attention += 2 * kv_dim * degree if portion.config.context.kind == "gather" else q_dim + 2 * kv_dim
-    if attn_config.clip_qkv is not None and not is_compiled:
-        num_attention += q_dim + 2 * kv_dim
-    has_qk_norm = attn_config.qk_ln or attn_config.qk_gn
-    num_attention += (q_dim + kv_dim) * (has_qk_norm + attn_config.rope)
-    attention_bytes = num_attention * portion.compute_bytes + model.n_heads * FP32_BYTES
-    if has_qk_norm:
-        attention_bytes += 2 * _norm_statistics_bytes(attn_config.norm_type)
 
     # mptglu keeps gate, act(gate), up, and their product; mptmlp up and act(up). A compiler computes act(gate) again.
     num_kept = portion.num_up_matrices + 1 if is_compiled else 2 * portion.num_up_matrices
     feed_forward_bytes = num_kept * model.ffn_dim * portion.compute_bytes
 
+    # Two masks of one byte for each element.
     dropout_mask_bytes = 2 * d // portion.num_stream_parts if model.resid_pdrop else 0
-    return norms_bytes + (attention_bytes + feed_forward_bytes) // portion.layout.tensor + dropout_mask_bytes
+    divided_bytes = _count_attention_per_token(portion) + feed_forward_bytes
+    return norms_bytes + divided_bytes // portion.layout.tensor + dropout_mask_bytes
+
+
+def _count_attention_per_token(portion: Portion) -> int:
+    """Count bytes of a token that a block's attention keeps, from the product that makes its queries to its output.
+
+    The bytes are those of all heads; a tensor group divides them.
+    """
+    model = portion.model
+    q_dim = model.q_dim
+    kv_dim = model.kv_dim
+    attn_config = model.attn_config
+    context_degree = portion.layout.context
+    gathers_keys = portion.config.context.kind == "gather"
+
+    num_kept = 2 * q_dim + 2 * kv_dim  # queries, keys, values and the output
+
+    # Context parallelism.
+    if context_degree > 1:
+        num_kept += q_dim  # the output is rearranged before the next matrix
+    if gathers_keys:
+        # This rank's own keys and values are kept with its queries, if one matrix has made them all.
+        num_gathered = context_degree if attn_config.fused_qkv else context_degree - 1
+        num_kept += num_gathered * 2 * kv_dim
+    if context_degree > 1 and not model.has_plain_attention and kernels_take_masks(model):
+        # FlexAttention keeps copies of the tensors that ranks have exchanged; by rehearsals.
+        num_kept += 2 * kv_dim * context_degree if gathers_keys else q_dim + 2 * kv_dim
+
+    # Steps between the product and attention keep their input.
+    if attn_config.clip_qkv is not None and not portion.config.fuses_loss:
+        num_kept += q_dim + 2 * kv_dim
+    has_qk_norm = attn_config.qk_ln or attn_config.qk_gn
+    num_kept += (q_dim + kv_dim) * (has_qk_norm + attn_config.rope)
+
+    attention_bytes = num_kept * portion.compute_bytes + model.n_heads * FP32_BYTES
+    if has_qk_norm:
+        attention_bytes += 2 * _norm_statistics_bytes(attn_config.norm_type)
+    return attention_bytes
 
 
 def _norm_statistics_bytes(norm_type: str) -> int:
     """Return the bytes of the statistics that a norm keeps of each token: one fp32 for RMSNorm, two for LayerNorm.
 
-    That is so for RMSNorm's fused kernel on accelerators. On a CPU torch computes it in steps that keep more.
+    This holds for RMSNorm's fused kernel on accelerators. On a CPU, torch computes it in steps that keep more.
     """
     return FP32_BYTES if norm_type.endswith("rmsnorm") else 2 * FP32_BYTES
 
 
 def kernels_take_masks(model: ModelConfig) -> bool:
-    """Return whether a GPU's kernels take ALiBi, windows and documents, as `models.attention` chooses them."""
+    """Return whether the attention kernels that `models.attention` chooses on a GPU take ALiBi, windows and documents.
+
+    Other kernels need a bias tensor for them (`count_attention_bias`).
+    """
     return model.attn_config.attn_impl in ("auto", "flex", "flash") and not model.flex_refusal
 
 
 def count_flex_scratch(portion: Portion) -> int:
     """Count bytes that FlexAttention takes beyond plain attention, once for all blocks; by rehearsals.
 
-    Gathered keys and values have gradients that are as large as all ranks' together.
+    Returns 0 if the model has plain attention, or if its kernels do not take masks.
     """
-    if portion.model.has_plain_attention or not kernels_take_masks(portion.model):
+    model = portion.model
+    if model.has_plain_attention or not kernels_take_masks(model):
         return 0
+
+    num_per_token = 2 * model.q_dim
     is_gathered = portion.layout.context > 1 and portion.config.context.kind == "gather"
-    num_per_token = 2 * portion.model.kv_dim * portion.layout.context if is_gathered else 2 * portion.model.q_dim
+    if is_gathered:
+        # Gathered keys and values have gradients that are as large as those of all ranks together.
+        num_per_token = 2 * model.kv_dim * portion.layout.context
     return portion.num_tokens * num_per_token // portion.layout.tensor * portion.compute_bytes
 
 
@@ -443,6 +503,7 @@ def count_attention_bias(portion: Portion) -> int:
         if attn_config.alibi:
             num_heads //= context_degree  # each context-parallel rank computes some of the heads over the whole sample
 
+    # The bias itself, and the copies that autocast makes.
     bytes_per_score = portion.stream_bytes
     if portion.stream_bytes != portion.compute_bytes and not portion.fsdp.activation_checkpointing:
         bytes_per_score += portion.model.n_layers * portion.compute_bytes
@@ -468,21 +529,25 @@ def count_logits(portion: Portion) -> int:
     chunk_tokens = math.ceil(portion.num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     chunk_tokens = min(portion.num_tokens, chunk_tokens)
 
+    # Bytes of one logit in the softmax, with its copies.
     if portion.layout.tensor > 1:
         logit_bytes = 2 * FP32_BYTES  # logsumexp has an input in fp32, and as much beside it
     elif portion.config.fuses_loss:
         logit_bytes = 2 * portion.compute_bytes  # logits and their gradient
     else:
-        # log_softmax has its input, a copy in fp32 of one that is not, and its output.
-        logit_bytes = portion.compute_bytes + FP32_BYTES + (FP32_BYTES if portion.compute_bytes < FP32_BYTES else 0)
+        logit_bytes = portion.compute_bytes + FP32_BYTES  # the input of log_softmax and its output
+        if portion.compute_bytes < FP32_BYTES:
+            logit_bytes += FP32_BYTES  # a copy of the input in fp32
 
     # The first chunk has no gradient beside its softmax. If it is the only one, no chunk has.
-    gradient_bytes = portion.num_embedding_elements * FP32_BYTES if chunk_tokens < portion.num_tokens else 0
     num_logits = chunk_tokens * portion.num_vocab_rows
+    has_several_chunks = chunk_tokens < portion.num_tokens
+    gradient_bytes = portion.num_embedding_elements * FP32_BYTES if has_several_chunks else 0
     in_softmax_bytes = num_logits * logit_bytes + gradient_bytes
-    in_product_bytes = num_logits * portion.compute_bytes + portion.num_embedding_elements * (
-        FP32_BYTES + portion.compute_bytes
-    )
+
+    # In the product, the gradient is in fp32, and the chunk's part of it in the compute precision.
+    gradient_and_part_bytes = portion.num_embedding_elements * (FP32_BYTES + portion.compute_bytes)
+    in_product_bytes = num_logits * portion.compute_bytes + gradient_and_part_bytes
     return max(in_softmax_bytes, in_product_bytes)
 
 
@@ -493,7 +558,10 @@ Shapes = list[tuple[int, int]]
 
 
 def count_share(shapes: Shapes, degree: int) -> int:
-    """Count the elements on each of `degree` devices that divide the rows of every parameter, rounded up."""
+    """Count the elements of parameters on one of `degree` devices that divide the rows of each parameter, rounded up.
+
+    For a parameter of 10 rows and 4 columns on 4 devices, that is 3 rows, or 12 elements.
+    """
     return sum(-(-rows // degree) * columns for rows, columns in shapes)
 
 
@@ -509,8 +577,10 @@ def count_rounding(portion: Portion) -> int:
 
 def shapes_outside_blocks(portion: Portion) -> Shapes:
     """Return the shapes of embeddings and last norm on one device of a tensor group, which divides the vocabulary."""
-    model, d = portion.model, portion.model.d_model
-    shapes = [(portion.num_vocab_rows, d)] * (1 if model.tie_word_embeddings else 2)
+    model = portion.model
+    d = model.d_model
+    num_vocab_embeddings = 1 if model.tie_word_embeddings else 2  # at the input and at the output
+    shapes = [(portion.num_vocab_rows, d)] * num_vocab_embeddings
     if model.uses_learned_positions:
         shapes.append((model.max_seq_len, d))
     return shapes + _shapes_of_norm(model, d, model.norm_type)
@@ -521,18 +591,29 @@ def shapes_of_block(portion: Portion) -> Shapes:
 
     The group divides everything but norms, and the biases of matrices whose output is added to the residual stream.
     """
-    model, d, q_dim, kv_dim = portion.model, portion.model.d_model, portion.model.q_dim, portion.model.kv_dim
-    attn_config, degree = model.attn_config, portion.layout.tensor
-    qkv_rows = [(q_dim + 2 * kv_dim) // degree] if attn_config.fused_qkv else [q_dim // degree, *[kv_dim // degree] * 2]
-    up_rows = [model.ffn_dim // degree] * portion.num_up_matrices
+    model = portion.model
+    d = model.d_model
+    q_dim = model.q_dim
+    kv_dim = model.kv_dim
+    attn_config = model.attn_config
+    tensor_degree = portion.layout.tensor
 
+    # Matrices. Those that read the stream are divided by rows, and those that write to it by columns.
+    if attn_config.fused_qkv:
+        qkv_rows = [(q_dim + 2 * kv_dim) // tensor_degree]
+    else:
+        qkv_rows = [q_dim // tensor_degree, kv_dim // tensor_degree, kv_dim // tensor_degree]
+    up_rows = [model.ffn_dim // tensor_degree] * portion.num_up_matrices
     shapes = [(rows, d) for rows in (*qkv_rows, *up_rows)]
-    shapes += [(d, q_dim // degree), (d, model.ffn_dim // degree)]  # out_proj and down_proj
+    shapes += [(d, q_dim // tensor_degree), (d, model.ffn_dim // tensor_degree)]  # out_proj and down_proj
+
+    # Biases.
     if model.has_qkv_bias:
         shapes += [(rows, 1) for rows in qkv_rows]
     if not model.no_bias:
         shapes += [(rows, 1) for rows in (*up_rows, d, d)]
 
+    # Norms: one before attention and one before the feed-forward layer, and those of queries and keys, if any.
     shapes += _shapes_of_norm(model, d, model.norm_type) * 2
     if attn_config.qk_ln:
         shapes += _shapes_of_norm(model, q_dim, attn_config.norm_type)

@@ -1,4 +1,8 @@
-"""The part of a run that one device computes, as counts and sizes that follow from its configuration. No torch."""
+"""The part of a run that one device computes, as counts and sizes that follow from its configuration. No torch.
+
+The estimates of memory and of time ask a `Portion` how many tokens, parameters and bytes of precision a device has, so
+that rules such as "FULL_SHARD frees a block's parameters after its forward pass" stand in one place.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
