@@ -1,7 +1,11 @@
-"""Comparison of several models' results, item by item, each with the first.
+"""Compares the results of several models with those of the first, item by item.
 
-A difference counts as significant when its p, corrected for the number of tests (Holm), is below 0.05. Its interval is
-at the level that its p is compared with, so it excludes 0 exactly when the difference is significant.
+`compare` checks that two models were asked the same questions, pairs their items, and tests the difference of each
+task and of the mean of all tasks. `significance.py` has the tests, and `pairs.py` the resulting objects and their
+output. The last part of this file writes notes on what may explain a difference.
+
+A difference counts as significant if its p-value, corrected for the number of tests (Holm), is below 0.05. Its interval
+is at the level that its p-value is compared with, so it excludes 0 exactly if the difference is significant.
 
 Items, or clusters of them, count as independent. An item that several tasks ask (with other examples, prompts or
 labels, but from the same data) is one item: in the mean, its differences in all tasks are added up first.
@@ -41,37 +45,44 @@ from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
 
 MISSING_BYTE_BITS = 8
-"""The most that a byte of lost text could add, in bits: as much as a byte that is not predicted at all."""
+"""The most bits that a byte of lost text could add: as many as a byte costs that is not predicted at all."""
 
 Unit = tuple[str, int | str]
-"""(fingerprint of the data, index of an item or name of a cluster). Units are independent of each other."""
+"""An independent unit of a test: (fingerprint of the data, index of an item or name of a cluster)."""
 
 
 def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Comparison]:
     """Compare each result with the first, and return one comparison for each of the others.
 
-    `skip` names tasks to leave out. With `all_metrics`, tasks are compared by all their metrics, and not only by the
-    one that tables show.
+    results: two or more results, loaded with their items.
+    skip: names of tasks to leave out.
+    all_metrics: compare tasks by all their metrics, and not only by the one that tables show.
 
     Raises DataError for results that cannot be compared, naming the task and the reason, and for a task in `skip` that
     no result has.
     """
-    known = {task for result in results for task in result.items}
+    known_tasks = {task for result in results for task in result.items}
     for task in skip:
-        if task not in known:
-            raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known))}")
-    pairs = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
+        if task not in known_tasks:
+            raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
 
-    # With many tests, some p are small by luck, and a reader looks at the smallest. So p is corrected for the number of
-    # tests, separately among the main metrics, the means and the other metrics.
-    main_metrics = [compared for pair in pairs for compared in pair.tasks]
-    means = [pair.mean for pair in pairs if pair.mean is not None]
-    other_metrics = [compared for pair in pairs for compared in pair.other_metrics]
-    for compared_numbers in (main_metrics, means, other_metrics):
-        corrected, levels = significance.holm([compared.p for compared in compared_numbers])
-        for compared, p_corrected, level in zip(compared_numbers, corrected, levels, strict=True):
-            compared.decide(p_corrected, level)
-    return pairs
+    comparisons = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
+
+    # With many tests, some p-values are small by chance, and a reader looks at the smallest. So they are corrected for
+    # the number of tests, separately among the main metrics, the means and the other metrics.
+    main_metrics: list[MetricComparison] = []
+    means: list[MetricComparison] = []
+    other_metrics: list[MetricComparison] = []
+    for comparison in comparisons:
+        main_metrics += comparison.tasks
+        other_metrics += comparison.other_metrics
+        if comparison.mean is not None:
+            means.append(comparison.mean)
+    for family in (main_metrics, means, other_metrics):
+        p_corrected, levels = significance.holm([tested.p for tested in family])
+        for tested, p, level in zip(family, p_corrected, levels, strict=True):
+            tested.decide(p, level)
+    return comparisons
 
 
 def compare_files(
@@ -104,29 +115,37 @@ def compare_files(
 
 
 def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
-    """Compare two models' results by the tasks that both have. `compare` corrects the p-values afterwards.
+    """Compare two models' results by the tasks that both have, except those in `skip`.
 
-    Raises DataError if they have no task in common, or if a common task differs in its questions or settings.
+    Each task is compared by its main metric, with `all_metrics` also by its other metrics, and the mean of all
+    accuracies if there are at least two. The verdicts are still open: `compare` corrects the p-values for the number of
+    all tests, and then calls `decide` on each comparison.
+
+    Raises DataError if the results have no task in common, or if a common task differs in its questions or settings.
     """
-    common = [task for task in first.items if task in other.items and task not in skip]
-    if not common:
+    common_tasks = [task for task in first.items if task in other.items and task not in skip]
+    if not common_tasks:
         raise DataError(
             f"{first.name} and {other.name} have no task in common: {', '.join(first.items)} against "
             f"{', '.join(other.items)}"
         )
-    for task in common:
+    for task in common_tasks:
         check_same_questions(task, first, other)
 
-    metrics = {task: _main_metric(task, first, other) for task in common}
-    tasks = [_compare_task(task, metric, first, other) for task, metric in metrics.items()]
+    # Compare each task by its main metric and, if asked for, by its other metrics.
+    main_metrics = {task: _main_metric(task, first, other) for task in common_tasks}
+    tasks = [_compare_task(task, metric, first, other) for task, metric in main_metrics.items()]
     other_metrics: list[MetricComparison] = []
     if all_metrics:
-        for task in common:
+        for task in common_tasks:
             for metric in _other_metrics(task, first, other):
                 other_metrics.append(_compare_task(task, metric, first, other))
 
-    accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
-    mean = _compare_accuracies(accuracies, first, other) if len(accuracies) > 1 else None
+    # Compare the mean of all accuracies. Bits per byte have another unit.
+    accuracies = [(task, metric) for task, metric in main_metrics.items() if metric != BITS]
+    mean = None
+    if len(accuracies) > 1:
+        mean = _compare_accuracies(accuracies, first, other)
     return Comparison(
         first=first.name,
         other=other.name,
@@ -140,8 +159,8 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 def _main_metric(task: str, first: Results, other: Results) -> str:
     """Return the metric by which a task is compared.
 
-    That is the task's own, except that `acc_per_token` of models with different tokenizers is replaced by `acc_norm`,
-    because it divides by a number of tokens.
+    That is the main metric in the task's record, except that `acc_per_token` of models with different tokenizers is
+    replaced by `acc_norm`, because it divides by a number of tokens.
     """
     metric = str(first.tasks[task]["metric"])
     if metric == "acc_per_token" and has_other_tokenizer(first, other):
@@ -153,7 +172,8 @@ def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
     """Return the metrics by which a task can be compared besides its main metric.
 
     Both results must have the metric. `acc_per_token` is left out for models with different tokenizers, because it
-    divides by a number of tokens. A log of another tool lists its metrics; our records have a fixed set.
+    divides by a number of tokens. A log of another tool lists its metrics in the record; this library's records have
+    some of ACCURACIES.
     """
     first_record = first.tasks[task]
     other_record = other.tasks[task]
@@ -173,8 +193,9 @@ def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
 def check_same_questions(task: str, first: Results, other: Results) -> None:
     """Raise DataError unless both models answered the same questions of a task, asked in the same way.
 
-    Records have a fingerprint of the data, and one of the data with all settings. The error lists every setting that
-    differs, and the first question that does.
+    Records have a fingerprint of the data, and one of the data with all settings. The error explains a difference: it
+    lists every setting that differs, and names the first question that does. Held-out text that models with different
+    tokenizers read must also have the same number of bytes in each document.
     """
     first_record = first.tasks[task]
     other_record = other.tasks[task]
@@ -182,6 +203,7 @@ def check_same_questions(task: str, first: Results, other: Results) -> None:
     tokenizers_differ = has_other_tokenizer(first, other)
     first_other_row = _first_different("row", task, first, other)
 
+    # Compare the settings.
     differences = _different_settings(task, first, other, has_other_rows=bool(first_other_row))
     limit = first_record["settings"].get("limit")
     limit_differs = limit != other_record["settings"].get("limit")
@@ -189,12 +211,13 @@ def check_same_questions(task: str, first: Results, other: Results) -> None:
         differences.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
         limit_differs = True
 
-    # The fingerprint covers a text only up to its limit, so different limits alone give different fingerprints.
+    # Compare the data. The fingerprint covers a text only up to its limit, so different limits alone change it.
     has_same_data = first_record["data_fingerprint"] == other_record["data_fingerprint"]
     if not has_same_data and not (is_text and limit_differs):
         differences.append(f"the data ({first_record['n']:,} items against {other_record['n']:,}{first_other_row})")
 
-    # Windows of a text depend on the tokenizer, so its fingerprint says nothing about models with different ones.
+    # Compare everything else that the fingerprint covers. Windows of a text depend on the tokenizer, so there it says
+    # nothing about models with different tokenizers.
     has_same_fingerprint = first_record["fingerprint"] == other_record["fingerprint"]
     if not differences and not has_same_fingerprint and not (is_text and tokenizers_differ):
         fingerprints = f"{first_record['fingerprint']} against {other_record['fingerprint']}"
@@ -213,33 +236,41 @@ def check_same_questions(task: str, first: Results, other: Results) -> None:
 def _different_settings(task: str, first: Results, other: Results, *, has_other_rows: bool) -> list[str]:
     """Describe each setting of a task that differs between two results, such as "num_fewshot 0 against 5".
 
-    has_other_rows: the questions differ, and so their prompts do, which need not be listed as well.
+    has_other_rows: the questions differ. Their prompts then differ as well, and are not listed.
+
+    Returns an empty list if all settings are equal.
     """
     first_record = first.tasks[task]
     other_record = other.tasks[task]
     differences: list[str] = []
+
+    # Compare facts that the record has outside its settings.
     different_facts: list[str] = []
     for key in ("type", "num_fewshot", "tokenization", "metric"):
         if first_record.get(key) != other_record.get(key):
             different_facts.append(key)
             differences.append(f"{key} {first_record.get(key)!r} against {other_record.get(key)!r}")
 
+    # Compare every setting that either record has.
     first_settings = first_record["settings"]
     other_settings = other_record["settings"]
     for key in {**first_settings, **other_settings}:
-        first_value = first_settings.get(key)
-        other_value = other_settings.get(key)
-        if first_value == other_value or key in different_facts:
+        first_setting = first_settings.get(key)
+        other_setting = other_settings.get(key)
+        if first_setting == other_setting or key in different_facts:
             continue
         if key == "stop_tokens":  # a property of each model's tokenizer, not of the task
             continue
-        are_hashes = str(first_value).startswith("sha256:") and str(other_value).startswith("sha256:")
+
+        # Logs of another tool have a hash of all prompts, which a reader cannot use. Name the first that differs.
+        are_hashes = str(first_setting).startswith("sha256:") and str(other_setting).startswith("sha256:")
         if key == "prompts" and are_hashes:
             if not has_other_rows:
                 differences.append(f"their prompts{_first_different('prompt', task, first, other)}")
             continue
+
         counts = f" ({first_record['n']:,} items against {other_record['n']:,})" if key == "limit" else ""
-        differences.append(f"{key} {first_value!r} against {other_value!r}{counts}")
+        differences.append(f"{key} {first_setting!r} against {other_setting!r}{counts}")
     return differences
 
 
@@ -258,35 +289,40 @@ def _check_same_bytes(task: str, first: Results, other: Results) -> None:
         )
 
 
-def _first_different(what: str, task: str, first: Results, other: Results) -> str:
-    """Name the first item of a task in which two results differ, as the end of a sentence, or return an empty text.
+def _first_different(compared_fact: str, task: str, first: Results, other: Results) -> str:
+    """Name the first item of a task in which two results differ, to complete an error, or return an empty text.
 
-    `what` is "row", to compare the questions, or "prompt". Logs of other evaluation tools record hashes of both. Our
-    own items have no hash, and are compared by the right answer, and by the lengths or texts of the answers.
+    compared_fact: "row" compares the questions, and "prompt" the prompts.
+
+    Returns for instance "; row 17 is the first with another question". Logs of other evaluation tools record hashes of
+    both facts. Items of this library have no hash. Their questions are compared by the right answer, the category, and
+    the lengths or texts of the answers.
     """
 
-    def facts_of(item: Record) -> object:
-        """Return what is compared of an item: the hash, or facts of its answers."""
-        if what == "prompt" or "row" in item:
-            return item.get(what)
+    def read_fact(item: Record) -> object:
+        """Return the hash of the compared fact, or facts of the item's answers in place of a hash of its question."""
+        if compared_fact == "prompt" or "row" in item:
+            return item.get(compared_fact)
         return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
 
     is_text = first.tasks[task]["type"] == "perplexity"
     other_items = {item["index"]: item for item in other.items.get(task, [])}
     for item in first.items.get(task, []):
+        # An item that only one model was asked, or a window, which depends on the tokenizer, says nothing.
         other_item = other_items.get(item["index"])
-        is_comparable = "row" in item or not is_text  # windows of a text depend on the tokenizer
+        is_comparable = "row" in item or not is_text
         if other_item is None or not is_comparable:
             continue
-        if facts_of(item) != facts_of(other_item):
-            noun = "question" if what == "row" else "prompt"
+
+        if read_fact(item) != read_fact(other_item):
+            noun = "question" if compared_fact == "row" else "prompt"
             item_name = item.get("id") or f"row {item['index'] + 1}"
             return f"; {item_name} is the first with another {noun}"
     return ""
 
 
 def has_other_tokenizer(first: Results, other: Results) -> bool:
-    """Return whether two models are known to have different tokenizers."""
+    """Return whether two models are known to have different tokenizers. Logs of other tools may not record them."""
     are_known = bool(first.tokenizer and other.tokenizer)
     return are_known and first.tokenizer != other.tokenizer
 
@@ -295,7 +331,7 @@ def has_other_tokenizer(first: Results, other: Results) -> bool:
 
 
 def _compare_task(task: str, metric: str, first: Results, other: Results) -> MetricComparison:
-    """Compare one task by one metric, with the test that suits it."""
+    """Compare one task by one metric: a bootstrap for bits per byte, and the score test for an accuracy."""
     if metric == BITS:
         return _compare_texts(task, first, other)
     return _compare_accuracies([(task, metric)], first, other)
@@ -317,15 +353,18 @@ class CommonItems:
 
 
 def _collect_common_items(task: str, metric: str, first: Results, other: Results) -> CommonItems:
-    """Collect the items of a task that both models answered, with their values of `metric`.
+    """Collect the items of a task that both models answered, with both models' values of a metric.
 
-    Raises DataError if there are none.
+    An item is identified by its index, the row of the task's file. Weights add up to 1 over the common items; in a task
+    with categories, each category has the same weight. Raises DataError if no item is in both results.
     """
+    # Pair the items by index, in the order of the first result.
     other_items = {item["index"]: item for item in other.items[task]}
     first_items = [item for item in first.items[task] if item["index"] in other_items]
     if not first_items:
         raise DataError(f"{task}: {first.name} and {other.name} have no item in common")
 
+    # Units have the data's fingerprint with them, so that an item is the same unit in every task on the same data.
     data = first.tasks[task]["data_fingerprint"]
     cluster_of: dict[Unit, Unit] = {}
     for item in first_items:
@@ -341,16 +380,20 @@ def _collect_common_items(task: str, metric: str, first: Results, other: Results
 
 
 def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> MetricComparison:
-    """Compare the accuracy of a task, or the mean accuracy of several.
+    """Compare the accuracy of a task, or the mean accuracy of several tasks.
 
-    `metrics` has (task, metric) for each task; tasks count equally. An item that several tasks have, or a cluster of
-    items, is one independent unit: its differences are added up before the test.
+    `metrics` has (task, metric) for each task; tasks count equally. The independent unit of the test is an item, or a
+    cluster of items. If several tasks ask the same item, it is one unit, whose differences are added up before the
+    test: with two tasks of 100 items, an item that only the other model solves in both adds 1/200 + 1/200.
     """
     tasks = [_collect_common_items(task, metric, first, other) for task, metric in metrics]
+
+    # A cluster that one task names holds for all tasks on the same data.
     cluster_of: dict[Unit, Unit] = {}
     for common_items in tasks:
-        cluster_of |= common_items.cluster_of  # a cluster that one task names holds for all tasks on the same data
+        cluster_of |= common_items.cluster_of
 
+    # Add up the weighted differences of each unit, over its items and over tasks.
     difference_of: dict[Unit, float] = {}
     """Unit -> its part of the difference of the two means."""
     weight_of: dict[Unit, float] = {}
@@ -363,13 +406,18 @@ def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, othe
             difference_of[unit] = difference_of.get(unit, 0.0) + difference
             weight_of[unit] = weight_of.get(unit, 0.0) + weight
 
-    differences_u = np.round(list(difference_of.values()), 15)  # differences that cancel out become exactly 0
+    # Rounding makes differences that cancel out exactly 0.
+    differences_u = np.round(list(difference_of.values()), 15)
     counts = significance.count(differences_u, np.array(list(weight_of.values())))
+
     first_mean = sum(float(items.weights_i @ items.first_i) for items in tasks) / len(tasks)
     other_mean = sum(float(items.weights_i @ items.other_i) for items in tasks) / len(tasks)
-    name, metric = metrics[0] if len(metrics) == 1 else (f"mean of {len(metrics)} tasks", "mean")
+    if len(metrics) == 1:
+        task_name, metric = metrics[0]
+    else:
+        task_name, metric = f"mean of {len(metrics)} tasks", "mean"
     return MetricComparison(
-        task=name,
+        task=task_name,
         metric=metric,
         first=first_mean,
         other=other_mean,
@@ -384,9 +432,10 @@ def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, othe
 
 
 def _count_won(gains: Floats) -> dict[str, Any]:
-    """Return the number of items, and of those on which the other model did better (gain above 0), worse, or equally.
+    """Count the items on which the other model did better, worse, or equally.
 
-    The result has the keys `n`, `wins`, `losses` and `ties` of a MetricComparison.
+    `gains` has a number for each item, which is above 0 if the other model did better. Returns the fields `n`, `wins`,
+    `losses` and `ties` of a MetricComparison, where `n` counts all items.
     """
     num_wins = int((gains > 0).sum())
     num_losses = int((gains < 0).sum())
@@ -397,17 +446,22 @@ def _count_won(gains: Floats) -> dict[str, Any]:
 def _compare_texts(task: str, first: Results, other: Results) -> MetricComparison:
     """Compare bits per byte of a held-out text by a bootstrap over its documents.
 
-    A text of one document is divided into its windows instead.
+    A text of one document is divided into its windows instead. Raises DataError if the two models did not read the same
+    documents.
     """
     units = text_units(task, first, other)
-    bits = np.array([1 / math.log(2), 1.0])  # factors from [nats, bytes] to [bits, bytes]
-    # The seed depends on the task alone, so that another task or result changes no other number.
+    nats_to_bits_2 = np.array([1 / math.log(2), 1.0])  # factors from [nats, bytes] to [bits, bytes]
+    # The seed depends on the task alone, so that its numbers are the same whatever else is compared.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
-    result = significance.difference_of_ratios(units.first * bits, units.other * bits, generator)
+    result = significance.difference_of_ratios(units.first * nats_to_bits_2, units.other * nats_to_bits_2, generator)
 
-    lost_text = 0.0
-    if has_other_tokenizer(first, other):  # equal tokenizers lose the same text
-        lost_text = MISSING_BYTE_BITS * (lost_text_fraction(first.tasks[task]) + lost_text_fraction(other.tasks[task]))
+    # Text that only one tokenizer loses counts for the other model alone. Equal tokenizers lose the same text.
+    lost_text_bits = 0.0
+    if has_other_tokenizer(first, other):
+        lost_fraction = lost_text_fraction(first.tasks[task]) + lost_text_fraction(other.tasks[task])
+        lost_text_bits = MISSING_BYTE_BITS * lost_fraction
+
+    # Fewer nats per byte are better, so the other model's gain is the first model's ratio less its own.
     first_ratios_u = units.first[:, 0] / units.first[:, 1]
     other_ratios_u = units.other[:, 0] / units.other[:, 1]
     return MetricComparison(
@@ -421,38 +475,43 @@ def _compare_texts(task: str, first: Results, other: Results) -> MetricCompariso
         test="studentised bootstrap",
         error=result.error,
         interval=result.interval,
-        lost_text=lost_text,
+        lost_text=lost_text_bits,
     )
 
 
 class TextUnits(NamedTuple):
-    """Independent units of a text, as two models read them."""
+    """Independent units of a held-out text, with the nats and bytes of each for two models."""
 
     first: Floats
-    """(n, [nats, bytes]) of the first model."""
+    """[units, 2] of the first model; the columns are nats and bytes."""
     other: Floats
+    """The same of the other model."""
     are_windows: bool
     """The units are windows of a single document. Otherwise they are documents."""
 
 
 def text_units(task: str, first: Results, other: Results) -> TextUnits:
-    """Return the independent units of a held-out text, with nats and bytes for each model.
+    """Return the independent units of a held-out text, with the nats and bytes of each for both models.
 
-    Units are documents. If there is only one, and both models read it in the same windows, its windows are the units.
-    Raises DataError if the two models did not read the same documents.
+    Units are documents. If there is only one document, and both models read it in the same windows, its windows are the
+    units. Raises DataError if the two models did not read the same documents.
     """
     first_documents = {item["index"] for item in first.items[task]}
     other_documents = {item["index"] for item in other.items[task]}
     if first_documents != other_documents:
         raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
 
-    first_rows = [text_row(item) for item in first.items[task]]
-    other_rows = [text_row(item) for item in other.items[task]]
-    have_same_windows = [num_bytes for _, num_bytes in first_rows] == [num_bytes for _, num_bytes in other_rows]
-    if len(first_documents) == 1 and have_same_windows and not has_other_tokenizer(first, other):
-        lower_bounds = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts one
-        return TextUnits(np.maximum(first_rows, lower_bounds), np.maximum(other_rows, lower_bounds), True)
-    return TextUnits(by_document(first.items[task]), by_document(other.items[task]), False)
+    # (nats, bytes) of each window. Windows are the same if their bytes are.
+    first_windows = [text_row(item) for item in first.items[task]]
+    other_windows = [text_row(item) for item in other.items[task]]
+    first_window_bytes = [num_bytes for _, num_bytes in first_windows]
+    other_window_bytes = [num_bytes for _, num_bytes in other_windows]
+    have_same_windows = first_window_bytes == other_window_bytes and not has_other_tokenizer(first, other)
+
+    if len(first_documents) == 1 and have_same_windows:
+        minimum_2 = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts as one byte
+        return TextUnits(np.maximum(first_windows, minimum_2), np.maximum(other_windows, minimum_2), are_windows=True)
+    return TextUnits(by_document(first.items[task]), by_document(other.items[task]), are_windows=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ notes
@@ -464,84 +523,106 @@ FACTS = {
     "num_parameters": "warning: sizes differ: {} {:,} parameters, {} {:,}",
     "precision": "precision differs: {} {}, {} {}",
 }
-"""Fact of a result -> note for the reader where two results differ in it."""
+"""Fact of a result -> the note if two results differ in it. The note has places for the name and the fact of the first
+result, and for those of the other one."""
 TASK_FACTS = {
     "beginning": ([], "prompts begin with tokens {1} for {0}, {3} for {2}"),
     "generation": (None, "warning: answers are generated with {1} by {0}, {3} by {2}"),
     "num_trimmed": (0, "contexts cut to fit: {1:,} of {0}, {3:,} of {2}"),
 }
-"""The same for facts of a task, each with the value that a record without it has."""
+"""Fact of a task -> (the value that counts if a record does not have it, the note if two records differ in it)."""
 
 
 def notes_on(first: Results, other: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]) -> list[str]:
-    """Return lines below the table on what may explain a difference, or limits what it means.
+    """Return notes on what may explain the differences of two models, or limits what they mean.
 
-    These are differences between the models and their evaluations, tasks that are left out, and facts of each task.
+    The notes are printed below the table. They are about differences between the models and their evaluations, tasks
+    that are left out, and facts of each task. `tasks` has the comparison of each common task, and `skip` the tasks that
+    the user left out.
     """
-    names = f"{first.name} and {other.name}"
+    both_names = f"{first.name} and {other.name}"
     notes: list[str] = []
+
+    # Compare facts of the models. A fact that one result does not record is not compared.
     for key, text in FACTS.items():
-        first_fact, other_fact = getattr(first, key), getattr(other, key)
+        first_fact = getattr(first, key)
+        other_fact = getattr(other, key)
         are_known = first_fact is not None and other_fact is not None
         if are_known and first_fact != other_fact:
             notes.append(text.format(first.name, first_fact, other.name, other_fact))
     if has_other_tokenizer(first, other):
         notes.append(
-            f"{names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends on "
-            "how a tokenizer divides an answer"
+            f"{both_names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends "
+            "on how a tokenizer divides an answer"
         )
     if first.save_id is not None and first.save_id == other.save_id:
-        notes.append(f"{names} are the same checkpoint")
-    first_code, other_code = _code_of(first, tasks), _code_of(other, tasks)
+        notes.append(f"{both_names} are the same checkpoint")
+
+    # Compare the code that evaluated them.
+    first_code = _code_of(first, tasks)
+    other_code = _code_of(other, tasks)
     if first_code != other_code:
         notes.append(f"evaluated by different code: {first.name} by {first_code}, {other.name} by {other_code}")
 
+    # Name the tasks that are not compared.
     notes += _note_on_missing_tasks(first, other)
     notes += _note_on_missing_tasks(other, first)
     if skip:
         notes.append(f"left out, as asked: {', '.join(skip)}")
-    for number in tasks:
-        notes += [f"{number.task}: {note}" for note in _notes_on_task(number, first, other)]
+
+    # Add notes on each task that is compared.
+    for comparison in tasks:
+        notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first, other)]
     return notes
 
 
 def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:
-    """Return the versions of the code by which the compared tasks were evaluated."""
-    versions = {results.tasks[number.task]["code"] for number in tasks}
+    """Return the versions of the code that evaluated the compared tasks, separated by commas."""
+    versions = {results.tasks[comparison.task]["code"] for comparison in tasks}
     return ", ".join(sorted(versions))
 
 
 def _note_on_missing_tasks(results: Results, other: Results) -> list[str]:
     """Return a note that names the tasks which only `results` has; empty if there are none."""
-    missing = [task for task in results.items if task not in other.items]
-    return [f"only in {results.name}, left out: {', '.join(missing)}"] if missing else []
+    missing_tasks = [task for task in results.items if task not in other.items]
+    if not missing_tasks:
+        return []
+    return [f"only in {results.name}, left out: {', '.join(missing_tasks)}"]
 
 
-def _notes_on_task(number: MetricComparison, first: Results, other: Results) -> Iterator[str]:
-    """Yield notes on one task's comparison."""
-    task = number.task
+def _notes_on_task(comparison: MetricComparison, first: Results, other: Results) -> Iterator[str]:
+    """Yield notes on the comparison of one task, in the order in which they are printed.
+
+    They say whether the task was only a trial, in which facts its two records differ, how much text a tokenizer loses,
+    and whether there are too few independent items or documents for a verdict.
+    """
+    task = comparison.task
     limit = limit_of_trial(first.tasks[task])
     if limit:
         yield f"only its first {limit:,} items (limit): a try, not a result"
+
+    # Compare facts of the task. Tokens at the beginning of prompts follow from the tokenizer, which has a note already.
     for key, (default, text) in TASK_FACTS.items():
         first_fact = first.tasks[task].get(key, default)
         other_fact = other.tasks[task].get(key, default)
         follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first, other)
         if first_fact != other_fact and not follows_from_tokenizer:
             yield text.format(first.name, first_fact, other.name, other_fact)
-    for results in (first, other):
-        share = lost_text_fraction(results.tasks[task])
-        if share:
-            yield f"warning: the tokenizer of {results.name} loses {percent(share)} of the text"
 
-    if number.counts is None:
+    for results in (first, other):
+        lost_fraction = lost_text_fraction(results.tasks[task])
+        if lost_fraction:
+            yield f"warning: the tokenizer of {results.name} loses {percent(lost_fraction)} of the text"
+
+    # Counts of wins and losses exist only for accuracies, not for bits per byte.
+    if comparison.counts is None:
         yield from _notes_on_documents(text_units(task, first, other))
     else:
-        yield from _notes_on_items(number, number.counts, first, other)
+        yield from _notes_on_items(comparison, comparison.counts, first, other)
 
 
 def _notes_on_documents(units: TextUnits) -> Iterator[str]:
-    """Yield a note where a text has few documents."""
+    """Yield a note if a held-out text has too few documents for a verdict, or if windows stand in for documents."""
     num_units = len(units.first)
     if num_units < MIN_DOCUMENTS:
         noun = _count(num_units, "document")
@@ -552,22 +633,27 @@ def _notes_on_documents(units: TextUnits) -> Iterator[str]:
         yield "one document: its windows are resampled, as if they were independent"
 
 
-def _notes_on_items(number: MetricComparison, counts: Counts, first: Results, other: Results) -> Iterator[str]:
-    """Yield notes on items that only one model was asked, and on how many of them are independent."""
-    first_items = {item["index"] for item in first.items[number.task]}
-    other_items = {item["index"] for item in other.items[number.task]}
-    num_left_out = len(first_items ^ other_items)
+def _notes_on_items(comparison: MetricComparison, counts: Counts, first: Results, other: Results) -> Iterator[str]:
+    """Yield notes on items that only one model was asked, and on how many items are independent.
+
+    `counts` has the number of independent units, which are clusters if the items have any, and the effective number,
+    which is smaller if units differ in weight. With fewer than MIN_UNITS there is no verdict.
+    """
+    # Items that only one model has been asked, for instance because they did not fit into the other one's context.
+    first_indices = {item["index"] for item in first.items[comparison.task]}
+    other_indices = {item["index"] for item in other.items[comparison.task]}
+    num_left_out = len(first_indices ^ other_indices)
     if num_left_out:
         yield f"{num_left_out:,} items that only one could be asked are left out"
 
-    has_clusters = "cluster" in first.items[number.task][0]
+    has_clusters = "cluster" in first.items[comparison.task][0]
     if counts.num_effective < MIN_UNITS:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
         if counts.num_units >= MIN_UNITS:
             noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
         yield f"{noun}: no interval and no verdict below {MIN_UNITS}"
     elif has_clusters:
-        yield f"{number.n:,} items in {counts.num_units:,} clusters, which are what is independent"
+        yield f"{comparison.n:,} items in {counts.num_units:,} clusters, which are what is independent"
 
 
 def _count(number: int, noun: str) -> str:

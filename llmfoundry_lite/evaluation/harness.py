@@ -222,14 +222,14 @@ def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callabl
     Each record has the generated text, and whether it begins with an accepted answer. Collective: the ranks divide the
     items, and all return the records of all items. `on_progress` is called with the numbers of items done and in all.
     """
-    # Generate. An item of a generation task has a single request, whose context is the prompt.
+    # Generate the answers. An item of a generation task has a single request, whose context is the prompt.
     max_new_tokens = task.config.max_new_tokens
     assert max_new_tokens is not None, "tasks.prepare_task fills it in"
     stop_texts = task.config.early_stopping_criteria
     prompts = [Prompt(item.requests[0].context, max_new_tokens, stop_texts) for item in task.items]
     answers = generate_answers(runner.model, runner.tokenizer, task.name, prompts, runner.data_rank, on_progress)
 
-    # Grade.
+    # Grade the answers.
     records: list[Record] = []
     for item, answer in zip(task.items, answers, strict=True):
         is_right = is_correct(task.config, answer, item.answers)

@@ -330,12 +330,12 @@ def _choose_loader(
     if not isinstance(model_type, str):
         raise DataError(f"models: {source}: config.json has no model_type, which says what the weights are of")
 
-    # Our MPT.
+    # Most types are loaded into our MPT.
     if model_type in MODEL_TYPES:
         check_keys(hf_config, find_readable_format(hf_config, str(folder)), str(folder))
         return partial(_load_folder, folder)
 
-    # A model of transformers, which only runs whole.
+    # A companion runs other types with transformers, and only as a whole.
     if placement.shard is not None:
         raise DataError(
             f"models: {source} can only be evaluated whole: its model_type is {model_type!r}, not "

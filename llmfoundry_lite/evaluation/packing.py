@@ -103,6 +103,7 @@ class Row:
         `parent` is the index of the prefix's last token, or -1 if the token begins a tree. Appends to `tokens`,
         `positions`, `parents` and `_children` together, so that these lists always have the same length.
         """
+        # The tokens that follow the same prefix so far.
         siblings = self._roots if parent < 0 else self._children[parent]
         if token not in siblings:
             siblings[token] = len(self.tokens)
@@ -173,7 +174,8 @@ def pack(groups: Sequence[Sequence[Request]], max_batch_tokens: int, *, shares: 
         rows = _fill_rows(numbered_groups, _shared_length(groups), max_batch_tokens)
     else:
         rows = [_build_row([request]) for group in numbered_groups for request in group]
-    # Longest first. Rows of equal length are ordered by their earliest request, so that the order is always the same.
+    # Sort the longest rows first. Rows of equal length are ordered by their earliest request, so that the order is
+    # always the same.
     rows.sort(key=lambda row: (-len(row), row.targets[0].request))
 
     # Divide the sorted rows into batches, so that rows of similar length are together and need little padding.

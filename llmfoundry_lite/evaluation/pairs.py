@@ -1,6 +1,8 @@
-"""Comparisons as data, and their output: to the console, as Markdown and JSON, and as points of a figure.
+"""Comparisons of models as objects, and their output: to the console, as Markdown and JSON, and as points of a figure.
 
-`compare.py` computes them. A `Comparison` is one model against the first; a `MetricComparison` is one of its numbers.
+A `Comparison` has the results of one model against the first. Each of its rows is a `MetricComparison`, which compares
+one metric on one task. `compare.py` computes both, and calls `MetricComparison.decide` when it knows the number of
+tests.
 """
 
 import io
@@ -24,7 +26,7 @@ from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 
 
 class FigurePoint(NamedTuple):
-    """A point of the comparison's figure: a difference and its interval."""
+    """A point of the comparison's figure: a difference, and the ends of its interval."""
 
     difference: float
     low: float
@@ -34,13 +36,14 @@ class FigurePoint(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class MetricComparison:
-    """A metric of two models on a task, over the items that both answered. Differences are `other` less `first`."""
+    """A metric of two models on a task, over the items that both answered. Differences are `other` minus `first`."""
 
     task: str
     metric: str
     n: int
-    """Items. For bits per byte, documents or windows of text."""
+    """Number of items. For bits per byte, of documents or windows of text."""
     first: float
+    """The first model's value of the metric."""
     other: float
     difference: float
     low: float | None = None
@@ -48,10 +51,11 @@ class MetricComparison:
     high: float | None = None
     confidence: float = 0.95
     wins: int
-    """Items on which `other` did better."""
+    """Number of items on which `other` did better."""
     losses: int
     ties: int
     p: float
+    """Two-sided p-value, before the correction for the number of tests."""
     test: str
     """Name of the test that gives `p`."""
     p_corrected: float = math.nan
@@ -67,43 +71,52 @@ class MetricComparison:
     lost_text: float = 0.0
     """The most that text which one of the tokenizers loses could add, in bits per byte."""
     is_comparable: bool = True
-    """Lost text is too little to change the verdict."""
+    """There is too little lost text to change the verdict."""
 
     @property
     def detectable(self) -> float | None:
-        """Smallest difference that this many items detect with 80 % power at `confidence`; None without any error."""
+        """The smallest difference that these items detect with 80 % power at `confidence`.
+
+        That is (z of the level + z of the power) times the standard error: 2.8 standard errors at 95 %. None if the
+        standard error is 0.
+        """
         level = 1 - self.confidence
         return (z_of(level) + Z_POWER) * self.error or None
 
     def decide(self, p_corrected: float, level: float) -> None:
         """Set the fields that depend on the number of tests: corrected p-value, interval, and whether it is detected.
 
-        `level` is the level that the uncorrected `p` is compared with, as `significance.holm` returns it.
+        p_corrected: `p` corrected for the number of tests.
+        level: the level that the uncorrected `p` is compared with; `significance.holm` returns both.
+
+        Changes `p_corrected`, `confidence`, `low`, `high`, `is_comparable` and `is_detected`. `compare.compare` calls
+        this once for each comparison, after all of them have been computed.
         """
         self.p_corrected = p_corrected
         self.confidence = 1 - level
         interval = self.interval(level)
         if interval is not None:
             self.low, self.high = interval
-
         is_significant = self.p < level
+
+        # Lost text could add up to `lost_text` to one model's bits per byte. Find how much would change the verdict.
         low, high = interval or (self.difference, self.difference)
         if is_significant:
-            margin = min(abs(low), abs(high))  # more lost text than this could move the nearer end across 0
+            margin = min(abs(low), abs(high))  # more could move the nearer end of the interval across 0
         else:
-            margin = max(abs(self.difference), (high - low) / 2)  # more than this could hide a larger difference
+            margin = max(abs(self.difference), (high - low) / 2)  # more could hide a larger difference
         self.is_comparable = not self.lost_text or self.lost_text < margin
         self.is_detected = is_significant and self.is_comparable
 
     @property
     def is_better(self) -> bool:
-        """Whether `other` has the better number: less is better for bits per byte."""
+        """Whether `other` has the better value. For bits per byte, that is the smaller one."""
         is_less = self.difference < 0
         return is_less if self.metric == BITS else not is_less
 
     @property
     def margin(self) -> str:
-        """The difference without its sign, and half the width of its interval."""
+        """The difference without its sign, and half the width of its interval, such as "0.150 ± 0.047"."""
         text = self._format(abs(self.difference))
         if self.low is None or self.high is None:
             return text
@@ -111,7 +124,7 @@ class MetricComparison:
 
     @property
     def verdict(self) -> str:
-        """Result of the test, in a few words."""
+        """The result of the test in a few words, such as "better by 0.150 ± 0.047" or "no detectable difference"."""
         if not self.is_comparable:
             return "not comparable: text is lost"
         if self.is_detected:
@@ -127,8 +140,11 @@ class MetricComparison:
     def cells(self) -> list[str]:
         """Return the cells of this metric's row in the comparison's table, in the order of its columns.
 
-        The difference is written with its sign and its interval, such as "+0.150 [+0.103, +0.197]".
+        Columns are those of `Comparison.table`. The cells of a row are for instance
+
+            arc/0-shot, acc, 100, 0.600, 0.750, +0.150 [+0.103, +0.197], <.001, better by 0.150 ± 0.047, 20/5/75, 95 %
         """
+        # If there are too few items for an interval, the difference stands alone.
         difference = self._format(self.difference, "+")
         if self.low is not None and self.high is not None:
             difference += f" [{self._format(self.low, '+')}, {self._format(self.high, '+')}]"
@@ -154,10 +170,12 @@ class MetricComparison:
 
 @dataclass(slots=True, kw_only=True, repr=False)
 class Comparison:
-    """Comparison of one result with the first."""
+    """Comparison of one model's results with those of the first."""
 
     first: str
+    """Name of the first result."""
     other: str
+    """Name of the result that is compared with it. Differences are `other` minus `first`."""
     tasks: list[MetricComparison]
     """Each task by its main metric."""
     mean: MetricComparison | None
@@ -173,7 +191,15 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The verdict on the mean as a sentence; empty without a mean."""
+        """The verdict on the mean of the accuracies as a sentence; an empty text if there is no mean.
+
+        It has one of these forms:
+
+            ours is better than base by 0.150 ± 0.047 on the mean of 2 tasks (p <.001)
+            ours and base: the same answers on the mean of 2 tasks (p 1.00)
+            ours and base: no detectable difference on the mean of 2 tasks (p 0.41); one of 0.067 would be found four
+            times in five
+        """
         mean = self.mean
         if mean is None:
             return ""
@@ -183,6 +209,8 @@ class Comparison:
             return f"{self.other} is {direction} than {self.first} by {mean.margin} {context}"
         if mean.detectable is None:
             return f"{self.other} and {self.first}: the same answers {context}"
+
+        # Say how large a difference would have been detected, because "no difference" means little with few items.
         power = f"one of {mean.detectable:.3f} would be found four times in five"
         return f"{self.other} and {self.first}: no detectable difference {context}; {power}"
 
@@ -200,7 +228,7 @@ class Comparison:
             "won/lost/tied",
             "at",
         )
-        rows = [number.cells() for number in [*self.rows, *self.other_metrics]]
+        rows = [row.cells() for row in [*self.rows, *self.other_metrics]]
         numeric_columns = {2, 3, 4, 6, 8, 9}
         return Table(f"{self.other} against {self.first}", columns, rows, right=numeric_columns)
 
@@ -219,32 +247,34 @@ def format_p(p: float) -> str:
     return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
-def print_comparison(pairs: Sequence[Comparison], console: Console) -> None:
-    """Print the table, the sentence and the notes of each pair, and a legend for all."""
-    for pair in pairs:
-        pair.table().print_blocks(console)
+def print_comparison(comparisons: Sequence[Comparison], console: Console) -> None:
+    """Print the table, the sentence and the notes of each comparison, and a legend for all of them."""
+    for comparison in comparisons:
+        comparison.table().print_blocks(console)
         console.print()
-        if pair.sentence:
-            console.print(Text(printable(pair.sentence), style="bold"))
-        print_notes(console, pair.notes)
+        if comparison.sentence:
+            console.print(Text(printable(comparison.sentence), style="bold"))
+        print_notes(console, comparison.notes)
         console.print()
-    console.print(Text(legend(pairs), style="dim"))
+    console.print(Text(legend(comparisons), style="dim"))
 
 
-def legend(pairs: Sequence[Comparison]) -> str:
-    """Return the text below the tables: which tests were made, and for how many tests each p is corrected.
+def legend(comparisons: Sequence[Comparison]) -> str:
+    """Return the text below the tables: which tests were made, and for how many tests each p-value is corrected.
 
-    Tasks by their main metric, by their other metrics, and the means are corrected separately.
+    `comparisons` are all comparisons that are shown together. The p-values of tasks by their main metric, of tasks by
+    their other metrics, and of means are three families, each of which is corrected for its own number of tests.
     """
-    num_tests = sum(len(pair.tasks) for pair in pairs)
-    num_other_tests = sum(len(pair.other_metrics) for pair in pairs)
-    num_means = sum(pair.mean is not None for pair in pairs)
+    num_tests = sum(len(comparison.tasks) for comparison in comparisons)
+    num_other_tests = sum(len(comparison.other_metrics) for comparison in comparisons)
+    num_means = sum(comparison.mean is not None for comparison in comparisons)
+
     corrected_for = f"{num_tests} test{'' if num_tests == 1 else 's'}"
     if num_other_tests:
         corrected_for += f", and for {num_other_tests} by the other metrics"
     if num_means == 1:
         corrected_for += "; the mean's is one test more, not corrected"
-    elif num_means:
+    elif num_means > 1:
         corrected_for += f"; the means' for {num_means} tests"
     return (
         f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
@@ -253,59 +283,75 @@ def legend(pairs: Sequence[Comparison]) -> str:
     )
 
 
-def write_comparison(results: Sequence[Results], pairs: Sequence[Comparison], folder: Path) -> list[Path]:
-    """Write compare.md and compare.json. Returns both."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
-    for pair in pairs:
-        table = pair.table()
-        notes = [pair.sentence, *pair.notes] if pair.sentence else pair.notes
-        lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
-    lines += [legend(pairs), ""]
+def write_comparison(results: Sequence[Results], comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
+    """Write compare.md and compare.json into a folder, which is created if needed, and return their paths.
 
+    results: the results of all models, whose facts are written to the JSON.
+    comparisons: the comparisons of these results with the first of them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    # The same content as on the console, as Markdown: for each comparison the table, then the sentence and the notes.
+    lines: list[str] = []
+    for comparison in comparisons:
+        table = comparison.table()
+        notes = list(comparison.notes)
+        if comparison.sentence:
+            notes.insert(0, comparison.sentence)
+        lines += [f"## {markdown_text(table.title)}", "", *table.markdown(), "", *markdown_list(notes), ""]
+    lines += [legend(comparisons), ""]
+
+    # The JSON comes first, because the next comparison recognises by it that the other files may be replaced too.
     markdown_path = folder / "compare.md"
     json_path = folder / "compare.json"
-    # JSON first: by it the next comparison knows that the other files are its own.
-    write_atomically(json_path, mask_urls(json.dumps(_as_json(results, pairs), indent=1)) + "\n")
+    write_atomically(json_path, mask_urls(json.dumps(_as_json(results, comparisons), indent=1)) + "\n")
     write_atomically(markdown_path, mask_credentials("\n".join(lines)))
     return [markdown_path, json_path]
 
 
-def _as_json(results: Sequence[Results], pairs: Sequence[Comparison]) -> dict[str, Any]:
-    """Return the content of compare.json: facts of the models, their comparisons, and how these were computed."""
-    comparisons = [
-        {
-            "first": pair.first,
-            "other": pair.other,
-            "mean": None if pair.mean is None else pair.mean.as_json(),
-            "tasks": [number.as_json() for number in pair.tasks],
-            "other_metrics": [number.as_json() for number in pair.other_metrics],
-            "notes": pair.notes,
-        }
-        for pair in pairs
-    ]
-    facts_of_models = [key for key in RESULT if key != "suite"]
+def _as_json(results: Sequence[Results], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Return the content of compare.json.
+
+    It has the facts of each model (`results`), its comparison with the first (`comparisons`), and the constants by
+    which these were computed (`method`).
+    """
+    comparisons_json: list[dict[str, Any]] = []
+    for comparison in comparisons:
+        comparisons_json.append(
+            {
+                "first": comparison.first,
+                "other": comparison.other,
+                "mean": None if comparison.mean is None else comparison.mean.as_json(),
+                "tasks": [task.as_json() for task in comparison.tasks],
+                "other_metrics": [metric.as_json() for metric in comparison.other_metrics],
+                "notes": comparison.notes,
+            }
+        )
+
+    keys_of_facts = [key for key in RESULT if key != "suite"]
+    results_json = {result.name: {key: getattr(result, key) for key in keys_of_facts} for result in results}
     return {
-        "results": {result.name: {key: getattr(result, key) for key in facts_of_models} for result in results},
-        "comparisons": comparisons,
+        "results": results_json,
+        "comparisons": comparisons_json,
         "method": {"num_resamples": NUM_RESAMPLES, "seed": SEED, "level": LEVEL, "correction": "Holm"},
     }
 
 
-def panels(pairs: Sequence[Comparison]) -> dict[str, dict[str, dict[str, FigurePoint]]]:
+def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, FigurePoint]]]:
     """Return the data of the comparison's figure: title of a panel -> task -> model -> point.
 
-    Accuracies and bits per byte have a panel each.
+    Accuracies and bits per byte have a panel each, because they have different units, and the better side differs. A
+    difference without an interval becomes a point whose ends are the difference itself.
     """
-    found: dict[str, dict[str, dict[str, FigurePoint]]] = {}
-    for pair in pairs:
-        for number in pair.rows:
-            if number.metric == BITS:
+    points: dict[str, dict[str, dict[str, FigurePoint]]] = {}
+    for comparison in comparisons:
+        for row in comparison.rows:
+            if row.metric == BITS:
                 title = "difference in bits per byte (left is better)"
             else:
                 title = "difference in accuracy (right is better)"
-            low = number.difference if number.low is None else number.low
-            high = number.difference if number.high is None else number.high
-            point = FigurePoint(number.difference, low, high, number.is_detected)
-            found.setdefault(title, {}).setdefault(number.task, {})[pair.other] = point
-    return {title: found[title] for title in sorted(found)}
+            low = row.difference if row.low is None else row.low
+            high = row.difference if row.high is None else row.high
+            point = FigurePoint(row.difference, low, high, row.is_detected)
+            points.setdefault(title, {}).setdefault(row.task, {})[comparison.other] = point
+    return {title: points[title] for title in sorted(points)}

@@ -213,7 +213,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     The record has the task's settings, the mean of each metric with its standard error, and counts of irregular items,
     such as those whose context was cut. `seconds` is how long the task took.
     """
-    # What was asked, by which a comparison checks that two models were asked the same.
+    # Record what was asked, so that a comparison can check that two models were asked the same.
     record: Record = {
         "type": task.kind,
         "n": len(task.items),
@@ -227,7 +227,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if task.lost_text is not None:
         record["lost_text"] = task.lost_text
 
-    # The scores.
+    # Add the scores.
     if task.kind == "perplexity":
         record |= _summarise_text(items)
     else:
@@ -235,7 +235,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
     if has_categories(record):
         record["categories"] = _mean_by_category(items, record["metric"])
 
-    # Irregularities, which are recorded only if there are any.
+    # Count irregularities, which are recorded only if there are any.
     irregularities = {
         "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
@@ -540,7 +540,7 @@ def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = Fal
         clusters = [item["cluster"] for item in items]
         return mean, _error_of_clusters(clusters, weights_i * (scores_i - mean))
 
-    # Independent items. Those of a category have the same weight, and without categories all have.
+    # Without clusters, items are independent. All items of a category have the same weight.
     group_labels = [item["category"] if by_category else None for item in items]
     return mean, _error_of_groups(group_labels, scores_i, weights_i, mean)
 
@@ -638,6 +638,7 @@ def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) ->
     The variance of R is n / (n - 1) sum((y - R x)²) / sum(x)² for n units. This is the linearised ratio estimator of
     Cochran, Sampling Techniques (3rd edition, 1977), chapter 6, without its finite-population correction.
     """
+    # Choose the units.
     sums = _sum_by_document(items, rows)
     has_several_documents = len(sums) > 1
     units_n2 = np.array(list(sums.values()) if has_several_documents else rows)
@@ -645,6 +646,7 @@ def ratio_error(items: Sequence[Record], rows: Sequence[tuple[float, float]]) ->
     if n == 1:
         return None
 
+    # The residual of a unit is the distance of its y from the common ratio.
     sum_y, sum_x = units_n2.sum(axis=0)
     residuals_n = units_n2[:, 0] - sum_y / sum_x * units_n2[:, 1]
     return math.sqrt(n / (n - 1) * float((residuals_n**2).sum())) / float(sum_x)

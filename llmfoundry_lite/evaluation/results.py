@@ -157,6 +157,7 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
     Raises DataError for a path that is given twice, for a file that is not a result, and for items that are missing,
     truncated or from another evaluation.
     """
+    # A result that is compared with itself would only look like a perfect tie.
     seen_paths: set[Path] = set()
     for path in paths:
         if path.resolve() in seen_paths:
@@ -166,6 +167,7 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
     read = read or _read_with_items
     all_results = [read(path) for path in paths]
 
+    # Names are distinct, because a comparison refers to results by name.
     names = [results.model for results in all_results]
     has_repeated_names = len(set(names)) < len(names)
     if has_repeated_names:
@@ -238,7 +240,7 @@ def read_results(path: Path) -> Results:
         facts = read_json(path, "a result")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; expected a MODEL.json that scripts/eval.py has written") from None
-    except DataError:
+    except DataError:  # such as a file that is too large, whose message says so already
         raise
     except (OSError, ValueError) as error:
         expected = f"expected a MODEL.json{LOGS if path.is_dir() else ''}"

@@ -1,17 +1,18 @@
 """Paired significance tests of two models on the same items, and the intervals that invert them.
 
-The input is each independent unit's part of a difference; compare.py decides what the units are. At every level an
-interval excludes 0 exactly when its test's p is below the level. Neither scipy nor statsmodels is a dependency, and
-neither has a score interval of paired proportions, the continuity correction, or the cautious bootstrap.
+The input is each independent unit's part of a difference; `compare.py` decides what the units are. At every level an
+interval excludes 0 exactly if its test's p-value is below the level. Neither scipy nor statsmodels is a dependency, and
+neither has a score interval of paired proportions, the continuity correction, or the tail correction of the bootstrap.
 
-Right and wrong answers: Tango's score interval for a difference of paired proportions (Statistics in Medicine 17, 1998)
-and McNemar's test, which is its statistic at 0, both with half a continuity correction. Without it, up to 6.5 % of
-equal models are called different (50 items, exact sums); with it, at most 4.9 % (6 to 1,000 items).
+Accuracies: `count` describes the units as wins and losses, `score_p` is McNemar's test, and `score_interval` is Tango's
+score interval for a difference of paired proportions (Statistics in Medicine 17, 1998), whose statistic at 0 is
+McNemar's. Both have half a continuity correction. Without it, up to 6.5 % of equal models are called different (50
+items, exact sums); with it, at most 4.9 % (6 to 1,000 items).
 
-Real numbers: the studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992, section 3.6), the wider of
-symmetric and equal tails. A few documents do not show a long tail, so p is multiplied by 1 + CAUTION / n. Without that,
-8.8 % of equal models are called different from 20 log-normal differences, and 5.7 % from 200.
-`python -m benchmarks intervals` measures these rates.
+Bits per byte: `difference_of_ratios` is a studentised bootstrap (Hall, The Bootstrap and Edgeworth Expansion, 1992,
+section 3.6), with the wider of the intervals with symmetric and with equal tails. A few documents do not show a long
+tail, so the p-value is multiplied by 1 + CAUTION / n. Without that, 8.8 % of equal models are called different from 20
+log-normal differences, and 5.7 % from 200. `python -m benchmarks intervals` measures these rates.
 
 Legend: u independent units, d draws, k columns.
 """
@@ -27,11 +28,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVEL = 0.05
-"""Level below which the corrected p of a significant difference lies."""
+"""A difference is significant if its corrected p-value is below this level."""
 SEED = 17
 NUM_RESAMPLES = 10_000
+"""Number of draws of the bootstrap."""
 RESAMPLED_AT_ONCE = 2_000_000
-"""Rows that are drawn at a time, over several draws: 16 MB of counts."""
+"""Number of units that are drawn at a time, over several draws: 16 MB of counts."""
 MAX_RESAMPLED = 5_000
 """Number of units above which the normal distribution replaces the bootstrap."""
 MIN_UNITS = 6
@@ -56,12 +58,13 @@ def z_of(level: float) -> float:
 
 
 class Counts(NamedTuple):
-    """Independent units on which one of two models did better or worse, and what each of them adds to the difference.
+    """Independent units on which one of two models did better or worse, and how much each adds to the difference.
 
-    Fields are numbers, or arrays for many comparisons at once.
+    Fields are numbers, or arrays for many comparisons at once. With items as units, wins and losses are whole numbers.
     """
 
     wins: float | Floats
+    """Number of units on which the other model did better than the first."""
     losses: float | Floats
     num_units: int
     """All units, ties included."""
@@ -87,8 +90,12 @@ def count(differences_u: Floats, weights_u: Floats) -> Counts:
 
     The counts are chosen so that the sum and the sum of squares of the differences stay the same. With a for the
     differences and n units, one win adds j / n where j = n Σa² / Σ|a|, and wins and losses are (Σ|a| ± Σa) Σ|a| / 2Σa².
-    McNemar's statistic is then Σa / √Σa², that of randomly flipped signs.
+    McNemar's statistic is then Σa / √Σa², as in a test with randomly flipped signs.
+
+    For 4 items of equal weight, of which the other model wins 2 and loses 1, the differences are [1/4, 1/4, -1/4, 0],
+    and the result has wins 2, losses 1 and jump 1.
     """
+    # The sums that the counts depend on.
     num_units = len(differences_u)
     total = float(differences_u.sum())
     total_absolute = float(np.abs(differences_u).sum())
@@ -98,6 +105,8 @@ def count(differences_u: Floats, weights_u: Floats) -> Counts:
     # Kish's effective number of units (Survey Sampling, 1965, section 11.7). If one unit holds most of the items, the
     # others tell little about the error of the difference.
     num_effective = round(float(weights_u.sum() ** 2 / squared_weights), 6)
+
+    # Both models did equally well on every unit. The jump is what it would be if all units differed by their weight.
     if total_squares == 0:
         return Counts(0.0, 0.0, num_units, num_units * squared_weights, num_effective)
 
@@ -118,19 +127,23 @@ def score_p(counts: Counts) -> float:
     """
     if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return 1.0
-    distance = max(0.0, abs(counts.wins - counts.losses) - CORRECTION)
-    if not distance:
+    corrected_net_wins = max(0.0, abs(counts.wins - counts.losses) - CORRECTION)
+    if corrected_net_wins == 0:
         return 1.0
-    return math.erfc(distance / math.sqrt(2 * (counts.wins + counts.losses)))
+    # If no difference is real, net wins have variance wins + losses. P(|Z| > z) = erfc(z / √2).
+    return math.erfc(corrected_net_wins / math.sqrt(2 * (counts.wins + counts.losses)))
 
 
 def score_interval(counts: Counts, level: float) -> tuple[float, float] | None:
     """Return the interval (low, high) of differences that `score_p` does not reject.
 
-    `level` is the level of the test: 0.05 gives the 95 % interval. Returns None below MIN_UNITS independent units.
+    `level` is the level of the test: 0.05 gives the 95 % interval. Returns None if there are fewer than MIN_UNITS
+    independent units.
     """
     if min(counts.num_units, counts.num_effective) < MIN_UNITS:
         return None
+
+    # The lower limit is the upper limit of the opposite difference, with wins and losses exchanged.
     z = z_of(level)
     high_in_jumps = upper_limit(counts.wins, counts.losses, counts.num_units, z)
     low_in_jumps = -upper_limit(counts.losses, counts.wins, counts.num_units, z)
@@ -151,27 +164,33 @@ def upper_limit(wins: float | Floats, losses: float | Floats, num_units: int, z:
     proportion q of losses solves 2 n q^2 + ((2 n - wins + losses) d - wins - losses) q - losses d (1 - d) = 0, and the
     variance of the net wins is n (2 q + d (1 - d)).
 
-    Takes numbers or arrays. The limit is found by bisection, to 1e-15.
+    wins, losses: counts of units, as numbers or as arrays for many comparisons at once.
+    z: standard normal quantile of the level, as `z_of` returns it.
+
+    The limit is found by bisection, to 1e-15.
     """
     wins = np.asarray(wins, np.float64)
     losses = np.asarray(losses, np.float64)
     net_wins = wins - losses
+
+    # The limit lies between the observed difference, which is never rejected, and the largest possible one.
     low = net_wins / num_units
     high = np.ones_like(wins)
     for _ in range(NUM_BISECTIONS):
-        middle = (low + high) / 2
-        # The quadratic equation for q, written as 2 n q^2 + 2 half_b q + c = 0.
-        half_b = ((2 * num_units - net_wins) * middle - wins - losses) / 2
-        c = -losses * middle * (1 - middle)
+        difference = (low + high) / 2
+        # The likeliest proportion q of losses solves a quadratic equation, written as 2 n q^2 + 2 half_b q + c = 0.
+        half_b = ((2 * num_units - net_wins) * difference - wins - losses) / 2
+        c = -losses * difference * (1 - difference)
         root = np.sqrt(np.maximum(half_b**2 - 2 * num_units * c, 0))
-        # Of the two equivalent formulas for the root, each branch takes the one without cancellation. The first branch
-        # is also evaluated where it is not used, and its denominator must not be 0 there.
+        # There are two equivalent formulas for the root, and each branch takes the one without cancellation. The first
+        # branch is also evaluated where it is not used, and its denominator must not be 0 there.
         q = np.where(half_b > 0, -c / np.maximum(root + half_b, 1e-300), (root - half_b) / (2 * num_units))
 
-        deviation = np.sqrt(np.maximum(num_units * (2 * q + middle * (1 - middle)), 0))
-        is_beyond_limit = num_units * middle - net_wins - CORRECTION > z * deviation
-        low = np.where(is_beyond_limit, low, middle)
-        high = np.where(is_beyond_limit, middle, high)
+        # Go on in the half that has the limit.
+        deviation = np.sqrt(np.maximum(num_units * (2 * q + difference * (1 - difference)), 0))
+        is_rejected = num_units * difference - net_wins - CORRECTION > z * deviation
+        low = np.where(is_rejected, low, difference)
+        high = np.where(is_rejected, difference, high)
     return high
 
 
@@ -189,45 +208,53 @@ class BootstrapResult(NamedTuple):
 
     @property
     def p(self) -> float:
-        """Two-sided p-value: the larger one of that of symmetric tails and that of equal tails.
+        """Two-sided p-value: the fraction of draws that deviate at least as much as the data do from no difference.
 
-        The data themselves count as one of the draws, so the p-value is never 0.
+        There are two ways to count them, and the larger p-value is taken. Symmetric tails count the draws that deviate
+        as much in either direction. Equal tails count the draws that deviate as much in one direction, twice. The data
+        themselves count as one of the draws, so the p-value is never 0. It is 1 if nothing is claimed.
         """
-        draws = self.deviations_d
-        if not len(draws) or not self.difference:
+        deviations_d = self.deviations_d
+        if not len(deviations_d) or not self.difference:
             return 1.0
+
+        # The observed difference in standard errors. Without any error, it is farther than every draw.
         if self.error:
             observed = self.difference / self.error
         else:
             observed = math.copysign(math.inf, self.difference)
-        num_farther = int((np.abs(draws) >= abs(observed)).sum())
-        num_above = int((draws >= observed).sum())
-        num_below = int((draws <= observed).sum())
+
+        num_in_symmetric_tails = int((np.abs(deviations_d) >= abs(observed)).sum())
+        num_above = int((deviations_d >= observed).sum())
+        num_below = int((deviations_d <= observed).sum())
         num_in_equal_tails = 2 * min(num_above, num_below) + 1
-        num_as_extreme = 1 + max(num_farther, num_in_equal_tails)
-        return min(1.0, self.tail_correction * num_as_extreme / (1 + len(draws)))
+        num_as_extreme = 1 + max(num_in_symmetric_tails, num_in_equal_tails)
+        return min(1.0, self.tail_correction * num_as_extreme / (1 + len(deviations_d)))
 
     def interval(self, level: float) -> tuple[float, float] | None:
         """Return the interval (low, high) of differences that `p` does not reject at `level`, which is 0.05 for 95 %.
 
-        It inverts `p`: with at most `num_allowed` draws beyond its ends, p stays at or above the level. Since p is the
-        larger one of two, the interval is the wider one of two: that of symmetric tails, whose ends are equally far
-        from the difference, and that of equal tails, beyond each of which half as many draws lie.
+        It inverts `p`: a difference is in the interval if at least a fraction `level` of the draws deviate as much as
+        the data do from it. Since the p-value is the larger one of two, the interval is the wider one of two. With
+        symmetric tails, its ends are equally far from the observed difference. With equal tails, the same number of
+        draws lies beyond each end.
 
-        None where nothing is claimed, or there are too few draws for such a level.
+        Returns None if nothing is claimed, or if there are too few draws for such a level.
         """
-        draws = self.deviations_d
-        # As a fraction, less a little, so that rounding does not allow one draw too many.
-        num_allowed = level / self.tail_correction * (1 + len(draws)) * (1 - 1e-12)
+        # Find how many draws may lie beyond the ends. The factor keeps rounding errors from allowing one draw too many.
+        deviations_d = self.deviations_d
+        num_allowed = level / self.tail_correction * (1 + len(deviations_d)) * (1 - 1e-12)
         num_beyond_both = math.ceil(num_allowed - 1) - 1
         num_beyond_each = math.ceil(num_allowed / 2 - 1) - 1
         if num_beyond_each < 0:
             return None
 
-        half_width = np.sort(np.abs(draws))[-1 - num_beyond_both]
-        highest = max(half_width, draws[-1 - num_beyond_each])
-        lowest = min(-half_width, draws[num_beyond_each])
-        # A draw far above the difference means that the true one may lie far below it.
+        # Take the wider of the two intervals at each end, in standard errors. The deviations are sorted.
+        half_width = np.sort(np.abs(deviations_d))[-1 - num_beyond_both]
+        highest = max(half_width, deviations_d[-1 - num_beyond_each])
+        lowest = min(-half_width, deviations_d[num_beyond_each])
+
+        # A draw far above the observed difference means that the true one may lie far below it.
         low = self.difference - float(highest) * self.error
         high = self.difference - float(lowest) * self.error
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -236,31 +263,41 @@ class BootstrapResult(NamedTuple):
 
 
 def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> BootstrapResult:
-    """Return the difference of two ratios, `other` less `first`, with its bootstrap.
+    """Return the difference of two ratios, `other` minus `first`, with its standard error and its bootstrap.
 
-    Each argument is [u independent units, 2 columns]; a ratio is that of the sums of the columns over all units, such
-    as bits over bytes. Both have the same units, which are resampled together.
+    first_u2, other_u2: numerator and denominator of each independent unit, such as the bits and bytes of a document.
+        A ratio is the sum of the numerators over the sum of the denominators. Both arrays have the same units, which
+        are resampled together, because two models tend to find the same documents difficult.
+    generator: source of the random draws.
 
     The standard error is that of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6).
-    With fewer than MIN_DOCUMENTS units nothing is claimed. With more than MAX_RESAMPLED, the normal distribution
-    replaces the bootstrap.
+    With fewer than MIN_DOCUMENTS units there are no draws, and nothing is claimed. With more than MAX_RESAMPLED, the
+    normal distribution replaces the bootstrap.
     """
+    # The difference and its standard error follow from sums over units: of the 4 columns, and of the 16 products of two
+    # of them. So only these sums are needed, for the data and for each draw.
     columns_u4 = np.concatenate([first_u2, other_u2], axis=1)
     products_u16 = (columns_u4[:, :, None] * columns_u4[:, None, :]).reshape(-1, 16)
     num_units = len(columns_u4)
-    all_sums_14 = columns_u4.sum(axis=0)[None]
-    all_products_116 = products_u16.sum(axis=0)[None]
-    difference_1, error_1 = _estimate_differences(all_sums_14, all_products_116, num_units)
-    difference, error = float(difference_1[0]), float(error_1[0])
+
+    # The data count as a single draw.
+    sums_14 = columns_u4.sum(axis=0)[None]
+    products_116 = products_u16.sum(axis=0)[None]
+    difference_1, error_1 = _estimate_differences(sums_14, products_116, num_units)
+    difference = float(difference_1[0])
+    error = float(error_1[0])
     if num_units < MIN_DOCUMENTS:
         return BootstrapResult(difference, error, np.zeros(0))
 
+    # With many units, the deviations are nearly normal, and drawing would take long.
     tail_correction = 1 + CAUTION / num_units
     if num_units > MAX_RESAMPLED:
         quantiles = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
         normal_d = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
         return BootstrapResult(difference, error, normal_d, tail_correction)
 
+    # The studentised bootstrap divides the deviation of each draw by the draw's own standard error. A draw without
+    # deviation and error counts as 0, and one with a deviation but no error as infinitely far.
     sums_d20 = bootstrap_sums(np.concatenate([columns_u4, products_u16], axis=1), generator)
     differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -269,15 +306,21 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
 
 
 def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int) -> tuple[Floats, Floats]:
-    """Return the difference of two ratios and its standard error, each [d draws].
+    """Estimate the difference of two ratios, and its standard error, for each of several draws of the units.
 
-    `sums_d4` has the sums over all units of (numerator, denominator) of the first and of the other ratio,
-    `products_d16` those of all products of two of these four columns. The linearised difference of a unit is a weighted
-    sum of its four columns, so the sum of its squares over units follows from the sums of the products.
+    sums_d4: sums over the units of a draw: numerator and denominator of the first ratio, then of the other ratio.
+    products_d16: sums over the units of all products of two of these four columns, row by row of a 4 x 4 matrix.
+    num_units: the number of units in each draw.
+
+    Returns the differences, `other` minus `first`, and their standard errors, each [d draws]. The linearised difference
+    of a unit is a weighted sum w·x of its four columns x, so the sum of its squares over units is w' (Σ x x') w, which
+    follows from the sums of the products.
     """
     first_numerator_d, first_denominator_d, other_numerator_d, other_denominator_d = sums_d4.T
     first_ratio_d = first_numerator_d / first_denominator_d
     other_ratio_d = other_numerator_d / other_denominator_d
+
+    # Weights of the four columns: the derivatives of the difference with respect to the four sums.
     weights_d4 = np.stack(
         [
             -1 / first_denominator_d,
@@ -288,6 +331,8 @@ def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int)
         axis=1,
     )
     squares_d = np.einsum("di,dij,dj->d", weights_d4, products_d16.reshape(-1, 4, 4), weights_d4)
+
+    # Rounding may make a sum of squares that is 0 slightly negative.
     errors_d = np.sqrt(np.maximum(squares_d, 0) * num_units / max(num_units - 1, 1))
     return other_ratio_d - first_ratio_d, errors_d
 
@@ -295,19 +340,22 @@ def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int)
 def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws: int = NUM_RESAMPLES) -> Floats:
     """Return the column sums of resampled units, [num_draws, k].
 
-    Each draw takes as many rows as `values_uk` has, with replacement. How often a draw takes each row is counted, and
-    the counts are multiplied with the values, for some draws at a time to bound the memory.
+    Each draw takes as many rows as `values_uk` has, with replacement, and adds them up. A draw of rows 0, 0 and 2 from
+    three rows has the counts [2, 0, 1], and its sums are these counts times the rows.
     """
     num_units = len(values_uk)
-    draws_at_once = max(1, RESAMPLED_AT_ONCE // num_units)
+    max_draws_at_once = max(1, RESAMPLED_AT_ONCE // num_units)  # bounds the memory
     sums: list[Floats] = []
-    for start in range(0, num_draws, draws_at_once):
-        num_here = min(draws_at_once, num_draws - start)
-        chosen_du = generator.integers(0, num_units, (num_here, num_units))
-        # Every draw counts in a range of its own, so that one call counts for all of them.
-        first_of_draw_d1 = np.arange(num_here)[:, None] * num_units
-        counts = np.bincount((chosen_du + first_of_draw_d1).ravel(), minlength=num_here * num_units)
-        sums.append(counts.reshape(num_here, num_units) @ values_uk)
+    for start in range(0, num_draws, max_draws_at_once):
+        num_draws_at_once = min(max_draws_at_once, num_draws - start)
+        chosen_du = generator.integers(0, num_units, (num_draws_at_once, num_units))
+
+        # Count how often each draw takes each row. Every draw has a separate range of numbers, so that one call counts
+        # for all of them.
+        range_start_d1 = np.arange(num_draws_at_once)[:, None] * num_units
+        counts = np.bincount((chosen_du + range_start_d1).ravel(), minlength=num_draws_at_once * num_units)
+        counts_du = counts.reshape(num_draws_at_once, num_units)
+        sums.append(counts_du @ values_uk)
     return np.concatenate(sums)
 
 
@@ -319,20 +367,27 @@ def holm(p_values: Sequence[float], level: float = LEVEL) -> tuple[list[float], 
     below its level. That one and all larger ones are compared with its level.
 
     Returns two lists in the order of `p_values`: the corrected p-values, and the levels that the p-values themselves
-    are compared with. corrected < level is true exactly where p < its own level.
+    are compared with. A corrected p-value is below `level` exactly if the p-value is below its own level.
+
+    For the p-values 0.01, 0.03 and 0.04, the corrected p-values are 0.03, 0.06 and 0.06, and the levels 0.05 / 3,
+    0.05 / 2 and 0.05 / 2. Only the first difference is significant.
     """
-    corrected = [0.0] * len(p_values)
+    corrected_p_values = [0.0] * len(p_values)
     levels = [level] * len(p_values)
     largest_corrected = 0.0
-    own_level = level
+    step_level = level
     all_rejected_so_far = True
     ascending = sorted(range(len(p_values)), key=lambda index: p_values[index])
     for num_before, index in enumerate(ascending):
         num_left = len(p_values) - num_before
+
+        # The level grows from test to test until one is not below it, and then stays.
         if all_rejected_so_far:
-            own_level = level / num_left
-            all_rejected_so_far = p_values[index] < own_level
+            step_level = level / num_left
+            all_rejected_so_far = p_values[index] < step_level
+
+        # A corrected p-value is at least as large as those before it, so that their order stays the same.
         largest_corrected = max(largest_corrected, min(1.0, num_left * p_values[index]))
-        corrected[index] = largest_corrected
-        levels[index] = own_level
-    return corrected, levels
+        corrected_p_values[index] = largest_corrected
+        levels[index] = step_level
+    return corrected_p_values, levels

@@ -233,6 +233,7 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], to_evaluate: M
     Collective. Raises CheckpointError if the weights do not match their checksums, and the errors of `evaluate`.
     """
     results = to_evaluate.results
+    # The weights may turn out to be damaged on one rank alone. Then all ranks raise its error.
     with user_errors_on_all_ranks():
         model = to_evaluate.located.load()
     results.num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
@@ -241,6 +242,7 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], to_evaluate: M
         """Print that a task is left out of the gauntlet, and why."""
         print_on_rank_0([f"{results.model}: left out of the gauntlet: {reason}"])
 
+    # Only a configuration with a gauntlet leaves out tasks without items. Otherwise such a task is an error.
     progress = ProgressLine(results.model)
     evaluated = evaluate(
         model,
@@ -271,6 +273,7 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
     Returns the paths of the files. Raises DataError if they cannot be written.
     """
     try:
+        # The lock keeps another launch of the suite from writing its tables between reading and writing here.
         folder.mkdir(parents=True, exist_ok=True)
         with lock_folder(folder):
             others, notes = read_others(folder, [results.model for results in all_results])

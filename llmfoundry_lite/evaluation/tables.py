@@ -1,4 +1,8 @@
-"""Tables of scores with a row for each model: results by task, and LLM Foundry's Eval Gauntlet."""
+"""Tables of scores with a row for each model: results by task, and LLM Foundry's Eval Gauntlet.
+
+`Scores` is such a table: it is printed, or written as Markdown and CSV, with notes below it. `results_table` makes one
+of the tasks' scores, and `gauntlet_table` one of the gauntlet's categories and averages, which `run_gauntlet` computes.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,20 +38,20 @@ IRREGULAR_ITEMS = {
     "num_trimmed": "{} with a context cut to fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
-"""Count in a task's record -> the note about it."""
+"""Key of a task's record that counts irregular items -> the note about them. {} is the count."""
 MAX_NAMED_TASKS = 3
 """A note about more tasks than this names the first and counts them."""
 
 
 class Cell(NamedTuple):
-    """A score and its standard error as text. A missing one is an empty text."""
+    """A score and its standard error as text. Each is an empty text if there is none."""
 
     number: str = ""
     error: str = ""
 
 
 class Row(NamedTuple):
-    """The numbers of a model, one for each column."""
+    """The scores of a model, one for each column."""
 
     model: str
     cells: list[Cell]
@@ -55,7 +59,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Numbers of models, with notes on them."""
+    """A table of models' scores, with notes for its reader."""
 
     title: str
     columns: dict[str, str]
@@ -64,7 +68,10 @@ class Scores:
     notes: list[str]
 
     def table(self, headings: Sequence[str], between: str) -> Table:
-        """Return a table with the text `between` between each number and its error."""
+        """Return a table whose cells have a score and its error, such as "0.612 ± 0.011".
+
+        `headings` are those of the columns after the model's. `between` is the text between score and error.
+        """
         rows: list[list[str]] = []
         for model, cells in self.rows:
             rows.append([model, *(between.join(part for part in cell if part) for cell in cells)])
@@ -77,7 +84,12 @@ class Scores:
         print_notes(console, self.notes)
 
     def write(self, path: Path) -> list[Path]:
-        """Write PATH.md and PATH.csv with the same numbers. Returns both."""
+        """Write the table as PATH.md and PATH.csv, and return both paths.
+
+        The Markdown has each score with its error in one cell, and the notes. The CSV has a column of its own for each
+        score and for each error, and no notes.
+        """
+        # Headings have several lines on the console, and one line in files.
         headings = [heading.replace("\n", " ") for heading in self.columns.values()]
         lines = self.table(headings, " ± ").markdown()
         if self.notes:
@@ -90,7 +102,7 @@ class Scores:
         return [markdown_path, csv_path]
 
     def _with_errors_apart(self) -> Table:
-        """Return a table with a column for each number and one for its error."""
+        """Return a table with a column for each score, and one for its standard error, named such as "acc stderr"."""
         columns = ["model"]
         for name in self.columns:
             columns += [name, f"{name} stderr"]
@@ -101,7 +113,7 @@ class Scores:
 
 
 def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """Print notes below a table; warnings stand out."""
+    """Print notes below a table, dim, and those that are warnings in yellow."""
     for note in notes:
         style = "yellow" if note.startswith(WARNING) else "dim"
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
@@ -125,17 +137,23 @@ def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
 def results_table(all_results: Sequence[Results]) -> Scores:
     """Return the table of results: a row for each model, and a column for each task that any model has.
 
-    The last column has the average of each model's accuracies, if any model has one.
+    A cell has the task's main metric and its standard error, and is empty if the model does not have the task. The last
+    column has the average of each model's accuracies, if any model has one. `all_results` must not be empty.
     """
-    records = records_by_task(all_results)
+    # Name the columns.
+    first_records = records_by_task(all_results)
+    columns = {task: _heading(task, record) for task, record in first_records.items()}
     has_average = any(results.average is not None for results in all_results)
-    columns = {name: _heading(name, record) for name, record in records.items()}
     if has_average:
         columns["average"] = "average"
 
+    # Fill the rows.
     rows: list[Row] = []
     for results in all_results:
-        cells = [score_cell(results.tasks[name]) if name in results.tasks else Cell() for name in records]
+        cells: list[Cell] = []
+        for task in first_records:
+            record = results.tasks.get(task)
+            cells.append(Cell() if record is None else score_cell(record))
         if has_average:
             cells.append(_average_cell(results))
         rows.append(Row(results.model, cells))
@@ -159,18 +177,24 @@ def records_by_task(all_results: Sequence[Results]) -> dict[str, Record]:
 
 
 def print_results(all_results: Sequence[Results], console: Console) -> None:
-    """Print the table. Its last row has the scores of guessing, for tasks with choices."""
+    """Print the table of results. For tasks with choices, a last row "chance" has the accuracy of guessing."""
     table = results_table(all_results)
-    records = records_by_task(all_results)
-    chances = {name: record["chance"] for name, record in records.items() if "chance" in record}
-    if chances:
-        chance_row = Row("chance", [format_cell(chances.get(name)) for name in table.columns])
+
+    # The row is only printed. Files would otherwise have a row that is not a model.
+    first_records = records_by_task(all_results)
+    chance_of_task = {task: record["chance"] for task, record in first_records.items() if "chance" in record}
+    if chance_of_task:
+        chance_row = Row("chance", [format_cell(chance_of_task.get(column)) for column in table.columns])
         table = replace(table, rows=[*table.rows, chance_row])
     table.print(console)
 
 
 def _heading(name: str, record: Record) -> str:
-    """Return the task, its number of examples, and the metric unless it is an accuracy, each on its own line."""
+    """Return a column's heading of up to three lines: the task's label, its number of examples, and its metric.
+
+    The metric is left out if it is an accuracy. `name` is that of the task in results, such as "arc_easy/3-shot", whose
+    heading is "arc_easy" above "3-shot".
+    """
     label, _, shots = name.rpartition("/")
     metric = "" if is_accuracy(record) else record["metric"].replace("_", " ")
     return "\n".join(line for line in (label, shots, metric) if line)
@@ -193,7 +217,10 @@ def _average_cell(results: Results) -> Cell:
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
-    """Return the standard error of the mean of some tasks' scores. Tasks on the same data are fully correlated."""
+    """Return the standard error of the mean of several tasks' scores. `names` are keys of `tasks`.
+
+    The scores of tasks on the same data are taken as fully correlated, and all others as independent.
+    """
     errors = [(tasks[name]["data_fingerprint"], score_of(tasks[name])[1] or 0.0) for name in names]
     return error_of_sum(errors) / len(names)
 
@@ -202,29 +229,39 @@ def notes(all_results: Sequence[Results]) -> list[str]:
     """Return notes for the reader of a table on irregularities that may make its numbers misleading.
 
     These are irregular items, tasks that not all models answered in the same way, and averages over different tasks. A
-    note that several tasks have in common appears once, with their names.
+    note that several tasks have in common appears once, with their names:
+
+        arc_easy/0-shot, piqa/0-shot: 3 with a tie for the best, where the first counts, of 100 items (base)
+        warning: arc_easy/0-shot: ours not asked the same as base; these numbers do not compare
     """
-    tasks_of: dict[tuple[str, str], list[str]] = {}
-    """(beginning of the line, text) -> the tasks that it is about."""
-    for name in records_by_task(all_results):
-        records = {results.model: results.tasks[name] for results in all_results if name in results.tasks}
-        for text in _notes_on_items(records):
-            tasks_of.setdefault(("", text), []).append(name)
-        different = _asked_differently(records)
-        if different:
-            base = next(iter(records))
-            text = f"{', '.join(different)} not asked the same as {base}; these numbers do not compare"
-            tasks_of.setdefault((WARNING, text), []).append(name)
+    # Collect the notes on each task, and the tasks of each note.
+    tasks_of_note: dict[tuple[str, str], list[str]] = {}
+    """(beginning of the line, note) -> the tasks that it is about."""
+    for task in records_by_task(all_results):
+        records = {results.model: results.tasks[task] for results in all_results if task in results.tasks}
+        for note in _notes_on_items(records):
+            tasks_of_note.setdefault(("", note), []).append(task)
 
+        models_asked_differently = _asked_differently(records)
+        if models_asked_differently:
+            first_model = next(iter(records))
+            differing = ", ".join(models_asked_differently)
+            note = f"{differing} not asked the same as {first_model}; these numbers do not compare"
+            tasks_of_note.setdefault((WARNING, note), []).append(task)
+
+    # Write each note once.
     lines: list[str] = []
-    for (beginning, text), names in tasks_of.items():
-        task_names = ", ".join(names)
-        if len(names) > MAX_NAMED_TASKS:
-            task_names = f"{len(names)} tasks, {names[0]} the first"
-        lines.append(f"{beginning}{task_names}: {text}")
+    for (beginning, note), tasks in tasks_of_note.items():
+        task_names = ", ".join(tasks)
+        if len(tasks) > MAX_NAMED_TASKS:
+            task_names = f"{len(tasks)} tasks, {tasks[0]} the first"
+        lines.append(f"{beginning}{task_names}: {note}")
 
-    kinds_of_numbers = {is_accuracy(record) for results in all_results for record in results.tasks.values()}
-    if len(kinds_of_numbers) == 2:
+    # Add notes on the average.
+    all_records = [record for results in all_results for record in results.tasks.values()]
+    num_accuracies = sum(is_accuracy(record) for record in all_records)
+    has_both_metrics = 0 < num_accuracies < len(all_records)
+    if has_both_metrics:
         lines.append("the average is of the accuracies")
     averaged_tasks = {tuple(sorted(results.averaged)) for results in all_results}
     if len(averaged_tasks) > 1:
@@ -236,13 +273,13 @@ def _notes_on_items(records: Mapping[str, Record]) -> list[str]:
     """Return notes on one task's irregularities, such as skipped items, cut contexts or ties.
 
     `records` maps each model to its record of the task. A note that does not hold for all models ends with the names of
-    those that it holds for, such as "3 with a tie for the best (base)".
+    those that it holds for, such as "3 that repeat a choice, of 100 items (base)".
     """
-    models_of: dict[str, list[str]] = {}
+    models_of_note: dict[str, list[str]] = {}
     for model, record in records.items():
-        for text in _describe_irregularities(record):
-            models_of.setdefault(text, []).append(model)
-    return [f"{text}{name_models_unless_all(models, len(records))}" for text, models in models_of.items()]
+        for note in _describe_irregularities(record):
+            models_of_note.setdefault(note, []).append(model)
+    return [f"{note}{name_models_unless_all(models, len(records))}" for note, models in models_of_note.items()]
 
 
 def _asked_differently(records: Mapping[str, Record]) -> list[str]:
@@ -250,23 +287,30 @@ def _asked_differently(records: Mapping[str, Record]) -> list[str]:
 
     `records` maps each model to its record of one task. Fingerprints of questions and settings are compared.
     """
-    fingerprints = {model: record.get("fingerprint") for model, record in records.items()}
-    first = next(iter(fingerprints.values()))
-    return [model for model, fingerprint in fingerprints.items() if fingerprint != first]
+    fingerprint_of_model = {model: record.get("fingerprint") for model, record in records.items()}
+    first_fingerprint = next(iter(fingerprint_of_model.values()))
+    return [model for model, fingerprint in fingerprint_of_model.items() if fingerprint != first_fingerprint]
 
 
 def _describe_irregularities(record: Record) -> Iterator[str]:
-    """Yield a note for each kind of irregularity in a task's record, such as skipped items or a limit."""
+    """Yield a note for each kind of irregularity in one model's record of a task.
+
+    They are about items that count in another way than a reader expects, items or text that are left out, and standard
+    errors or scores that mean less than others.
+    """
     num_items = f"{record['n']:,}"
-    for key, text in IRREGULAR_ITEMS.items():
-        count = record.get(key)
-        if count:
-            yield f"{text.format(f'{count:,}')}, of {num_items} items"
+    for key, note in IRREGULAR_ITEMS.items():
+        num_irregular = record.get(key)
+        if num_irregular:
+            yield f"{note.format(f'{num_irregular:,}')}, of {num_items} items"
+
+    # Name items or text that the scores leave out.
     if lost_text_fraction(record):
         yield f"bits per byte leave out text that its tokenizer loses: {describe_lost_text(record['lost_text'])}"
-    for reason, count in (record.get("skipped") or {}).items():
-        yield f"{count:,} skipped ({reason}); {num_items} asked"
+    for reason, num_skipped in (record.get("skipped") or {}).items():
+        yield f"{num_skipped:,} skipped ({reason}); {num_items} asked"
 
+    # Name facts that limit what standard errors and scores mean.
     num_clusters = record.get("num_clusters")
     if num_clusters:
         yield f"{num_items} items in {num_clusters:,} clusters, which its standard error counts"
@@ -292,9 +336,9 @@ class Gauntlet(NamedTuple):
     """A model's scores in a gauntlet."""
 
     scores: dict[str, Composite]
-    """Categories, then averages."""
+    """Name of a category or an average -> its score. Categories come first."""
     missing: dict[str, list[str]]
-    """Category that is left out -> the tasks that it lacks."""
+    """Category that is left out -> the tasks that the model lacks."""
 
 
 class _Part(NamedTuple):
@@ -309,27 +353,33 @@ class _Part(NamedTuple):
 
 
 def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
-    """Compute a model's scores in a gauntlet. `tasks` maps names such as `arc_easy/3-shot` to the model's records.
+    """Compute a model's scores in a gauntlet.
+
+    config: the categories with their tasks, the averages, and how tasks are weighted and rescaled.
+    tasks: the model's records by task, such as "arc_easy/3-shot".
 
     A task's score is its accuracy a above the baseline b of guessing, relative to the best possible: (a - b) / (1 - b).
-    A category is the weighted mean of its tasks, and an average is the mean of its categories. As in LLM Foundry, a
-    category is left out if the model lacks one of its tasks, and an average if none of its categories is left.
+    With baseline 0.25, accuracy 0.7 has the score 0.6. A category is the weighted mean of its tasks, and an average is
+    the mean of its categories. As in LLM Foundry, a category is left out if the model lacks one of its tasks, and an
+    average if none of its categories is left.
     """
-    parts: dict[str, list[_Part]] = {}
+    # Collect the tasks' parts in the score of each category that the model has.
+    parts_of_category: dict[str, list[_Part]] = {}
     missing: dict[str, list[str]] = {}
     for category in config.categories:
-        absent = _missing_tasks(category, tasks)
-        if absent:
-            missing[category.name] = absent
+        missing_tasks = _missing_tasks(category, tasks)
+        if missing_tasks:
+            missing[category.name] = missing_tasks
         else:
-            parts[category.name] = _parts_of(config, category, tasks)
+            parts_of_category[category.name] = _parts_of(config, category, tasks)
 
-    composites = {name: [name] for name in parts} | averages_of(config)
+    # Compute the scores. A category is treated as an average of itself alone.
+    categories_of_score = {category: [category] for category in parts_of_category} | averages_of(config)
     scores: dict[str, Composite] = {}
-    for name, categories in composites.items():
-        present = [parts[category] for category in parts if category in categories]
-        if present:
-            scores[name] = _mean_of_categories(present)
+    for name, categories in categories_of_score.items():
+        present_parts = [parts for category, parts in parts_of_category.items() if category in categories]
+        if present_parts:
+            scores[name] = _mean_of_categories(present_parts)
     return Gauntlet(scores, missing)
 
 
@@ -339,7 +389,7 @@ def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
 
 
 def _missing_tasks(category: Category, tasks: Mapping[str, Record]) -> list[str]:
-    """Return the tasks of a category that have no accuracy."""
+    """Return the tasks of a category for which a model has no accuracy. `tasks` has the model's records."""
     missing: list[str] = []
     for benchmark in category.benchmarks:
         record = tasks.get(benchmark.task)
@@ -356,21 +406,32 @@ def _parts_of(config: GauntletConfig, category: Category, tasks: Mapping[str, Re
 
 
 def _score_part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
-    """Return a task's part in its category's score. The weights of a category do not add up to 1 yet."""
-    chance = benchmark.random_baseline if config.subtract_random_baseline else 0.0
+    """Return a task's part in its category's score, with a weight that is not normalised yet.
+
+    The score is the task's accuracy, less the baseline of guessing and rescaled, as far as the configuration asks for
+    it. The weight is 1, the number of items, or its logarithm.
+    """
+    # Subtracting the baseline makes guessing 0, and rescaling makes a perfect score 1.
+    baseline = benchmark.random_baseline if config.subtract_random_baseline else 0.0
     scale = 1.0 / (1.0 - benchmark.random_baseline) if config.rescale_accuracy else 1.0
-    weights = {"EQUAL": 1.0, "SAMPLE_SZ": record["n"], "LOG_SAMPLE_SZ": max(math.log2(record["n"]), 1.0)}
+
+    # The names are LLM Foundry's.
+    num_items = record["n"]
+    weights = {"EQUAL": 1.0, "SAMPLE_SZ": num_items, "LOG_SAMPLE_SZ": max(math.log2(num_items), 1.0)}
     score, error = score_of(record)
     return _Part(
         weight=weights[config.weighting],
-        score=(score - chance) * scale,
+        score=(score - baseline) * scale,
         error=(error or 0.0) * scale,
         data=record["data_fingerprint"],
     )
 
 
 def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
-    """Return the mean of several categories' scores with its standard error. Categories count equally."""
+    """Return the mean of several categories' scores, with its standard error.
+
+    Each category is given as the parts of its tasks, whose weights add up to 1. Categories count equally.
+    """
     parts = [part for category in categories for part in category]
     score = sum(part.weight * part.score for part in parts)
     error = error_of_sum((part.data, part.weight * part.error) for part in parts)
@@ -380,32 +441,43 @@ def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
 def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
     """Return the table of a gauntlet: a row for each model, a column for each category and average that any model has.
 
-    A note names each category that is left out, with the tasks that are missing.
+    A cell is empty if the model lacks the category. A note names each category that is left out, the tasks that are
+    missing, and the models, unless it is left out for all of them.
     """
-    gauntlets = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
-    names: list[str] = []
-    for name in [*(category.name for category in config.categories), *averages_of(config)]:
-        if any(name in gauntlet.scores for gauntlet in gauntlets.values()):
-            names.append(name)
+    gauntlet_of_model = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
 
+    # Choose the columns: the categories, then the averages, as far as any model has them.
+    category_names = [category.name for category in config.categories]
+    columns: list[str] = []
+    for name in [*category_names, *averages_of(config)]:
+        if any(name in gauntlet.scores for gauntlet in gauntlet_of_model.values()):
+            columns.append(name)
+
+    # Fill the rows, and collect the models that each note is about.
     rows: list[Row] = []
-    models_of: dict[str, list[str]] = {}
-    for model, gauntlet in gauntlets.items():
-        scores = [gauntlet.scores.get(name) for name in names]
-        rows.append(Row(model, [Cell() if score is None else format_cell(*score) for score in scores]))
-        for category, missing in gauntlet.missing.items():
-            text = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(missing)}"
-            models_of.setdefault(text, []).append(model)
+    models_of_note: dict[str, list[str]] = {}
+    for model, gauntlet in gauntlet_of_model.items():
+        cells: list[Cell] = []
+        for name in columns:
+            composite = gauntlet.scores.get(name)
+            cells.append(Cell() if composite is None else format_cell(composite.score, composite.error))
+        rows.append(Row(model, cells))
+
+        for category, missing_tasks in gauntlet.missing.items():
+            note = f"eval gauntlet: {category} is left out: no accuracy of {', '.join(missing_tasks)}"
+            models_of_note.setdefault(note, []).append(model)
+
+    num_models = len(gauntlet_of_model)
     return Scores(
         title="eval gauntlet: share of what is left above chance ± standard error",
-        columns={name: name.replace("_", "\n") for name in names},
+        columns={name: name.replace("_", "\n") for name in columns},
         rows=rows,
-        notes=[f"{text}{name_models_unless_all(models, len(gauntlets))}" for text, models in models_of.items()],
+        notes=[f"{note}{name_models_unless_all(models, num_models)}" for note, models in models_of_note.items()],
     )
 
 
 def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
-    """Write table.md and table.csv; with a gauntlet gauntlet.md and gauntlet.csv too. Returns the files."""
+    """Write table.md and table.csv, and with a gauntlet also gauntlet.md and gauntlet.csv, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = results_table(all_results).write(folder / "table")
     if gauntlet:

@@ -37,6 +37,7 @@ def read_rows(config: TaskConfig) -> list[Row]:
     With the setting `strip_dataset`, texts have no white space around them. Raises DataError if the file cannot be read
     or if any row lacks what the task's type needs, and EmptyTaskError if there are no rows.
     """
+    # Read the rows. A companion reads data sets of the Hub.
     source = config.dataset_uri
     if source.startswith("hf://"):
         read_hub = companions.load("llmfoundry_formats.hub_tasks:read_hub", f"{config.label}: {source}")
@@ -46,6 +47,7 @@ def read_rows(config: TaskConfig) -> list[Row]:
     if not rows:
         raise EmptyTaskError(f"{config.label}: {source} has no rows")
 
+    # Check the rows before their texts are stripped, so that errors show them as the file has them.
     for number, row in enumerate(rows, start=1):
         _check_row(row, config, f"{config.label}: {source}, line {number}")
     return [strip_row(row) for row in rows] if config.strip_dataset else rows
