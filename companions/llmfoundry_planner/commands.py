@@ -1,4 +1,9 @@
-"""`llmfoundry-lite plan` and `fabric`: what a run and a network would take."""
+"""Command lines of `llmfoundry-lite plan`, `fabric` and `rehearse`.
+
+This file has the options and their help, and refuses options that contradict each other. Each command imports the
+module that does the work when it runs, so that `llmfoundry-lite --help` stays quick: `plan/plan.py` and
+`plan/report.py`, `plan/fabric.py`, and `rehearse/rehearse.py`.
+"""
 
 import inspect
 import json
@@ -17,11 +22,12 @@ if TYPE_CHECKING:
     from llmfoundry_planner.plan.plan import Plan
 
 DEFAULT_WAN_GIGABITS = 10.0
+"""Bandwidth between two clusters in Gbit/s, if `--wan` does not say it."""
 
 
 @dataclass(slots=True)
 class PlanOptions:
-    """Arguments of `plan`."""
+    """Values of the options of `plan`. Each field is one option, and its annotation has the help."""
 
     arguments: Annotated[
         list[str] | None,
@@ -88,27 +94,37 @@ class PlanOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False
 
 
-def takes(options: type) -> Callable[[Callable[[typer.Context, Any], None]], Callable[..., None]]:
-    """Decorate a function of a context and `options` as a command that has the dataclass's fields as parameters."""
+def command_with_options(
+    options_class: type,
+) -> Callable[[Callable[[typer.Context, Any], None]], Callable[..., None]]:
+    """Decorate a function of `(context, options)` so that typer sees each field of a dataclass as an option.
+
+    Typer reads a command's options from the signature of its function. Twenty options are easier to pass on as one
+    object, so the decorated function takes an instance of `options_class`, and the command that typer sees has a
+    keyword parameter for each of its fields, with the field's annotation and default.
+    """
 
     def decorate(function: Callable[[typer.Context, Any], None]) -> Callable[..., None]:
-        def command(context: typer.Context, **values: Any) -> None:
-            function(context, options(**values))
+        def command(context: typer.Context, **option_values: Any) -> None:
+            function(context, options_class(**option_values))
 
-        hints = {"context": typer.Context, **get_type_hints(options, include_extras=True)}
-        command.__annotations__, command.__doc__ = hints, function.__doc__
-        kind = inspect.Parameter.KEYWORD_ONLY
-        given = inspect.signature(options).parameters.values()
-        parameters = [one.replace(annotation=hints[one.name], kind=kind) for one in given]
-        parameters.insert(0, inspect.Parameter("context", kind, annotation=typer.Context))
+        annotations = {"context": typer.Context, **get_type_hints(options_class, include_extras=True)}
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        for parameter in inspect.signature(options_class).parameters.values():
+            parameters.append(
+                parameter.replace(annotation=annotations[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            )
+
+        command.__doc__ = function.__doc__  # typer prints it as the command's help
+        command.__annotations__ = annotations
         command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
         return command
 
     return decorate
 
 
-@takes(PlanOptions)
-def plan_command(context: typer.Context, given: PlanOptions) -> None:
+@command_with_options(PlanOptions)
+def plan_command(context: typer.Context, options: PlanOptions) -> None:
     """Predict memory, speed, days and cost of a run. Starts nothing and needs none of the hardware.
 
     Tries every way to divide the devices. Layout 1 takes the least memory among those within 1 % of the fastest; the
@@ -119,99 +135,134 @@ def plan_command(context: typer.Context, given: PlanOptions) -> None:
     from llmfoundry_planner.plan.plan import parse_cluster
     from llmfoundry_planner.plan.report import describe_plans, plan_facts
 
-    if given.check is not None:
+    if options.check is not None:
         from llmfoundry_planner.plan.check import check_run
 
         refuse_conflicting(context, "--check", "a finished run says all of it itself")
-        print(printable(check_run(given.check), keep="\n"))
+        print(printable(check_run(options.check), keep="\n"))
         return
-    if "cpu" in given.hardware.lower().split(","):
+
+    if "cpu" in options.hardware.lower().split(","):
         raise ConfigError("--hardware: cpu given, which no table has; `init DATA --hours 8` measures this machine")
-    if not (given.arguments and given.hardware and given.devices):
+    if not (options.arguments and options.hardware and options.devices):
         raise ConfigError("plan: expected RUN.yaml, --hardware and --devices, or --check RUN; see plan --help")
-    check_options(given)
-    clusters = [(name, number) for name in given.hardware.split(",") for number in parse_counts(given.devices)]
-    second = parse_cluster(given.join) if given.join else None
-    if given.join and given.as_json:
+    check_options(options)
+
+    # Several devices and several counts mean every combination of them.
+    device_counts = parse_counts(options.devices)
+    clusters = [(name, num_devices) for name in options.hardware.split(",") for num_devices in device_counts]
+    joined_cluster = parse_cluster(options.join) if options.join else None
+    if options.join and options.as_json:
         raise ConfigError("--join prints a sentence, not JSON; leave out --json")
+
     if len(clusters) == 1:
-        print_plan(given, plan_on(given, *clusters[0]), second)
-    if given.join or given.write:
-        raise ConfigError("--join and --write need one --hardware and one number of --devices")
-    plans = [plan_on(given, name, number) for name, number in clusters]
-    print(json.dumps([plan_facts(plan) for plan in plans], indent=1) if given.as_json else describe_plans(plans))
-    raise typer.Exit(EXIT_DONE if any(plan.candidates for plan in plans) else EXIT_USER)
+        plans = [plan_cluster(options, *clusters[0])]
+        print_plan(options, plans[0], joined_cluster)
+    else:
+        if options.join or options.write:
+            raise ConfigError("--join and --write need one --hardware and one number of --devices")
+        plans = [plan_cluster(options, name, num_devices) for name, num_devices in clusters]
+        if options.as_json:
+            print(json.dumps([plan_facts(plan) for plan in plans], indent=1))
+        else:
+            print(describe_plans(plans))
+
+    has_fitting_layout = any(plan.candidates for plan in plans)
+    raise typer.Exit(EXIT_DONE if has_fitting_layout else EXIT_USER)
 
 
-def check_options(given: PlanOptions) -> None:
-    """Raise ConfigError for an option that needs another, and for numbers that are not finite."""
+def check_options(options: PlanOptions) -> None:
+    """Raise ConfigError if an option lacks another one that gives it a meaning, or if a number is infinite or NaN."""
     from llmfoundry_lite.errors import ConfigError
 
-    for option, value, needs, other in (
-        ("--schedule", given.schedule, "--pipeline", given.pipeline),
-        ("--virtual", given.virtual, "--pipeline", given.pipeline),
-        ("--wan", given.wan, "--join", given.join),
+    for option, value, needed_option, needed_value in (
+        ("--schedule", options.schedule, "--pipeline", options.pipeline),
+        ("--virtual", options.virtual, "--pipeline", options.pipeline),
+        ("--wan", options.wan, "--join", options.join),
     ):
-        if value is not None and other is None:
-            raise ConfigError(f"{option}: {value} given, which needs {needs}")
+        if value is not None and needed_value is None:
+            raise ConfigError(f"{option}: {value} given, which needs {needed_option}")
+
+    # Typer checks the smallest value of these, which inf and nan pass.
     for option in ("link", "adapter", "price", "mtbf", "stall", "wan"):
-        value = getattr(given, option)
+        value = getattr(options, option)
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{option}: {value} given, expected a finite number")
 
 
-def plan_on(given: PlanOptions, name: str, num_devices: int) -> "Plan":
+def plan_cluster(options: PlanOptions, hardware_name: str, num_devices: int) -> "Plan":
+    """Plan the run of the command line on a number of devices of the hardware table, with the user's own numbers.
+
+    `options.arguments` must have been given. Raises ConfigError and DataError for whatever cannot be planned.
+    """
     from llmfoundry_lite.config.sharding_schema import PipelineConfig
     from llmfoundry_planner.plan.plan import DEVICE_HOURS_BETWEEN_FAILURES, hardware_named, make_plan
 
-    assert given.arguments is not None
-    batch = [] if given.samples is None else [f"global_train_batch_size={given.samples * num_devices}"]
-    stages = None
-    if given.pipeline:
-        stages = PipelineConfig(
-            pipeline_parallel_degree=given.pipeline, schedule=given.schedule or "1f1b", virtual_stages=given.virtual
+    assert options.arguments is not None
+    arguments = list(options.arguments)
+    if options.samples is not None:
+        arguments.append(f"global_train_batch_size={options.samples * num_devices}")
+
+    pipeline = None
+    if options.pipeline:
+        pipeline = PipelineConfig(
+            pipeline_parallel_degree=options.pipeline,
+            schedule=options.schedule or "1f1b",
+            virtual_stages=options.virtual,
         )
+
     hardware = hardware_named(
-        name,
-        per_node=given.per_node,
-        link_gigabytes=given.link,
-        adapter_gigabits=given.adapter,
-        products_efficiency=given.efficiency,
-        measured=[Path(name) for name in given.calibrate.split(",") if name],
+        hardware_name,
+        per_node=options.per_node,
+        link_gigabytes=options.link,
+        adapter_gigabits=options.adapter,
+        products_efficiency=options.efficiency,
+        measured=[Path(report) for report in options.calibrate.split(",") if report],
     )
     return make_plan(
-        [*given.arguments, *batch],
+        arguments,
         hardware,
         num_devices,
-        pipeline=stages,
-        num_tokens=given.tokens,
-        dollars_per_device_hour=given.price,
-        device_hours_between_failures=given.mtbf or DEVICE_HOURS_BETWEEN_FAILURES,
-        stall_seconds=given.stall,
+        pipeline=pipeline,
+        num_tokens=options.tokens,
+        dollars_per_device_hour=options.price,
+        device_hours_between_failures=options.mtbf or DEVICE_HOURS_BETWEEN_FAILURES,
+        stall_seconds=options.stall,
     )
 
 
-def print_plan(given: PlanOptions, plan: "Plan", second_cluster: tuple[str, int] | None) -> None:
-    """Print one plan and exit. Refuses what cannot be done before anything is printed."""
-    from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER
+def print_plan(options: PlanOptions, plan: "Plan", joined_cluster: tuple[str, int] | None) -> None:
+    """Print one plan as text or JSON, and write its first layout to `--write`.
+
+    `joined_cluster`: name of the hardware and number of devices of the cluster of `--join`, which is planned too and
+    whose prediction follows the plan.
+
+    Raises ConfigError, before anything is printed, if the second cluster cannot be planned or the file cannot be
+    written. If no layout fits, `--join` and `--write` raise it after the plan, which gives the reasons.
+    """
     from llmfoundry_planner.plan.join import describe_joined, join
     from llmfoundry_planner.plan.plan import hardware_named, make_plan, write_overlay
     from llmfoundry_planner.plan.report import describe_plan, plan_facts
 
-    assert given.arguments is not None
-    second = None
-    if second_cluster is not None:
-        batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
-        name, num_devices = second_cluster
-        second = make_plan([*given.arguments, batch], hardware_named(name), num_devices)
-    if given.write is not None and plan.candidates:
-        write_overlay(plan, given.write)
-    print(json.dumps(plan_facts(plan), indent=1) if given.as_json else describe_plan(plan, given.top))
-    if second is not None:
-        print(describe_joined(second, join(plan, second), given.wan or DEFAULT_WAN_GIGABITS))
-    if given.write is not None and not plan.candidates:
-        write_overlay(plan, given.write)
-    raise typer.Exit(EXIT_DONE if plan.candidates else EXIT_USER)
+    assert options.arguments is not None
+    joined_plan = None
+    if joined_cluster is not None:
+        hardware_name, num_devices = joined_cluster
+        # The clusters share each batch, so the second one plans the same batch, whatever --samples made of it.
+        same_batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
+        joined_plan = make_plan([*options.arguments, same_batch], hardware_named(hardware_name), num_devices)
+    if options.write is not None and plan.candidates:
+        write_overlay(plan, options.write)
+
+    if options.as_json:
+        print(json.dumps(plan_facts(plan), indent=1))
+    else:
+        print(describe_plan(plan, options.top))
+    if joined_plan is not None:
+        link_gigabits = options.wan or DEFAULT_WAN_GIGABITS
+        print(describe_joined(joined_plan, join(plan, joined_plan), link_gigabits))
+    if options.write is not None and not plan.candidates:
+        write_overlay(plan, options.write)  # raises the error for a plan without layouts
 
 
 def fabric_command(
@@ -235,11 +286,12 @@ def fabric_command(
 
     if not math.isfinite(message):
         raise ConfigError(f"--message: {message} given, expected MiB, such as 186")
-    if nodes * per_node == 1:
+    has_one_device = nodes * per_node == 1
+    if has_one_device:
         raise ConfigError("--nodes: 1 device has nothing to exchange, expected 2 or more in all nodes")
     if ports % 2:
         raise ConfigError(f"--ports: {ports} given, expected an even number: half of a switch's ports go up")
-    text = describe(
+    description = describe(
         nodes,
         storage,
         per_node=per_node,
@@ -249,7 +301,7 @@ def fabric_command(
         switch_watts=switch_watts,
         message_bytes=message * MIB,
     )
-    print(text)
+    print(description)
 
 
 def rehearse_command(
@@ -288,7 +340,7 @@ def rehearse_command(
         refuse_conflicting(context, "--search", "it rehearses one rank, for two batches", only=("all_kinds", "batches"))
     if rank is not None:
         refuse_conflicting(context, "--rank", "it is the only one that is rehearsed", only=("all_kinds",))
-    code = rehearse(
+    exit_code = rehearse(
         arguments,
         num_devices=devices,
         per_node=per_node,
@@ -298,4 +350,4 @@ def rehearse_command(
         hardware=hardware,
         searches=searches,
     )
-    raise typer.Exit(code)
+    raise typer.Exit(exit_code)

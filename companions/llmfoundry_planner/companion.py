@@ -1,4 +1,4 @@
-"""Commands of the planner."""
+"""What the planner adds to the command line. The core reads this at every start, so it imports nothing heavy."""
 
 from llmfoundry_lite.companions import Companion
 

@@ -1,4 +1,10 @@
-"""Search for the layout that trains a run fastest: tries every layout, and keeps the reason for each rejected one."""
+"""Search for the layout that trains a run fastest. No torch.
+
+`search_layouts` is the entry. It lists every layout of the devices (`layouts_of`), has the run's own checks refuse
+those that a launch would refuse, and for each of the others looks for the microbatch size and the activation
+checkpointing that are fastest within the device's memory (`_Trial`). Layouts that do not make it are kept with the
+reason. Times come from `step.py`, memory from `llmfoundry_lite.estimate`.
+"""
 
 import bisect
 import functools
@@ -22,88 +28,118 @@ from llmfoundry_planner.plan.cost import save_seconds
 from llmfoundry_planner.plan.step import Hardware, StepTime, step_time
 
 CONTEXT_BYTES = 1 * GIB
-"""The device's context, libraries and communication buffers, which `plan.memory` leaves out."""
+"""The device's context, libraries and communication buffers, which the estimate of a run's memory leaves out."""
 CHECKPOINTING = (False, "selective", True)
+"""Values of `activation_checkpointing`: the more memory first."""
 MAX_DEVICES = 65_536
+"""Largest number of devices that is tried for a run that does not fit."""
 MAX_STAGES = 64
+"""Most pipeline stages that are tried."""
 SLOW = 1.1
-"""A layout whose time over the fastest's is more than this is rejected without a search of its microbatch."""
+"""A layout that takes more than this multiple of the fastest one's time is rejected, whatever its microbatch."""
 AS_FAST = 0.01
 """Relative difference below which two times count as equal: the model of a step is not more exact."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Candidate:
-    """A layout that fits, with its best microbatch and checkpointing."""
+    """A layout that fits, with its best microbatch size and activation checkpointing."""
 
     layout: Layout
     config: TrainConfig
-    """The run, divided so."""
+    """The run with the settings of this layout."""
     memory: MemoryEstimate
     time: StepTime
     mfu: float
 
     @property
     def strategy(self) -> str:
+        """FSDP's sharding strategy, such as FULL_SHARD."""
         return self.config.sharding.sharding_strategy
 
     @property
     def microbatch_size(self) -> int:
+        """Samples that a data rank computes at a time."""
         assert isinstance(self.config.device_train_microbatch_size, int)
         return self.config.device_train_microbatch_size
 
     @property
     def recomputed(self) -> bool | str:
+        """Activation checkpointing: which blocks are computed again. One of CHECKPOINTING."""
         return self.config.sharding.activation_checkpointing
 
     def overlay(self, run: TrainConfig) -> dict[str, Any]:
-        """Return keys that give the run this layout, and null for the run's keys that contradict it."""
-        layout, config, pipeline = self.layout, self.config, self.config.pipeline
-        fsdp: dict[str, Any] = {"sharding_strategy": self.strategy}
-        if self.strategy == "HYBRID_SHARD":
-            fsdp["data_parallel_shard_degree"] = layout.shard
-        elif run.sharding.data_parallel_shard_degree is not None:
-            fsdp["data_parallel_shard_degree"] = None
-        fsdp["activation_checkpointing"] = self.recomputed
-        unset = ("activation_checkpointing_reentrant", "activation_cpu_offload")
-        fsdp |= {key: False for key in unset if getattr(run.sharding, key)}
+        """Return the keys of a YAML that gives `run` this layout when it follows the run's own YAML.
+
+        Keys of the run that contradict the layout are overridden by null or false. Other keys of the run that this
+        layout does not need are left out.
+        """
+        layout = self.layout
         keys: dict[str, Any] = {
             "overlay": "hardware",
             "device_train_microbatch_size": self.microbatch_size,
-            "fsdp_config": fsdp,
+            "fsdp_config": self._sharding_overlay(run),
         }
+
         if layout.tensor > 1:
             keys["tp_config"] = {"tensor_parallel_degree": layout.tensor}
-            if config.sequence_parallel or run.tp_config is not None:
-                keys["tp_config"]["sequence_parallel"] = config.sequence_parallel
+            if self.config.sequence_parallel or run.tp_config is not None:
+                keys["tp_config"]["sequence_parallel"] = self.config.sequence_parallel
         elif run.tp_config is not None:
             keys["tp_config"] = None
+
         if layout.context > 1:
-            keys["cp_config"] = asdict(config.context)
+            keys["cp_config"] = asdict(self.config.context)
+
         if layout.pipeline > 1:
-            blocks = pipeline.blocks
-            keys["pp_config"] = {
-                "pipeline_parallel_degree": layout.pipeline,
-                "schedule": pipeline.schedule,
-                "virtual_stages": pipeline.num_runs,
-                **({} if blocks is None else {"blocks": list(blocks)}),
-            }
-            unset = ("num_microbatches", *(["blocks"] if blocks is None else []))
-            keys["pp_config"] |= {key: None for key in unset if getattr(run.pp_config, key, None) is not None}
+            keys["pp_config"] = self._pipeline_overlay(run)
         elif run.pipeline.pipeline_parallel_degree > 1:
             keys["pp_config"] = None
+        return keys
+
+    def _sharding_overlay(self, run: TrainConfig) -> dict[str, Any]:
+        """Return the keys of `fsdp_config` for `overlay`."""
+        keys: dict[str, Any] = {"sharding_strategy": self.strategy}
+        if self.strategy == "HYBRID_SHARD":
+            keys["data_parallel_shard_degree"] = self.layout.shard
+        elif run.sharding.data_parallel_shard_degree is not None:
+            keys["data_parallel_shard_degree"] = None
+        keys["activation_checkpointing"] = self.recomputed
+        for key in ("activation_checkpointing_reentrant", "activation_cpu_offload"):
+            if getattr(run.sharding, key):
+                keys[key] = False
+        return keys
+
+    def _pipeline_overlay(self, run: TrainConfig) -> dict[str, Any]:
+        """Return the keys of `pp_config` for `overlay`, for a layout of several stages."""
+        pipeline = self.config.pipeline
+        keys: dict[str, Any] = {
+            "pipeline_parallel_degree": self.layout.pipeline,
+            "schedule": pipeline.schedule,
+            "virtual_stages": pipeline.num_runs,
+        }
+        keys_to_unset = ["num_microbatches"]
+        if pipeline.blocks is None:
+            keys_to_unset.append("blocks")
+        else:
+            keys["blocks"] = list(pipeline.blocks)
+        for key in keys_to_unset:
+            if getattr(run.pp_config, key, None) is not None:
+                keys[key] = None
         return keys
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rejected:
+    """A layout that does not do, and why."""
+
     layout: Layout
     strategy: str
     reason: str
     needed: int = 0
-    """Bytes, if memory is the reason."""
+    """Bytes that it needs, if memory is the reason; else 0."""
     slower: float = 0.0
-    """Time over the fastest's, if that is the reason."""
+    """Its time as a multiple of the fastest layout's, if that is the reason; else 0."""
 
 
 def search_layouts(
@@ -113,107 +149,160 @@ def search_layouts(
     pipeline: PipelineConfig | None = None,
     stall_seconds: float | None = None,
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """Return the layouts that fit, the fastest first, each with its best microbatch and checkpointing; and the rest.
+    """Try every layout of the devices. Return those that fit, the best one first, and those that do not.
 
-    The first takes the least memory among those that are as fast as the fastest. Stages and parts of a sample are
-    searched if neither `pipeline` nor the run says how many. `stall_seconds`: time that a save stalls training; by
-    default, the time to copy a device's state. Raises ConfigError if the hardware has no peak for the run's precision.
+    The first candidate takes the least memory among those that are within AS_FAST of the fastest. The others follow,
+    fastest first.
+
+    pipeline: stages to use. If it is None, those of the run, or if the run has none, every number up to MAX_STAGES.
+        Context parallelism is tried in every degree in the same way unless the run has `cp_config`.
+    stall_seconds: time for which a save stalls training. None: the time to copy a device's state to its host.
+
+    Raises ConfigError if the hardware has no peak for the run's precision.
     """
     pipeline = pipeline or config.pp_config
-    stages = [degree for degree in divisors(num_devices) if degree <= min(MAX_STAGES, config.model.n_layers)]
     if pipeline is not None:
-        stages = [pipeline.pipeline_parallel_degree]
+        pipeline_degrees = [pipeline.pipeline_parallel_degree]
+    else:
+        max_stages = min(MAX_STAGES, config.model.n_layers)
+        pipeline_degrees = [degree for degree in divisors(num_devices) if degree <= max_stages]
+
     node_size = hardware.node.num_devices
-    parts = divisors(min(node_size, num_devices))
     if config.cp_config is not None:
-        parts = [config.context.context_parallel_degree]
+        context_degrees = [config.context.context_parallel_degree]
+    else:
+        context_degrees = divisors(min(node_size, num_devices))
+
+    # Many layouts differ in shards and copies alone, for which the run's configuration is the same.
+    configure = functools.cache(functools.partial(_configure, config, pipeline))
     rejected: list[Rejected] = []
     trials: list[tuple[float, _Trial]] = []
-    divide = functools.cache(functools.partial(_divide, config, pipeline))
-    for layout, strategy in layouts_of(num_devices, node_size, stages, parts):
-        divided = divide(layout.pipeline, layout.context, layout.tensor, strategy)
-        trial = _prepare(divided, layout, strategy, hardware)
+    for layout, strategy in layouts_of(num_devices, node_size, pipeline_degrees, context_degrees):
+        configured = configure(layout.pipeline, layout.context, layout.tensor, strategy)
+        trial = _prepare_trial(configured, layout, strategy, hardware)
         if isinstance(trial, Rejected):
             rejected.append(trial)
         else:
             trials.append((trial.least_seconds(), trial))
+
+    # The most promising layouts come first, so that slow ones are rejected without a search of their microbatch.
+    trials.sort(key=lambda least_seconds_and_trial: least_seconds_and_trial[0])
     candidates: list[Candidate] = []
-    for least, trial in sorted(trials, key=lambda pair: pair[0]):
-        fastest = min((c.time.seconds for c in candidates), default=math.inf)
-        found = trial.find_best(least, fastest, stall_seconds)
-        if isinstance(found, Rejected):
-            rejected.append(found)
+    for least_seconds, trial in trials:
+        fastest_seconds = min((candidate.time.seconds for candidate in candidates), default=math.inf)
+        result = trial.find_best(least_seconds, fastest_seconds, stall_seconds)
+        if isinstance(result, Rejected):
+            rejected.append(result)
         else:
-            candidates.append(found)
-    candidates.sort(key=lambda c: (c.time.seconds, c.layout.tensor))
+            candidates.append(result)
+
+    candidates.sort(key=lambda candidate: (candidate.time.seconds, candidate.layout.tensor))
     if candidates:
-        best = min(_as_fast_as(candidates), key=lambda c: c.memory.total_bytes)
+        best = min(_as_fast_as_fastest(candidates), key=lambda candidate: candidate.memory.total_bytes)
         candidates.remove(best)
         candidates.insert(0, best)
     return candidates, rejected
 
 
-def _divide(
-    config: TrainConfig, stages: PipelineConfig | None, pipeline: int, context: int, tensor: int, strategy: str
+def _configure(
+    config: TrainConfig,
+    pipeline: PipelineConfig | None,
+    pipeline_degree: int,
+    context_degree: int,
+    tensor_degree: int,
+    strategy: str,
 ) -> TrainConfig | str:
-    """Return the run with these degrees, or the error with which a launch refuses it."""
-    model = config.model
-    divided = replace(
+    """Return the run with these degrees and this sharding strategy, or the error with which a launch refuses it.
+
+    pipeline: schedule and blocks of the stages; None: the default schedule.
+
+    Microbatch size and activation checkpointing are left open, because the search finds them later.
+    """
+    # The search sets the microbatch size later. Islands refuse a run without one, so they get `auto` until then.
+    microbatch_size = None if config.trains_alone else "auto"
+    sharding = replace(
+        config.sharding,
+        sharding_strategy=strategy,
+        data_parallel_shard_degree=None,
+        activation_checkpointing=False,
+        activation_checkpointing_reentrant=False,
+        activation_cpu_offload=False,
+    )
+
+    # Sequence parallelism takes less memory and no more time, wherever the sequence can be divided.
+    can_divide_sequence = config.max_seq_len % (context_degree * tensor_degree) == 0
+    tensor_parallel = TensorParallelConfig(tensor_parallel_degree=tensor_degree, sequence_parallel=can_divide_sequence)
+
+    context_parallel = config.cp_config
+    if context_parallel is None:
+        # Ranks exchange heads if each gets as many, and else gather all keys and values.
+        num_divisible_heads = math.gcd(config.model.n_heads, config.model.num_kv_heads)
+        has_even_heads = num_divisible_heads % (context_degree * tensor_degree) == 0
+        context_parallel = ContextParallelConfig(
+            context_parallel_degree=context_degree, kind="heads" if has_even_heads else "gather"
+        )
+
+    if pipeline is None:
+        pipeline = PipelineConfig(pipeline_parallel_degree=pipeline_degree)
+    configured = replace(
         config,
-        device_train_microbatch_size=None if config.trains_alone else "auto",  # found later; an island names its own
-        fsdp_config=replace(
-            config.sharding,
-            sharding_strategy=strategy,
-            data_parallel_shard_degree=None,
-            activation_checkpointing=False,
-            activation_checkpointing_reentrant=False,
-            activation_cpu_offload=False,
-        ),
-        # Divided streams take less memory and no more time.
-        tp_config=TensorParallelConfig(
-            tensor_parallel_degree=tensor, sequence_parallel=config.max_seq_len % (context * tensor) == 0
-        ),
-        cp_config=config.cp_config
-        or ContextParallelConfig(
-            context_parallel_degree=context,
-            kind="gather" if math.gcd(model.n_heads, model.num_kv_heads) % (context * tensor) else "heads",
-        ),
-        pp_config=replace(stages or PipelineConfig(pipeline_parallel_degree=pipeline), num_microbatches=None),
+        device_train_microbatch_size=microbatch_size,
+        fsdp_config=sharding,
+        tp_config=tensor_parallel,
+        cp_config=context_parallel,
+        pp_config=replace(pipeline, num_microbatches=None),
     )
     try:
-        check_together(divided)
+        check_together(configured)
     except ConfigError as error:
         return str(error).removeprefix("configuration: ")
-    return divided
+    return configured
 
 
 def nearest_that_fits(num_devices: int, has_layout: Callable[[int], bool]) -> int | None:
-    """Find a number of devices that some layout fits: the first of 2, 4, 8 … times `num_devices`, up to 65,536.
+    """Return a number of devices for which `has_layout` is true, if it is not for `num_devices`.
 
-    If none fits, as for a small batch, find the first of half, a quarter … of the power of two below.
+    For 48 devices these are tried: 96, 192, 384 and so on up to MAX_DEVICES, because more devices have more memory, and
+    then 32, 16, 8 and so on, because a small batch cannot be divided among many. Returns None if none of them fits.
     """
-    below = 1 << (num_devices - 1).bit_length()
-    above = (num_devices << power for power in range(1, MAX_DEVICES.bit_length()))
-    counts = itertools.chain((n for n in above if n <= MAX_DEVICES), (below >> n for n in range(1, 20)))
-    return next((count for count in counts if count and has_layout(count)), None)
+    count = 2 * num_devices
+    while count <= MAX_DEVICES:
+        if has_layout(count):
+            return count
+        count *= 2
+
+    next_power_of_two = 1 << (num_devices - 1).bit_length()
+    count = next_power_of_two // 2
+    while count > 0:
+        if has_layout(count):
+            return count
+        count //= 2
+    return None
 
 
 def layouts_of(
-    num_devices: int, node_size: int, num_stages: Sequence[int] = (1,), num_parts: Sequence[int] = (1,)
+    num_devices: int, node_size: int, pipeline_degrees: Sequence[int] = (1,), context_degrees: Sequence[int] = (1,)
 ) -> Iterator[tuple[Layout, str]]:
-    """Yield every layout of the devices: stages x copies x shards x parts of a sample x parts of a layer.
+    """Yield every layout of the devices, and the sharding strategy that goes with it.
 
-    Tensor and context parallelism stay within a node, unless the parts of a sample alone do not. A copy of the model
-    takes whole nodes, or a part of one that divides it.
+    A layout divides the devices into stages x copies x shards x context parallel parts x tensor parallel parts. 8
+    devices of one node without stages and context parallelism can be 8 shards (FULL_SHARD), 2 copies of 4 shards
+    (HYBRID_SHARD), 8 copies (NO_SHARD or ZERO_1), 4 shards of tensor parallel pairs, and so on.
+
+    Tensor and context parallel groups stay within a node, unless the context parallel group alone is larger than that.
+    A copy of the model takes whole nodes, or a part of a node that divides it.
     """
     node_size = min(node_size, num_devices)
-    for pipeline, context, tensor in itertools.product(num_stages, num_parts, divisors(node_size)):
-        num_data_ranks, rest = divmod(num_devices, pipeline * context * tensor)
-        if rest or (context * tensor > node_size and tensor > 1):
+    for pipeline, context, tensor in itertools.product(pipeline_degrees, context_degrees, divisors(node_size)):
+        num_data_ranks, num_left_over = divmod(num_devices, pipeline * context * tensor)
+        leaves_node = context * tensor > node_size and tensor > 1
+        if num_left_over or leaves_node:
             continue
+
         for shard in divisors(num_data_ranks):
-            spanned = shard * context * tensor
-            if spanned % node_size and node_size % spanned:
+            copy_size = shard * context * tensor
+            fits_nodes = copy_size % node_size == 0 or node_size % copy_size == 0
+            if not fits_nodes:
                 continue
             replicate = num_data_ranks // shard
             layout = Layout(
@@ -225,133 +314,184 @@ def layouts_of(
                 node_size=node_size,
             )
             if shard == 1:
-                copies = replace(layout, has_whole_copies=True)
-                yield copies, "NO_SHARD"
+                whole_copies = replace(layout, has_whole_copies=True)
+                yield whole_copies, "NO_SHARD"
                 if replicate * context > 1:
-                    yield copies, "ZERO_1"
+                    yield whole_copies, "ZERO_1"
             if shard * context > 1:
                 yield layout, "HYBRID_SHARD" if replicate > 1 else "FULL_SHARD"
 
 
 def find_sizes(config: TrainConfig, device_batch_size: int) -> list[int]:
-    """Return microbatch sizes, ascending, that divide a device's batch and suit the pipeline's schedule."""
-    has_one_stage = config.pipeline.pipeline_parallel_degree == 1
-    counts = {size: device_batch_size // size for size in divisors(device_batch_size)}
-    return [size for size, count in counts.items() if has_one_stage or config.pipeline.takes_microbatches(count)]
+    """Return the microbatch sizes to try, ascending: those that divide a device's batch and suit the pipeline.
+
+    A schedule such as `interleaved` takes certain numbers of microbatches only. The list may be empty.
+    """
+    sizes = divisors(device_batch_size)
+    if config.pipeline.pipeline_parallel_degree == 1:
+        return list(sizes)
+    return [size for size in sizes if config.pipeline.takes_microbatches(device_batch_size // size)]
 
 
 def usable_bytes(accelerator: Accelerator) -> int:
+    """Return the bytes of a device's memory that a run can fill."""
     return accelerator.free_bytes - CONTEXT_BYTES
 
 
-def _prepare(divided: TrainConfig | str, layout: Layout, strategy: str, hardware: Hardware) -> "_Trial | Rejected":
-    """Return a trial of one layout, or why there is none. `divided`: as `_divide` returns it."""
+def _prepare_trial(
+    configured: TrainConfig | str, layout: Layout, strategy: str, hardware: Hardware
+) -> "_Trial | Rejected":
+    """Return a trial of one layout, or the reason why it cannot be tried.
+
+    configured: result of `_configure`, the run's configuration or an error.
+    """
 
     def reject(reason: str) -> Rejected:
         return Rejected(layout=layout, strategy=strategy, reason=reason)
 
-    if isinstance(divided, str):
-        return reject(divided)
-    samples = divided.global_train_batch_size
-    device_batch_size, rest = divmod(samples, layout.num_data_ranks)
-    if rest:
-        return reject(f"{samples} samples do not divide over {layout.num_data_ranks} data ranks")
-    if sizes := find_sizes(divided, device_batch_size):
-        return _Trial(divided, layout, strategy, hardware, sizes)
-    return reject(f"{divided.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages")
+    if isinstance(configured, str):
+        return reject(configured)
+
+    num_samples = configured.global_train_batch_size
+    device_batch_size, num_left_over = divmod(num_samples, layout.num_data_ranks)
+    if num_left_over:
+        return reject(f"{num_samples} samples do not divide over {layout.num_data_ranks} data ranks")
+
+    sizes = find_sizes(configured, device_batch_size)
+    if not sizes:
+        return reject(f"{configured.pipeline.schedule}: no number of microbatches suits {layout.pipeline} stages")
+    return _Trial(configured, layout, strategy, hardware, sizes)
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A run on one layout."""
+    """A run on one layout, whose microbatch size and activation checkpointing are searched."""
 
     config: TrainConfig
-    """The divided run."""
+    """The run with the settings of the layout."""
     layout: Layout
     strategy: str
     hardware: Hardware
     sizes: Sequence[int]
-    """Microbatches that `auto` tries."""
-
-    def reject(self, reason: str, **facts: Any) -> Rejected:
-        return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, **facts)
+    """Microbatch sizes to try, ascending."""
 
     def least_seconds(self) -> float:
-        """Return the seconds of a step if memory did not matter."""
-        # Larger microbatches gather less often; in a pipeline, smaller ones fill it sooner.
-        return min(self._time(False, size).seconds for size in {self.sizes[0], self.sizes[-1]})
+        """Return the time of a step if memory did not matter, so that nothing were computed again.
 
-    def find_best(self, least: float, fastest: float, stall_seconds: float | None) -> Candidate | Rejected:
-        """Return the fastest microbatch and checkpointing, or why there is none.
-
-        `least`: this layout's least seconds. `fastest`: those of the fastest so far.
+        Large microbatches gather parameters less often, and small ones fill a pipeline sooner. So the fastest size is
+        the smallest or the largest.
         """
-        config, layout, sizes = self.config, self.layout, self.sizes
-        if least > SLOW * fastest:
-            slower = least / fastest
-            return self.reject(
-                f"takes {slower:.1f} times as long as the fastest, even with memory to spare", slower=slower
-            )
-        limit = usable_bytes(self.hardware.accelerator)
+        extreme_sizes = {self.sizes[0], self.sizes[-1]}
+        return min(self._time(False, size).seconds for size in extreme_sizes)
+
+    def find_best(
+        self, least_seconds: float, fastest_seconds: float, stall_seconds: float | None
+    ) -> Candidate | Rejected:
+        """Return the fastest microbatch size and activation checkpointing that fit, or the reason why none does.
+
+        Among those that are about equally fast, the largest microbatch is taken.
+
+        least_seconds: of this layout. fastest_seconds: time of the fastest layout so far, or inf.
+        stall_seconds: time for which a save stalls training. None: the time to copy a device's state.
+        """
+        if least_seconds > SLOW * fastest_seconds:
+            slower = least_seconds / fastest_seconds
+            reason = f"takes {slower:.1f} times as long as the fastest, even with memory to spare"
+            return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, slower=slower)
+
+        # Estimates are cached and made only for what is compared, because they take most of a search's time.
+        estimate_memory = functools.cache(self._estimate_memory)
+        limit_bytes = usable_bytes(self.hardware.accelerator)
 
         @functools.cache
-        def memory(checkpointing: bool | str, size: int) -> MemoryEstimate:
-            return estimate_training_memory(self._sized(checkpointing, size), layout)
-
-        @functools.cache
-        def num_fitting(checkpointing: bool | str) -> int:
-            """Count sizes that fit, from the smallest on."""
-            return bisect.bisect_right(sizes, limit, key=lambda size: memory(checkpointing, size).total_bytes)
-
-        splits = layout.pipeline > 1 and config.pipeline.splits_backward
-        choices = (False,) if splits else CHECKPOINTING
-        if not num_fitting(choices[-1]):
-            again = "" if splits else " and every block computed again"
-            needed = memory(choices[-1], sizes[0]).total_bytes
-            return self.reject(
-                f"needs {needed / GIB:.1f} GiB of {limit / GIB:.1f}, with one sample at a time{again}", needed=needed
+        def count_fitting_sizes(checkpointing: bool | str) -> int:
+            """Return how many sizes fit. They are the first ones, because memory grows with the microbatch."""
+            return bisect.bisect_right(
+                self.sizes, limit_bytes, key=lambda size: estimate_memory(checkpointing, size).total_bytes
             )
-        times = {(choice, size): self._time(choice, size) for choice in choices for size in sizes}
+
+        # A schedule that splits the backward pass cannot compute blocks again.
+        splits_backward = self.layout.pipeline > 1 and self.config.pipeline.splits_backward
+        choices = (False,) if splits_backward else CHECKPOINTING
+        least_memory_choice = choices[-1]
+        if count_fitting_sizes(least_memory_choice) == 0:
+            needed_bytes = estimate_memory(least_memory_choice, self.sizes[0]).total_bytes
+            reason = f"needs {needed_bytes / GIB:.1f} GiB of {limit_bytes / GIB:.1f}, with one sample at a time"
+            if not splits_backward:
+                reason += " and every block computed again"
+            return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, needed=needed_bytes)
+
+        times = {(choice, size): self._time(choice, size) for choice in choices for size in self.sizes}
+        fastest_first = sorted(times, key=lambda choice_and_size: times[choice_and_size].seconds)
         fitting: list[Candidate] = []
-        for (choice, size), time in sorted(times.items(), key=lambda item: item[1].seconds):
+        for choice, size in fastest_first:
+            time = times[choice, size]
             if fitting and time.seconds > (1 + AS_FAST) * fitting[0].time.seconds:
-                break
-            if sizes.index(size) >= num_fitting(choice):
+                break  # all that follow are slower
+            if self.sizes.index(size) >= count_fitting_sizes(choice):
                 continue
-            needs = memory(choice, size)
-            stall = save_seconds(needs) if stall_seconds is None else stall_seconds
-            time = replace(time, saves=stall / batches_between_saves(config, time.seconds, stall))
-            mfu = time.mfu(config, layout, self.hardware.accelerator)
-            found = self._sized(choice, size)
-            fitting.append(Candidate(layout=layout, config=found, memory=needs, time=time, mfu=mfu))
-        return max(_as_fast_as(fitting), key=lambda c: c.microbatch_size)
 
-    def _sized(self, checkpointing: bool | str, size: int) -> TrainConfig:
-        fsdp = replace(self.config.sharding, activation_checkpointing=checkpointing)
-        return replace(self.config, device_train_microbatch_size=size, fsdp_config=fsdp)
+            memory = estimate_memory(choice, size)
+            stall = save_seconds(memory) if stall_seconds is None else stall_seconds
+            time = replace(time, saves=stall / batches_between_saves(self.config, time.seconds, stall))
+            candidate = Candidate(
+                layout=self.layout,
+                config=self._configure(choice, size),
+                memory=memory,
+                time=time,
+                mfu=time.mfu(self.config, self.layout, self.hardware.accelerator),
+            )
+            fitting.append(candidate)
+        return max(_as_fast_as_fastest(fitting), key=lambda candidate: candidate.microbatch_size)
+
+    def _configure(self, checkpointing: bool | str, size: int) -> TrainConfig:
+        """Return the run with this activation checkpointing and microbatch size."""
+        sharding = replace(self.config.sharding, activation_checkpointing=checkpointing)
+        return replace(self.config, device_train_microbatch_size=size, fsdp_config=sharding)
 
     def _time(self, checkpointing: bool | str, size: int) -> StepTime:
-        return step_time(self._sized(checkpointing, size), self.layout, self.hardware)
+        """Predict the time of a step with this activation checkpointing and microbatch size."""
+        return step_time(self._configure(checkpointing, size), self.layout, self.hardware)
+
+    def _estimate_memory(self, checkpointing: bool | str, size: int) -> MemoryEstimate:
+        """Estimate a device's memory with this activation checkpointing and microbatch size."""
+        return estimate_training_memory(self._configure(checkpointing, size), self.layout)
 
 
-def _as_fast_as(candidates: list[Candidate]) -> list[Candidate]:
-    """Return those that are as fast as the fastest."""
-    least = min(c.time.seconds for c in candidates)
-    return [c for c in candidates if c.time.seconds <= (1 + AS_FAST) * least]
+def _as_fast_as_fastest(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates, at least one, whose time is within AS_FAST of the fastest one's."""
+    fastest_seconds = min(candidate.time.seconds for candidate in candidates)
+    return [candidate for candidate in candidates if candidate.time.seconds <= (1 + AS_FAST) * fastest_seconds]
 
 
 def batches_between_saves(config: TrainConfig, step_seconds: float, save_seconds: float) -> float:
-    """Return batches of the run's `save_interval`; inf for epochs, whose length the data say."""
+    """Return how many batches lie between two saves, according to the run's `save_interval`.
+
+    An interval in time is divided by the time of a step. For `auto`, saves take MAX_SAVE_FRACTION of the time.
+    Returns inf for an interval in epochs, because their length depends on data that is not read.
+    """
     interval = config.save_interval
     if interval.span is None:
-        return (interval.seconds or save_seconds / MAX_SAVE_FRACTION) / step_seconds
+        interval_seconds = interval.seconds or save_seconds / MAX_SAVE_FRACTION
+        return interval_seconds / step_seconds
+
     num_tokens = count_tokens(interval.span, config)
-    per_batch = config.global_train_batch_size * config.max_seq_len
-    return math.inf if num_tokens is None else max(1.0, num_tokens / per_batch)
+    if num_tokens is None:
+        return math.inf
+    tokens_per_batch = config.global_train_batch_size * config.max_seq_len
+    return max(1.0, num_tokens / tokens_per_batch)
 
 
 def count_tokens(span: Duration, config: TrainConfig) -> float | None:
-    """Count a span's tokens; None for epochs, whose length the data say."""
-    per_sample = config.max_seq_len
-    each = {"ba": config.global_train_batch_size * per_sample, "tok": 1, "sp": per_sample}
-    return span.value * each[span.unit] if span.unit in each else None
+    """Return the tokens of a span of training, such as `100ba` (batches), `1e9tok` or `5000sp` (samples).
+
+    Returns None for epochs, because their length depends on data that is not read.
+    """
+    tokens_per_unit = {
+        "ba": config.global_train_batch_size * config.max_seq_len,
+        "tok": 1,
+        "sp": config.max_seq_len,
+    }
+    if span.unit not in tokens_per_unit:
+        return None
+    return span.value * tokens_per_unit[span.unit]

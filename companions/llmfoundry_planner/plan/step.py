@@ -1,11 +1,17 @@
 """Seconds of a training step: a roofline for what a device computes, rings for what it exchanges. No torch.
 
-A device computes matrix products at a share of its peak, attention at a smaller one, and all else at the rate of its
-memory. FSDP's gathers and reductions hide behind the computing of the same block, and sends between stages behind the
-next microbatch. Exchanges for tensor and context parallelism do not hide. Saves hold every step up by their share of
-the run's interval, and every doubling of the nodes adds its share for stragglers.
+`step_time` is the entry. It takes the device that computes the longest, times one microbatch of one block on it, and
+adds up. The model of a step:
 
-Left out: the host's own time, storage slower than the loader.
+- Matrix products run at a share of the device's peak, attention at a smaller one, and all else at the rate of its
+  memory (`rates.py` has the shares and their sources).
+- FSDP's gathers and reductions hide behind the computing of a neighbouring block, and sends between stages behind the
+  next microbatch. Exchanges for tensor and context parallelism do not hide. `exchanges.py` counts all of these, and
+  `network.py` times each.
+- Stages of a pipeline wait for each other (`bubble.py`).
+- Every doubling of the number of nodes adds its share for stragglers, and saves stall each step by their share.
+
+Left out: the host's own time, and storage slower than the loader.
 """
 
 import dataclasses
@@ -52,35 +58,41 @@ class Hardware:
     efficiency: Efficiency
 
     def origin(self, num_devices: int) -> str:
-        """Say where the rates come from."""
-        return self.efficiency.origin + (", extrapolated to more devices" if self.is_extrapolated(num_devices) else "")
+        """Return where the rates come from, for a plan of `num_devices`."""
+        if self.is_extrapolated(num_devices):
+            return f"{self.efficiency.origin}, extrapolated to more devices"
+        return self.efficiency.origin
 
     def is_extrapolated(self, num_devices: int) -> bool:
         """Return whether the rates were measured on fewer devices."""
-        most = self.efficiency.num_measured_devices
-        return most is not None and num_devices > most
+        num_measured_devices = self.efficiency.num_measured_devices
+        return num_measured_devices is not None and num_devices > num_measured_devices
 
     def interval(self, num_devices: int, *, compiled: bool = False) -> tuple[float, float]:
-        """Return multiples of a predicted rate between which it comes, in nine cases of ten.
+        """Return factors (low, high) of a predicted rate between which the real rate lies in nine cases of ten.
 
-        `compiled`: of blocks that a compiler makes, whose gain was measured with today's software alone.
+        compiled: whether torch.compile makes the run's blocks. Its gain was measured with today's software only, so
+        rates of 2023 get a wider interval.
         """
-        residuals = self.efficiency.residuals
-        low, high = self.efficiency.interval
-        if residuals is not None:
-            low, high = residuals.interval(self.node.doublings(num_devices), self.node.jitter)
+        efficiency = self.efficiency
+        if efficiency.residuals is None:
+            low, high = efficiency.interval
+        else:
+            low, high = efficiency.residuals.interval(self.node.doublings(num_devices), self.node.jitter)
+
         if self.is_extrapolated(num_devices):
             low = min(low, MANY_DEVICES)
-        if compiled and self.efficiency.era == 2023:
+        if compiled and efficiency.era == 2023:
             low = min(low, UNCOMPILED_LOW)
         return low, high
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTime:
-    """Seconds of one step on one device, by what it does."""
+    """Seconds of one step on one device, by what the device does meanwhile."""
 
     products: float
+    """Matrix products, without those of attention."""
     attention: float
     memory: float
     """Norms, activation functions, the loss: bound by memory."""
@@ -88,6 +100,7 @@ class StepTime:
     tensor: float
     """Collectives of tensor parallelism, none of them hidden."""
     context: float
+    """Collectives of context parallelism, none of them hidden."""
     sharding: float
     """FSDP's gathers and reductions, as far as they are not hidden."""
     pipeline: float
@@ -99,39 +112,77 @@ class StepTime:
     stragglers: float = 0.0
     """Waiting for the slowest node, and for links that others use too."""
     saves: float = 0.0
-    """A step's share of the time that saves hold the run up."""
+    """A step's share of the time for which saves stall the run. `search.py` fills it in."""
     num_tokens: int
     """Tokens of the whole step."""
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole step: all parts together."""
         computing = self.products + self.attention + self.memory + self.optimizer
         exchanging = self.tensor + self.context + self.sharding + self.pipeline
         return computing + exchanging + self.bubble + self.data + self.stragglers + self.saves
 
     @property
     def tokens_per_second(self) -> float:
+        """Rate of all devices together."""
         return self.num_tokens / self.seconds
 
     def parts(self) -> dict[str, float]:
-        """Return name -> share of the step, the largest first."""
+        """Return the share of the step that each part takes, by the name of its field, the largest first."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "num_tokens"]
         shares = {name: getattr(self, name) / self.seconds for name in names}
-        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+        largest_first = sorted(names, key=lambda name: -shares[name])
+        return {name: shares[name] for name in largest_first}
 
     def mfu(self, config: TrainConfig, layout: Layout, accelerator: Accelerator) -> float:
-        """Return model FLOP/s over the peak of all devices."""
-        peak = accelerator.peak_flops(Portion(config, layout).dtype)
-        assert peak is not None
-        flops = count_flops_per_token(config.model, config.max_seq_len)
-        return flops * self.tokens_per_second / (peak * layout.world_size)
+        """Return the model FLOPs utilisation: model FLOP/s over the peak of all devices in the run's precision.
+
+        Model FLOPs leave out what is computed again. The peak must be known, as it is where `step_time` has a result.
+        """
+        peak_flops_per_second = accelerator.peak_flops(Portion(config, layout).dtype)
+        assert peak_flops_per_second is not None
+        flops_per_token = count_flops_per_token(config.model, config.max_seq_len)
+        return flops_per_token * self.tokens_per_second / (peak_flops_per_second * layout.world_size)
+
+
+class Rates(NamedTuple):
+    """Rates that kernels reach on one device."""
+
+    products_flops_per_second: float
+    attention_flops_per_second: float
+    memory_bytes_per_second: float
+
+
+class StageLoads(NamedTuple):
+    """How a model's blocks and its head are divided among the devices of a pipeline.
+
+    With virtual stages, a device has several runs of consecutive blocks instead of one. A model without a pipeline is
+    one run on one device.
+    """
+
+    num_blocks: int
+    """Blocks of the busiest device, which is the one that computes the longest."""
+    has_head: bool
+    """Whether the busiest device has the head, which computes the logits."""
+    relative_run_loads: tuple[float, ...]
+    """Computing time of each run of blocks, in the model's order, as a multiple of their mean."""
+
+
+class DeviceParameters(NamedTuple):
+    """Parameters of one device's part of each layer, as tensor parallelism divides it, before FSDP shards them."""
+
+    per_block: float
+    outside_blocks: int
+    """Embeddings, the last norm and the head."""
 
 
 def accelerator_named(name: str) -> Accelerator:
-    """Return the row of this name in upper or lower case, or the one that it begins: `h100` and `h100-8` are H100-80GB,
-    a module rather than a PCIe card.
+    """Return the accelerator of the hardware table that a user names, such as `h100`.
 
-    Raises ConfigError, which lists the rows, for a name of none or of several.
+    Upper and lower case are the same. The name may leave out the end of the row's name, and may end with a number of
+    devices as names of overlays do: `h100` and `h100-8` both mean H100-80GB, the module rather than the PCIe card.
+    Raises ConfigError if no row or more than one may be meant, with the rows to choose from.
     """
     rows = find_rows(name)
     if len(rows) > 1:
@@ -146,257 +197,419 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def find_hardware(accelerator: Accelerator, *, published: bool = False) -> Hardware:
-    """Return an accelerator in its usual node, with the efficiency of today's software, or that `published` in 2023.
+    """Return an accelerator in the node that it is usually sold in, with the rates that its kernels reach.
 
-    Raises ConfigError without a node.
+    `published` asks for rates of the software of 2023, which published runs used, even if today's were measured.
+    Raises ConfigError if no node is known for the accelerator.
     """
     efficiency = find_efficiency(accelerator, published=published)
     return Hardware(accelerator=accelerator, node=find_node(accelerator.name), efficiency=efficiency)
 
 
 def count_microbatches(p: Portion) -> int:
-    """Count a data rank's microbatches in a step. Raises ConfigError if the batch does not divide."""
-    samples = p.config.global_train_batch_size
-    if samples % p.layout.num_data_ranks:
+    """Return how many microbatches a data rank computes in a step. The last one may be smaller.
+
+    Raises ConfigError if the global batch does not divide over the data ranks.
+    """
+    num_samples = p.config.global_train_batch_size
+    if num_samples % p.layout.num_data_ranks:
         raise ConfigError(
-            f"global_train_batch_size: {samples} does not divide over {p.layout.num_data_ranks} data ranks"
+            f"global_train_batch_size: {num_samples} does not divide over {p.layout.num_data_ranks} data ranks"
         )
     return -(-p.device_batch_size // p.microbatch_size)
 
 
 def step_time(config: TrainConfig, layout: Layout, hardware: Hardware) -> StepTime:
-    """Predict a step. Raises ConfigError for a batch that does not divide and a dtype whose peak is not known."""
+    """Predict the time of one training step of a run whose devices are divided as `layout` says.
+
+    The time is that of the device that computes the longest. Saves are not included. Raises ConfigError for a batch
+    that does not divide over the data ranks, and for a precision for which the device has no published peak.
+    """
     p = Portion(config, layout)
-    accelerator, node, efficiency = hardware.accelerator, hardware.node, hardware.efficiency
-    peak = accelerator.peak_flops(p.dtype)
-    if peak is None:
-        known = ", ".join(accelerator.peak_teraflops)
-        raise ConfigError(f"{accelerator.name}: no {p.dtype} peak is published for it (known: {known})")
-    memory_rate = MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second
+    rates = _find_rates(hardware, p.dtype)
+    node = hardware.node
     num_microbatches = count_microbatches(p)
     loads = find_loads(p.model, config.pipeline)
-    block, head = _compute_seconds(p, efficiency.products * peak, efficiency.attention * peak, memory_rate)
-    per_microbatch = {name: loads.num_blocks * seconds + head[name] * loads.has_head for name, seconds in block.items()}
-    per_microbatch |= _exchange_seconds(p, loads.num_blocks, node, sum(per_microbatch.values()))
-    seconds = {name: num_microbatches * value for name, value in per_microbatch.items()}
-    waiting = 0.0
-    parts, model = layout.of_parameters, p.model
+    parameters = _count_device_parameters(p)
+
+    # One microbatch on the busiest device: computing first, because some exchanges hide behind it.
+    block_seconds = _time_block(p, rates)
+    head_seconds = _time_head(p, rates)
+    microbatch_seconds = {}
+    for part, seconds in block_seconds.items():
+        microbatch_seconds[part] = loads.num_blocks * seconds + head_seconds[part] * loads.has_head
+    compute_seconds = sum(microbatch_seconds.values())
+    microbatch_seconds |= _time_activation_exchanges(p, loads.num_blocks, node, compute_seconds)
+    step_seconds = {part: num_microbatches * seconds for part, seconds in microbatch_seconds.items()}
+
+    waiting_share = 0.0
     if layout.pipeline > 1:
-        waiting = simulate_bubble(
-            *(config.pipeline.schedule, layout.pipeline, num_microbatches, config.pipeline.num_runs),
-            loads=loads.of_runs,
+        waiting_share = simulate_bubble(
+            config.pipeline.schedule,
+            layout.pipeline,
+            num_microbatches,
+            config.pipeline.num_runs,
+            loads=loads.relative_run_loads,
             in_few_rounds=True,
         )
-        if model.tie_word_embeddings:  # both ends have them, and pass each other their gradient
-            num_tied = model.vocab_size * model.d_model / layout.tensor / (parts.shard if p.is_sharded else 1)
-            seconds["pipeline"] += send_seconds(layout, "pipeline", node, num_tied * p.sum_bytes)
-    num_block, num_outside = count_block_and_outside(model)
-    num_block, num_outside = num_block / layout.tensor, num_outside // layout.tensor
-    share = parts.shard if p.is_sharded else parts.replicate if p.shares_optimizer else 1
-    optimizer = OPTIMIZER_BYTES * (loads.num_blocks * num_block + num_outside) / share / memory_rate
-    if config.optimizer.name == "muon":
-        optimizer += _newton_schulz_seconds(p, loads.num_blocks, hardware)
+        if p.model.tie_word_embeddings:
+            step_seconds["pipeline"] += _time_tied_embeddings(p, node)
+
+    # FSDP gathers parameters for each microbatch, unless a pipeline keeps them whole for the whole step.
+    num_rounds = num_microbatches if layout.pipeline == 1 else 1
     time = StepTime(
-        **seconds,
-        optimizer=optimizer,
-        sharding=_sharding_seconds(
+        **step_seconds,
+        optimizer=_time_optimizer(p, loads.num_blocks, parameters, rates, hardware),
+        sharding=_time_sharding(
             p,
             node,
             num_blocks=loads.num_blocks,
-            num_block=num_block,
-            num_outside=num_outside,
-            num_rounds=num_microbatches if layout.pipeline == 1 else 1,
-            block_seconds=block["products"] + block["attention"] + block["memory"],
+            parameters=parameters,
+            num_rounds=num_rounds,
+            block_seconds=block_seconds["products"] + block_seconds["attention"] + block_seconds["memory"],
         ),
-        bubble=waiting * num_microbatches * sum(per_microbatch.values()),
+        bubble=waiting_share * num_microbatches * sum(microbatch_seconds.values()),
         num_tokens=config.global_train_batch_size * config.max_seq_len,
     )
-    time = dataclasses.replace(time, stragglers=node.jitter * node.doublings(layout.world_size) * time.seconds)
-    reading = time.num_tokens / layout.num_data_ranks / READ_TOKENS_PER_SECOND
-    if num_workers := config.train_loader.num_workers:  # they read while the step is computed
-        reading = max(0.0, reading / num_workers - time.seconds)
-    return dataclasses.replace(time, data=reading)
+
+    # The slowest node delays the others by a share of all parts so far.
+    straggler_share = node.jitter * node.doublings(layout.world_size)
+    time = dataclasses.replace(time, stragglers=straggler_share * time.seconds)
+    data_seconds = time.num_tokens / layout.num_data_ranks / READ_TOKENS_PER_SECOND
+    num_workers = config.train_loader.num_workers
+    if num_workers:
+        # Workers of the loader read the next batch during the step, so only what takes longer shows.
+        data_seconds = max(0.0, data_seconds / num_workers - time.seconds)
+    return dataclasses.replace(time, data=data_seconds)
+
+
+def _find_rates(hardware: Hardware, dtype: str) -> Rates:
+    """Return the rates of one device for matrix products in `dtype`. Raises ConfigError if their peak is not known."""
+    accelerator = hardware.accelerator
+    peak_flops_per_second = accelerator.peak_flops(dtype)
+    if peak_flops_per_second is None:
+        known_dtypes = ", ".join(accelerator.peak_teraflops)
+        raise ConfigError(f"{accelerator.name}: no {dtype} peak is published for it (known: {known_dtypes})")
+    return Rates(
+        products_flops_per_second=hardware.efficiency.products * peak_flops_per_second,
+        attention_flops_per_second=hardware.efficiency.attention * peak_flops_per_second,
+        memory_bytes_per_second=MEMORY_SHARE * accelerator.memory_bandwidth_bytes_per_second,
+    )
+
+
+def _count_device_parameters(p: Portion) -> DeviceParameters:
+    """Count the parameters of a device's part of a block and of the layers outside of blocks."""
+    num_block, num_outside = count_block_and_outside(p.model)
+    return DeviceParameters(per_block=num_block / p.layout.tensor, outside_blocks=num_outside // p.layout.tensor)
+
+
+# --------------------------------------------------------------------------------------- computing of a microbatch
 
 
 def count_passes(p: Portion) -> float:
-    """Count forward passes' worth of a block's matrix products in a step.
+    """Return how much a step computes of a block's matrix products, in multiples of a forward pass.
 
-    A block is computed again up to the last tensor that the backward pass needs: its last product is left out
-    (torch.utils.checkpoint, early stop), as `rehearse` counts it.
+    Without activation checkpointing this is 3, because the backward pass computes twice as much as the forward pass.
+    With full checkpointing it is nearly 4.
     """
-    return _with_recomputation(p) if p.fsdp.activation_checkpointing is True else 3
+    return _count_recomputed_passes(p) if p.fsdp.activation_checkpointing is True else 3
 
 
-def _with_recomputation(p: Portion) -> float:
+def _count_recomputed_passes(p: Portion) -> float:
+    """Return `count_passes` of a block that is computed again before its backward pass.
+
+    torch.utils.checkpoint stops as soon as it has the last tensor that the backward pass needs (early stop). So the
+    block's last matrix product, of d_model x ffn_dim parameters, is not computed again. `rehearse` counts the same.
+    """
     num_block, _ = count_block_and_outside(p.model)
-    return 4 - p.model.d_model * p.model.ffn_dim / num_block
+    last_product_share = p.model.d_model * p.model.ffn_dim / num_block
+    return 4 - last_product_share
 
 
-def _compute_seconds(
-    p: Portion, products_rate: float, attention_rate: float, memory_rate: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Time one microbatch of a block, and of the head, on one device: {products, attention, memory} in seconds."""
-    model, layout, num_tokens, seq_len = p.model, p.layout, p.num_tokens, p.config.max_seq_len
-    is_recomputed, passes = p.fsdp.activation_checkpointing, count_passes(p)
+def _time_block(p: Portion, rates: Rates) -> dict[str, float]:
+    """Return seconds of one block and microbatch, forward and backward: {"products", "attention", "memory"}.
+
+    A product of t tokens with N parameters takes 2 t N FLOPs in each pass.
+    """
+    model = p.model
+    tensor_degree = p.layout.tensor
+    checkpointing = p.fsdp.activation_checkpointing
     num_block, _ = count_block_and_outside(model)
-    num_logits = num_tokens * model.vocab_size / layout.tensor
-    window = model.attn_config.sliding_window_size
-    num_keys = seq_len if window < 0 else min(seq_len, 2 * (window + 1))
-    num_forwards = 2 if is_recomputed is True else 1
-    # A causal kernel computes half of the square; its backward pass has five products, the forward pass two.
-    square = 2 * num_tokens * num_keys * model.q_dim / layout.tensor
-    attention = square * (2.5 + num_forwards) / attention_rate
-    if model.attn_config.attn_impl == "reference":  # as long, and each score passes through memory
-        scores_bytes = num_tokens * seq_len * model.n_heads / layout.tensor * p.compute_bytes
-        attention += (num_forwards * SCORE_TRANSFERS + SCORE_GRADIENT_TRANSFERS) * scores_bytes / memory_rate
-    # Selective recomputation keeps products and attention, and repeats what memory bounds.
-    stream_passes = _with_recomputation(p) if is_recomputed else 3
-    moved = COMPILED_SHARE if p.config.compile_config is not None else 1.0
-    stream = moved * STREAM_BYTES * p.compute_bytes / 2 * num_tokens * model.d_model * (stream_passes / 3)
-    # Tensor parallelism divides the feed-forward layer's half of it. All compute the norms' half, unless the stream is
-    # divided too.
-    block = {
-        "products": 2 * num_tokens * num_block / layout.tensor * passes / products_rate,
-        "attention": attention,
-        "memory": stream * (1 / p.num_stream_parts + 1 / layout.tensor) / 2 / memory_rate,
-    }
-    head = {
-        "products": 3 * 2 * num_logits * model.d_model / products_rate,
-        "attention": 0.0,
-        "memory": moved * LOGIT_BYTES * num_logits / memory_rate,
-    }
-    return block, head
 
+    # Norms and activation functions move the residual stream through memory. Selective checkpointing keeps the results
+    # of products and attention, and repeats these as full checkpointing does.
+    stream_passes = _count_recomputed_passes(p) if checkpointing else 3
+    moved_share = _share_moved(p)
+    stream_bytes = moved_share * STREAM_BYTES * p.compute_bytes / 2 * p.num_tokens * model.d_model * (stream_passes / 3)
+    # Half of it is the feed-forward layer's, which tensor parallelism divides. The other half is the norms', which
+    # every rank computes for the whole stream, unless sequence parallelism divides it.
+    device_share = (1 / p.num_stream_parts + 1 / tensor_degree) / 2
 
-def _exchange_seconds(p: Portion, num_blocks: int, node: Node, computing: float) -> dict[str, float]:
-    """Time one microbatch's exchanges beyond what `computing`, its seconds of computing, hides."""
-    layout, config, is_recomputed = p.layout, p.config, p.fsdp.activation_checkpointing
-    stream_bytes = p.num_tokens * p.model.d_model * p.compute_bytes
-    reductions = stream_reductions(num_blocks, is_recomputed is True, layout.pipeline)
-    context = group_of(layout, "context", node)
-    num_numbers, num_exchanges = context_exchanges(p.model, config.context, p.num_tokens, bool(is_recomputed))
-    context_bytes = num_numbers * p.compute_bytes / layout.tensor
-    is_gathered = config.context.kind == "gather"
-    one_context = context.gather_seconds(context_bytes) if is_gathered else context.exchange_seconds(context_bytes)
-    send = send_seconds(layout, "pipeline", node, stream_bytes / p.num_stream_parts)
     return {
-        "tensor": reductions * group_of(layout, "tensor", node).reduce_seconds(stream_bytes),
-        "context": num_blocks * num_exchanges * one_context,
-        "pipeline": _exposed(stage_sends(config.pipeline.num_runs) * send, computing) if layout.pipeline > 1 else 0.0,
+        "products": 2 * p.num_tokens * num_block / tensor_degree * count_passes(p) / rates.products_flops_per_second,
+        "attention": _time_attention(p, rates),
+        "memory": stream_bytes * device_share / rates.memory_bytes_per_second,
     }
 
 
-class Loads(NamedTuple):
-    """Computing load of a pipeline's stages."""
+def _time_attention(p: Portion, rates: Rates) -> float:
+    """Return seconds of the attention kernels of one block and microbatch, forward and backward.
 
-    num_blocks: int
-    """Blocks of the device that computes the longest."""
-    has_head: bool
-    of_runs: tuple[float, ...]
-    """Time of each run of blocks, as a multiple of their mean."""
+    A product of t queries with k keys of width d takes 2 t k d FLOPs, and a causal kernel computes half of them. The
+    forward pass has two products, queries with keys and weights with values, and the backward pass five.
+    """
+    model = p.model
+    seq_len = p.config.max_seq_len
+    window = model.attn_config.sliding_window_size
+    num_forwards = 2 if p.fsdp.activation_checkpointing is True else 1
+
+    # With a sliding window of w tokens a query sees w + 1 keys. Counting twice as many makes up for the causal half.
+    has_window = window >= 0
+    num_keys = min(seq_len, 2 * (window + 1)) if has_window else seq_len
+    forward_flops = 2 * p.num_tokens * num_keys * model.q_dim / p.layout.tensor
+    backward_per_forward = 2.5
+    seconds = forward_flops * (backward_per_forward + num_forwards) / rates.attention_flops_per_second
+
+    if model.attn_config.attn_impl == "reference":
+        # Without a fused kernel, every score passes through memory too.
+        scores_bytes = p.num_tokens * seq_len * model.n_heads / p.layout.tensor * p.compute_bytes
+        num_transfers = num_forwards * SCORE_TRANSFERS + SCORE_GRADIENT_TRANSFERS
+        seconds += num_transfers * scores_bytes / rates.memory_bytes_per_second
+    return seconds
 
 
-def find_loads(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
-    """Measure stages' loads in parameters; looking up embeddings takes no time."""
-    blocks: Any = pipeline.blocks and tuple(pipeline.blocks)  # a key of the cache
-    return _loads_of_stages(model, dataclasses.replace(pipeline, blocks=blocks, num_microbatches=None))
+def _time_head(p: Portion, rates: Rates) -> dict[str, float]:
+    """Return seconds of the logits and the loss of one microbatch, with the same keys as `_time_block`."""
+    num_logits = p.num_tokens * p.model.vocab_size / p.layout.tensor
+    return {
+        "products": 3 * 2 * num_logits * p.model.d_model / rates.products_flops_per_second,
+        "attention": 0.0,
+        "memory": _share_moved(p) * LOGIT_BYTES * num_logits / rates.memory_bytes_per_second,
+    }
+
+
+def _share_moved(p: Portion) -> float:
+    """Return the share of STREAM_BYTES and LOGIT_BYTES that the run moves: less if torch.compile fuses kernels."""
+    return COMPILED_SHARE if p.config.compile_config is not None else 1.0
+
+
+# ------------------------------------------------------------------------------- exchanges of activations, pipeline
+
+
+def _time_activation_exchanges(p: Portion, num_blocks: int, node: Node, compute_seconds: float) -> dict[str, float]:
+    """Return seconds that exchanges of one microbatch's activations add: {"tensor", "context", "pipeline"}.
+
+    compute_seconds: computing time of the microbatch, behind which sends between stages hide.
+    """
+    layout = p.layout
+    config = p.config
+    checkpointing = p.fsdp.activation_checkpointing
+    stream_bytes = p.num_tokens * p.model.d_model * p.compute_bytes
+
+    num_reductions = stream_reductions(num_blocks, checkpointing is True, layout.pipeline)
+    tensor_group = group_of(layout, "tensor", node)
+
+    context_group = group_of(layout, "context", node)
+    num_elements, num_exchanges = context_exchanges(p.model, config.context, p.num_tokens, bool(checkpointing))
+    context_bytes = num_elements * p.compute_bytes / layout.tensor
+    if config.context.kind == "gather":
+        context_seconds = context_group.gather_seconds(context_bytes)
+    else:
+        context_seconds = context_group.exchange_seconds(context_bytes)
+
+    pipeline_seconds = 0.0
+    if layout.pipeline > 1:
+        one_send = send_seconds(layout, "pipeline", node, stream_bytes / p.num_stream_parts)
+        pipeline_seconds = _exposed_seconds(stage_sends(config.pipeline.num_runs) * one_send, compute_seconds)
+
+    return {
+        "tensor": num_reductions * tensor_group.reduce_seconds(stream_bytes),
+        "context": num_blocks * num_exchanges * context_seconds,
+        "pipeline": pipeline_seconds,
+    }
+
+
+def _time_tied_embeddings(p: Portion, node: Node) -> float:
+    """Return seconds in which a pipeline's first and last stage pass each other the gradient of tied embeddings.
+
+    Both stages hold the same matrix: one looks up tokens in it, the other computes logits with it.
+    """
+    num_elements = p.model.vocab_size * p.model.d_model / p.layout.tensor
+    num_elements /= p.layout.of_parameters.shard if p.is_sharded else 1
+    return send_seconds(p.layout, "pipeline", node, num_elements * p.sum_bytes)
+
+
+def find_loads(model: ModelConfig, pipeline: PipelineConfig) -> StageLoads:
+    """Return how evenly a pipeline's stages divide the computing of a model.
+
+    Computing time is taken to be in proportion to parameters, without the embeddings, whose lookup takes no time.
+    """
+    # Make the configuration a key of the cache: hashable, and without what does not matter.
+    blocks: Any = pipeline.blocks and tuple(pipeline.blocks)
+    return _find_loads(model, dataclasses.replace(pipeline, blocks=blocks, num_microbatches=None))
 
 
 @functools.cache  # a search asks thousands of times
-def _loads_of_stages(model: ModelConfig, pipeline: PipelineConfig) -> Loads:
-    block, head = count_block_and_head_parameters(model)
-    ranks = assign_stages(model, pipeline)
-    loads = {
-        stage.index: len(stage.blocks) + (head / block if stage.is_last else 0) for stages in ranks for stage in stages
-    }
-    busiest = max(ranks, key=lambda stages: sum(loads[stage.index] for stage in stages))
-    mean = sum(loads.values()) / len(loads)
-    return Loads(
-        num_blocks=sum(len(stage.blocks) for stage in busiest),
-        has_head=busiest[-1].is_last,
-        of_runs=tuple(loads[index] / mean for index in range(len(loads))),
+def _find_loads(model: ModelConfig, pipeline: PipelineConfig) -> StageLoads:
+    """Compute `find_loads`. Loads are in multiples of a block."""
+    num_block, num_head = count_block_and_head_parameters(model)
+    stages_of_ranks = assign_stages(model, pipeline)
+    load_of_stage: dict[int, float] = {}
+    for stages in stages_of_ranks:
+        for stage in stages:
+            head_load = num_head / num_block if stage.is_last else 0
+            load_of_stage[stage.index] = len(stage.blocks) + head_load
+
+    busiest_stages = max(stages_of_ranks, key=lambda stages: sum(load_of_stage[stage.index] for stage in stages))
+    mean_load = sum(load_of_stage.values()) / len(load_of_stage)
+    return StageLoads(
+        num_blocks=sum(len(stage.blocks) for stage in busiest_stages),
+        has_head=busiest_stages[-1].is_last,
+        relative_run_loads=tuple(load_of_stage[index] / mean_load for index in range(len(load_of_stage))),
     )
 
 
-def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
-    """Count FLOPs of a matrix: each step multiplies it by its transpose, that product by itself, and both by it."""
-    short, long = sorted((rows, columns))
-    return num_steps * (4 * short * short * long + 2 * short**3)
+# ------------------------------------------------------------------------------------------------------ optimizer
 
 
-def _newton_schulz_seconds(p: Portion, num_blocks: int, hardware: Hardware) -> float:
-    """Time Muon's matrices. Ranks with the same blocks take turns: in each round every one owns a whole matrix.
+def _time_optimizer(
+    p: Portion, num_blocks: int, parameters: DeviceParameters, rates: Rates, hardware: Hardware
+) -> float:
+    """Return seconds of the optimizer's step: memory traffic for this rank's share of parameters, and Muon's products.
 
-    The largest come first. A rank gets the parts of its matrix from the others, and sends back the result.
+    num_blocks: blocks of the device.
     """
-    model, options, d = p.model, p.config.optimizer, p.model.d_model
-    dtype, num_steps = options.ns_dtype or "bf16", options.ns_steps or NEWTON_SCHULZ_STEPS
-    qkv = [(model.q_dim, d), (model.kv_dim, d), (model.kv_dim, d)]  # a fused parameter stands for three shapes
-    parameters = [qkv] if model.attn_config.fused_qkv else [[shape] for shape in qkv]
-    parameters += [[(d, model.q_dim)], *[[(model.ffn_dim, d)]] * p.num_up_matrices, [(d, model.ffn_dim)]]
-    parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
-    node, accelerator = hardware.node, hardware.accelerator
-    peak = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)
-    assert peak is not None
-    num_bytes = 2 if dtype == "bf16" else FP32_BYTES
-    num_ranks = p.layout.world_size // p.layout.pipeline
-    group = Group(size=num_ranks, in_node=min(num_ranks, node.num_devices), node=node)
-    seconds = 0.0
-    for first in range(0, num_blocks * len(parameters), num_ranks):
-        shapes = parameters[first // num_blocks]
-        flops = sum(newton_schulz_flops(*shape, num_steps) for shape in shapes)
-        exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * num_bytes)
-        seconds += flops / (hardware.efficiency.products * peak) + 2 * exchange
+    num_sharing = 1
+    if p.is_sharded:
+        num_sharing = p.layout.of_parameters.shard
+    elif p.shares_optimizer:
+        num_sharing = p.layout.of_parameters.replicate
+    num_parameters = num_blocks * parameters.per_block + parameters.outside_blocks
+    seconds = OPTIMIZER_BYTES * num_parameters / num_sharing / rates.memory_bytes_per_second
+
+    if p.config.optimizer.name == "muon":
+        seconds += _time_newton_schulz(p, num_blocks, hardware)
     return seconds
+
+
+def newton_schulz_flops(rows: int, columns: int, num_steps: int) -> int:
+    """Return the FLOPs with which Muon orthogonalises one matrix X by `num_steps` Newton-Schulz iterations.
+
+    With s the shorter and l the longer side, an iteration computes X Xᵀ (2 s² l), the square of that (2 s³), and the
+    product of both with X (2 s² l).
+    """
+    short_side, long_side = sorted((rows, columns))
+    return num_steps * (4 * short_side * short_side * long_side + 2 * short_side**3)
+
+
+def _time_newton_schulz(p: Portion, num_blocks: int, hardware: Hardware) -> float:
+    """Return seconds in which the ranks of a stage orthogonalise the matrices of Muon's update.
+
+    The ranks that have the same blocks work in rounds. In each round every rank owns one whole matrix: it receives the
+    other ranks' parts of it, orthogonalises it, and sends the result back. The largest matrices come first, so that the
+    matrices of a round are about equal, and the first one, which is the largest, is taken for the time of the round.
+    """
+    model = p.model
+    d_model = model.d_model
+    dtype = p.config.optimizer.ns_dtype or "bf16"
+    num_steps = p.config.optimizer.ns_steps or NEWTON_SCHULZ_STEPS
+
+    # A block's parameters, each as a list of its matrices: a fused one of queries, keys and values is three.
+    qkv_shapes = [(model.q_dim, d_model), (model.kv_dim, d_model), (model.kv_dim, d_model)]
+    if model.attn_config.fused_qkv:
+        parameters = [qkv_shapes]
+    else:
+        parameters = [[shape] for shape in qkv_shapes]
+    parameters.append([(d_model, model.q_dim)])
+    parameters += [[(model.ffn_dim, d_model)]] * p.num_up_matrices
+    parameters.append([(d_model, model.ffn_dim)])
+    parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
+
+    accelerator = hardware.accelerator
+    peak_flops_per_second = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)
+    assert peak_flops_per_second is not None
+    products_rate = hardware.efficiency.products * peak_flops_per_second
+    element_bytes = 2 if dtype == "bf16" else FP32_BYTES
+    num_ranks = p.layout.world_size // p.layout.pipeline
+    group = Group(size=num_ranks, in_node=min(num_ranks, hardware.node.num_devices), node=hardware.node)
+
+    seconds = 0.0
+    for index_of_first in range(0, num_blocks * len(parameters), num_ranks):
+        shapes = parameters[index_of_first // num_blocks]
+        flops = sum(newton_schulz_flops(*shape, num_steps) for shape in shapes)
+        exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * element_bytes)
+        seconds += flops / products_rate + 2 * exchange
+    return seconds
+
+
+# ------------------------------------------------------------------------------------------------------- sharding
 
 
 def count_block_and_outside(model: ModelConfig) -> tuple[int, int]:
-    """Count parameters of one block, and of all that is outside of blocks."""
+    """Return the number of parameters of one block, and of all layers outside of blocks."""
     num_outside = count_parameters(dataclasses.replace(model, n_layers=0))
-    return (count_parameters(model) - num_outside) // model.n_layers, num_outside
+    num_block = (count_parameters(model) - num_outside) // model.n_layers
+    return num_block, num_outside
 
 
-def _sharding_seconds(
-    p: Portion,
-    node: Node,
-    *,
-    num_blocks: int,
-    num_block: float,
-    num_outside: int,
-    num_rounds: int,
-    block_seconds: float,
+def _time_sharding(
+    p: Portion, node: Node, *, num_blocks: int, parameters: DeviceParameters, num_rounds: int, block_seconds: float
 ) -> float:
-    """Time a step's gathers and reductions of parameters and gradients beyond the products that hide them.
+    """Return seconds that FSDP's exchanges of parameters and gradients add to a step, beyond what computing hides.
 
-    A block's gather runs beside the block before it, its reduction beside the block after. Nothing hides the first
-    gather, the last reduction, and what is outside of blocks. Copies of the model add up their shares behind the last
-    backward pass. `num_rounds`: as in `parameter_exchanges`.
+    While a block is computed, the next one is gathered and the gradients of the one before are reduced. Nothing hides
+    the first gather, the last reduction, and the layers outside of blocks. Copies of the model add up their gradients
+    during the last backward pass.
+
+    num_blocks: blocks of the device.
+    num_rounds: as in `parameter_exchanges`.
+    block_seconds: computing time of one block and microbatch, forward and backward.
     """
-    layout, passes = p.layout.of_parameters, count_passes(p)
-    shard, replicate = group_of(layout, "shard", node), group_of(layout, "replicate", node)
-    forward_seconds, backward_seconds = block_seconds / passes, block_seconds * (passes - 1) / passes
-    times = parameter_exchanges(p, num_rounds)
+    layout = p.layout.of_parameters
+    shard_group = group_of(layout, "shard", node)
+    copy_group = group_of(layout, "replicate", node)
+    exchanges = parameter_exchanges(p, num_rounds)
+    passes = count_passes(p)
+    forward_seconds = block_seconds / passes
+    backward_seconds = block_seconds * (passes - 1) / passes
+
     seconds = 0.0
-    if p.is_sharded and shard.size > 1:
-        gather = shard.gather_seconds(num_block * p.compute_bytes)
-        reduce = shard.gather_seconds(num_block * p.reduction_bytes)
-        seconds += times.forward_gathers * (num_blocks * _exposed(gather, forward_seconds) + gather)
-        again = gather if times.backward_gathers else 0.0
-        seconds += times.reductions * (num_blocks * _exposed(again + reduce, backward_seconds) + reduce)
-        seconds += (num_rounds - times.reductions) * num_blocks * _exposed(again, backward_seconds)
-        seconds += times.forward_gathers * shard.gather_seconds(num_outside * p.compute_bytes)
-        seconds += times.reductions * shard.gather_seconds(num_outside * p.reduction_bytes)
-    if replicate.size > 1:
-        # The whole gradient, or this rank's share of it.
-        part = layout.shard if p.is_sharded else 1
-        whole = (num_blocks * num_block + num_outside) / part * p.reduction_bytes
-        seconds += times.copy_reductions * _exposed(replicate.reduce_seconds(whole), num_blocks * backward_seconds)
+    if p.is_sharded and shard_group.size > 1:
+        gather = shard_group.gather_seconds(parameters.per_block * p.compute_bytes)
+        reduction = shard_group.gather_seconds(parameters.per_block * p.reduction_bytes)
+        gather_again = gather if exchanges.backward_gathers else 0.0
+
+        # Forward passes: one gather of each block, and a first one that nothing hides.
+        exposed_gathers = num_blocks * _exposed_seconds(gather, forward_seconds)
+        seconds += exchanges.forward_gathers * (exposed_gathers + gather)
+
+        # Backward passes that reduce gradients, with a last reduction that nothing hides, and those that only gather.
+        exposed_backward = num_blocks * _exposed_seconds(gather_again + reduction, backward_seconds)
+        seconds += exchanges.reductions * (exposed_backward + reduction)
+        num_without_reduction = num_rounds - exchanges.reductions
+        seconds += num_without_reduction * num_blocks * _exposed_seconds(gather_again, backward_seconds)
+
+        seconds += exchanges.forward_gathers * shard_group.gather_seconds(parameters.outside_blocks * p.compute_bytes)
+        seconds += exchanges.reductions * shard_group.gather_seconds(parameters.outside_blocks * p.reduction_bytes)
+
+    if copy_group.size > 1:
+        # A rank reduces the gradient of the parameters that it holds: all of them, or its shard.
+        num_parameters = num_blocks * parameters.per_block + parameters.outside_blocks
+        num_shards = layout.shard if p.is_sharded else 1
+        gradient_bytes = num_parameters / num_shards * p.reduction_bytes
+        reduction = copy_group.reduce_seconds(gradient_bytes)
+        seconds += exchanges.copy_reductions * _exposed_seconds(reduction, num_blocks * backward_seconds)
         if p.shares_optimizer:
-            seconds += replicate.gather_seconds((num_blocks * num_block + num_outside) * FP32_BYTES)
+            # ZeRO-1: after the step, every rank gathers the parameters that the others have updated.
+            seconds += copy_group.gather_seconds(num_parameters * FP32_BYTES)
     return seconds
 
 
-def _exposed(exchange: float, beside: float) -> float:
-    """Return the part of an exchange that is not hidden by `beside` seconds of computing."""
-    hidden = min(exchange, beside)
-    return exchange - hidden + OVERLAP_COST * hidden
+def _exposed_seconds(exchange_seconds: float, compute_seconds: float) -> float:
+    """Return how much an exchange adds to a step if it runs beside `compute_seconds` of computing.
+
+    The part that is longer than the computing shows in full. Of the hidden part OVERLAP_COST shows, because it takes
+    compute units and memory bandwidth from the products.
+    """
+    hidden_seconds = min(exchange_seconds, compute_seconds)
+    return exchange_seconds - hidden_seconds + OVERLAP_COST * hidden_seconds
