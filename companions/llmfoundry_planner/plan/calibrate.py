@@ -1,13 +1,20 @@
-"""Constants of the planner, fixed by what a few devices were measured to do. No torch.
+"""Fit the planner's constants to measurements of a few of the user's own devices. No torch.
 
     llmfoundry-lite bench scaling --devices 1,2,4,8 --out measured
     llmfoundry-lite doctor --json measured/doctor.json
     llmfoundry-lite plan mpt-7b --hardware h100 --devices 64 --calibrate measured/scaling.json,measured/doctor.json
 
-Timed steps, of `bench scaling` or `bench mfu`, fix the rate of products; also that of attention if their lengths
-differ, and the jitter if their numbers of nodes do. Without steps the products of `bench mfu` fix their rate; beside
-steps they are not used, and the plan says so. `doctor` fixes links. The errors of the steps make the plan's interval.
-Options of `plan` override reports, and later reports override earlier ones.
+What is measured fixes these constants:
+
+- Timed steps, of `bench scaling` or `bench mfu`, fix the rate of matrix products. They also fix the rate of attention
+  if they have several sequence lengths, and the jitter if they have several numbers of nodes. How far the steps are off
+  after the fit makes the plan's interval.
+- Products timed alone, in `bench mfu`, fix their rate if there are no steps. Beside steps they are not used, and the
+  plan says so.
+- Collectives timed by `doctor` fix the bandwidth of links.
+
+Options of `plan` override reports, and later reports override earlier ones. `calibrate` is the entry, `fit` adjusts the
+rates, and `read_constants` reads one report.
 """
 
 import json
@@ -29,51 +36,67 @@ from llmfoundry_planner.plan.rates import LINK_SHARE, Residuals
 from llmfoundry_planner.plan.step import Hardware, step_time
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+"""Findings of `doctor` that measure links."""
 DEVICES = r"\d+ x ([^,;(]+?)(?= \(|[,;]|$)"
-"""Names in `doctor`'s finding `devices`."""
+"""Matches each name in `doctor`'s finding `devices`, such as `8 x NVIDIA H100 80GB HBM3 (...)`."""
 LINKS = {"link_bytes_per_second": "in a node", "adapter_bytes_per_second": "between nodes"}
+"""Field of Node -> where these links are, in words."""
 SMALL_ERROR = 0.02
-"""Larger errors count by their size, smaller ones by their square: a few steps of a table may be odd."""
+"""Relative error of a step up to which errors count by their square in the fit, and beyond which by their size, so that
+a few odd steps do not decide it."""
 SMALL_GAIN = 1e-4
 """If a round of changes reduces the errors by less than this share, the next changes are half as large."""
+FIRST_CHANGE = 0.4
+LAST_CHANGE = 4e-4
+"""Changes that `minimise` tries first and last, in the logarithm of a value: about 50 % and 0.04 %."""
+MIN_PRODUCTS = 0.01
+"""Least share of the peak that matrix products can reach in a fit: less is an error in the measurements."""
 
 
 class Step(NamedTuple):
-    """A timed step of a run."""
+    """A timed step of a run, as a report has it."""
 
     config: TrainConfig
     layout: Layout
     seconds: float
 
     def error(self, hardware: Hardware) -> float:
-        """Return the logarithm of the predicted rate over the measured one."""
+        """Return log(predicted rate / measured rate): 0.05 if the prediction for `hardware` is 5 % too fast."""
         return math.log(self.seconds / step_time(self.config, self.layout, hardware).seconds)
 
 
-def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any]) -> Hardware:
-    """Fix constants by reports. `given`: values of the node that the user gave, which override reports.
+def calibrate(hardware: Hardware, paths: Iterable[Path], node_changes: Mapping[str, Any]) -> Hardware:
+    """Return hardware whose constants are those of the reports in `paths`, and whose sources say so.
 
-    Raises DataError for a file that fixes none of them, ConfigError for one of another device.
+    node_changes: fields of the node that the user gave on the command line. They override reports.
+
+    Raises DataError for a report that fixes no constant, and ConfigError for a report of another device.
     """
-    found, sources, steps = dict[str, float](), dict[str, str](), dict[str, Step]()
-    timed = list[str]()
-    hardware = replace(hardware, node=replace(hardware.node, **given))
+    hardware = replace(hardware, node=replace(hardware.node, **node_changes))
+    constants: dict[str, float] = {}
+    sources: dict[str, str] = {}  # by constant: the file that fixes it
+    steps: dict[str, Step] = {}
+    step_sources: list[str] = []
     for path in paths:
-        constants, new_steps = read_constants(path, hardware)
-        found, steps = found | constants, steps | new_steps
-        sources |= dict.fromkeys(constants, path.name)
-        timed += [path.name] if new_steps else []
-    links = {name: found[name] for name in LINKS if name in found and name not in given}
+        new_constants, new_steps = read_constants(path, hardware)
+        constants |= new_constants
+        sources |= dict.fromkeys(new_constants, path.name)
+        steps |= new_steps
+        if new_steps:
+            step_sources.append(path.name)
+
+    links = {name: constants[name] for name in LINKS if name in constants and name not in node_changes}
     if links:
-        said = [f"{LINKS[name]} as measured, {sources[name]}" for name in links]
-        source = "; ".join([*said, f"else {hardware.node.source}"])
+        measured = [f"{LINKS[name]} as measured, {sources[name]}" for name in links]
+        source = "; ".join([*measured, f"else {hardware.node.source}"])
         hardware = replace(hardware, node=replace(hardware.node, **links, source=source))
+
     if steps:
-        unused = f"; {sources['products']} not used beside timed steps" if "products" in found else ""
-        return fit(hardware, list(steps.values()), ", ".join(timed), unused)
-    if "products" in found:
+        unused = f"; {sources['products']} not used beside timed steps" if "products" in constants else ""
+        return fit(hardware, list(steps.values()), ", ".join(step_sources), unused)
+    if "products" in constants:
         source = f"products measured, {sources['products']}; attention by {hardware.efficiency.origin}"
-        efficiency = replace(hardware.efficiency, products=found["products"], era=None, source=source)
+        efficiency = replace(hardware.efficiency, products=constants["products"], era=None, source=source)
         hardware = replace(hardware, efficiency=efficiency)
     return hardware
 
@@ -81,74 +104,106 @@ def calibrate(hardware: Hardware, paths: Iterable[Path], given: Mapping[str, Any
 # ------------------------------------------------------------------------------------------------------- the fit
 
 
-def fit(hardware: Hardware, steps: Sequence[Step], names: str, unused: str = "") -> Hardware:
-    """Fit rates to timed steps of files. Raises DataError for steps that no rate of products explains.
+def fit(hardware: Hardware, steps: Sequence[Step], file_names: str, unused: str = "") -> Hardware:
+    """Return hardware with the rates that explain timed steps best.
 
-    `unused` ends the source of the rates.
+    The rate of products is always fitted. Attention's is fitted if the steps have several sequence lengths, and else
+    stays in proportion to products. The jitter is fitted if the steps have several numbers of nodes.
+
+    file_names: files that the steps come from, for the source of the rates. unused: text that ends this source.
+    Raises DataError if the steps can only be explained by products that run at an impossible rate.
     """
-    efficiency, node = hardware.efficiency, hardware.node
+    efficiency = hardware.efficiency
+    node = hardware.node
     doublings = [node.doublings(step.layout.world_size) for step in steps]
+
+    # Values are changed by factors. The jitter may be 0, so 1 + jitter takes its place.
     start = {"products": efficiency.products}
     if len({step.config.max_seq_len for step in steps}) > 1:
         start["attention"] = efficiency.attention
     if len(set(doublings)) > 1:
-        start["jitter"] = 1 + node.jitter  # its logarithm is near 0, as a jitter may be
+        start["jitter"] = 1 + node.jitter
 
-    def with_rates(rates: Mapping[str, float]) -> Hardware:
-        in_proportion = efficiency.attention / efficiency.products * rates["products"]
-        attention = rates.get("attention", in_proportion)
+    def with_values(values: Mapping[str, float]) -> Hardware:
+        attention = efficiency.attention / efficiency.products * values["products"]
         return replace(
             hardware,
-            efficiency=replace(efficiency, products=rates["products"], attention=attention),
-            node=replace(node, jitter=rates.get("jitter", 1 + node.jitter) - 1),
+            efficiency=replace(efficiency, products=values["products"], attention=values.get("attention", attention)),
+            node=replace(node, jitter=values.get("jitter", 1 + node.jitter) - 1),
         )
 
-    def cost(rates: Mapping[str, float]) -> float:
-        tried = with_rates(rates)
-        if tried.node.jitter < 0:
+    def cost(values: Mapping[str, float]) -> float:
+        candidate = with_values(values)
+        if candidate.node.jitter < 0:
             return math.inf
-        return sum(math.hypot(step.error(tried), SMALL_ERROR) for step in steps)
+        # The hypotenuse grows with the square of a small error and with the size of a large one (pseudo-Huber loss).
+        return sum(math.hypot(step.error(candidate), SMALL_ERROR) for step in steps)
 
-    found = minimise(start, cost)
-    if not 0.01 < found["products"] <= 1:
-        share = f"{found['products']:.1%}"
-        raise DataError(f"--calibrate: {names}: its steps take products at {share} of the peak; measure again")
-    fitted = with_rates(found)
-    errors = [step.error(fitted) for step in steps]
-    freedom, mean = len(steps) - len(found), sum(doublings) / len(steps)
+    values = minimise(start, cost)
+    if not MIN_PRODUCTS < values["products"] <= 1:
+        raise DataError(
+            f"--calibrate: {file_names}: its steps take products at {values['products']:.1%} of the peak; measure again"
+        )
+
+    # Residuals for the interval of later predictions, which is that of a regression on the doublings of a node.
+    fitted = with_values(values)
+    num_degrees_of_freedom = len(steps) - len(values)
+    spread = 0.0
+    if num_degrees_of_freedom > 0:
+        squared_errors = [step.error(fitted) ** 2 for step in steps]
+        spread = math.sqrt(sum(squared_errors) / num_degrees_of_freedom)
+    mean_doublings = sum(doublings) / len(steps)
     residuals = Residuals(
         num_steps=len(steps),
-        freedom=freedom,
-        spread=math.sqrt(sum(error * error for error in errors) / freedom) if freedom > 0 else 0.0,
-        mean_doublings=mean,
-        squared_doublings=sum((one - mean) ** 2 for one in doublings),
+        freedom=num_degrees_of_freedom,
+        spread=spread,
+        mean_doublings=mean_doublings,
+        squared_doublings=sum((number - mean_doublings) ** 2 for number in doublings),
     )
-    most = max(step.layout.world_size for step in steps)
-    source = (
-        f"{names}: {', '.join(found)} fitted to {len(steps)} step{'s' * (len(steps) > 1)} on at most {most} devices"
+
+    max_devices = max(step.layout.world_size for step in steps)
+    plural = "s" if len(steps) > 1 else ""
+    source = f"{file_names}: {', '.join(values)} fitted to {len(steps)} step{plural} on at most {max_devices} devices"
+    if num_degrees_of_freedom > 0:
+        source += f", {residuals.spread:.1%} off"
+    rates = replace(
+        fitted.efficiency,
+        era=None,
+        source=source + unused,
+        residuals=residuals,
+        num_measured_devices=1 if max_devices == 1 else None,
     )
-    source += (f", {residuals.spread:.1%} off" if freedom > 0 else "") + unused
-    rates = replace(fitted.efficiency, era=None, source=source, residuals=residuals)
-    return replace(fitted, efficiency=replace(rates, num_measured_devices=1 if most == 1 else None))
+    return replace(fitted, efficiency=rates)
 
 
 def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:
-    """Change one value at a time by a factor, then all together in the same directions; by ever smaller factors.
+    """Return the positive values, one for each name of `start`, for which `cost` is about the smallest.
 
-    Hooke and Jeeves 1961, "Direct search solution of numerical and statistical problems".
+    A pattern search (Hooke and Jeeves 1961, "Direct search solution of numerical and statistical problems"). Each round
+    changes one value at a time by a factor, up and down, and keeps each change that reduces the cost. Then it changes
+    all of them again by the factors that they have changed by in this round. When a round gains little, the next one
+    tries smaller factors.
     """
-    best, width = dict(start), 0.4
-    least = cost(best)
-    while width > 4e-4:
-        base, before = best, least
-        steps = [{name: math.exp(sign * width)} for name in base for sign in (1, -1)]
-        for step in [*steps, None]:
-            factors = step or {name: best[name] / base[name] for name in base}
-            changed = best | {name: best[name] * factor for name, factor in factors.items()}
-            if (found := cost(changed)) < least:
-                best, least = changed, found
-        if least > (1 - SMALL_GAIN) * before:
-            width /= 2
+    best = dict(start)
+    least_cost = cost(best)
+
+    def keep_if_better(factors: Mapping[str, float]) -> None:
+        nonlocal best, least_cost
+        changed = best | {name: best[name] * factor for name, factor in factors.items()}
+        changed_cost = cost(changed)
+        if changed_cost < least_cost:
+            best, least_cost = changed, changed_cost
+
+    change = FIRST_CHANGE
+    while change > LAST_CHANGE:
+        before = best
+        cost_before = least_cost
+        for name in start:
+            keep_if_better({name: math.exp(change)})
+            keep_if_better({name: math.exp(-change)})
+        keep_if_better({name: best[name] / before[name] for name in before})
+        if least_cost > (1 - SMALL_GAIN) * cost_before:
+            change /= 2
     return best
 
 
@@ -156,32 +211,43 @@ def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], floa
 
 
 def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], dict[str, Step]]:
-    """Return constants by name, and steps. Raises DataError for neither, ConfigError for another device's."""
+    """Read one report of `bench` or `doctor`. Return the constants that it fixes by name, and its timed steps by key.
+
+    Constants are "products", a share of the peak, and the names of LINKS, in bytes per second. One of the two results
+    is empty. Raises DataError for a file that is not such a report, or is damaged or too old, and ConfigError for a
+    report of another device than `hardware`.
+    """
     accelerator = hardware.accelerator
     try:
         report = read_json(path, "a report")
-        findings, rows, schema = report.get("findings"), report.get("rows"), report.get("schema", REPORT_SCHEMA)
+        findings = report.get("findings")  # only doctor's report has them
+        schema = report.get("schema", REPORT_SCHEMA)
         if schema != REPORT_SCHEMA:
-            again = f"llmfoundry-lite bench {report['bench']} --out FOLDER"
-            raise DataError(f"schema {schema}, this release reads {REPORT_SCHEMA}; measure again: {again}")
+            command = f"llmfoundry-lite bench {report['bench']} --out FOLDER"
+            raise DataError(f"schema {schema}, this release reads {REPORT_SCHEMA}; measure again: {command}")
+
         if findings is None:
-            device = str(report.get("device_name") or report["device"])
-            names = [device]
+            devices = str(report.get("device_name") or report["device"])
+            device_names = [devices]
         else:
-            device = ", ".join(str(one["detail"]) for one in findings if one["check"] == "devices")
-            names = re.findall(DEVICES, device)
-        if not names or not all(re.fullmatch(accelerator.pattern, name) for name in names):
-            raise ConfigError(f"measured on {device or 'an unknown device'}, --hardware says {accelerator.name}")
+            devices = ", ".join(str(finding["detail"]) for finding in findings if finding["check"] == "devices")
+            device_names = re.findall(DEVICES, devices)
+        is_same_device = all(re.fullmatch(accelerator.pattern, name) for name in device_names)
+        if not device_names or not is_same_device:
+            raise ConfigError(f"measured on {devices or 'an unknown device'}, --hardware says {accelerator.name}")
+
         if findings is not None:
             return read_links(findings, hardware.node.num_devices), {}
+        rows = report.get("rows")
         if report["bench"] == "scaling":
             return {}, read_steps(rows, hardware)
-        if report["bench"] == "mfu":
-            timed = [row for row in rows if "config" in row and "error" not in row]
-            if timed:  # steps show how fast products are in a whole run
-                return {}, read_steps(timed, hardware)
-            return {"products": read_products(rows, report["peak_flops"])}, {}
-        raise ValueError
+        if report["bench"] != "mfu":
+            raise ValueError
+        # Steps show how fast products are in a whole run, so they count more than products alone.
+        step_rows = [row for row in rows if "config" in row and "error" not in row]
+        if step_rows:
+            return {}, read_steps(step_rows, hardware)
+        return {"products": read_products(rows, report["peak_flops"])}, {}
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
     except UserError as error:
@@ -193,30 +259,40 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
         ) from None
 
 
-def read_products(rows: Sequence[Mapping[str, Any]], peak: float | None) -> float:
-    """Return the share of the peak that products alone reach in a report of `bench mfu`."""
+def read_products(rows: Sequence[Mapping[str, Any]], peak_flops: float | None) -> float:
+    """Return the share of the peak that matrix products alone reach in a report of `bench mfu`: the rows' median.
+
+    Raises DataError if there are no such rows, if the peak is unknown, or if the share is not between 0 and 1.
+    """
     rates = [float(row["flops_per_sec"]) for row in rows if row["step"] == PRODUCTS and "error" not in row]
-    if not rates or not peak:
-        raise DataError("no rate of matrix products" if peak else "the device's peak is not in the table")
-    if not 0 < (share := median(rates) / peak) <= 1:
+    if not peak_flops:
+        raise DataError("the device's peak is not in the table")
+    if not rates:
+        raise DataError("no rate of matrix products")
+
+    share = median(rates) / peak_flops
+    if not 0 < share <= 1:
         raise DataError(f"matrix products at {share:.0%} of the peak; measure again")
     return share
 
 
 def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[str, Step]:
-    """Return the steps of a report of `bench scaling` or `bench mfu`, each once: key -> step.
+    """Return the steps of a report of `bench scaling` or `bench mfu`.
 
-    Raises DataError for what is not a time, ConfigError for a step that the planner cannot time.
+    The key of a step is its number of devices and its configuration, so that a later report replaces the same step.
+    Raises DataError if there are no steps or a time is not possible, and ConfigError for a step that the planner cannot
+    time on this hardware.
     """
-    steps = dict[str, Step]()
+    steps: dict[str, Step] = {}
     for row in rows:
-        seconds, num_devices = float(row["seconds"]), int(row["num_devices"])
+        seconds = float(row["seconds"])
+        num_devices = int(row["num_devices"])
         if not (0 < seconds < math.inf and num_devices > 0):
             raise DataError(f"a step of {seconds} s on {num_devices} devices; measure again")
         config = build_block(TrainConfig, row["config"])
         layout = layout_of(config, num_devices, min(hardware.node.num_devices, num_devices))
         step = Step(config, layout, seconds)
-        step.error(hardware)
+        step.error(hardware)  # raises the error for a step that cannot be timed
         steps[json.dumps([num_devices, row["config"]])] = step
     if not steps:
         raise DataError("no timed steps; measure again: llmfoundry-lite bench scaling --out FOLDER")
@@ -224,23 +300,38 @@ def read_steps(rows: Sequence[Mapping[str, Any]], hardware: Hardware) -> dict[st
 
 
 def read_links(findings: Sequence[Mapping[str, Any]], per_node: int) -> dict[str, float]:
-    """Return bandwidths of links, with which the planner's collectives are as fast as those that `doctor` timed."""
-    in_node, across = list[float](), list[float]()
-    for one in findings:
-        ranks = re.match(r"(\d+) ranks(?: on (\d+) nodes?)? over", str(one["detail"]))
-        if one["check"] not in COLLECTIVES or not one["value"] or ranks is None:
+    """Return the bandwidth of links, in bytes per second by the names of LINKS, from findings of `doctor`.
+
+    doctor measures bus bandwidth in GB/s, as nccl-tests defines it. The planner takes a link to reach LINK_SHARE of its
+    bandwidth, so the result is the bandwidth with which the planner's collectives are as fast as doctor's. Several
+    collectives count by their median.
+
+    per_node: devices in a node. Raises DataError if no collective was timed, and for a number of ranks that does not
+    fill the nodes.
+    """
+    in_node: list[float] = []
+    across_nodes: list[float] = []
+    for finding in findings:
+        ranks = re.match(r"(\d+) ranks(?: on (\d+) nodes?)? over", str(finding["detail"]))
+        if finding["check"] not in COLLECTIVES or not finding["value"] or ranks is None:
             continue
-        num_ranks, num_nodes = int(ranks[1]), int(ranks[2] or 1)
-        rate = 1e9 * float(one["value"]) / LINK_SHARE
-        if not 0 < rate < math.inf:
-            raise DataError(f"{one['check']} at {one['value']} GB/s; measure again")
+        num_ranks = int(ranks[1])
+        num_nodes = int(ranks[2] or 1)
+        bandwidth = 1e9 * float(finding["value"]) / LINK_SHARE
+        if not 0 < bandwidth < math.inf:
+            raise DataError(f"{finding['check']} at {finding['value']} GB/s; measure again")
+
         if num_nodes == 1:
-            in_node.append(rate)
+            in_node.append(bandwidth)
         elif num_ranks == num_nodes * per_node:
-            across.append(rate * (1 - 1 / num_nodes) / (1 - 1 / num_ranks))
+            # doctor counts (n - 1) / n of the message for n ranks. An adapter carries that share for n nodes.
+            across_nodes.append(bandwidth * (1 - 1 / num_nodes) / (1 - 1 / num_ranks))
         else:
-            each = f"{num_ranks} ranks on {num_nodes} nodes of {per_node} devices"
-            raise DataError(f"{each}; start doctor with a rank for each device, or say --per-node")
-    if not in_node and not across:
+            raise DataError(
+                f"{num_ranks} ranks on {num_nodes} nodes of {per_node} devices; "
+                "start doctor with a rank for each device, or say --per-node"
+            )
+
+    if not in_node and not across_nodes:
         raise DataError("no collective was timed; start doctor on several devices")
-    return {name: median(rates) for name, rates in zip(LINKS, (in_node, across), strict=True) if rates}
+    return {name: median(rates) for name, rates in zip(LINKS, (in_node, across_nodes), strict=True) if rates}

@@ -1,10 +1,11 @@
-"""A cluster's network before it is bought: switches, price and power of fat trees, and what an all-reduce reaches.
+"""`llmfoundry-lite fabric`: the network of a cluster before it is bought. Arithmetic, no torch.
 
     llmfoundry-lite fabric --nodes 1200 --storage 200
 
-Two zones that are fat trees of two layers each, and are joined by a few links, stand beside one fat tree of three
-layers with an adapter for each device. An all-reduce through the processors' memory (HFReduce, arXiv 2408.14158) stands
-beside a ring of devices. Both are limits of bandwidth: software reaches less. Arithmetic, no torch.
+It counts the switches of two networks, with their price and power, and how fast an all-reduce can be on each. The first
+has an adapter for each node and two or more zones, which are fat trees of two layers joined by a few links; processors
+add up (HFReduce, arXiv 2408.14158). The second is one fat tree of three layers with an adapter for each device; devices
+form a ring. Rates are limits of bandwidth, and software reaches less.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_planner.plan.rates import ACROSS_LATENCY_SECONDS, LINK_SHARE
 
+# The node of the published cluster, Fire-Flyer 2: devices on PCIe, without links between them.
 RING_PATH_BYTES_PER_SECOND = 9.6e9
-"""From one device's memory to an adapter and into the next node's device, over PCIe 4.0 behind a processor. Implied by
-the best published rate of a ring there, 4.8 GB/s, of which every byte passes twice."""
-# Fire-Flyer 2's node.
+"""From one device's memory to an adapter and into the next node's device, over PCIe 4.0 behind a processor. Computed
+from the best published rate of a ring there, 4.8 GB/s, for which every byte passes twice."""
 MEMORY_BYTES_PER_SECOND = 16 * 25.6e9
 """Two sockets with eight channels of DDR4-3200 each."""
 PORT_BYTES_PER_SECOND = 32e9
@@ -24,76 +25,109 @@ PORT_BYTES_PER_SECOND = 32e9
 DEVICES_PER_PORT = 2
 """Devices that share a PCIe port of the processor, at worst."""
 ADAPTER_BYTES_PER_SECOND = 25e9
+"""One adapter of 200 Gbit/s."""
+PUBLISHED_SPEED = 0.83
+PUBLISHED_PRICE = 0.60
+"""Speed and price of such a node over those of a DGX A100, arXiv 2408.14158."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Fabric:
-    """Fat trees without oversubscription: as many links up as down, in every switch."""
+    """A network of one or more equal fat trees, the zones, without oversubscription.
+
+    In every switch as many links go up as down. Leaves connect nodes and storage, spines connect leaves, and in a tree
+    of three layers cores connect spines.
+    """
 
     name: str
     num_ports: int
     """Ports of a tree for nodes and storage."""
     leaves: int
+    """Switches of a tree in the lowest layer."""
     spines: int
     cores: int
-    """Switches of a tree, by layer."""
+    """Switches of a tree in the third layer; 0 in a tree of two layers."""
     num_zones: int = 1
-    """Trees."""
 
     @property
     def num_joining(self) -> int:
-        """Switches between zones."""
+        """Switches that join the zones: one for each, if there are several."""
         return self.num_zones if self.num_zones > 1 else 0
 
     @property
     def num_switches(self) -> int:
+        """Switches of all zones together."""
         return self.num_zones * (self.leaves + self.spines + self.cores) + self.num_joining
 
 
 def fat_tree(name: str, num_ports: int, radix: int, num_zones: int = 1) -> Fabric:
-    """Count the fewest switches of `radix` ports, in two layers if they suffice, else in three.
+    """Return the fat tree with the fewest switches that has `num_ports` ports in each zone.
 
-    Raises ConfigError if three do not.
+    With switches of `radix` ports, r, two layers connect up to r² / 2 ports and three up to r³ / 4. Example: 800 ports
+    with switches of 40 take 40 leaves and 20 spines. Raises ConfigError if three layers do not suffice.
     """
-    half = radix // 2
-    if num_ports > radix * half * half:
+    half_radix = radix // 2
+    max_ports_of_two_layers = radix * half_radix
+    max_ports = max_ports_of_two_layers * half_radix
+    if num_ports > max_ports:
         raise ConfigError(
-            f"{num_ports:,} ports do not fit a fat tree of three layers of {radix}-port switches "
-            f"({radix * half * half:,})"
+            f"{num_ports:,} ports do not fit a fat tree of three layers of {radix}-port switches ({max_ports:,})"
         )
-    leaves = -(-num_ports // half)
-    top = -(-leaves * half // radix)
-    spines, cores = (top, 0) if num_ports <= radix * half else (leaves, top)
+
+    # Half of a leaf's ports go down. All ports of the top layer do, so it needs half as many switches.
+    leaves = -(-num_ports // half_radix)
+    top_switches = -(-leaves * half_radix // radix)
+    if num_ports <= max_ports_of_two_layers:
+        spines = top_switches
+        cores = 0
+    else:
+        spines = leaves
+        cores = top_switches
     return Fabric(name=name, num_ports=num_ports, leaves=leaves, spines=spines, cores=cores, num_zones=num_zones)
 
 
 def zoned(num_nodes: int, num_storage: int, radix: int = 40, num_zones: int = 2) -> Fabric:
-    """Give each node one adapter, and storage one in every zone, so that zones need few links to each other."""
-    ports = -(-num_nodes // num_zones) + num_storage
-    return fat_tree(f"{num_zones} zones, an adapter for each node", ports, radix, num_zones)
+    """Return a network in zones: each node has one adapter, in one zone, and each storage server one in every zone.
+
+    Nodes read their data within their zone, so that the zones need few links between each other.
+    """
+    ports_per_zone = -(-num_nodes // num_zones) + num_storage
+    return fat_tree(f"{num_zones} zones, an adapter for each node", ports_per_zone, radix, num_zones)
 
 
 def one_for_each_device(num_nodes: int, num_storage: int, per_node: int = 8, radix: int = 40) -> Fabric:
+    """Return a network of one tree in which each of a node's `per_node` devices has an adapter."""
     return fat_tree("one tree, an adapter for each device", num_nodes * per_node + num_storage, radix)
 
 
 def ring_rate(num_devices: int, num_bytes: float) -> float:
-    """Return a ring's bytes of the message per second, through all devices: 2 (n - 1) steps, each with its latency."""
-    seconds = 2 * (num_devices - 1) / num_devices * num_bytes / RING_PATH_BYTES_PER_SECOND
-    return num_bytes / (seconds + 2 * (num_devices - 1) * ACROSS_LATENCY_SECONDS)
+    """Return the rate of an all-reduce in a ring of all devices, in bytes of the message per second.
+
+    A ring of n devices takes 2 (n - 1) steps. In each of them a device sends 1 / n of the message, after a latency.
+    """
+    num_steps = 2 * (num_devices - 1)
+    sending_seconds = num_steps / num_devices * num_bytes / RING_PATH_BYTES_PER_SECOND
+    return num_bytes / (sending_seconds + num_steps * ACROSS_LATENCY_SECONDS)
 
 
 def staged_limits(num_devices: int) -> dict[str, float]:
-    """Return what bounds an all-reduce staged through processors: name -> bytes of the message per second.
+    """Return what limits an all-reduce through the processors' memory, each in bytes of the message per second.
 
-    Devices copy to the host, where processors add; nodes add along a double binary tree; devices copy back. For each
-    byte the memory is written and read once for each device on the way in, and read twice on the way out (GDRCopy);
-    one sum is written; and of the tree each node receives one byte up (write, two reads, a write), sends one (read),
-    receives one down (write) and passes it on (read).
+    The keys are "memory", "pcie" and "adapter". The smallest value is the rate that can be reached.
+
+    The devices of a node, `num_devices`, copy the message to the host, where the processors add up. Nodes add up along
+    a double binary tree, and the devices copy the result back (HFReduce, arXiv 2408.14158).
     """
-    operations = 2 * num_devices + 1 + 7 + 2
+    # How often memory is read or written for each byte of the message.
+    copies_in = 2 * num_devices  # each device's copy is written and read once
+    local_sum = 1  # written
+    # One byte comes up the tree (written, two reads for the sum, which is written) and goes on (read). The result
+    # comes down (written) and goes on (read).
+    tree = 7
+    copies_out = 2  # read twice for all devices, by GDRCopy
+    memory_accesses = copies_in + local_sum + tree + copies_out
     return {
-        "memory": LINK_SHARE * MEMORY_BYTES_PER_SECOND / operations,
+        "memory": LINK_SHARE * MEMORY_BYTES_PER_SECOND / memory_accesses,
         "pcie": LINK_SHARE * PORT_BYTES_PER_SECOND / DEVICES_PER_PORT,
         "adapter": LINK_SHARE * ADAPTER_BYTES_PER_SECOND / 2,
     }
@@ -110,29 +144,36 @@ def describe(
     switch_watts: float | None,
     message_bytes: float,
 ) -> str:
-    """Return lines for people. Raises ConfigError if no tree is large enough."""
-    small = zoned(num_nodes, num_storage, radix, num_zones)
-    large = one_for_each_device(num_nodes, num_storage, per_node, radix)
+    """Return the text of `llmfoundry-lite fabric`: both networks, their all-reduce, and published figures beside them.
+
+    per_node: devices in a node. radix: ports of a switch. message_bytes: size of the all-reduce. Price and power are
+    printed if they are given. Raises ConfigError if a network is larger than a fat tree can be.
+    """
+    zones = zoned(num_nodes, num_storage, radix, num_zones)
+    single_tree = one_for_each_device(num_nodes, num_storage, per_node, radix)
     lines = [f"{num_nodes:,} nodes of {per_node} devices, {num_storage:,} storage servers, switches of {radix} ports"]
-    for fabric in (small, large):
+    for fabric in (zones, single_tree):
         cores = f", {fabric.cores} cores" if fabric.cores else ""
         joining = f"; {fabric.num_joining} between zones" if fabric.num_joining else ""
-        each = f"{fabric.num_zones} x {fabric.leaves} leaves, {fabric.spines} spines{cores}{joining}"
-        parts = [f"{fabric.num_switches:,} switches ({each})"]
+        layers = f"{fabric.num_zones} x {fabric.leaves} leaves, {fabric.spines} spines{cores}{joining}"
+        facts = [f"{fabric.num_switches:,} switches ({layers})"]
         if switch_dollars is not None:
-            parts.append(f"{fabric.num_switches * switch_dollars:,.0f} dollars")
+            facts.append(f"{fabric.num_switches * switch_dollars:,.0f} dollars")
         if switch_watts is not None:
-            parts.append(f"{fabric.num_switches * switch_watts / 1000:,.1f} kW")
-        lines.append(f"  {fabric.name}: {', '.join(parts)}")
-    lines.append(f"  the first has {small.num_switches / large.num_switches:.1%} of the second's switches")
+            facts.append(f"{fabric.num_switches * switch_watts / 1000:,.1f} kW")
+        lines.append(f"  {fabric.name}: {', '.join(facts)}")
+    switch_share = zones.num_switches / single_tree.num_switches
+    lines.append(f"  the first has {switch_share:.1%} of the second's switches")
+
     num_devices = num_nodes * per_node
     limits = staged_limits(per_node)
-    least = min(limits, key=limits.__getitem__)
+    bottleneck = min(limits, key=limits.__getitem__)
     lines += [
         f"all-reduce of {message_bytes / MIB:.0f} MiB over {num_devices:,} devices on PCIe, at most",
-        f"  staged through processors {limits[least] / 1e9:.1f} GB/s, bound by the {least}",
+        f"  staged through processors {limits[bottleneck] / 1e9:.1f} GB/s, bound by the {bottleneck}",
         f"  a ring of devices {ring_rate(num_devices, message_bytes) / 1e9:.1f} GB/s",
         "published (arXiv 2408.14158): 122 switches and 1,320; 6.3 to 8.1 GB/s staged, 1.6 to 4.8 in a ring;",
-        f"  83% of a DGX A100's rate at 60% of its cost, {0.83 / 0.60:.2f} times as much for it",
+        f"  {PUBLISHED_SPEED:.0%} of a DGX A100's rate at {PUBLISHED_PRICE:.0%} of its cost, "
+        f"{PUBLISHED_SPEED / PUBLISHED_PRICE:.2f} times as much for it",
     ]
     return "\n".join(lines)

@@ -1,9 +1,11 @@
-"""Links in and between nodes, what ranks exchange over them in a step, and how long that takes. Arithmetic, no torch.
+"""Links in and between nodes, and the time of an exchange over them. Arithmetic, no torch.
 
-A group of ranks is a ring: each link of it carries (n - 1) / n of the message, and the slowest link decides. What all
-the groups of a node send to other nodes shares the node's adapters. (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH"; NCCL's rings do the same.) Tests count the exchanges on
-real ranks.
+A group of n ranks exchanges in a ring: each link of it carries (n - 1) / n of the message, and the slowest link
+decides. All groups of a node that reach other nodes share the node's adapters. (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH"; NCCL's rings do the same.)
+
+`NODES` has the nodes that accelerators are sold in, `group_of` says how a layout's group lies in them, and `Group` and
+`send_seconds` give times. `exchanges.py` says what is exchanged.
 """
 
 import math
@@ -28,23 +30,26 @@ class Node:
 
     num_devices: int
     link_bytes_per_second: float
-    """Between devices of the node, for each device."""
+    """From each device to the others of the node."""
     adapter_bytes_per_second: float
-    """From the node to all others together."""
+    """From the node to all other nodes together."""
     power_watts: float
     """Maximum draw of the node, with its processors and fans."""
     source: str
+    """Where the numbers come from."""
     jitter: float = JITTER
-    """Share of a step that each doubling of such nodes adds."""
+    """Share of a step that each doubling of the number of such nodes adds."""
 
     def doublings(self, num_devices: int) -> float:
-        """Count how often one node is doubled for so many devices."""
-        return math.log2(max(1.0, num_devices / self.num_devices))
+        """Return how often the number of nodes doubles from one node to `num_devices`: 2 for four nodes, 0 for one."""
+        num_nodes = max(1.0, num_devices / self.num_devices)
+        return math.log2(num_nodes)
 
 
 def _node(
     link_gigabytes: float, adapter_gigabits: float, power_watts: float, source: str, jitter: float = JITTER
 ) -> Node:
+    """Return a node of 8 devices. As in datasheets, `link_gigabytes` is in GB/s and `adapter_gigabits` in Gbit/s."""
     return Node(
         num_devices=8,
         link_bytes_per_second=link_gigabytes * 1e9,
@@ -73,6 +78,7 @@ NODES: Mapping[str, Node] = {
     "MI300X": _node(448, 3200, 10000, "MI300X platform: seven links of 64 GB/s; eight adapters of 400 Gbit/s"),
 }
 # fmt: on
+"""Name of an accelerator -> the node that it usually comes in."""
 _SAME_NODE = {
     "V100-32GB": "V100-16GB",
     "A100-80GB": "A100-40GB",
@@ -82,10 +88,11 @@ _SAME_NODE = {
     "RTX-4090": "L4",
     "MI325X": "MI300X",
 }
+"""Accelerator -> the one in NODES whose node it has."""
 
 
 def find_node(accelerator_name: str) -> Node:
-    """Return the node that this accelerator usually comes in. Raises ConfigError for one without."""
+    """Return the node that an accelerator of the hardware table usually comes in. Raises ConfigError if it has none."""
     name = _SAME_NODE.get(accelerator_name, accelerator_name)
     if name not in NODES:
         raise ConfigError(f"{accelerator_name} has no node in llmfoundry_planner/plan/network.py; add its links there")
@@ -94,60 +101,88 @@ def find_node(accelerator_name: str) -> Node:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Group:
-    """Ranks that exchange, as the links see them."""
+    """A group of ranks that exchange something, and how it lies in the nodes.
+
+    All devices of a node are in a group of the same kind, and all these groups exchange at the same time.
+    """
 
     size: int
+    """Ranks of the group."""
     in_node: int
-    """Ranks of the group in each node that it has a part in."""
+    """Ranks of the group in each node that has some of them."""
     node: Node
 
     @property
     def num_nodes(self) -> int:
+        """Nodes that have ranks of the group."""
         return -(-self.size // self.in_node)
 
     def gather_seconds(self, num_bytes: float) -> float:
-        """Time an all-gather that ends with `num_bytes` on each rank, or a reduce-scatter that begins with them."""
+        """Return the time of an all-gather that leaves `num_bytes` on each rank.
+
+        A reduce-scatter that begins with `num_bytes` on each rank takes as long.
+        """
         if self.size == 1:
             return 0.0
-        seconds = [0.0]
+
+        in_node_seconds = 0.0
         if self.in_node > 1:
-            share = (self.size - 1) / self.size * num_bytes
-            seconds.append(share / (LINK_SHARE * self.node.link_bytes_per_second))
+            sent_bytes = (self.size - 1) / self.size * num_bytes
+            in_node_seconds = sent_bytes / (LINK_SHARE * self.node.link_bytes_per_second)
+
+        across_seconds = 0.0
         if self.num_nodes > 1:
-            # Every node has num_devices / in_node such groups at once, each with its share of the adapters.
-            adapters = self.node.adapter_bytes_per_second * self.in_node / self.node.num_devices
-            seconds.append((self.num_nodes - 1) / self.num_nodes * num_bytes / (LINK_SHARE * adapters))
-        latency = self.num_nodes * (self.in_node - 1) * IN_NODE_LATENCY_SECONDS
-        latency += (self.num_nodes - 1) * ACROSS_LATENCY_SECONDS
-        return max(seconds) + latency
+            # A node has num_devices / in_node groups, which divide its adapters.
+            adapter_rate = self.node.adapter_bytes_per_second * self.in_node / self.node.num_devices
+            across_seconds = (self.num_nodes - 1) / self.num_nodes * num_bytes / (LINK_SHARE * adapter_rate)
+
+        # Each step of the ring has a latency, which depends on whether it leaves the node.
+        latency_seconds = self.num_nodes * (self.in_node - 1) * IN_NODE_LATENCY_SECONDS
+        latency_seconds += (self.num_nodes - 1) * ACROSS_LATENCY_SECONDS
+        return max(in_node_seconds, across_seconds) + latency_seconds
 
     def reduce_seconds(self, num_bytes: float) -> float:
-        """Time an all-reduce: a reduce-scatter, then an all-gather."""
+        """Return the time of an all-reduce of `num_bytes`: a reduce-scatter, then an all-gather."""
         return 2 * self.gather_seconds(num_bytes)
 
     def exchange_seconds(self, num_bytes: float) -> float:
-        """Time an all-to-all of `num_bytes` on each rank."""
+        """Return the time of an all-to-all in which each rank divides its `num_bytes` evenly among the group."""
         if self.size == 1:
             return 0.0
-        in_node = (self.in_node - 1) / self.size * num_bytes / (LINK_SHARE * self.node.link_bytes_per_second)
-        share = self.node.adapter_bytes_per_second / self.node.num_devices
-        across = (self.size - self.in_node) / self.size * num_bytes / (LINK_SHARE * share)
-        return max(in_node, across) + (ACROSS_LATENCY_SECONDS if self.num_nodes > 1 else IN_NODE_LATENCY_SECONDS)
+
+        in_node_bytes = (self.in_node - 1) / self.size * num_bytes
+        in_node_seconds = in_node_bytes / (LINK_SHARE * self.node.link_bytes_per_second)
+
+        adapter_rate = self.node.adapter_bytes_per_second / self.node.num_devices
+        across_bytes = (self.size - self.in_node) / self.size * num_bytes
+        across_seconds = across_bytes / (LINK_SHARE * adapter_rate)
+
+        latency_seconds = ACROSS_LATENCY_SECONDS if self.num_nodes > 1 else IN_NODE_LATENCY_SECONDS
+        return max(in_node_seconds, across_seconds) + latency_seconds
 
 
 def group_of(layout: Layout, dimension: str, node: Node) -> Group:
-    """Return the group of rank 0 in this dimension; those of other ranks are alike."""
+    """Return the group of rank 0 in a dimension of a layout, such as "shard". The groups of other ranks are like it.
+
+    Ranks of a group lie as far apart as the inner dimensions are large. Example: with 8 devices in a node and tensor
+    groups of 2, a shard group of 16 has every second rank, so 4 of them in each of 4 nodes.
+    """
     size = getattr(layout, dimension)
-    stride = math.prod(layout.degrees[DIMENSIONS.index(dimension) + 1 :])
-    return Group(size=size, in_node=max(1, min(size, node.num_devices // stride)), node=node)
+    inner_degrees = layout.degrees[DIMENSIONS.index(dimension) + 1 :]
+    stride = math.prod(inner_degrees)
+    in_node = max(1, min(size, node.num_devices // stride))
+    return Group(size=size, in_node=in_node, node=node)
 
 
 def send_seconds(layout: Layout, dimension: str, node: Node, num_bytes: float) -> float:
-    """Time a message from a rank to its next neighbour in this dimension, while all the others send too."""
+    """Return the time in which each rank sends `num_bytes` to the next rank of its group in this dimension.
+
+    All ranks send at the same time, so the devices of a node divide its adapters.
+    """
     group = group_of(layout, dimension, node)
     if group.size == 1:
         return 0.0
     if group.num_nodes == 1:
         return num_bytes / (LINK_SHARE * node.link_bytes_per_second) + IN_NODE_LATENCY_SECONDS
-    share = node.adapter_bytes_per_second / node.num_devices
-    return num_bytes / (LINK_SHARE * share) + ACROSS_LATENCY_SECONDS
+    adapter_rate = node.adapter_bytes_per_second / node.num_devices
+    return num_bytes / (LINK_SHARE * adapter_rate) + ACROSS_LATENCY_SECONDS

@@ -1,5 +1,10 @@
-"""A plan as text for people, and as plain values for programs. No torch."""
+"""A plan as text for people, and as plain values for programs. No torch.
 
+`describe_plan` prints one plan, `describe_plans` a line for each of several, and `plan_facts` is the JSON of one. Only
+the form is decided here: `plan.py` has made the plan.
+"""
+
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,10 +30,22 @@ DAYS = (
     f"{PREDICTED_DAYS:g} are predicted"
 )
 CHECKPOINTING = {False: "no", True: "yes", "selective": "selective"}
+"""Value of `activation_checkpointing` -> its word in the column `recomputed`."""
 COLUMNS = (
-    *("hardware", "devices", "samples", "layout", "micro", "recomputed", "GiB", "tokens/s", "MFU"),
-    *("scaling", "days", "of it lost"),
+    "hardware",
+    "devices",
+    "samples",
+    "layout",
+    "micro",
+    "recomputed",
+    "GiB",
+    "tokens/s",
+    "MFU",
+    "scaling",
+    "days",
+    "of it lost",
 )
+"""Columns of the table of several plans. With `--price`, dollars follow."""
 DIMENSION_NAMES = {
     "pipeline": "stages",
     "replicate": "copies",
@@ -51,206 +68,271 @@ PARTS = {
     "stragglers": "waiting for slow nodes and shared links",
     "saves": "saves",
 }
+"""Field of StepTime -> how a sentence names it."""
+MIN_SHARE_SHOWN = 0.01
+"""Parts of a step that take less than this share of it are left out of the text."""
 
 
 def describe_plan(plan: Plan, num_shown: int = 5) -> str:
-    config, node, efficiency = plan.config, plan.hardware.node, plan.hardware.efficiency
-    tokens = f", {three_digits(plan.num_tokens / 1e9)} billion tokens" if plan.num_tokens else ""
-    half = " (half a card each)" if plan.hardware.accelerator.devices_per_card == 2 else ""
+    """Return one plan as text: what was planned, the first `num_shown` layouts, what was rejected, and the cost."""
+    config = plan.config
+    accelerator = plan.hardware.accelerator
+    node = plan.hardware.node
+    efficiency = plan.hardware.efficiency
+    num_tokens = f", {three_digits(plan.num_tokens / 1e9)} billion tokens" if plan.num_tokens else ""
+    half_cards = " (half a card each)" if accelerator.devices_per_card == 2 else ""
+    state_terabytes = {source: plan.num_parameters * size / 1e12 for source, size in STATE_BYTES.items()}
     lines = [
-        f"plan      {config.run_name}: {three_digits(plan.num_parameters / 1e9)} billion parameters{tokens}, "
+        f"plan      {config.run_name}: {three_digits(plan.num_parameters / 1e9)} billion parameters{num_tokens}, "
         f"{config.global_train_batch_size} x {config.max_seq_len} a batch, {config.precision}",
-        f"hardware  {plan.num_devices} x {plan.hardware.accelerator.name}{half}, {node.num_devices} in a node; "
+        f"hardware  {plan.num_devices} x {accelerator.name}{half_cards}, {node.num_devices} in a node; "
         f"{node.link_bytes_per_second / 1e9:.0f} GB/s in it for each device, "
         f"{node.adapter_bytes_per_second / 1e9:.0f} GB/s out of it ({node.source})",
         f"rates     products at {efficiency.products:.1%} of the peak, attention at {efficiency.attention:.1%} "
         f"({plan.hardware.origin(plan.num_devices)})",
-        f"state     {plan.num_parameters * STATE_BYTES['adam'] / 1e12:.3g} TB at 18 bytes a parameter "
-        f"({plan.num_parameters * STATE_BYTES['published'] / 1e12:.3g} TB at the 14 that papers count)",
+        f"state     {state_terabytes['adam']:.3g} TB at 18 bytes a parameter "
+        f"({state_terabytes['published']:.3g} TB at the 14 that papers count)",
         "",
     ]
+
     if plan.candidates:
-        lines += _table(plan, num_shown)
-        lines += ["", *_explain(plan)]
+        lines += _describe_layouts(plan, num_shown)
+        lines.append("")
+        lines += _explain_best(plan)
     else:
-        on = f"; {plan.would_fit} devices would do" if plan.would_fit else ""
-        lines.append(f"no layout of {plan.num_devices} {plan.hardware.accelerator.name} fits{on}")
-    lines += ["", *_rejections(plan)]
+        alternative = f"; {plan.would_fit} devices would do" if plan.would_fit else ""
+        lines.append(f"no layout of {plan.num_devices} {accelerator.name} fits{alternative}")
+
+    lines.append("")
+    lines += _describe_rejected(plan)
     if plan.cost is not None:
-        lines += ["", *_costs(plan), "", DAYS]
-    return "\n".join([*lines, "", CANNOT_PROMISE])
+        lines += ["", *_describe_cost(plan), "", DAYS]
+    lines += ["", CANNOT_PROMISE]
+    return "\n".join(lines)
 
 
 def describe_plans(plans: Sequence[Plan]) -> str:
-    """Return one line for each: its first layout, and the rate of a device relative to the first count's."""
-    first, rows, base = plans[0], list[list[str]](), dict[str, float]()
-    columns = [*COLUMNS, *(["dollars"] if any(plan.cost and plan.cost.dollars is not None for plan in plans) else [])]
+    """Return a table of plans of one run, with a row for each: its first layout, or that none fits.
+
+    The column `scaling` compares the rate of a device with the first row of the same hardware. Below the table stand
+    the intervals of the predictions.
+    """
+    has_dollars = any(plan.cost is not None and plan.cost.dollars is not None for plan in plans)
+    columns = [*COLUMNS, "dollars"] if has_dollars else list(COLUMNS)
+
+    rows: list[list[str]] = []
+    first_rates: dict[str, float] = {}  # by hardware: tokens/s of a device in its first row
+    device_counts: dict[str, list[str]] = defaultdict(list)  # by text of the interval
     for plan in plans:
-        name = plan.hardware.accelerator.name
-        head = [name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
-        if not plan.candidates:
-            rows.append([*head, "does not fit", *[""] * (len(columns) - len(head) - 1)])
-            continue
-        c = plan.candidates[0]
-        rate = c.time.tokens_per_second / plan.num_devices
-        cost = [three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}"] if plan.cost else []
-        cost += [f"{plan.cost.dollars:,.0f}"] if plan.cost and plan.cost.dollars is not None else []
-        rows.append(
-            [
-                *(*head, name_layout(c.layout, c.strategy)),
-                *(str(c.microbatch_size), CHECKPOINTING[c.recomputed]),
-                *(f"{c.memory.total_bytes / GIB:.1f}", f"{c.time.tokens_per_second:,.0f}", f"{c.mfu:.1%}"),
-                f"{rate / base.setdefault(name, rate):.1%}",
-                *(cost or [""] * (len(columns) - len(COLUMNS) + 2)),
+        hardware_name = plan.hardware.accelerator.name
+        row = [hardware_name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
+        if plan.candidates:
+            best = plan.candidates[0]
+            device_rate = best.time.tokens_per_second / plan.num_devices
+            scaling = device_rate / first_rates.setdefault(hardware_name, device_rate)
+            row += [
+                name_layout(best.layout, best.strategy),
+                str(best.microbatch_size),
+                CHECKPOINTING[best.recomputed],
+                f"{best.memory.total_bytes / GIB:.1f}",
+                f"{best.time.tokens_per_second:,.0f}",
+                f"{best.mfu:.1%}",
+                f"{scaling:.1%}",
             ]
-        )
-    about = (
+            if plan.cost is not None:
+                row += [three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}"]
+                if plan.cost.dollars is not None:
+                    row.append(f"{plan.cost.dollars:,.0f}")
+            device_counts[describe_interval(plan)].append(f"{plan.num_devices:,}")
+        else:
+            row.append("does not fit")
+        num_empty_cells = len(columns) - len(row)
+        rows.append(row + [""] * num_empty_cells)
+
+    first = plans[0]
+    title = (
         f"{first.config.run_name}: {three_digits(first.num_parameters / 1e9)} billion parameters, sequences of "
         f"{first.config.max_seq_len}, {first.config.precision}"
     )
-    counts = dict[str, list[str]]()
-    for plan in plans:
-        if plan.candidates:
-            counts.setdefault(describe_interval(plan), []).append(f"{plan.num_devices:,}")
-    intervals = [f"interval  {', '.join(of)} x {interval}" for interval, of in counts.items()]
-    days = ["", DAYS] if any(plan.cost is not None for plan in plans) else []
-    return "\n".join([about, "", *Table(about, columns, rows).markdown(), "", *intervals, *days, "", CANNOT_PROMISE])
+    lines = [title, "", *Table(title, columns, rows).markdown(), ""]
+    for interval, counts in device_counts.items():
+        lines.append(f"interval  {', '.join(counts)} x {interval}")
+    if any(plan.cost is not None for plan in plans):
+        lines += ["", DAYS]
+    lines += ["", CANNOT_PROMISE]
+    return "\n".join(lines)
 
 
 def describe_interval(plan: Plan) -> str:
     """Return `H100-80GB: 0.90 to 1.10 times the tokens/s in nine cases of ten`, and where its rates come from."""
     low, high = plan.interval
-    times = f"{low:.2f} to {high:.2f} times the tokens/s in nine cases of ten"
-    return f"{plan.hardware.accelerator.name}: {times} ({plan.hardware.origin(plan.num_devices)})"
+    factors = f"{low:.2f} to {high:.2f} times the tokens/s in nine cases of ten"
+    return f"{plan.hardware.accelerator.name}: {factors} ({plan.hardware.origin(plan.num_devices)})"
 
 
 def three_digits(number: float) -> str:
-    """Format as 0.123, 12.3, 12,345: all digits of large numbers, and no exponent."""
+    """Format a number with three digits, or with all of them from 1,000 on: 0.123, 12.3, 12,345. Never an exponent."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def _table(plan: Plan, num_shown: int) -> list[str]:
-    rows = [f"   {' '.join(DIMENSION_NAMES.values())}  micro  recomputed    GiB     tokens/s    MFU"]
-    for number, c in enumerate(plan.candidates[:num_shown], 1):
-        recomputed = CHECKPOINTING[c.recomputed]
-        layout, rate = c.layout, f"{c.time.tokens_per_second:,.0f}"
-        copies = f"{layout.replicate}{'*' if c.strategy == 'ZERO_1' else ''}"
-        rows.append(
-            f"{number:<3}{layout.pipeline:>6}{copies:>7}{layout.shard:>7}{layout.context:>8}{layout.tensor:>7}"
-            f"{c.microbatch_size:>7}  {recomputed:<11}{c.memory.total_bytes / GIB:>6.1f}{rate:>13}{c.mfu:>7.1%}"
-        )
-    more = len(plan.candidates) - num_shown
-    if more > 0:
-        rows.append(f"   and {more} more that fit")
-    if any(c.strategy == "ZERO_1" for c in plan.candidates[:num_shown]):
-        rows.append("   *  ZERO_1: the copies divide the optimizer's state")
-    return rows
-
-
 def name_layout(layout: Layout, strategy: str) -> str:
-    """Return `4 stages x 2 copies x 8 shards`; dimensions of one device are left out."""
-    degrees = {name: getattr(layout, name) for name in DIMENSION_NAMES}
-    parts = [f"{degree} {DIMENSION_NAMES[name]}" for name, degree in degrees.items() if degree > 1]
-    return (" x ".join(parts) or "1 device") + (", ZERO_1" if strategy == "ZERO_1" else "")
+    """Return a layout as `4 stages x 2 copies x 8 shards`. Dimensions of one device are left out."""
+    parts = []
+    for dimension, dimension_name in DIMENSION_NAMES.items():
+        degree = getattr(layout, dimension)
+        if degree > 1:
+            parts.append(f"{degree} {dimension_name}")
+    name = " x ".join(parts) or "1 device"
+    return f"{name}, ZERO_1" if strategy == "ZERO_1" else name
 
 
-def _explain(plan: Plan) -> list[str]:
-    """Describe what fills the first candidate's memory and time, and what the next one lacks."""
+def _describe_layouts(plan: Plan, num_shown: int) -> list[str]:
+    """Return the table of a plan's first `num_shown` candidates, one line each, numbered from 1."""
+    shown = plan.candidates[:num_shown]
+    lines = [f"   {' '.join(DIMENSION_NAMES.values())}  micro  recomputed    GiB     tokens/s    MFU"]
+    for number, candidate in enumerate(shown, start=1):
+        layout = candidate.layout
+        footnote_mark = "*" if candidate.strategy == "ZERO_1" else ""
+        copies = f"{layout.replicate}{footnote_mark}"
+        recomputed = CHECKPOINTING[candidate.recomputed]
+        gibibytes = candidate.memory.total_bytes / GIB
+        rate = f"{candidate.time.tokens_per_second:,.0f}"
+        lines.append(
+            f"{number:<3}{layout.pipeline:>6}{copies:>7}{layout.shard:>7}{layout.context:>8}{layout.tensor:>7}"
+            f"{candidate.microbatch_size:>7}  {recomputed:<11}{gibibytes:>6.1f}{rate:>13}{candidate.mfu:>7.1%}"
+        )
+
+    num_hidden = len(plan.candidates) - num_shown
+    if num_hidden > 0:
+        lines.append(f"   and {num_hidden} more that fit")
+    if any(candidate.strategy == "ZERO_1" for candidate in shown):
+        lines.append("   *  ZERO_1: the copies divide the optimizer's state")
+    return lines
+
+
+def _explain_best(plan: Plan) -> list[str]:
+    """Return lines that say what fills the first candidate's memory and time, and why it comes first."""
     best = plan.candidates[0]
     memory = best.memory
-    parts = {
+    bytes_of_parts = {
         "parameters": memory.parameters_bytes + memory.unsharded_bytes,
         "gradients": memory.gradients_bytes,
         "optimizer": memory.optimizer_bytes,
         "activations": memory.activations_bytes,
         "logits": memory.logits_bytes,
     }
-    largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
-    limit = usable_bytes(plan.hardware.accelerator)
-    lines = [
-        f"memory    {memory.total_bytes / GIB:.1f} of {limit / GIB:.1f} GiB, most of it "
-        + " and ".join(f"{name} ({num_bytes / GIB:.1f})" for name, num_bytes in largest),
-        "time      "
-        + ", ".join(f"{share:.0%} {PARTS[name]}" for name, share in best.time.parts().items() if share >= 0.01),
-    ]
+    largest_first = sorted(bytes_of_parts, key=lambda name: -bytes_of_parts[name])
+    largest = " and ".join(f"{name} ({bytes_of_parts[name] / GIB:.1f})" for name in largest_first[:2])
+    limit_bytes = usable_bytes(plan.hardware.accelerator)
+    lines = [f"memory    {memory.total_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB, most of it {largest}"]
     if not knows_optimizer(plan.config):
         name = plan.config.optimizer.name
-        lines.insert(1, f"          of it assumed: {name} keeps two numbers for each parameter, as AdamW does")
+        lines.append(f"          of it assumed: {name} keeps two numbers for each parameter, as AdamW does")
+
+    shares = best.time.parts().items()
+    shown_shares = [f"{share:.0%} {PARTS[name]}" for name, share in shares if share >= MIN_SHARE_SHOWN]
+    lines.append(f"time      {', '.join(shown_shares)}")
+
     low, high = plan.interval
     rate = best.time.tokens_per_second
     lines.append(f"interval  {low * rate:,.0f} to {high * rate:,.0f} tokens/s, in nine cases of ten (docs/plan.md)")
-    fastest = min(c.time.seconds for c in plan.candidates)
-    if best.time.seconds > fastest:
+
+    fastest_seconds = min(candidate.time.seconds for candidate in plan.candidates)
+    if best.time.seconds > fastest_seconds:
         lines.append(
             "choice    1 is within 1 % of the fastest, with the least memory among those; the others are by speed"
         )
     elif len(plan.candidates) > 1:
-        lines.append(_against(best, plan.candidates[1]))
+        lines.append(_compare_with_next(best, plan.candidates[1]))
     else:
         lines.append("choice    the only one that fits")
     return lines
 
 
-def _against(best: Candidate, second: Candidate) -> str:
-    lost = {name: getattr(second.time, name) - getattr(best.time, name) for name in PARTS}
-    where = max(lost, key=lambda name: lost[name])
-    return f"choice    the next is {second.time.seconds / best.time.seconds - 1:.1%} slower, by {PARTS[where]}"
+def _compare_with_next(best: Candidate, second: Candidate) -> str:
+    """Return by how much the second candidate is slower, and the part of a step that makes most of the difference."""
+    lost_seconds = {part: getattr(second.time, part) - getattr(best.time, part) for part in PARTS}
+    largest_part = max(PARTS, key=lambda part: lost_seconds[part])
+    slower = second.time.seconds / best.time.seconds - 1
+    return f"choice    the next is {slower:.1%} slower, by {PARTS[largest_part]}"
 
 
-def _rejections(plan: Plan) -> list[str]:
-    """Return a line for each reason; those that differ in a number alone share one."""
+def _describe_rejected(plan: Plan) -> list[str]:
+    """Return one line for each reason for which layouts were rejected.
+
+    Layouts that need too much memory share a line, which shows the one that needs the least. So do those that are too
+    slow. Other layouts share a line if the text of their reason is the same.
+    """
     if not plan.rejected:
         return ["every layout fits"]
-    groups: dict[str, list[Rejected]] = {}
+
+    groups: dict[str, list[Rejected]] = defaultdict(list)
     for rejected in plan.rejected:
-        kind = "memory" if rejected.needed else "speed" if rejected.slower else rejected.reason
-        groups.setdefault(kind, []).append(rejected)
+        reason = rejected.reason
+        if rejected.needed:
+            reason = "memory"
+        elif rejected.slower:
+            reason = "speed"
+        groups[reason].append(rejected)
+
     lines = []
     for group in groups.values():
-        nearest = min(group, key=lambda one: (one.needed, one.slower))
-        first = name_layout(nearest.layout, nearest.strategy)
-        more = f"{len(group) - 1} more do no better" if nearest.needed or nearest.slower else f"{len(group)} in all"
-        lines.append(f"rejected  {first}: {nearest.reason}{f'; {more}' if len(group) > 1 else ''}")
+        nearest = min(group, key=lambda rejected: (rejected.needed, rejected.slower))
+        line = f"rejected  {name_layout(nearest.layout, nearest.strategy)}: {nearest.reason}"
+        has_number = nearest.needed or nearest.slower
+        if len(group) > 1 and has_number:
+            line += f"; {len(group) - 1} more do no better"
+        elif len(group) > 1:
+            line += f"; {len(group)} in all"
+        lines.append(line)
     return lines
 
 
-def _costs(plan: Plan) -> list[str]:
-    cost, config = plan.cost, plan.config
+def _describe_cost(plan: Plan) -> list[str]:
+    """Return lines with days, energy and dollars of the run, its failures, and what its FLOPs are best spent on.
+
+    The plan must have a cost.
+    """
+    cost = plan.cost
     assert cost is not None and plan.num_tokens is not None
     dollars = f", {cost.dollars:,.0f} dollars" if cost.dollars is not None else ""
-    flops = count_flops_per_token(config.model, config.max_seq_len) * plan.num_tokens
-    num_parameters, num_tokens = compute_optimal(flops)
-    own_tokens = TOKENS_PER_PARAMETER * plan.num_parameters
-    batches = round(cost.save_every_seconds / plan.candidates[0].time.seconds)
-    after = f"{batches:,} batches" if batches > 1 else "every batch"
+    num_batches = round(cost.save_every_seconds / plan.candidates[0].time.seconds)
+    interval = f"{num_batches:,} batches" if num_batches > 1 else "every batch"
+
+    num_flops = count_flops_per_token(plan.config.model, plan.config.max_seq_len) * plan.num_tokens
+    best_parameters, best_tokens = compute_optimal(num_flops)
+    best_tokens_for_model = TOKENS_PER_PARAMETER * plan.num_parameters
     return [
         f"run       {three_digits(cost.days)} days, {cost.device_hours:,.0f} device-hours, "
         f"at most {cost.energy_kwh:,.0f} kWh{dollars}",
         f"failures  one in {three_digits(cost.hours_between_failures)} h; saves every "
-        f"{three_digits(cost.save_every_seconds / 60)} minutes ({after}) lose least: "
+        f"{three_digits(cost.save_every_seconds / 60)} minutes ({interval}) lose least: "
         f"{cost.lost_share:.1%} of the time with restarts",
-        f"budget    its {flops:.2e} FLOPs are best spent on {three_digits(num_parameters / 1e9)} billion parameters "
-        f"and {three_digits(num_tokens / 1e9)} billion tokens; this model is best trained on "
-        f"{three_digits(own_tokens / 1e9)} billion ({TOKENS_PER_PARAMETER} a parameter)",
+        f"budget    its {num_flops:.2e} FLOPs are best spent on {three_digits(best_parameters / 1e9)} billion "
+        f"parameters and {three_digits(best_tokens / 1e9)} billion tokens; this model is best trained on "
+        f"{three_digits(best_tokens_for_model / 1e9)} billion ({TOKENS_PER_PARAMETER} a parameter)",
     ]
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """Return the facts of `--json`."""
+    """Return a plan as the plain values that `--json` prints."""
 
-    def degrees(of: Candidate | Rejected) -> dict[str, Any]:
-        return of.layout.degrees._asdict() | {"sharding_strategy": of.strategy}
+    def layout_facts(layout: Layout, strategy: str) -> dict[str, Any]:
+        return {**layout.degrees._asdict(), "sharding_strategy": strategy}
 
-    def facts(c: Candidate) -> dict[str, Any]:
+    def candidate_facts(candidate: Candidate) -> dict[str, Any]:
         return {
-            **degrees(c),
-            "overlay": c.overlay(plan.config),
-            "memory_bytes": c.memory.total_bytes,
-            "step_seconds": c.time.seconds,
-            "tokens_per_second": c.time.tokens_per_second,
-            "mfu": c.mfu,
-            "shares": c.time.parts(),
+            **layout_facts(candidate.layout, candidate.strategy),
+            "overlay": candidate.overlay(plan.config),
+            "memory_bytes": candidate.memory.total_bytes,
+            "step_seconds": candidate.time.seconds,
+            "tokens_per_second": candidate.time.tokens_per_second,
+            "mfu": candidate.mfu,
+            "shares": candidate.time.parts(),
         }
+
+    def rejected_facts(rejected: Rejected) -> dict[str, Any]:
+        return {**layout_facts(rejected.layout, rejected.strategy), "reason": rejected.reason}
 
     return {
         "run": plan.config.run_name,
@@ -259,10 +341,10 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "num_tokens": plan.num_tokens,
         "usable_bytes": usable_bytes(plan.hardware.accelerator),
-        "rates": asdict(plan.hardware.efficiency) | {"interval": plan.interval},
+        "rates": {**asdict(plan.hardware.efficiency), "interval": plan.interval},
         "node": asdict(plan.hardware.node),
-        "layouts": [facts(c) for c in plan.candidates],
+        "layouts": [candidate_facts(candidate) for candidate in plan.candidates],
         "would_fit": plan.would_fit,
-        "rejected": [degrees(r) | {"reason": r.reason} for r in plan.rejected],
-        "cost": plan.cost and asdict(plan.cost),
+        "rejected": [rejected_facts(rejected) for rejected in plan.rejected],
+        "cost": None if plan.cost is None else asdict(plan.cost),
     }
