@@ -172,8 +172,8 @@ def compare(server: ForkServer, case: Case) -> dict[str, Any]:
         rank=rank,
         counts_operations=False,
     )
-    error = "" if outcome.exit_code == EXIT_DONE else outcome.said.strip().splitlines()[-1]
-    return describe(case, {**outcome.found, "seconds": outcome.seconds}, error)
+    error = "" if outcome.exit_code == EXIT_DONE else outcome.stderr.strip().splitlines()[-1]
+    return describe(case, {**outcome.measurements, "seconds": outcome.seconds}, error)
 
 
 def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str, Any]:

@@ -96,7 +96,7 @@ def compare(server: ForkServer, name: str, arguments: list[str], device: Acceler
         "model": name,
         "microbatch_size": size,
         "estimated_bytes": estimate_training_memory(load_train_config(arguments).config, Layout(), device).total_bytes,
-        "real": real.found,
-        "rehearsed": rehearsed.found,
-        "error": failed.said.strip().splitlines()[-1] if failed else "",
+        "real": real.measurements,
+        "rehearsed": rehearsed.measurements,
+        "error": failed.stderr.strip().splitlines()[-1] if failed else "",
     }

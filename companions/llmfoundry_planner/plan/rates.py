@@ -62,11 +62,6 @@ SLINGSHOT_JITTER = 0.028
 KNOWN_SPREAD = 1.07
 """Nine of ten published rows of an A100 that no constant was fitted to come within this factor of the prediction. A
 calibration by fewer models cannot promise less for another model."""
-STUDENT_NORMAL = 1.645
-STUDENT_FIRST = 1.524
-STUDENT_SECOND = 1.42
-"""Quantile 0.95 of Student's t with n degrees of freedom, as a series in 1 / n (Cornish and Fisher's expansion). Nine of
-ten cases lie between it and its negative. The sum is 3 % too small for n = 3, and more for smaller n."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -95,9 +90,11 @@ class Residuals:
         slope_variance = 0.0
         if self.squared_doublings:
             slope_variance = doublings_beyond**2 / self.squared_doublings
+        # Nine of ten cases lie between the quantile 0.95 of Student's t and its negative. This is Cornish and Fisher's
+        # series for it, which is 3 % too small for 3 degrees of freedom.
         student = 0.0
         if self.freedom > 0:
-            student = STUDENT_NORMAL + STUDENT_FIRST / self.freedom + STUDENT_SECOND / self.freedom**2
+            student = 1.645 + 1.524 / self.freedom + 1.42 / self.freedom**2
         half_width = student * self.spread * math.sqrt(1 + 1 / self.num_steps + slope_variance)
         half_width = max(half_width, math.log(KNOWN_SPREAD))
         low = math.exp(-half_width)

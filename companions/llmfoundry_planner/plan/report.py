@@ -331,9 +331,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "shares": candidate.time.parts(),
         }
 
-    def rejected_facts(rejected: Rejected) -> dict[str, Any]:
-        return {**layout_facts(rejected.layout, rejected.strategy), "reason": rejected.reason}
-
     return {
         "run": plan.config.run_name,
         "hardware": plan.hardware.accelerator.name,
@@ -345,6 +342,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "node": asdict(plan.hardware.node),
         "layouts": [candidate_facts(candidate) for candidate in plan.candidates],
         "would_fit": plan.would_fit,
-        "rejected": [rejected_facts(rejected) for rejected in plan.rejected],
+        "rejected": [{**layout_facts(r.layout, r.strategy), "reason": r.reason} for r in plan.rejected],
         "cost": None if plan.cost is None else asdict(plan.cost),
     }

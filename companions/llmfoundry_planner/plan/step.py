@@ -132,8 +132,7 @@ class StepTime:
         """Return the share of the step that each part takes, by the name of its field, the largest first."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "num_tokens"]
         shares = {name: getattr(self, name) / self.seconds for name in names}
-        largest_first = sorted(names, key=lambda name: -shares[name])
-        return {name: shares[name] for name in largest_first}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def mfu(self, config: TrainConfig, layout: Layout, accelerator: Accelerator) -> float:
         """Return the model FLOPs utilisation: model FLOP/s over the peak of all devices in the run's precision.

@@ -1,8 +1,11 @@
-"""The process that rehearses: the run's own `train()`, as one rank of many, on devices that are not there.
+"""The process that rehearses: the run's own `train()`, as one rank of many, on a device that is not there.
 
-Started by `fork_server.py` with the library of `cuda.c` preloaded; each rehearsal is a fork of it. Replaced are: the
-process group by torch's `fake` one, data by made-up samples, and numbers that the host reads by plausible ones. Weights
-are not initialised and nothing is saved. All else is the run's own code.
+`fork_server.py` starts it with the library of `cuda.c` in place of CUDA. It imports the training code once (`serve`),
+and forks for each rehearsal. What is not there is replaced: the process group by torch's `fake` one, which exchanges
+nothing, data by made-up samples, and numbers that the host reads from the device by plausible ones. Weights are not
+initialised and nothing is saved. Everything else is the run's own code.
+
+Without a server, `python -m llmfoundry_planner.rehearse.child FOLDER` measures on a device that is there.
 """
 
 import dataclasses
@@ -31,12 +34,17 @@ from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
 from llmfoundry_planner.rehearse.device import choose_kernels
 
 GRADIENT_NORM = 1000.0
-"""The norm that the host reads: more than clipping allows, so that gradients are clipped."""
+"""The gradient norm that the host reads. It is more than clipping allows, so that gradients are clipped."""
+PARENT_POLL_SECONDS = 0.2
+"""How often a process looks whether its parent is still there."""
 
 
-def main(parent: int, folder: str) -> None:
-    """Answer each line of standard input, a folder with a `request.json`, with an exit code."""
-    end_with(parent, folder)
+def serve(parent: int, server_folder: str) -> None:
+    """Rehearse on request: read the folder of a `request.json` from each line of standard input, answer its exit code.
+
+    parent: process id of the process that asks. server_folder: has the folders of all requests.
+    """
+    exit_with_parent(parent, server_folder)
     replace_the_world()
     import_lean(*HEAVY)
     import llmfoundry_lite.training.train  # noqa: F401 - takes longer than a small rehearsal
@@ -44,71 +52,85 @@ def main(parent: int, folder: str) -> None:
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            rehearse_in_this_process(Path(line.strip()), folder)
+            rehearse_in_fork(Path(line.strip()), server_folder)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def rehearse_in_this_process(place: Path, folder: str) -> None:
-    """Train one rank, with `place` as its folder, and end this process."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    said = os.open(place / "stderr.txt", os.O_WRONLY | os.O_CREAT)
-    for descriptor, target in ((nothing, 0), (nothing, 1), (said, 2)):
-        os.dup2(descriptor, target)
-    end_with(os.getppid(), folder)
-    sys.argv = [sys.argv[0], str(place)]
+def rehearse_in_fork(folder: Path, server_folder: str) -> None:
+    """Rehearse the request in `folder`, and end this process. Its standard error goes to `stderr.txt` there."""
+    null = os.open(os.devnull, os.O_RDWR)
+    stderr_file = os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(null, 0)
+    os.dup2(null, 1)  # the server's answers go there
+    os.dup2(stderr_file, 2)
+    exit_with_parent(os.getppid(), server_folder)
+    sys.argv = [sys.argv[0], str(folder)]
     run_and_exit(rehearse)
 
 
 def rehearse(arguments: Sequence[str]) -> None:
-    """Train one rank and write result.json. `arguments`: the folder of its request.json, by `fork_server.py`."""
+    """Train and measure one rank. Write the measurements to `result.json`, also if training raises an error.
+
+    arguments: the folder with the `request.json` of `fork_server.write_request`.
+    """
     import torch
 
     from llmfoundry_lite.training.checkpointing import Checkpointing
     from llmfoundry_lite.training.train import train
-    from llmfoundry_planner.rehearse.measure import Measure, record
+    from llmfoundry_planner.rehearse.measure import Measure, record_history
 
     folder = Path(arguments[0])
     request = json.loads((folder / "request.json").read_text())
     os.environ.update(request["environment"])
-    if "REHEARSED_NAME" in os.environ:  # no device is there
+    is_rehearsal = "REHEARSED_NAME" in os.environ  # else the device is real
+    if is_rehearsal:
         os.environ.update(choose_kernels(torch._C._cuda_getArchFlags() or "", os.environ))
+
     config = rehearsed(load_train_config(request["arguments"]).config, request, folder)
     for name, value in config.environment.items():
         os.environ.setdefault(name, value)
-    # Torch has looked at its part of the environment when it was imported.
+    # Torch has read this variable when it was imported, before the run's environment was set.
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
-    replace(Checkpointing, _save=lambda self, state, logger, **options: None)
-    record()
-    began = time.monotonic()
-    found: dict[str, Any] = {}
+    replace_attributes(Checkpointing, _save=lambda self, state, logger, **options: None)
+    record_history()
+
+    started_at = time.monotonic()
+    result: dict[str, Any] = {}
     try:
         train(config)
     except OutOfMemoryError:
-        found["is_out_of_memory"] = True
+        result["is_out_of_memory"] = True
         raise
     finally:
-        found |= {**Measure.found, "seconds": time.monotonic() - began}
-        (folder / "result.json").write_text(json.dumps(found))
+        result |= Measure.measurements
+        result["seconds"] = time.monotonic() - started_at
+        (folder / "result.json").write_text(json.dumps(result))
 
 
 def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> TrainConfig:
-    """Keep model, layout, precision, optimizer and schedule; drop all that reads or writes outside `folder`."""
-    num_batches = request["num_batches"]
+    """Return the configuration that a rehearsal trains with.
+
+    It keeps the run's model, layout, precision, optimizer, schedule and callbacks. Everything that reads or writes
+    outside of `folder` is left out: data, evaluation, loggers, checkpoints and blocks of companions.
+    """
+    num_data_ranks = layout_of(config, request["num_devices"], request["per_node"]).num_data_ranks
     loader = LoaderConfig(
         name="python:llmfoundry_planner.rehearse.data:load",
         kwargs={
             "num_tokens": config.max_seq_len,
             "vocab_size": config.model.vocab_size,
-            "num_data_ranks": layout_of(config, request["num_devices"], request["per_node"]).num_data_ranks,
+            "num_data_ranks": num_data_ranks,
         },
     )
     measure = {
         "python:llmfoundry_planner.rehearse.measure:Measure": {
-            "num_batches": num_batches,
+            "num_batches": request["num_batches"],
             "devices_per_node": request["per_node"],
         }
     }
+    # Operations are counted in one more batch.
+    num_batches = request["num_batches"] + request["counts_operations"]
     return dataclasses.replace(
         config,
         train_loader=loader,
@@ -128,21 +150,28 @@ def rehearsed(config: TrainConfig, request: dict[str, Any], folder: Path) -> Tra
         max_wall_time=None,
         blocks={},
         stop_at=None,
-        stop_after=Duration(num_batches + request["counts_operations"], "ba"),
+        stop_after=Duration(num_batches, "ba"),
         callbacks=dataclasses.replace(config.callbacks, extra={**config.callbacks.extra, **measure}, profiler=None),
     )
 
 
-def replace(owner: Any, **new: Any) -> None:
-    """Set attributes that must be there already: a renamed one would silently stay the real one."""
-    for name, value in new.items():
+def replace_attributes(owner: Any, **replacements: Any) -> None:
+    """Set attributes of a module or class. Raises AttributeError for one that it does not have.
+
+    Without this check, an attribute that has been renamed would silently stay the real one.
+    """
+    for name, replacement in replacements.items():
         if not hasattr(owner, name):
             raise AttributeError(f"rehearse: {owner} has no {name} to replace")
-        setattr(owner, name, value)
+        setattr(owner, name, replacement)
 
 
 def replace_the_world() -> None:
-    """Replace devices, other ranks and numbers, before the run's own modules import them by name."""
+    """Replace the process group, exchanges with other ranks, and numbers that the host reads from the device.
+
+    It changes attributes of modules for this process and all its forks. So it must be called before the run's own
+    modules are imported, because they import some of these by name.
+    """
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -151,111 +180,134 @@ def replace_the_world() -> None:
     from llmfoundry_lite.ranks import exchange, start
     from llmfoundry_lite.ranks.rank import this_rank
 
-    real_init, real_backend, real_all_to_all = dist.init_process_group, dist.get_backend, dist.all_to_all_single
+    real_init = dist.init_process_group
+    real_backend = dist.get_backend
+    real_all_to_all = dist.all_to_all_single
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        here = this_rank()
-        real_init("fake", rank=here.rank, world_size=here.world_size, store=dist.HashStore())
+        rank = this_rank()
+        real_init("fake", rank=rank.rank, world_size=rank.world_size, store=dist.HashStore())
 
     def get_backend(group: Any = None) -> str:
-        """Answer as on the real device: our code and Composer's choose a device by it."""
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        return "nccl" if asks.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
+        """Return the backend of the real device to our code and to Composer, which choose a device by it."""
+        calling_module = sys._getframe(1).f_globals.get("__name__", "")
+        return "nccl" if calling_module.startswith(("composer", "llmfoundry_lite")) else real_backend(group)
 
-    def all_to_all_single(received: torch.Tensor, sent: torch.Tensor, taken: Any, given: Any, group: Any = None) -> Any:
-        """Send a number where this rank sends none: the fake group receives what is sent."""
-        if not sent.numel():
-            sent, given = sent.new_zeros(1), [1, *given[1:]]
-        return real_all_to_all(received, sent, taken, given, group)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+        group: Any = None,
+    ) -> Any:
+        """Send one element if this rank sends none, because the fake group receives what is sent."""
+        if not input.numel():
+            input = input.new_zeros(1)
+            input_split_sizes = [1, *input_split_sizes[1:]]
+        return real_all_to_all(output, input, output_split_sizes, input_split_sizes, group)
 
     def raise_on_all_ranks(error: Exception | None, group: Any = None) -> None:
         if error is not None:
             raise error
 
-    replace(dist, init_process_group=init_process_group, get_backend=get_backend, all_to_all_single=all_to_all_single)
-    replace(
-        exchange,  # there is no other rank
+    replace_attributes(
+        dist, init_process_group=init_process_group, get_backend=get_backend, all_to_all_single=all_to_all_single
+    )
+    # There is no other rank to exchange with on the host.
+    replace_attributes(
+        exchange,
         _device=lambda group: torch.device("cpu"),
         broadcast_json=lambda value, group=None, *, source=0: value,
         raise_on_all_ranks=raise_on_all_ranks,
     )
-    replace(start, loopback_store=lambda timeout: {}, open_host_group=lambda timeout: None)
-    replace(fsdp, initialise_weights=lambda model, seed: None)
-    replace(torch.cuda, _is_in_bad_fork=lambda: False)  # nothing of a device that is not there is lost in a fork
-    # cuDNN's library asks the device for more than a device that is not there can say.
+    replace_attributes(start, loopback_store=lambda timeout: {}, open_host_group=lambda timeout: None)
+    replace_attributes(fsdp, initialise_weights=lambda model, seed: None)
+    # torch refuses CUDA in a fork, because a real device's state would be lost.
+    replace_attributes(torch.cuda, _is_in_bad_fork=lambda: False)
+    # cuDNN asks the device for more than the library of `cuda.c` can answer.
     torch.backends.cuda.enable_cudnn_sdp(False)
     replace_numbers()
-    replace_votes()
+    replace_stage_votes()
 
 
-def replace_votes() -> None:
-    """Tell all stages of a pipeline the shapes that they send, instead of letting them ask each other."""
+def replace_stage_votes() -> None:
+    """Make all stages of a pipeline agree, on the host, where torch asks them for a vote before it sends shapes."""
     import torch
     from torch.distributed.pipelining import PipelineStage
 
-    def agreeing(vote: Any) -> Any:
-        def ask(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_unanimous(vote: Any) -> Any:
+        def agree(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             return torch.ones_like(vote(self, *args, **kwargs), device="cpu").to(self.device)
 
-        return ask
+        return agree
 
     for name in ("_warmup_forward_vote", "_warmup_backward_result"):
-        if hasattr(PipelineStage, name):  # torch before 2.13 does not ask
-            setattr(PipelineStage, name, agreeing(getattr(PipelineStage, name)))
+        if hasattr(PipelineStage, name):  # torch before 2.13 has no votes
+            setattr(PipelineStage, name, make_unanimous(getattr(PipelineStage, name)))
 
 
 def replace_numbers() -> None:
-    """Replace numbers that the host reads: nothing is computed. Each read is still made."""
+    """Replace numbers that the host reads from the device, where nothing is computed. Each read is still made."""
     from llmfoundry_lite.training import builders, gradient_step
     from llmfoundry_lite.training.agreement import Agreement
     from llmfoundry_lite.training.gradient_step import Measured
     from llmfoundry_lite.training.trainer import ParallelTrainer
 
     real_count = builders.DataSpec.get_num_tokens_in_batch
-    real_load, real_iterate = builders.load_tokenizer, ParallelTrainer._iter_dataloader
+    real_load = builders.load_tokenizer
+    real_iterate = ParallelTrainer._iter_dataloader
     real_agree = Agreement._agree
 
-    def measuring(real: Callable[..., Any]) -> Callable[..., Measured]:
+    def with_plausible_result(real_measure: Callable[..., Any]) -> Callable[..., Measured]:
         def measure(*args: Any) -> Measured:
-            real(*args)
+            real_measure(*args)
             return Measured(GRADIENT_NORM, 1.0, 0)
 
         return measure
 
-    def count(self: Any, batch: Any, token_type: str = "total") -> int:
+    def count_tokens(self: Any, batch: Any, token_type: str = "total") -> int:
         real_count(self, batch, token_type)
         return batch["input_ids"].numel()
 
-    def agree(self: Agreement, counted: Any, *more: Any) -> int:
-        """Assume that every data rank has counted as much as this one."""
-        answer = real_agree(self, counted, *more)
-        sums = {name: self.ranks.size * getattr(counted, name) for name in counted._fields if name.startswith("num_")}
+    def agree(self: Agreement, counted: Any, *args: Any) -> int:
+        """Add up counts as if each data rank had counted as much as this one."""
+        answer = real_agree(self, counted, *args)
+        sums = {}
+        for name in counted._fields:
+            if name.startswith("num_"):
+                sums[name] = self.ranks.size * getattr(counted, name)
         self.upcoming = counted._replace(**sums)
         return answer
 
     def load_tokenizer(name: str) -> Any:
-        """Make up the token that ends documents if the tokenizer is on another machine."""
+        """Return a tokenizer that only knows the token that ends documents, if the real one is not on this machine."""
         return real_load(name) if is_local_or_cached(name) else SimpleNamespace(eos_token_id=0)
 
     def iterate(self: Any, trainer_mode: Any) -> Any:
-        """End the loop by the host's number; its own is on the device."""
+        """End after the number of batches that the host knows; the real loop ends by a number on the device."""
         num_batches = self.state.dataloader_len
         return itertools.islice(real_iterate(self, trainer_mode), None if num_batches is None else int(num_batches))
 
-    replace(ParallelTrainer, _iter_dataloader=iterate)
-    replace(Agreement, _agree=agree)
-    replace(builders, load_tokenizer=load_tokenizer)
-    exactly = measuring(gradient_step.measure_exactly)
-    replace(gradient_step, measure=measuring(gradient_step.measure), measure_exactly=exactly)
-    replace(builders.DataSpec, get_num_tokens_in_batch=count)
+    replace_attributes(ParallelTrainer, _iter_dataloader=iterate)
+    replace_attributes(Agreement, _agree=agree)
+    replace_attributes(builders, load_tokenizer=load_tokenizer)
+    replace_attributes(
+        gradient_step,
+        measure=with_plausible_result(gradient_step.measure),
+        measure_exactly=with_plausible_result(gradient_step.measure_exactly),
+    )
+    replace_attributes(builders.DataSpec, get_num_tokens_in_batch=count_tokens)
 
 
-def end_with(parent: int, folder: str) -> None:
-    """Leave nothing behind if the process that waits for this one is killed."""
+def exit_with_parent(parent: int, folder: str) -> None:
+    """Start a thread that removes `folder` and ends this process as soon as its parent has ended, even by SIGKILL.
+
+    parent: process id. A process whose parent has ended gets another one.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.2)
+            time.sleep(PARENT_POLL_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
@@ -263,6 +315,6 @@ def end_with(parent: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:  # on a device that is there
+    if len(sys.argv) == 2:  # FOLDER: measure on a device that is there
         run_and_exit(rehearse)
-    main(int(sys.argv[1]), sys.argv[2])
+    serve(int(sys.argv[1]), sys.argv[2])

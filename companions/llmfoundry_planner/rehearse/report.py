@@ -1,4 +1,7 @@
-"""A rehearsal's measurements as text. No torch."""
+"""The measurements of a rehearsal as text, beside the estimates of the core. No torch.
+
+`describe` is the entry. `measure.py` makes the measurements, and says what each of them is.
+"""
 
 import dataclasses
 from collections import Counter
@@ -10,7 +13,7 @@ from llmfoundry_lite.config.layout import Layout, layout_of
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.estimate.memory import estimate_training_memory
 from llmfoundry_lite.estimate.model_memory import MemoryEstimate
-from llmfoundry_lite.hardware import FREE_FRACTION, GIB, format_bytes
+from llmfoundry_lite.hardware import FREE_FRACTION, GIB, Accelerator, format_bytes
 from llmfoundry_lite.models.flops import count_flops_per_token
 from llmfoundry_planner.rehearse.device import PREFERS_CUDNN, find_capability
 from llmfoundry_planner.rehearse.fork_server import Job, Outcome
@@ -20,92 +23,142 @@ CANNOT_PROMISE = (
     "(0.5 to 2 GiB), sizes that depend on data"
 )
 CUDNN = "assumed: torch prefers cuDNN's there, which cannot be rehearsed; its workspace is not counted"
-NAMES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits")
+CATEGORIES = ("parameters", "gradients", "optimizer", "unsharded", "activations", "logits")
+"""Categories of memory that the core estimates."""
 
 
 def describe(job: Job, rank: int, outcome: Outcome) -> str:
-    found, device = outcome.found, job.device
-    config = dataclasses.replace(job.config, device_train_microbatch_size=found["microbatch_size"])
+    """Return the report of one rehearsed rank: memory, FLOPs, kernels, collectives, and where the host waits.
+
+    The rehearsal must have succeeded, with its operations counted.
+    """
+    measurements = outcome.measurements
+    device = job.device
+    config = dataclasses.replace(job.config, device_train_microbatch_size=measurements["microbatch_size"])
     layout = layout_of(config, job.num_devices, job.per_node)
     num_samples = config.global_train_batch_size // layout.num_data_ranks
-    place = layout.coordinates(rank).pipeline
-    stages, stage_lines = assign_stages(config.model, config.pipeline)[place], []
+    lines = [
+        f"rehearsed      {config.run_name} on {job.num_devices} x {device.name}, {job.per_node} in a node, "
+        f"as rank {rank}, in {outcome.seconds:.0f} s"
+    ]
+
+    # A rank of a pipeline has one stage, or several virtual ones.
+    pipeline_rank = layout.coordinates(rank).pipeline
+    stages = assign_stages(config.model, config.pipeline)[pipeline_rank]
     if layout.pipeline == 1:
         estimate = estimate_training_memory(config, layout, device)
     else:
-        estimate = estimate_stages(config, layout, device)[place][1]
-        stage_lines = [
-            f"stage          {place + 1} of {layout.pipeline}, {config.pipeline.schedule}: {describe_stages(stages)}"
-        ]
-    expected_bytes, allocated_bytes = estimate.total_bytes, found["allocated_bytes"]
-    lines = [
-        f"rehearsed      {config.run_name} on {job.num_devices} x {device.name}, {job.per_node} in a node, "
-        f"as rank {rank}, in {outcome.seconds:.0f} s",
-        *stage_lines,
-        f"batch          {num_samples} samples on this rank, {found['microbatch_size']} at a time",
-        f"memory         allocated {allocated_bytes / GIB:.2f}, reserved {found['reserved_bytes'] / GIB:.2f}, "
-        f"of {device.free_bytes / GIB:.2f} GiB ({FREE_FRACTION:.0%} of what is sold)",
-        f"               estimate {expected_bytes / GIB:.2f} ({expected_bytes / allocated_bytes - 1:+.1%}); "
-        f"cuBLAS' workspaces are {found['workspaces_bytes'] / GIB:.2f} of the allocated",
-        f"               the peak is at {found['peak_at']}",
-    ]
-    lines += describe_peak(found["at_peak_bytes"], estimate, is_stage=layout.pipeline > 1)
-    lines += [f"               held by {place}: {format_bytes(size)}" for place, size in found["largest_bytes"].items()]
-    formula = count_rank_flops(config, layout, stages) * num_samples * config.max_seq_len
-    total_flops = sum(found["flops"].values())
+        _, estimate = estimate_stages(config, layout, device)[pipeline_rank]
+        lines.append(
+            f"stage          {pipeline_rank + 1} of {layout.pipeline}, {config.pipeline.schedule}: "
+            f"{describe_stages(stages)}"
+        )
+
+    lines.append(f"batch          {num_samples} samples on this rank, {measurements['microbatch_size']} at a time")
+    lines += _describe_memory(measurements, estimate, device)
+    lines += describe_peak(measurements["at_peak_bytes"], estimate, is_stage=layout.pipeline > 1)
+    for source_line, num_bytes in measurements["largest_bytes"].items():
+        lines.append(f"               held by {source_line}: {format_bytes(num_bytes)}")
+
+    measured_flops = sum(measurements["flops"].values())
+    formula_flops = count_rank_flops(config, layout, stages) * num_samples * config.max_seq_len
     lines.append(
-        f"FLOPs          {total_flops / 1e12:,.2f} T in a batch on this rank, {total_flops / formula:.3f} of the "
-        f"formula's {formula / 1e12:,.2f} T (attention's backward pass computes its scores again)"
+        f"FLOPs          {measured_flops / 1e12:,.2f} T in a batch on this rank, {measured_flops / formula_flops:.3f} "
+        f"of the formula's {formula_flops / 1e12:,.2f} T (attention's backward pass computes its scores again)"
     )
     is_cudnn_preferred = device.vendor == "nvidia" and find_capability(device) in PREFERS_CUDNN
-    lines += describe_kernels(found["attention"], found["compiled"], is_cudnn_preferred=is_cudnn_preferred)
-    for kind, group, dtype, calls, num_bytes in sorted(found["collectives"], key=lambda row: -row[4]):
-        times = "1 call" if calls == 1 else f"{calls:,} calls"
-        lines.append(f"collective     {kind} {dtype}, {group}: {times}, {format_bytes(num_bytes)} in a batch")
-    for place, count in sorted(found["reads"].items(), key=lambda item: -item[1]):
-        lines.append(f"host waits     {place}: {count} in a batch")
+    lines += describe_kernels(
+        measurements["attention"], measurements["compiled"], is_cudnn_preferred=is_cudnn_preferred
+    )
+
+    most_bytes_first = sorted(measurements["collectives"], key=lambda collective: -collective[4])
+    for operation, group, dtype, num_calls, num_bytes in most_bytes_first:
+        calls = "1 call" if num_calls == 1 else f"{num_calls:,} calls"
+        lines.append(f"collective     {operation} {dtype}, {group}: {calls}, {format_bytes(num_bytes)} in a batch")
+    reads = Counter(measurements["reads"])
+    for source_line, num_reads in reads.most_common():
+        lines.append(f"host waits     {source_line}: {num_reads} in a batch")
+
     lines.append(CANNOT_PROMISE)
     if device.vendor == "amd":
         lines.append(f"{device.name} is AMD's: its memory is rehearsed, on NVIDIA's runtime and kernels")
     return "\n".join(lines)
 
 
+def _describe_memory(measurements: dict[str, Any], estimate: MemoryEstimate, device: Accelerator) -> list[str]:
+    """Return lines that compare the allocator's peak with the device's memory and with the estimate."""
+    allocated_bytes = measurements["allocated_bytes"]
+    excess = estimate.total_bytes / allocated_bytes - 1
+    return [
+        f"memory         allocated {allocated_bytes / GIB:.2f}, reserved {measurements['reserved_bytes'] / GIB:.2f}, "
+        f"of {device.free_bytes / GIB:.2f} GiB ({FREE_FRACTION:.0%} of what is sold)",
+        f"               estimate {estimate.total_bytes / GIB:.2f} ({excess:+.1%}); "
+        f"cuBLAS' workspaces are {measurements['workspaces_bytes'] / GIB:.2f} of the allocated",
+        f"               the peak is at {measurements['peak_at']}",
+    ]
+
+
 def describe_peak(at_peak_bytes: dict[str, int], estimate: MemoryEstimate, *, is_stage: bool) -> list[str]:
-    """List categories. For a stage of a pipeline the estimate counts logits among the activations."""
-    found, expected = Counter(at_peak_bytes), {name: getattr(estimate, f"{name}_bytes") for name in NAMES}
+    """Return a table of the memory at the peak: for each category the rehearsed GiB beside the estimated ones.
+
+    at_peak_bytes: rehearsed bytes by category. Categories that the core does not estimate come last.
+    is_stage: whether the rank is a stage of a pipeline, whose estimate counts logits among the activations.
+    """
+    rehearsed_bytes = Counter(at_peak_bytes)
+    estimated_bytes = {category: getattr(estimate, f"{category}_bytes") for category in CATEGORIES}
     if is_stage:
-        found["activations"] += found.pop("logits", 0)
-        del expected["logits"]
-    lines = ["GiB at the peak   rehearsed  estimate"]
-    lines += [f"{name:<17}{found[name] / GIB:9.2f} {size / GIB:9.2f}" for name, size in expected.items()]
-    lines += [f"{name:<17}{found[name] / GIB:9.2f}         -" for name in sorted({*found} - {*expected})]
-    return [" " * 15 + line for line in lines]
+        rehearsed_bytes["activations"] += rehearsed_bytes.pop("logits", 0)
+        del estimated_bytes["logits"]
+
+    indent = " " * 15
+    lines = [f"{indent}GiB at the peak   rehearsed  estimate"]
+    other_categories = sorted(rehearsed_bytes.keys() - estimated_bytes.keys())
+    for category in [*estimated_bytes, *other_categories]:
+        estimated = f"{estimated_bytes[category] / GIB:.2f}" if category in estimated_bytes else "-"
+        lines.append(f"{indent}{category:<17}{rehearsed_bytes[category] / GIB:9.2f} {estimated:>9}")
+    return lines
 
 
 def count_rank_flops(config: TrainConfig, layout: Layout, stages: list[Stage]) -> float:
-    """Count model FLOPs of one token on a rank, which computes its stages' share of the layers."""
-    part = dataclasses.replace(
+    """Return the model FLOPs that a rank with these stages computes for each token of its samples.
+
+    They are those of a model with the blocks of the stages, and with the head if the rank has the last stage, divided
+    among the ranks that share each sample.
+    """
+    model = dataclasses.replace(
         config.model,
         n_layers=sum(len(stage.blocks) for stage in stages),
         vocab_size=config.model.vocab_size if stages[-1].is_last else 0,
     )
-    return count_flops_per_token(part, config.max_seq_len) / (layout.context * layout.tensor)
+    return count_flops_per_token(model, config.max_seq_len) / (layout.context * layout.tensor)
 
 
-def describe_kernels(eager: list[str], compiled: dict[str, Any], *, is_cudnn_preferred: bool) -> list[str]:
-    attention = [*eager, *(f"{name}, compiled" for name in compiled["attention"] if name not in eager)]
-    lines = [f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"]
-    if is_cudnn_preferred and "of scaled_dot_product" in lines[0]:
+def describe_kernels(eager_attention: list[str], compiled: dict[str, Any], *, is_cudnn_preferred: bool) -> list[str]:
+    """Return lines about the attention kernels, and about what torch.compile made.
+
+    eager_attention: kernels that ran outside of compiled code.
+    compiled: as `measure.describe_compiled` returns it.
+    is_cudnn_preferred: whether torch would take cuDNN's kernel on the real device.
+    """
+    attention = list(eager_attention)
+    for kernel in compiled["attention"]:
+        if kernel not in eager_attention:
+            attention.append(f"{kernel}, compiled")
+    attention_line = f"attention      {', '.join(attention) or 'no kernel of its own: products and softmax'}"
+    lines = [attention_line]
+    if is_cudnn_preferred and "of scaled_dot_product" in attention_line:
         lines.append(f"               {CUDNN}")
     if not compiled["functions"]:
         return lines
+
     before = f", {compiled['num_before']} of them while auto tried sizes" if compiled["num_before"] else ""
     kernels = ", ".join(f"{count} Triton kernels for {target}" for target, count in compiled["kernels"].items())
-    num_again, num_breaks = (sum(compiled[name].values()) for name in ("again", "breaks"))
+    num_breaks = sum(compiled["breaks"].values())
+    num_recompilations = sum(compiled["again"].values())
     lines += [
         f"compiled       {compiled['num_graphs']} graphs of {', '.join(compiled['functions'])}{before}",
         f"               {kernels or 'no Triton kernels'}; FLOPs inside are not counted above",
-        f"               {num_breaks} graph breaks, {num_again} compiled again in a batch",
+        f"               {num_breaks} graph breaks, {num_recompilations} compiled again in a batch",
     ]
     lines += [f"graph break    {reason}: {count}" for reason, count in compiled["breaks"].items()]
     lines += [f"compiled again {reason}: {count}" for reason, count in compiled["again"].items()]

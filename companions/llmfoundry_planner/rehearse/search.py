@@ -1,4 +1,8 @@
-"""The largest microbatch that fits, found by rehearsing divisors of a device's batch, by bisection. No torch."""
+"""`llmfoundry-lite rehearse --search`: find the largest microbatch that fits, by rehearsing several. No torch.
+
+The sizes that are tried divide a device's batch. The first is the largest that fits by the estimate. From there
+`bisect` narrows the sizes down.
+"""
 
 import dataclasses
 import sys
@@ -17,92 +21,109 @@ UNREHEARSED_BYTES = 2 * GIB
 
 
 def search(server: ForkServer, job: Job, rank: int = 0) -> int:
-    """Print each trial, and the answer as an override. Returns the exit code: 2 if not even one sample fits."""
-    arguments, config, device, num_devices, per_node = job
-    layout = layout_of(config, num_devices, per_node)
-    num_ranks = layout.num_data_ranks
-    device_batch_size = config.global_train_batch_size // num_ranks
-    sizes = find_sizes(config, device_batch_size)
-    limit = device.free_bytes - UNREHEARSED_BYTES
-    estimates = {
-        size: estimate_training_memory(
-            dataclasses.replace(config, device_train_microbatch_size=size), layout, device
-        ).total_bytes
-        for size in sizes
-    }
-    first = max((size for size in sizes if estimates[size] <= limit), default=1)
-    outcome: Outcome | None = None
+    """Search for the largest microbatch of a rank. Print each trial, and the answer as a `key=value` setting.
+
+    Returns the exit code: 0, or 2 if not even the smallest size fits. If a rehearsal fails in another way, its error
+    output is printed and its exit code returned.
+    """
+    layout = layout_of(job.config, job.num_devices, job.per_node)
+    device_batch_size = job.config.global_train_batch_size // layout.num_data_ranks
+    sizes = find_sizes(job.config, device_batch_size)
+    limit_bytes = job.device.free_bytes - UNREHEARSED_BYTES
+    estimated_bytes: dict[int, int] = {}
+    for size in sizes:
+        config = dataclasses.replace(job.config, device_train_microbatch_size=size)
+        estimated_bytes[size] = estimate_training_memory(config, layout, job.device).total_bytes
+    first_size = max((size for size in sizes if estimated_bytes[size] <= limit_bytes), default=1)
+
     print(
-        f"search         {config.run_name} on {num_devices} x {device.name}, as rank {rank}",
+        f"search         {job.config.run_name} on {job.num_devices} x {job.device.name}, as rank {rank}",
         f"batch          {device_batch_size} samples on this rank",
-        f"memory         {limit / GIB:.2f} GiB for torch; {UNREHEARSED_BYTES / GIB:.0f} GiB are kept for NCCL and the "
-        "driver",
+        f"memory         {limit_bytes / GIB:.2f} GiB for torch; {UNREHEARSED_BYTES / GIB:.0f} GiB are kept for NCCL "
+        "and the driver",
         "microbatch   allocated    reserved    estimate, GiB    seconds",
         sep="\n",
         flush=True,
     )
+    outcomes: list[Outcome] = []
 
     def attempt(size: int) -> bool | None:
-        """Return whether a size fits; None if its rehearsal fails in another way."""
-        nonlocal outcome
+        """Rehearse a size. Return whether it fits; None if the rehearsal fails for another reason than memory."""
+        overrides = sized_batch(job.config, size, device_batch_size, layout.num_data_ranks)
         outcome = server.rehearse(
-            [*arguments, *sized_batch(config, size, device_batch_size, num_ranks)],
-            device,
-            num_devices=num_devices,
-            per_node=per_node,
+            [*job.arguments, *overrides],
+            job.device,
+            num_devices=job.num_devices,
+            per_node=job.per_node,
             rank=rank,
             counts_operations=False,
             spare_bytes=UNREHEARSED_BYTES,
         )
+        outcomes.append(outcome)
         fits = outcome.exit_code == EXIT_DONE
-        if not fits and "is_out_of_memory" not in outcome.found:
+        if not fits and "is_out_of_memory" not in outcome.measurements:
             return None
-        print(describe(size, outcome, estimates[size]), flush=True)
+        print(describe(size, outcome, estimated_bytes[size]), flush=True)
         return fits
 
-    answer = bisect(sizes, first, attempt)
-    if answer:
-        print(f"answer         device_train_microbatch_size={answer}", flush=True)
+    largest_size = bisect(sizes, first_size, attempt)
+    if largest_size:
+        print(f"answer         device_train_microbatch_size={largest_size}", flush=True)
         return EXIT_DONE
-    assert outcome is not None
-    print(outcome.said, end="", file=sys.stderr, flush=True)
-    return outcome.exit_code if answer is None else EXIT_USER
+    last_outcome = outcomes[-1]
+    print(last_outcome.stderr, end="", file=sys.stderr, flush=True)
+    return last_outcome.exit_code if largest_size is None else EXIT_USER
 
 
 def bisect(sizes: list[int], first: int, attempt: Callable[[int], bool | None]) -> int | None:
-    """Find the largest of `sizes` (ascending) that fits, 0 if none does, None if an attempt has no answer.
+    """Return the largest of `sizes` that fits, or 0 if none does. Return None as soon as an attempt returns None.
 
-    `first` is tried first, then its neighbour, since the estimate is seldom far off; then halves.
+    sizes: ascending. If one fits, all smaller ones do.
+    first: one of them, which is tried first, because the estimate is seldom far off. For the same reason its neighbour
+        follows, the larger one if it fits and else the smaller one. Then what remains is halved each time.
+    attempt: returns whether a size fits.
     """
-    low, high = -1, len(sizes)  # the largest known to fit, the smallest known not to
+    largest_fitting = -1  # indices; -1 and len(sizes) mean that none is known yet
+    smallest_failing = len(sizes)
     index = sizes.index(first)
-    is_near = True
-    while high - low > 1:
+    tries_neighbour = True
+    while smallest_failing - largest_fitting > 1:
         fits = attempt(sizes[index])
         if fits is None:
             return None
-        low, high = (index, high) if fits else (low, index)
-        index = (low + 1 if fits else high - 1) if is_near else (low + high) // 2
-        is_near = False
-    return sizes[low] if low >= 0 else 0
+
+        if fits:
+            largest_fitting = index
+            neighbour = index + 1
+        else:
+            smallest_failing = index
+            neighbour = index - 1
+        index = neighbour if tries_neighbour else (largest_fitting + smallest_failing) // 2
+        tries_neighbour = False
+    return sizes[largest_fitting] if largest_fitting >= 0 else 0
 
 
-def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """Return overrides for a short batch, or for a pipeline's whole one: it keeps several microbatches at a time."""
+def sized_batch(config: TrainConfig, size: int, device_batch_size: int, num_data_ranks: int) -> list[str]:
+    """Return the settings with which to rehearse a microbatch size: of a short batch, if its memory is the same.
+
+    A pipeline keeps the activations of several microbatches at a time, so it needs its whole batch.
+    """
     if config.pipeline.pipeline_parallel_degree > 1:
         return [f"device_train_microbatch_size={size}"]
-    return short_batch(size, device_batch_size, num_ranks)
+    return short_batch(size, device_batch_size, num_data_ranks)
 
 
-def short_batch(size: int, device_batch_size: int, num_ranks: int) -> list[str]:
-    """Return overrides for a batch of two microbatches, which take as much memory as many."""
-    num_samples = min(2 * size, device_batch_size) * num_ranks
+def short_batch(size: int, device_batch_size: int, num_data_ranks: int) -> list[str]:
+    """Return the settings of a batch of two microbatches on each data rank, which take as much memory as many."""
+    num_samples = min(2 * size, device_batch_size) * num_data_ranks
     return [f"device_train_microbatch_size={size}", f"global_train_batch_size={num_samples}"]
 
 
 def describe(size: int, outcome: Outcome, estimated_bytes: int) -> str:
+    """Return the line of one trial: the microbatch size, its memory in GiB, and the seconds that the trial took."""
     if outcome.exit_code == EXIT_DONE:
-        allocated, reserved = (f"{outcome.found[f'{name}_bytes'] / GIB:.2f}" for name in ("allocated", "reserved"))
+        allocated = f"{outcome.measurements['allocated_bytes'] / GIB:.2f}"
+        reserved = f"{outcome.measurements['reserved_bytes'] / GIB:.2f}"
     else:
         allocated, reserved = "out of", "memory"
     return f"{size:10}{allocated:>12}{reserved:>12}{estimated_bytes / GIB:>12.2f}{outcome.seconds:>16.0f}"

@@ -71,10 +71,10 @@ def test_a_small_model_on_a_node_is_measured_beside_its_estimate(capfd, monkeypa
 
 def test_out_of_memory_is_the_allocators_own_and_one_line(server):
     outcome = rehearse(server, "device_train_microbatch_size=16", "model.n_layers=64", device=ACCELERATORS["A100-40GB"])
-    assert outcome.exit_code == EXIT_USER and outcome.found["is_out_of_memory"]
-    assert outcome.said.count("\n") == 1, outcome.said
-    assert "out of memory on rank 0 in batch 1" in outcome.said and "of 39.20 GiB in use" in outcome.said
-    assert "; what helps most: fsdp_config.activation_checkpointing: true" in outcome.said
+    assert outcome.exit_code == EXIT_USER and outcome.measurements["is_out_of_memory"]
+    assert outcome.stderr.count("\n") == 1, outcome.stderr
+    assert "out of memory on rank 0 in batch 1" in outcome.stderr and "of 39.20 GiB in use" in outcome.stderr
+    assert "; what helps most: fsdp_config.activation_checkpointing: true" in outcome.stderr
 
 
 @pytest.mark.parametrize(("duration", "counts_operations"), [("1ba", False), ("2ba", True)])
@@ -82,7 +82,7 @@ def test_a_run_too_short_to_be_measured_says_so(server, duration, counts_operati
     overrides = ("model.n_layers=1", f"max_duration={duration}")
     outcome = rehearse(server, *overrides, counts_operations=counts_operations)
     assert outcome.exit_code == EXIT_USER
-    assert outcome.said.endswith("give it a longer one: max_duration=100ba\n")
+    assert outcome.stderr.endswith("give it a longer one: max_duration=100ba\n")
 
 
 @pytest.mark.long
@@ -90,16 +90,16 @@ def test_documents_are_rehearsed_without_the_tokenizer(server):
     overrides = ("model.n_layers=1", "model.attn_config.attn_uses_sequence_id=true")
     overrides += ("device_train_microbatch_size=auto", "global_train_batch_size=64")
     outcome = rehearse(server, *overrides, counts_operations=True)
-    assert outcome.exit_code == EXIT_DONE, outcome.said
-    compiled = outcome.found["compiled"]
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
+    compiled = outcome.measurements["compiled"]
     assert compiled["attention"] == ["FlexAttention"] and compiled["kernels"]["sm_90"] > 1
     assert 0 <= compiled["num_before"] <= compiled["num_graphs"]
-    assert outcome.found["collectives"] and outcome.found["flops"]
+    assert outcome.measurements["collectives"] and outcome.measurements["flops"]
 
 
 def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(server):
     outcome = rehearse(server, "model.n_layers=1", device=ACCELERATORS["L4"])
-    assert outcome.exit_code == EXIT_DONE, outcome.said
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_device_between_those_that_torch_was_built_for_is_rehearsed(server):
 def test_what_a_device_refuses_is_refused(server, name, words):
     outcome = rehearse(server, with_mistake(name), "model.n_layers=2", "compile_config=null")
     assert outcome.exit_code == EXIT_FAILURE
-    assert words in outcome.said
+    assert words in outcome.stderr
 
 
 def test_the_search_finds_the_largest_microbatch_that_fits(server, capfd):
@@ -131,7 +131,7 @@ def test_a_search_measures_the_optimizer_too_where_the_batch_is_not_cut(server, 
     config = load_train_config(arguments).config
     assert search(server, Job(arguments, config, H100, 8, 8)) == EXIT_DONE
     found = re.search(r"\n +16 +([\d.]+) ", capfd.readouterr().out)
-    whole = rehearse(server, "model.n_layers=1", "device_train_microbatch_size=16").found
+    whole = rehearse(server, "model.n_layers=1", "device_train_microbatch_size=16").measurements
     assert whole["at_peak_bytes"]["optimizer"] > 0.04 * GIB
     assert found and float(found[1]) == round(whole["allocated_bytes"] / GIB, 2)
 
@@ -140,15 +140,15 @@ def test_an_island_is_rehearsed_without_its_coordinator(server):
     outcome = rehearse(
         server, "model.n_layers=1", "islands.coordinator=127.0.0.1:1", "islands.name=a", "save_folder=nowhere"
     )
-    assert outcome.exit_code == EXIT_DONE, outcome.said
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
 
 
 @pytest.mark.parametrize(("device", "target"), [("H100-80GB", "sm_90"), ("A100-80GB", "sm_80")])
 def test_compiled_blocks_are_built_for_the_device_that_is_named(server, device, target):
     overrides = ["compile_config={}", "model.n_layers=2", "model.attn_config.alibi=true"]
     outcome = rehearse(server, *overrides, device=ACCELERATORS[device], counts_operations=True)
-    assert outcome.exit_code == EXIT_DONE, outcome.said
-    compiled = outcome.found["compiled"]
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
+    compiled = outcome.measurements["compiled"]
     assert set(compiled["kernels"]) == {target} and compiled["kernels"][target] > 5
     assert compiled["attention"] == ["FlexAttention"]
     assert any(name.startswith("forward (llmfoundry_lite/models/mpt.py") for name in compiled["functions"])
@@ -161,8 +161,8 @@ def test_plain_parameters_of_compiled_blocks_take_what_the_estimate_says(server,
     overrides = ["compile_config={}", "fsdp_config.plain_on_one_device=true", "global_train_batch_size=16"]
     overrides.append(f"fsdp_config.activation_checkpointing={str(recomputed).lower()}")
     outcome = rehearse(server, *overrides, num_devices=1, per_node=1, counts_operations=True)
-    assert outcome.exit_code == EXIT_DONE, outcome.said
-    found, config = outcome.found, load_train_config([*RUN, *overrides]).config
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
+    found, config = outcome.measurements, load_train_config([*RUN, *overrides]).config
     estimate = estimate_training_memory(config, layout_of(config, 1, 1))
     assert found["allocated_bytes"] - 0.01 * GIB <= estimate.total_bytes <= 1.05 * found["allocated_bytes"]
     assert found["compiled"]["num_graphs"] == 2, "a block, and the loss"
@@ -172,11 +172,11 @@ def test_plain_parameters_of_compiled_blocks_take_what_the_estimate_says(server,
 def test_graph_breaks_and_recompilations_are_counted(server):
     overrides = ["compile_config={backend: eager}", "model.n_layers=1"]
     broken = rehearse(server, *overrides, with_mistake("BreaksGraph"), counts_operations=True)
-    assert broken.exit_code == EXIT_DONE, broken.said
-    assert sum(broken.found["compiled"]["breaks"].values()) >= 1
+    assert broken.exit_code == EXIT_DONE, broken.stderr
+    assert sum(broken.measurements["compiled"]["breaks"].values()) >= 1
     shortened = rehearse(server, *overrides, with_mistake("ShortensBatch"), counts_operations=True)
-    assert shortened.exit_code == EXIT_DONE, shortened.said
-    assert any("2048" in reason or "size" in reason for reason in shortened.found["compiled"]["again"])
+    assert shortened.exit_code == EXIT_DONE, shortened.stderr
+    assert any("2048" in reason or "size" in reason for reason in shortened.measurements["compiled"]["again"])
 
 
 STAGES = {
@@ -204,7 +204,7 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
     num_links = {"interleaved": 3, "zbv": 2}.get(schedule, 1)
     for rank in (0, 4):
         outcome = rehearse(server, *overrides, rank=rank, counts_operations=True)
-        assert outcome.exit_code == EXIT_DONE, outcome.said
+        assert outcome.exit_code == EXIT_DONE, outcome.stderr
         config = load_train_config([*RUN, *overrides]).config
         text = describe(Job([*RUN], config, H100, 8, 8), rank, outcome)
         held = "embeddings" if rank == 0 else "blocks"
@@ -213,12 +213,12 @@ def test_each_stage_of_a_pipeline_computes_and_sends_its_part(server, schedule):
         assert share and 0.98 < float(share[1]) < 1.06, text
         sent = {
             row[0]: row[3:]
-            for row in outcome.found["collectives"]
+            for row in outcome.measurements["collectives"]
             if row[0] in ("send", "recv") and row[2] == "bfloat16"
         }
         hidden_bytes = 8 * 2048 * 768 * 2
         assert sent["send"] == sent["recv"] == [8 * num_links, 8 * num_links * hidden_bytes]
-        kinds = {row[0]: row[1] for row in outcome.found["collectives"]}
+        kinds = {row[0]: row[1] for row in outcome.measurements["collectives"]}
         assert kinds["reduce_scatter"] == "4 ranks within a node" and kinds["send"] == "2 ranks within a node"
 
 
@@ -284,9 +284,9 @@ def test_so_it_is_for_each_stage_of_a_pipeline(server, name):
 def check_estimate(server, arguments, num_devices, estimate, rank=0):
     options = {"num_devices": num_devices, "per_node": min(8, num_devices), "counts_operations": False}
     outcome = server.rehearse(arguments, H100, rank=rank, **options)
-    assert outcome.exit_code == EXIT_DONE, outcome.said
-    above = estimate.total_bytes / outcome.found["allocated_bytes"] - 1
-    assert 0 <= above <= MAX_EXCESS, (rank, above, outcome.found["at_peak_bytes"])
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
+    above = estimate.total_bytes / outcome.measurements["allocated_bytes"] - 1
+    assert 0 <= above <= MAX_EXCESS, (rank, above, outcome.measurements["at_peak_bytes"])
 
 
 DIVIDED = {
@@ -351,12 +351,12 @@ def test_65536_tokens_with_alibi_and_documents_take_no_bias(server, overlay, dev
     outcome = server.rehearse(
         arguments, ACCELERATORS[device], num_devices=8, per_node=8, rank=0, counts_operations=True
     )
-    assert outcome.exit_code == EXIT_DONE, outcome.said
+    assert outcome.exit_code == EXIT_DONE, outcome.stderr
     config = load_train_config(arguments).config
     estimated_bytes = estimate_training_memory(config, layout_of(config, 8, 8), ACCELERATORS[device]).total_bytes
-    assert outcome.found["allocated_bytes"] < 8 * GIB
-    assert 1 <= estimated_bytes / outcome.found["allocated_bytes"] <= {"heads": 1.05, "gather": 1.2}[kind]
-    assert outcome.found["compiled"]["attention"] == ["FlexAttention"]
+    assert outcome.measurements["allocated_bytes"] < 8 * GIB
+    assert 1 <= estimated_bytes / outcome.measurements["allocated_bytes"] <= {"heads": 1.05, "gather": 1.2}[kind]
+    assert outcome.measurements["compiled"]["attention"] == ["FlexAttention"]
 
 
 def tightest(device: str) -> list[Published]:
@@ -377,7 +377,7 @@ def test_published_microbatches_fit(server, device, which):
     for row in tightest(device)[which]:
         options = {"num_devices": row.num_devices, "per_node": 8, "counts_operations": False}
         outcome = server.rehearse(row.arguments, ACCELERATORS[device], spare_bytes=UNREHEARSED_BYTES, **options)
-        assert outcome.exit_code == EXIT_DONE, (row.name, outcome.said)
+        assert outcome.exit_code == EXIT_DONE, (row.name, outcome.stderr)
 
 
 @pytest.mark.parametrize("victim", ["parent", "rank"])
