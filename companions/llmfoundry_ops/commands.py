@@ -1,4 +1,7 @@
-"""`init`, `watch`, `relay`, and what `train -n` of the core calls."""
+"""The commands `init`, `watch` and `relay`, and `train_ranks`, which the core's `train -n` calls.
+
+Each command imports what it needs when it runs, because a command line must answer quickly.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -15,7 +18,14 @@ from llmfoundry_lite.ranks.rank import set_environment
 
 
 def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log_dir: Path | None) -> int:
-    """Train on ranks of this machine and return the launch's exit code. Raises UserError as a rank would."""
+    """Train on ranks of this machine, and return the launch's exit code.
+
+    arguments: the arguments of `train`: YAML files and `key=value`.
+    max_restarts: how often ranks are started again after one has died.
+    log_dir: folder of the ranks' logs; None for `logs` in the run folder.
+
+    Raises UserError as a rank would, before any is started.
+    """
     from llmfoundry_lite.launch_train import check, prepare_environment
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
@@ -26,16 +36,17 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
     program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
     logs = log_dir or Path(config.run_folder) / "logs"
 
-    def status(key: str) -> Any:
-        return (read_status(Path(config.run_folder)) or {}).get(key)
+    def read_from_status(key: str) -> Any:
+        status = read_status(Path(config.run_folder)) or {}
+        return status.get(key)
 
     launcher = Launcher(
         program,
         num_ranks,
         max_restarts,
         logs,
-        progress=lambda: status("last_saved"),  # trained batches that no save holds are trained again
-        begun=lambda: status("batch") or 0,
+        progress=lambda: read_from_status("last_saved"),  # batches after the newest save are trained again
+        begun=lambda: read_from_status("batch") or 0,
         retry_seconds=config.retry_for.seconds,
     )
     return launcher.run(arguments)
@@ -125,21 +136,24 @@ def init(
 
         path = out or Path(f"{data.resolve().name}.yaml")
         check_free(path)
-        if data.is_dir() and not (data / "summary.json").is_file():
+        is_folder_of_texts = data.is_dir() and not (data / "summary.json").is_file()
+        if is_folder_of_texts:
             data = prepare_texts(data)
-        note, wrote = write_for_hours(data, hours, path), str(path)
-    elif like is None:
-        from llmfoundry_ops.starter import write_starter
-
-        size = size or "125m"
-        path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
-        note, wrote = write_starter(data, size, path), str(path)
-    else:
+        note = write_for_hours(data, hours, path)
+        written = str(path)
+    elif like is not None:
         if size is not None:
             raise UserError(f"--size: {size} given with --like {like}, which has a size; leave one of them out")
         from llmfoundry_ops.like import write_like
 
-        path, folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
-        wrote = f"{folder} and {path}"
+        path, checkpoint_folder, note = write_like(data, like, out, trust_pickle=trust_pickle)
+        written = f"{checkpoint_folder} and {path}"
+    else:
+        from llmfoundry_ops.starter import write_starter
+
+        size = size or "125m"
+        path = out or Path(f"mpt-{size}-{data.resolve().name}.yaml")
+        note = write_starter(data, size, path)
+        written = str(path)
     print(printable(f"trains for {note}"))
-    print(printable(f"wrote {wrote}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run=here"))
+    print(printable(f"wrote {written}; next: llmfoundry-lite train {shlex.quote(str(path))} --dry-run=here"))

@@ -37,13 +37,13 @@ from llmfoundry_ops.starter import (
     Facts,
     Shape,
     Speed,
+    build_starter,
     check_places,
     count_devices,
     count_parameters,
     length_of_run,
     precision_here,
     scaled_shape,
-    starter,
     write_yaml,
 )
 
@@ -63,10 +63,10 @@ QUIET_SHARE = 0.75
 """Least share of the cores' time that a measurement uses on a quiet CPU. Its threads wait during the rest."""
 MAX_FACTOR = 4.0
 """A rate is corrected by at most this factor, because a quota of processor time looks like other programs."""
-# Texts that `init` prepares have a small vocabulary and short samples, which suit a small model.
 VOCABULARY = 4096
 MAX_SEQ_LEN = 512
 VAL_FRACTION = 0.05
+"""How `init` prepares texts: with a small vocabulary and short samples, which suit a small model."""
 MEASUREMENT_SEED = 17
 """Seed of the measured models' weights. Any would do."""
 
@@ -93,11 +93,11 @@ def write_for_hours(data: Path, hours: float, out: Path) -> str:
     """
     facts = check_places(data, out)
     speeds = measure_widths(facts)
-    shape, speed = choose(facts, hours, [correct_for_other_programs(one) for one in speeds])
-    text, note = starter(data, out, facts, shape, speed)
+    shape, speed = choose(facts, hours, [correct_for_other_programs(measured) for measured in speeds])
+    text, note = build_starter(data, out, facts, shape, speed)
     write_yaml(out, text)
 
-    cpu_share = float(np.median([one.cpu_share for one in speeds]))
+    cpu_share = float(np.median([measured.cpu_share for measured in speeds]))
     if cpu_share < QUIET_SHARE:
         print(
             f"other programs left {cpu_share:.0%} of the cores' time: the hours are a guess, as if this machine were "
@@ -167,7 +167,7 @@ def tokens_per_second(facts: Facts, shape: Shape, speeds: list[WidthSpeed], hour
     """Predict how many tokens per second all ranks of this machine train together with a model of this shape.
 
     The rates of both parts of the work are interpolated between the measured widths, over the logarithm of the work.
-    Outside the measured widths, that of the nearest one is used. `hours` decides the size of a batch.
+    Outside the measured widths, the rates of the nearest one are used. `hours` decides the size of a batch.
     """
     work = count_work(facts, shape)
     rates: list[float] = []
@@ -180,8 +180,8 @@ def tokens_per_second(facts: Facts, shape: Shape, speeds: list[WidthSpeed], hour
 
     # Ranks divide the tokens of a batch, but each runs the whole optimizer's step.
     one_rank_without_steps = Speed(pass_rate / flops_per_token, hours)
-    _, batch_size, _, _ = length_of_run(facts, shape, one_rank_without_steps)
-    num_tokens = batch_size * facts.max_seq_len
+    run = length_of_run(facts, shape, one_rank_without_steps)
+    num_tokens = run.batch_size * facts.max_seq_len
     num_ranks = max(1, count_devices())
     pass_seconds = num_tokens * flops_per_token / pass_rate / num_ranks
     step_seconds = optimizer_work / optimizer_rate

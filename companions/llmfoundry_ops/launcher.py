@@ -1,11 +1,14 @@
-"""`llmfoundry-lite train -n 8`: the launcher of one node.
+"""`llmfoundry-lite train -n 8`: the launcher of the ranks of one node.
 
-A server imports the training code once, and forks the ranks; this process imports nothing heavy. When a rank dies or
-freezes, the others, whose collectives can never complete, get a moment to report and are killed. Then all start again
-from the newest save, and training goes on within seconds.
+A server (`server.py`) imports the training code once, and forks the ranks; this process imports nothing heavy. When a
+rank dies or freezes, the collectives of the others can never complete. These get a moment to report, and are killed.
+Then all ranks start again from the newest save, and training goes on within seconds.
 
-torch's agent (`torchrun`) would be less code. But it imports torch, which takes seconds; it makes 1 of every exit code;
-it learns of a stopped process only when a collective times out. Launches on several nodes use it.
+`Launcher` runs tries until one ends for good, `Restarts` decides whether there is another, and `World` watches the
+ranks of one try.
+
+torch's agent (`torchrun`) would be less code. But it imports torch, which takes seconds; it turns every exit code of a
+rank into 1; and it learns of a stopped process only when a collective times out. Launches on several nodes use it.
 """
 
 import errno
@@ -48,8 +51,9 @@ from llmfoundry_ops.server import BEAT_SECONDS, Beat, Left, Start, open_channel,
 PAUSE_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses before restarts in a row without progress; the last one repeats."""
 CODES = {EXIT_RETRY: EXIT_PREEMPTED, EXIT_RETRY_LOST: EXIT_FAILURE}
-"""Exit code of ranks that met a transient fault -> of the launch, when it is not tried again."""
+"""Exit code of ranks that met a transient fault -> of the launch, if it is not tried again."""
 LINES_QUOTED = 15
+"""Number of lines of a rank's log that the launcher prints when it gives up."""
 GRACE_SECONDS = {
     EXIT_USER: 10.0,
     EXIT_PREEMPTED: 60.0,
@@ -58,12 +62,15 @@ GRACE_SECONDS = {
     EXIT_INTERRUPTED: 5.0,
     EXIT_FAILURE: 1.0,
 }
-"""Exit code of the first rank that leaves -> time for the others. The launch's own code is the first in this order that
-any rank has: a user's error, which every try would repeat, goes before a preemption. A signal or any other code counts
-as EXIT_FAILURE. Preempted ranks save, and end themselves when that takes too long."""
+"""Exit code of the first rank that ends -> time after which the others are killed. A signal or any other code counts as
+EXIT_FAILURE. Preempted ranks save, and end themselves if that takes too long.
+
+The most important code comes first: the launch's exit code is the first of these that any rank has. A user's error
+comes before a preemption, because every further try would meet it again."""
 SILENCE_SECONDS = 10.0
-"""Time without a beat and without CPU time after which a rank is frozen."""
+"""Time without a heartbeat and without CPU time after which a rank is frozen."""
 LOOK_SECONDS = 0.5
+"""Longest time between two checks for frozen ranks."""
 
 
 class Program(NamedTuple):
@@ -81,111 +88,145 @@ class Program(NamedTuple):
 class Restarts:
     """Decides whether and when failed ranks start again.
 
-    After a death: at most `max_restarts` times. After transient faults: within `retry_seconds`. Progress resets the
-    pauses and that time.
+    After the death of a rank, they start again at most `max_restarts` times, at once if there was progress. After
+    transient faults, they start again for `retry_seconds`, however often. Progress resets the pauses and that time, but
+    not the number of restarts.
     """
 
     max_restarts: int
     retry_seconds: float
     progress: Any
+    """The progress at the last failure, or at the beginning."""
     num_restarts: int = 0
+    """Restarts after deaths."""
     has_progressed: bool = False
     """Whether there was progress since the launch began."""
-    num_in_vain: int = 0
+    num_without_progress: int = 0
+    """Number of tries in a row that were granted without progress between them."""
     failing_since: float | None = None
+    """Time of the first transient fault since the last progress."""
 
     def pause(self, is_transient: bool, progress: Any, now: float) -> float | None:
-        """Return the seconds until the next try; None if there is none. `now`: seconds of a monotonic clock."""
+        """Return the seconds until the next try after a failure; None if there is no further try.
+
+        is_transient: whether the failure was a transient fault.
+        progress: any value that has changed if there was progress.
+        now: seconds of a monotonic clock.
+
+        Counts the failure, so that it must be called once for each.
+        """
         if progress != self.progress:
-            self.progress, self.num_in_vain, self.failing_since = progress, 0, None
+            self.progress = progress
             self.has_progressed = True
+            self.num_without_progress = 0
+            self.failing_since = None
+
+        # A transient fault would be met again at once, so its first pause is not 0.
         pauses = PAUSE_SECONDS[1:] if is_transient else PAUSE_SECONDS
-        pause = pauses[min(self.num_in_vain, len(pauses) - 1)]
+        pause = pauses[min(self.num_without_progress, len(pauses) - 1)]
         if is_transient:
-            self.failing_since = now if self.failing_since is None else self.failing_since
-            left = self.failing_since + self.retry_seconds - now
-            if left <= 0:
+            if self.failing_since is None:
+                self.failing_since = now
+            remaining_seconds = self.failing_since + self.retry_seconds - now
+            if remaining_seconds <= 0:
                 return None
-            pause = min(pause, left)
-        elif self.num_restarts == self.max_restarts:
-            return None
+            pause = min(pause, remaining_seconds)
         else:
+            if self.num_restarts == self.max_restarts:
+                return None
             self.num_restarts += 1
-        self.num_in_vain += 1
+        self.num_without_progress += 1
         return pause
+
+
+class Server(NamedTuple):
+    """The running server, and the launcher's end of the socket to it."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
 
 
 @dataclass
 class Launcher:
-    """One launch: `num_ranks` ranks of `program`, begun again as `Restarts` decides."""
+    """One launch: `num_ranks` ranks of `program`, which are started again as `Restarts` decides."""
 
     program: Program
     num_ranks: int
     max_restarts: int
     logs: Path
-    """Folder of rank1.txt, rank2.txt, …, which cover all tries; rank1.before.txt is from the launch before."""
+    """Folder of rank1.txt, rank2.txt, …, which cover all tries. rank1.before.txt is from the launch before."""
     progress: Callable[[], Any] = lambda: None
     """Returns any value that changes with the progress that a restart keeps, such as the newest save."""
     begun: Callable[[], Any] = lambda: None
     """Returns any value that changes once the program has begun its work."""
     retry_seconds: float = 0.0
-    _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+    _server: Server | None = None
     _world: "World | None" = None
+    """The ranks of the current try."""
     _ending: Ending = field(init=False)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Return the exit code of the launch.
+        """Run the program with these arguments on all ranks, and return the exit code of the launch.
 
         Ranks start again after EXIT_FAILURE and transient faults, unless a signal has asked them to leave. Raises
-        ConfigError for a folder that takes no logs, and for arguments that are too long to be handed on.
+        ConfigError if the folder of logs cannot be written, and for arguments that are too long to be sent to the
+        server.
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
         self._ending = Ending(self._forward)
         environment = {LAUNCHED_AT: str(uptime()), RANK_LOGS: str(self.logs)}
-        restarts, again = Restarts(self.max_restarts, self.retry_seconds, self.progress()), []
+        restarts = Restarts(self.max_restarts, self.retry_seconds, self.progress())
         begun_before = self.begun()
-        has_lost = False  # whether batches were trained since the newest save
+        resume_arguments: list[str] = []
+        has_lost_batches = False
         try:
             while True:
-                outcome = self._try([*arguments, *again], {**environment, **rendezvous()})
+                outcome = self._try([*arguments, *resume_arguments], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
+
+                # Batches that a try has lost are lost until there is a newer save, even if a later try could not begin.
                 progress = self.progress()
                 if progress != restarts.progress:
-                    has_lost = False
+                    has_lost_batches = False
                 if outcome.code == EXIT_RETRY_LOST:
-                    has_lost = True
-                code = CODES.get(outcome.code, outcome.code)
-                if is_transient and has_lost:  # also if a later try could not even begin
-                    code = EXIT_FAILURE
-                if (outcome.code != EXIT_FAILURE and not is_transient) or self._ending.num_asked:
+                    has_lost_batches = True
+                exit_code = CODES.get(outcome.code, outcome.code)
+                if is_transient and has_lost_batches:
+                    exit_code = EXIT_FAILURE
+
+                may_pass = is_transient or outcome.code == EXIT_FAILURE
+                if not may_pass or self._ending.num_asked:
                     if outcome.was_killed:
-                        say(f"{outcome.culprit}; {SAVES_STAND}")
-                    return code
+                        say(f"{outcome.fault}; {SAVES_STAND}")
+                    return exit_code
                 pause = restarts.pause(is_transient, progress, time.monotonic())
                 if pause is None:
-                    say(self._give_up(outcome, is_transient))
-                    return code
+                    say(self._reason_to_give_up(outcome, is_transient))
+                    return exit_code
+
                 when = f" in {pause:.3g} s" if pause else ""
                 if is_transient:
-                    say(f"{outcome.culprit}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)")
+                    say(f"{outcome.fault}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)")
                 else:
-                    number = f"restart {restarts.num_restarts} of {self.max_restarts}"
-                    say(f"{outcome.culprit}; {number}{when}, from the newest save")
-                # If nothing has begun yet, a run that exists already must still be refused.
+                    count = f"restart {restarts.num_restarts} of {self.max_restarts}"
+                    say(f"{outcome.fault}; {count}{when}, from the newest save")
+                # If nothing has begun yet, the next try must not resume: a run that exists already must still be
+                # refused.
                 if restarts.num_restarts or restarts.has_progressed or self.begun() != begun_before:
-                    again = ["autoresume=true"]
+                    resume_arguments = ["autoresume=true"]
                 self._ending.sleep(pause)
                 if self._ending.num_asked:
-                    return code if is_transient else EXIT_PREEMPTED
+                    return exit_code if is_transient else EXIT_PREEMPTED
         finally:
             self._stop_server()
 
     def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Outcome":
-        server, channel = self._server = self._running_server()
-        self._world = World(channel, lambda: server.poll() is not None, self.num_ranks)
-        if self._ending.num_asked:  # meanwhile
-            self._world.asked_by = signal.SIGTERM
+        """Start all ranks, and wait until they have ended. Sets `_server` and `_world`."""
+        self._server = server = self._running_server()
+        self._world = World(server.channel, lambda: server.process.poll() is not None, self.num_ranks)
+        if self._ending.num_asked:  # a signal came before `_forward` could pass it to this world
+            self._world.leaving_signal = signal.SIGTERM
         self._world.start(arguments, environment, self.logs)
         outcome = self._world.wait()
         if self._world.is_server_gone:
@@ -194,58 +235,69 @@ class Launcher:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
 
-    def _running_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Return the server, a new one if the last has ended."""
+    def _running_server(self) -> Server:
+        """Return the server, or start one if there is none."""
         if self._server is not None:
             return self._server
-        mine, its = open_channel()
+        channel, server_channel = open_channel()
         module, imports, packages = self.program
-        names = [str(its.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *names]
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)  # inherited: Ctrl-C reaches the server too
+        arguments = [str(server_channel.fileno()), str(os.getpid()), module, imports, *packages]
+        command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *arguments]
+        # A terminal sends Ctrl-C to the server too. It inherits the mask, so that it is safe from its first moment.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
         try:
-            environment = {**os.environ, **search_path()}
-            process = subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **search_path()},
+                pass_fds=[server_channel.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        its.close()
-        return process, mine
+        server_channel.close()
+        return Server(process, channel)
 
     def _stop_server(self) -> None:
+        """Kill the server, if there is one. It has no ranks any more, and nothing to lose."""
         if self._server is None:
             return
         process, channel = self._server
         self._server = None
         channel.close()
-        process.kill()  # it has no rank left, and nothing to lose
+        process.kill()
         process.wait()
 
-    def _forward(self, number: int) -> None:
+    def _forward(self, signal_number: int) -> None:
+        """Pass a signal that this process got on to the ranks."""
         if self._world is not None:
-            self._world.ask_to_leave(number)
+            self._world.ask_to_leave(signal_number)
 
-    def _give_up(self, outcome: "Outcome", is_transient: bool) -> str:
-        """Return the reason, with the end of the culprit's log."""
-        text = outcome.culprit
+    def _reason_to_give_up(self, outcome: "Outcome", is_transient: bool) -> str:
+        """Return why there is no further try, with the end of the log of the rank at fault."""
+        reason = outcome.fault
         if is_transient:
-            text += f"; tried again for {self.retry_seconds:g} s (retry_for) without progress"
+            reason += f"; tried again for {self.retry_seconds:g} s (retry_for) without progress"
         elif self.max_restarts:
-            text += f"; that was restart {self.max_restarts} of {self.max_restarts}"
-        if not outcome.rank:
-            return text
+            reason += f"; that was restart {self.max_restarts} of {self.max_restarts}"
+        if not outcome.rank:  # rank 0 has printed to this terminal
+            return reason
         log = log_of(self.logs, outcome.rank)
         with suppress(OSError):
             lines = log.read_text(errors="replace").splitlines()[-LINES_QUOTED:]
-            text += f"; the end of {log}:" + "".join(f"\n  {line}" for line in lines)
-        return text
+            reason += f"; the end of {log}:" + "".join(f"\n  {line}" for line in lines)
+        return reason
 
 
 def say(text: str) -> None:
+    """Print a message of the launcher to stderr. It may have several lines."""
     print(f"launcher: {printable(text, keep=chr(10))}", file=sys.stderr, flush=True)
 
 
 def make_room_for_logs(folder: Path) -> None:
-    """Rename the last launch's logs, which its ranks may still write. Raises ConfigError."""
+    """Rename the logs of the launch before, whose ranks may still write them, and check that the folder can be written.
+
+    Raises ConfigError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("rank*[0-9].txt"):
@@ -266,151 +318,188 @@ class Process:
     rank: int
     pid: int
     heard_at: float
-    """Monotonic time of its last sign of life."""
+    """Monotonic time of its last sign of life: a heartbeat, or a use of CPU time."""
     cpu_seconds: float = 0.0
-    """CPU time that it had used at its last sign of life."""
+    """CPU time that it had used then."""
     code: int | None = None
-    """None: it runs."""
+    """Exit code, or minus the signal that killed it; None while it runs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a try has ended."""
+
     code: int
     """One of our exit codes, or EXIT_RETRY and EXIT_RETRY_LOST."""
-    culprit: str = ""
+    fault: str = ""
     """The first thing that went wrong."""
     rank: int | None = None
     """The rank on which that went wrong, if it was one."""
     was_killed: bool = False
-    """It was asked to leave and could not, such as a frozen rank."""
+    """Whether ranks were asked to leave and had to be killed, such as frozen ones."""
 
 
 @dataclass
 class World:
-    """The ranks of one try, as forks of the server on the other side of `channel`."""
+    """The ranks of one try, which the server on the other side of `channel` forks."""
 
     channel: socket.socket
     server_has_ended: Callable[[], bool]
     num_ranks: int
     processes: dict[int, Process] = field(default_factory=dict)
-    """By process id, from their first sign of life."""
-    asked_by: int | None = None
-    """The signal that asks the ranks to leave."""
+    """By process id, from their first sign of life on."""
+    leaving_signal: int | None = None
+    """The signal that asks the ranks to leave; None as long as nobody asks."""
     is_server_gone: bool = False
-    _first: tuple[str, int | None] = ("", None)
-    _end_by: float = math.inf
+    """Whether the server has ended or is frozen, so that it cannot report the end of ranks."""
+    _fault: str = ""
+    _faulty_rank: int | None = None
+    """The first fault, which has caused the others, and the rank that had it."""
+    _kill_at: float = math.inf
+    """Monotonic time at which the remaining ranks are killed."""
     _looked_at: float = field(default_factory=lambda: time.monotonic())
+    """Monotonic time of the last look for frozen ranks."""
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], logs: Path) -> None:
-        """Start the ranks. Rank 0 prints where the launcher does, rank R into `logs`/rankR.txt. Raises ConfigError for
-        arguments that are too long to be handed on."""
+        """Ask the server to start the ranks.
+
+        Rank 0 prints to the launcher's terminal, and rank R into rankR.txt in `logs`. Raises ConfigError for arguments
+        that are too long to be sent.
+        """
         for rank in range(self.num_ranks):
-            own = {**environment, **rank_variables(rank, self.num_ranks)}
+            rank_environment = {**environment, **rank_variables(rank, self.num_ranks)}
             output = str(log_of(logs, rank)) if rank else None
             try:
-                send(self.channel, Start(rank, list(arguments), own, output))
+                send(self.channel, Start(rank, list(arguments), rank_environment, output))
             except ConnectionError:
                 return  # `wait` finds that the server is gone
             except OSError as error:
                 if error.errno != errno.EMSGSIZE:
                     raise
-                words = "the arguments are too long to be handed to ranks; put them into a YAML file, and name that"
-                raise ConfigError(words) from error
+                raise ConfigError(
+                    "the arguments are too long to be handed to ranks; put them into a YAML file, and name that"
+                ) from error
 
-    def ask_to_leave(self, number: int) -> None:
-        """Send the signal to the ranks, later ones included; where none has begun, `wait` ends."""
-        self.asked_by = number
-        self.signal(number)
+    def ask_to_leave(self, signal_number: int) -> None:
+        """Send a signal to the ranks, and to those that start later. If none has started, `wait` ends."""
+        self.leaving_signal = signal_number
+        self.signal(signal_number)
 
-    def signal(self, number: int) -> None:
-        for process in self._alive():
+    def signal(self, signal_number: int) -> None:
+        """Send a signal to the ranks that run."""
+        for process in self._running():
             with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                os.kill(process.pid, signal_number)
 
     def wait(self) -> Outcome:
-        """Wait until every rank has ended."""
+        """Wait until every rank has ended. Kills ranks that are frozen, or that stay too long after another's end."""
         while not self._has_ended():
             self._listen()
             self._look_for_frozen()
-            if time.monotonic() >= self._end_by:
+            if time.monotonic() >= self._kill_at:
                 self.signal(signal.SIGKILL)
-        if self.asked_by is not None and not self.processes:
+
+        if self.leaving_signal is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
         code = EXIT_FAILURE if self.is_server_gone else launch_code(codes)
-        if code == EXIT_FAILURE and self.asked_by is not None and not any(code > EXIT_DONE for code in codes):
-            return Outcome(EXIT_PREEMPTED, *self._first, was_killed=True)
-        return Outcome(code, *self._first)
+        # Ranks that were asked to leave and were killed count as preempted, unless one of them failed by itself.
+        has_failed_rank = any(rank_code > EXIT_DONE for rank_code in codes)
+        if code == EXIT_FAILURE and self.leaving_signal is not None and not has_failed_rank:
+            return Outcome(EXIT_PREEMPTED, self._fault, self._faulty_rank, was_killed=True)
+        return Outcome(code, self._fault, self._faulty_rank)
 
     def _has_ended(self) -> bool:
-        if self.is_server_gone or not self.processes:
-            return self.is_server_gone or self.asked_by is not None
-        return len(self.processes) == self.num_ranks and not self._alive()
+        """Return whether there is nothing to wait for any more."""
+        if self.is_server_gone:
+            return True
+        if not self.processes:
+            return self.leaving_signal is not None
+        return len(self.processes) == self.num_ranks and not self._running()
 
-    def _alive(self) -> list[Process]:
+    def _running(self) -> list[Process]:
+        """Return the ranks that have not ended, as far as the server has reported."""
         return [process for process in self.processes.values() if process.code is None]
 
     def _listen(self) -> None:
+        """Wait for one message, at most LOOK_SECONDS, and note what it says about a rank."""
         ready, _, _ = select.select([self.channel], [], [], LOOK_SECONDS)
         now = time.monotonic()
         message = receive(self.channel) if ready else None
         if isinstance(message, Beat):
             if message.pid not in self.processes:
                 self.processes[message.pid] = Process(message.rank, message.pid, now)
-                if self.asked_by is not None:
+                if self.leaving_signal is not None:
                     with suppress(ProcessLookupError):
-                        os.kill(message.pid, self.asked_by)
+                        os.kill(message.pid, self.leaving_signal)
             process = self.processes[message.pid]
-            process.heard_at, process.cpu_seconds = now, cpu_seconds(message.pid)
+            process.heard_at = now
+            process.cpu_seconds = cpu_seconds(message.pid)
         elif isinstance(message, Left):
             process = self.processes[message.pid]
             process.code = message.code
             if message.code != EXIT_DONE:
-                self._blame(describe_end(process.rank, message.code), process.rank)
-                self._end_by = min(self._end_by, now + GRACE_SECONDS[launch_code([message.code])])
-        elif ready or self.server_has_ended():
+                self._note_fault(describe_end(process.rank, message.code), process.rank)
+                grace_seconds = GRACE_SECONDS[launch_code([message.code])]
+                self._kill_at = min(self._kill_at, now + grace_seconds)
+        elif ready or self.server_has_ended():  # ready without a message: the channel is closed
             self.is_server_gone = True
-            self._blame("the process that starts the ranks has ended", None)
+            self._note_fault("the process that starts the ranks has ended", None)
 
     def _look_for_frozen(self) -> None:
+        """Let frozen ranks be killed: those without a sign of life for SILENCE_SECONDS."""
         now = time.monotonic()
-        was_stopped_myself = now - self._looked_at > SILENCE_SECONDS / 2  # by Ctrl-Z, until `fg`
+        # If this process was stopped itself, by Ctrl-Z until `fg`, it has not listened.
+        was_stopped_itself = now - self._looked_at > SILENCE_SECONDS / 2
         self._looked_at = now
-        for process in self._alive():
-            if was_stopped_myself:
+        for process in self._running():
+            if was_stopped_itself:
                 process.heard_at = now
-            silence = now - process.heard_at
-            if silence < BEAT_SECONDS:
+            silence_seconds = now - process.heard_at
+            if silence_seconds < BEAT_SECONDS:
                 continue
-            used = cpu_seconds(process.pid)
-            if used > process.cpu_seconds:  # it computes, though something holds the interpreter's lock
-                process.cpu_seconds, process.heard_at = used, now
-            elif silence >= SILENCE_SECONDS and not is_running(process.pid):
-                self.is_server_gone = True  # else it would have reported that
-                self._blame("the process that starts the ranks is frozen: it does not tell of one that has ended", None)
-                return
-            elif silence >= SILENCE_SECONDS:
-                frozen = f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s"
-                self._blame(frozen, process.rank)
-                self._end_by = now
 
-    def _blame(self, what: str, rank: int | None) -> None:
-        """Note the first fault, which has caused the others."""
-        if not self._first[0]:
-            self._first = (what, rank)
+            # A rank that computes is alive, even if something holds the interpreter's lock and stops its heartbeat.
+            used_seconds = cpu_seconds(process.pid)
+            if used_seconds > process.cpu_seconds:
+                process.cpu_seconds = used_seconds
+                process.heard_at = now
+            elif silence_seconds >= SILENCE_SECONDS and not is_running(process.pid):
+                # The rank has ended, and the server has not reported it.
+                self.is_server_gone = True
+                self._note_fault(
+                    "the process that starts the ranks is frozen: it does not tell of one that has ended", None
+                )
+                return
+            elif silence_seconds >= SILENCE_SECONDS:
+                self._note_fault(
+                    f"rank {process.rank} is frozen: it has done nothing for {SILENCE_SECONDS:g} s", process.rank
+                )
+                self._kill_at = now
+
+    def _note_fault(self, fault: str, rank: int | None) -> None:
+        """Keep the first fault. Later ones are its consequences."""
+        if not self._fault:
+            self._fault = fault
+            self._faulty_rank = rank
 
 
 def log_of(logs: Path, rank: int) -> Path:
+    """Return the log of a rank other than 0."""
     return logs / f"rank{rank}.txt"
 
 
 def launch_code(codes: Iterable[int]) -> int:
-    """Return the launch's exit code for its ranks' codes; negative ones are signals."""
-    known = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_FAILURE for code in codes}
-    return next((code for code in GRACE_SECONDS if code in known), EXIT_DONE)
+    """Return the launch's exit code for its ranks' codes: the first in the order of GRACE_SECONDS that any rank has.
+
+    Negative codes are signals, and count as EXIT_FAILURE, as do unknown ones. EXIT_DONE if all ranks are done.
+    """
+    known_codes = {code if code in (EXIT_DONE, *GRACE_SECONDS) else EXIT_FAILURE for code in codes}
+    return next((code for code in GRACE_SECONDS if code in known_codes), EXIT_DONE)
 
 
 def describe_end(rank: int, code: int) -> str:
+    """Say how a rank has ended, by its exit code or minus the signal that killed it."""
     if code in (EXIT_RETRY, EXIT_RETRY_LOST):
         return f"rank {rank} met a fault that may pass"
     if code >= 0:
@@ -421,6 +510,7 @@ def describe_end(rank: int, code: int) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used; 0.0 if it has ended."""
     with suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         return times.user + times.system

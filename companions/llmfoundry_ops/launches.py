@@ -1,15 +1,20 @@
 """Launches of a run, the cost of failures, and the interval of saves that they suggest.
 
-A launch is known from its lines in metrics.jsonl, which travel with checkpoints, and from launches.jsonl, which only
-the run directory has where it ran. They are matched by the launch's number; in records of earlier releases, which have
-none, by the batches where it began and ended. How a launch elsewhere ended, a relay's journal may know.
+Three records know about launches:
 
-A failure is a launch that had begun and ended as `failed` or `lost`, or without a record (killed, or its machine went
-down); of launches of which nothing is known here, one that lost batches.
+- metrics.jsonl has the batches of every launch that logged any, and travels with checkpoints (`find_logged`).
+- launches.jsonl says how launches ended, but is only in the run folder of the machine where they ran (`find_recorded`).
+- a relay's journal says how launches on all of its sites ended (`find_allocations`).
+
+`join_launches` joins the first two by the launch's number. Records of earlier releases have none, and are joined by the
+batches at which a launch began and ended.
+
+A failure is a launch that had begun and ended as `failed` or `lost`, or without a record (it was killed, or its machine
+went down). A launch that only metrics.jsonl knows counts as a failure if it lost batches.
 
     hours           `time/elapsed_seconds` of all launches, lost batches included, start-up not
-    between         these over the number of failures, if there are MIN_FAILURES
-    lost            batches on dead branches, and their `time/batch_seconds` x devices
+    between         these hours over the number of failures, if there are MIN_FAILURES
+    lost            batches that were trained again, and their `time/batch_seconds` x devices
 """
 
 from collections import Counter
@@ -27,18 +32,20 @@ from llmfoundry_lite.report.reading import Run
 from llmfoundry_ops.journal import FAILED, LOST, Allocation, read_allocations
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
-FAILURES = (FAILED, LOST, KILLED)
+"""Ends of a launch that `journal.py` does not have."""
 ELSEWHERE = "not known here"
+"""End of a launch that ran on another machine."""
+FAILURES = (FAILED, LOST, KILLED)
 MIN_FAILURES = 3
-"""Failures from which on a mean time between them, and advice by it, are given."""
+"""Number of failures from which on a mean time between them, and advice by it, are given. Fewer say little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """A launch in launches.jsonl."""
 
-    begun: int | None = None
-    """Batch after which it began; None if it ended before."""
+    began_at_batch: int | None = None
+    """Number of batches that were trained when it began; None if it ended before it began."""
     number: int | None = None
     """Its number in metrics.jsonl; None in records of earlier releases."""
     last_batch: int | None = None
@@ -55,25 +62,31 @@ class Logged:
     number: int
     """Its number in the file."""
     num_batches: int
-    """Batches that it trained, lost ones included."""
+    """Number of batches that it trained, lost ones included."""
 
     def may_be(self, recorded: Recorded) -> bool:
+        """Return whether a launch of launches.jsonl may be this one."""
         if recorded.number is not None and recorded.number != self.number:
             return False
-        return self.began_after(recorded.begun)
+        return self.began_at(recorded.began_at_batch)
 
-    def began_after(self, batch: int | None) -> bool:
+    def began_at(self, num_batches_before: int | None) -> bool:
+        """Return whether the launch began when this number of batches was trained. False for None."""
         # An evaluation before the first batch has a line too, under the batch that was restored.
-        return batch is not None and self.launch.first_batch in (batch, batch + 1)
+        return num_batches_before is not None and self.launch.first_batch in (
+            num_batches_before,
+            num_batches_before + 1,
+        )
 
     @property
-    def is_in_vain(self) -> bool:
+    def saved_nothing(self) -> bool:
+        """Whether all of its batches were lost."""
         return self.launch.batches_lost == self.num_batches
 
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """A launch; None is unknown."""
+    """A launch, as report.json has it. None means that a fact is unknown."""
 
     first_batch: int | None = None
     """The first batch that it trained; None if it ended before."""
@@ -82,42 +95,61 @@ class Launch:
     reason: str | None = None
     hours: float = 0.0
     batches_lost: int = 0
+    """Batches that a later launch trained again, because no save had them."""
     device_hours_lost: float | None = 0.0
 
     @property
     def is_failure(self) -> bool:
+        """Whether the launch counts as a failure, as the module's description defines it."""
         return self.ended in FAILURES or (self.ended == ELSEWHERE and self.batches_lost > 0)
 
 
 def describe_failures(run: Run) -> dict[str, Any]:
-    """Return each launch, what failures cost in all, and the interval of saves that they suggest."""
+    """Return facts for report.json: each launch, what failures cost in all, and the interval of saves they suggest."""
     logged = find_logged(run.log)
     note_ends_by_relay(logged, find_allocations(run))
-    launches = match(logged, find_recorded(run))
-    failures = [launch for launch in launches if launch.is_failure]
+    launches = join_launches(logged, find_recorded(run))
+
+    num_failures = sum(launch.is_failure for launch in launches)
     hours = sum(launch.hours for launch in launches)
-    between = hours / len(failures) if len(failures) >= MIN_FAILURES and hours else None
-    stalls, seconds = run.log.numbers(STALL), run.log.numbers(SECONDS)
-    save_seconds = float(np.nanmedian(stalls)) if np.isfinite(stalls).any() else None
-    every = suggest_save_interval(save_seconds, between * 3600) if save_seconds and between else None
-    batch_seconds = float(np.nanmedian(seconds)) if np.isfinite(seconds).any() else None
-    lost = [launch.device_hours_lost for launch in launches]
+    hours_between = None
+    if num_failures >= MIN_FAILURES and hours:
+        hours_between = hours / num_failures
+
+    save_seconds = _median(run.log.numbers(STALL))
+    batch_seconds = _median(run.log.numbers(SECONDS))
+    every_seconds = None
+    if save_seconds and hours_between:
+        every_seconds = suggest_save_interval(save_seconds, hours_between * 3600)
+    every_batches = None
+    if every_seconds and batch_seconds:
+        every_batches = max(1, round(every_seconds / batch_seconds))
+
+    device_hours_lost = [launch.device_hours_lost for launch in launches]
     return {
         "launches": [asdict(launch) for launch in launches],
         "causes": dict(Counter(launch.ended for launch in launches)),
-        "num_failures": len(failures),
+        "num_failures": num_failures,
         "batches_lost": sum(launch.batches_lost for launch in launches),
-        "device_hours_lost": None if None in lost else sum(filter(None, lost)),
+        "device_hours_lost": None if None in device_hours_lost else sum(filter(None, device_hours_lost)),
         "hours": hours,
-        "hours_between_failures": between,
+        "hours_between_failures": hours_between,
         "save_stall_seconds": save_seconds,
-        "save_every_seconds": every,
-        "save_every_batches": max(1, round(every / batch_seconds)) if every and batch_seconds else None,
+        "save_every_seconds": every_seconds,
+        "save_every_batches": every_batches,
     }
 
 
+def _median(numbers: np.ndarray) -> float | None:
+    """Return the median of the numbers that were logged; None if all are NaN."""
+    return float(np.nanmedian(numbers)) if np.isfinite(numbers).any() else None
+
+
 def find_allocations(run: Run) -> list[Allocation]:
-    """Return the allocations of a run that a relay moves, in order. Notes why its journal cannot be read."""
+    """Return the allocations of a run that a relay moves, in order; none for any other run.
+
+    If the journal cannot be read, adds a note to the run, which the report prints, and returns none.
+    """
     if run.folder.path_here is None:
         return []
     try:
@@ -130,112 +162,137 @@ def find_allocations(run: Run) -> list[Allocation]:
 
 
 def find_logged(log: Log) -> list[Logged]:
-    """Return each launch that logged batches, in order."""
+    """Return each launch that logged batches, in order, with the batches that were lost.
+
+    `log` has the rows of batches that count, and `log.dead` has branches of rows that were trained again.
+    """
     branches: list[Rows] = [log, *log.dead]
-    batch, number = (np.concatenate([getattr(rows, name) for rows in branches]) for name in ("batch", "launch"))
-    clock = np.concatenate([rows.numbers(ELAPSED) for rows in branches])
-    devices = np.concatenate([rows.num_devices for rows in branches])
-    device_seconds = devices * np.concatenate([rows.numbers(SECONDS) for rows in branches])
-    is_lost = np.arange(len(batch)) >= len(log.batch)
-    launches = []
-    for launch_number in np.unique(number).tolist():
-        here = number == launch_number
-        lost = here & is_lost
-        is_known = np.isfinite(devices[lost]).all()
+    batches = np.concatenate([rows.batch for rows in branches])
+    launch_numbers = np.concatenate([rows.launch for rows in branches])
+    elapsed_seconds = np.concatenate([rows.numbers(ELAPSED) for rows in branches])
+    num_devices = np.concatenate([rows.num_devices for rows in branches])
+    device_seconds = num_devices * np.concatenate([rows.numbers(SECONDS) for rows in branches])
+    is_lost = np.arange(len(batches)) >= len(log.batch)
+
+    logged = []
+    for launch_number in np.unique(launch_numbers).tolist():
+        in_launch = launch_numbers == launch_number
+        is_lost_here = in_launch & is_lost
+        has_time = np.isfinite(elapsed_seconds[in_launch]).any()
+        has_device_counts = np.isfinite(num_devices[is_lost_here]).all()
+        lost_device_seconds = float(np.nansum(device_seconds[is_lost_here]))
         launch = Launch(
-            first_batch=int(batch[here].min()),
-            last_batch=int(batch[here].max()),
-            hours=float(np.nanmax(clock[here])) / 3600 if np.isfinite(clock[here]).any() else 0.0,
-            batches_lost=int(lost.sum()),
-            device_hours_lost=float(np.nansum(device_seconds[lost])) / 3600 if is_known else None,
+            first_batch=int(batches[in_launch].min()),
+            last_batch=int(batches[in_launch].max()),
+            hours=float(np.nanmax(elapsed_seconds[in_launch])) / 3600 if has_time else 0.0,
+            batches_lost=int(is_lost_here.sum()),
+            device_hours_lost=lost_device_seconds / 3600 if has_device_counts else None,
         )
-        in_file = log.launches_in_file[launch_number]
-        launches.append(Logged(launch=launch, number=in_file, num_batches=int(here.sum())))
-    return launches
+        number_in_file = log.launches_in_file[launch_number]
+        logged.append(Logged(launch=launch, number=number_in_file, num_batches=int(in_launch.sum())))
+    return logged
 
 
 def find_recorded(run: Run) -> list[Recorded]:
-    """Return each launch in launches.jsonl. A launch that never began has only an end."""
+    """Return each launch in launches.jsonl, in order.
+
+    A launch writes an event with the status `running` when it begins, and one with how it ended. A launch that was
+    killed has only the first event, and one that ended before it began only the second.
+    """
     recorded: list[Recorded] = []
-    begun: Recorded | None = None
+    current: Recorded | None = None
     """The launch that has begun and has no end yet."""
     for event in run.launches:
         reason = event.get("reason")
         if event["status"] == RUNNING:
-            if begun is not None:
-                recorded.append(begun)
-            begun = Recorded(begun=event["batch"], number=_number_in(event), ended=KILLED)
-        elif begun is None or not event.get("has_begun"):
+            if current is not None:
+                recorded.append(current)
+            number = event.get("launch")
+            current = Recorded(
+                began_at_batch=event["batch"],
+                number=number if type(number) is int else None,
+                ended=KILLED,
+            )
+        elif current is None or not event.get("has_begun"):
             recorded.append(Recorded(ended=NEVER_BEGAN, reason=reason))
         else:
-            recorded.append(replace(begun, ended=event["status"], reason=reason, last_batch=event["batch"]))
-            begun = None
-    if begun is not None:
+            recorded.append(replace(current, ended=event["status"], reason=reason, last_batch=event["batch"]))
+            current = None
+
+    # The last launch may be running still.
+    if current is not None:
         path = run.folder.path_here
-        lives = path is not None and is_running(read_status(path) or {})
-        recorded.append(replace(begun, ended=RUNNING) if lives else begun)
+        is_alive = path is not None and is_running(read_status(path) or {})
+        recorded.append(replace(current, ended=RUNNING) if is_alive else current)
     return recorded
 
 
-def _number_in(event: dict[str, Any]) -> int | None:
-    number = event.get("launch")
-    return number if type(number) is int else None
+def join_launches(logged: Sequence[Logged], recorded: Sequence[Recorded]) -> list[Launch]:
+    """Join what the log and launches.jsonl say about launches, both of which are in the order of time.
 
-
-def match(logged: Sequence[Logged], recorded: Sequence[Recorded]) -> list[Launch]:
-    """Join what the log and launches.jsonl say, in the log's order."""
+    A recorded launch that logged no batch comes where launches.jsonl has it. A logged launch that is not recorded ran
+    on another machine, and keeps its end.
+    """
     launches: list[Launch] = []
-    left = list(logged)
+    remaining = list(logged)
     for record in recorded:
-        place = _place_of(record, left)
-        if place is None:
+        index = _index_in_log(record, remaining)
+        if index is None:
             launches.append(Launch(ended=record.ended, reason=record.reason))
             continue
-        launches += [one.launch for one in left[:place]]
-        launches.append(replace(left[place].launch, ended=record.ended, reason=record.reason))
-        left = left[place + 1 :]
-    return launches + [one.launch for one in left]
+        launches += [logged_launch.launch for logged_launch in remaining[:index]]
+        launches.append(replace(remaining[index].launch, ended=record.ended, reason=record.reason))
+        remaining = remaining[index + 1 :]
+    return launches + [logged_launch.launch for logged_launch in remaining]
 
 
-def _place_of(record: Recorded, logged: Sequence[Logged]) -> int | None:
-    """Return which of the launches in the log this is; None if it logged no batch."""
-    places = [place for place, one in enumerate(logged) if one.may_be(record)]
+def _index_in_log(record: Recorded, logged: Sequence[Logged]) -> int | None:
+    """Return the index of the logged launch that a recorded one is; None if it logged no batch."""
+    candidates = [index for index, logged_launch in enumerate(logged) if logged_launch.may_be(record)]
     if record.last_batch is None:
-        return places[0] if places else None
+        return candidates[0] if candidates else None
 
-    assert record.begun is not None
-    for place in places:
-        if logged[place].launch.last_batch == record.last_batch:
-            return place
+    # Several launches may have begun at the same batch. The one that also ended at the same one is it.
+    assert record.began_at_batch is not None
+    for index in candidates:
+        if logged[index].launch.last_batch == record.last_batch:
+            return index
     # The last batches of a launch that left in a hurry may have no line, but no line is of a batch after its end.
-    for place in places:
-        last_batch = logged[place].launch.last_batch
-        if last_batch is not None and record.begun < last_batch < record.last_batch:
-            return place
+    for index in candidates:
+        last_batch = logged[index].launch.last_batch
+        if last_batch is not None and record.began_at_batch < last_batch < record.last_batch:
+            return index
     return None
 
 
 def note_ends_by_relay(logged: Sequence[Logged], allocations: Sequence[Allocation]) -> None:
-    """Note how launches ended, as a relay's journal tells it.
+    """Set `ended` and `reason` of logged launches from a relay's journal.
 
-    An allocation may have several launches, where ranks were started again. It ended as the last of them did; how those
+    An allocation may have several launches, if ranks were started again. It ended as the last of them did; how those
     before ended is not known.
     """
-    starts: list[tuple[int, Allocation]] = []
-    place = 0
+    # Find the first launch of each allocation: the next one that began at the allocation's batch.
+    first_launches: list[tuple[int, Allocation]] = []
+    next_index = 0
     for allocation in allocations:
-        for start in range(place, len(logged)):
-            one = logged[start]
-            has_saved_more = allocation.is_in_vain and not one.is_in_vain
-            if one.began_after(allocation.from_batch) and not has_saved_more:
-                starts.append((start, allocation))
-                place = start + 1
+        for index in range(next_index, len(logged)):
+            logged_launch = logged[index]
+            has_saved_more = allocation.saved_nothing and not logged_launch.saved_nothing
+            if logged_launch.began_at(allocation.from_batch) and not has_saved_more:
+                first_launches.append((index, allocation))
+                next_index = index + 1
                 break
 
-    for number, (start, allocation) in enumerate(starts, start=1):
+    for number, (first_index, allocation) in enumerate(first_launches, start=1):
         if allocation.ended is None:
             continue
-        end = starts[number][0] if number < len(starts) else len(logged)
+        # Its launches reach up to the first one of the next allocation, without any that began after its last save.
+        end_index = first_launches[number][0] if number < len(first_launches) else len(logged)
         last_first_batch = max(allocation.to_batch or 0, allocation.from_batch + 1)
-        its_own = [one for one in logged[start:end] if (one.launch.first_batch or 0) <= last_first_batch]
-        its_own[-1].launch = replace(its_own[-1].launch, ended=allocation.ended, reason=allocation.reason)
+        of_allocation = [
+            logged_launch
+            for logged_launch in logged[first_index:end_index]
+            if (logged_launch.launch.first_batch or 0) <= last_first_batch
+        ]
+        last = of_allocation[-1]
+        last.launch = replace(last.launch, ended=allocation.ended, reason=allocation.reason)

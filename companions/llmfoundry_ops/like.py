@@ -1,6 +1,7 @@
-"""`llmfoundry-lite init --like`: a YAML and a starting checkpoint from the folder of a Hugging Face model.
+"""`llmfoundry-lite init --like`: writes a YAML and a starting checkpoint from a Hugging Face model.
 
-The model has every setting of the folder's. The data must have been prepared with the folder's tokenizer.
+The model has every setting of the folder's, and training continues from its weights. The data must have been prepared
+with the folder's tokenizer. `write_like` is the story; the YAML's template is `starter.py`'s.
 """
 
 import os
@@ -20,14 +21,15 @@ from llmfoundry_ops.starter import (
     fitting_batch,
     note_on_validation,
     write_yaml,
-    yaml_word,
+    yaml_scalar,
 )
 
 OPTIMIZER = {"name": "decoupled_adamw", "lr": 5e-5, "betas": [0.9, 0.95], "weight_decay": 0.0}
-"""Optimizer for training on. The rate is the default of transformers' Trainer."""
+"""Optimizer that continues the training. The learning rate is the default of transformers' Trainer."""
 BATCH_SIZE = 32
+"""Samples in a batch, if the data has enough of them."""
 MIN_BATCHES = 20
-"""Fewest batches in an epoch. Where there would be fewer, the batch is made smaller."""
+"""Fewest batches in an epoch. If there would be fewer, the batch is made smaller."""
 LOAD = """\
 # The weights of {like} in this package's format. The first launch starts with them.
 load_path: {weights}
@@ -37,20 +39,32 @@ load_weights_only: true
 
 
 def write_like(data: Path, like: str, out: Path | None, *, trust_pickle: bool = False) -> tuple[Path, Path, str]:
-    """Write a YAML and, beside it, the weights of `like` (a folder, or hf:NAME) as a checkpoint.
+    """Write a YAML that continues the training of a model, and beside it the model's weights as a checkpoint.
+
+    data: a folder that `data prepare` has made.
+    like: the folder of a Hugging Face model, or hf:NAME.
+    out: the YAML's path, or None for the default name.
+    trust_pickle: whether pytorch_model.bin, which is a pickle, may be read.
 
     Returns the YAML's path, the checkpoint's folder, and a sentence on how long the YAML trains. Raises DataError for
-    data of another tokenizer or of longer samples, ConfigError if a place is taken, and as `import_checkpoint` does.
+    data of another tokenizer or of longer samples than the model takes, ConfigError if there is something at one of the
+    paths already, and what `import_checkpoint` raises.
     """
     out = out or Path(f"{name_of(like)}-{data.resolve().name}.yaml")
     facts = check_places(data, out)
-    if like == HUB or (not like.startswith(HUB) and not (Path(like) / "config.json").is_file()):
+    is_folder = not like.startswith(HUB) and (Path(like) / "config.json").is_file()
+    is_on_hub = like.startswith(HUB) and like != HUB
+    if not is_folder and not is_on_hub:
         raise DataError(f"--like: {like} has no config.json; expected the folder of a Hugging Face model, or hf:NAME")
     check_tokenizer(data, like, facts)
+
+    # The folder of an earlier attempt that has published nothing may be there: it has the leases of its saves.
     folder = out.with_name(f"{out.stem}-weights")
-    if folder.is_dir() and (names := os.listdir(folder)) and LEASES not in names:
+    names = os.listdir(folder) if folder.is_dir() else []
+    if names and LEASES not in names:
         raise ConfigError(f"{folder}: already exists, and holds no checkpoints; choose another name with --out")
     store = open_empty_store(str(folder))
+
     weights = read_hugging_face_source(like, trust_pickle)
     if facts.vocab_size > weights.config.vocab_size:
         raise DataError(
@@ -63,28 +77,34 @@ def write_like(data: Path, like: str, out: Path | None, *, trust_pickle: bool = 
             f"the data with --max-seq-len {weights.config.max_seq_len}"
         )
     imported = publish_weights(weights, like, store, str(folder))
-    text, note = describe(data, like, out, facts, weights.config, imported.checkpoint.url)
+    text, note = build_yaml(data, like, out, facts, weights.config, imported.checkpoint.url)
     write_yaml(out, text)
     return out, folder, "; ".join([note, *imported.notes])
 
 
 def name_of(like: str) -> str:
-    """Return the model's name: the last part of its path."""
+    """Return the model's name: the last part of its path or of its name on the Hub."""
     return Path(os.path.abspath(like.removeprefix(HUB))).name
 
 
 def check_tokenizer(data: Path, like: str, facts: Facts) -> None:
+    """Raise DataError if the data was prepared with another tokenizer than the model's."""
     name = like.removeprefix(HUB)
-    theirs = load_tokenizer(name).fingerprint
-    if facts.fingerprint != theirs:
+    fingerprint = load_tokenizer(name).fingerprint
+    if facts.fingerprint != fingerprint:
         raise DataError(
-            f"{data} was prepared with another tokenizer ({facts.fingerprint}) than that of {like} ({theirs}); prepare "
-            f"it again with --tokenizer {name}"
+            f"{data} was prepared with another tokenizer ({facts.fingerprint}) than that of {like} ({fingerprint}); "
+            f"prepare it again with --tokenizer {name}"
         )
 
 
-def describe(data: Path, like: str, out: Path, facts: Facts, model: ModelConfig, url: str) -> tuple[str, str]:
-    """Return the YAML's text, and a sentence on how long it trains: one epoch."""
+def build_yaml(
+    data: Path, like: str, out: Path, facts: Facts, model: ModelConfig, checkpoint_url: str
+) -> tuple[str, str]:
+    """Return the YAML's text, and a sentence on how long it trains, which is one epoch.
+
+    The paths are as in `write_like`, and `model` is the configuration of the weights in the checkpoint.
+    """
     batch_size = fitting_batch(BATCH_SIZE, max(1, facts.num_train // MIN_BATCHES))
     num_batches = facts.num_train // batch_size
     note = f"1 epoch of {num_batches:,} batches"
@@ -94,17 +114,25 @@ def describe(data: Path, like: str, out: Path, facts: Facts, model: ModelConfig,
         facts,
         title=name_of(like),
         model=as_yaml(differing(asdict(model), asdict(ModelConfig()))),
-        load=LOAD.format(like=printable(like), weights=yaml_word(url)),
+        load=LOAD.format(like=printable(like), weights=yaml_scalar(checkpoint_url)),
         optimizer=as_yaml(OPTIMIZER),
-        batches=(num_batches, batch_size, note),
+        num_batches=num_batches,
+        batch_size=batch_size,
+        note=note,
     )
     return text, note + note_on_validation(facts)
 
 
-def differing(values: dict, defaults: dict) -> dict:
-    """Return the keys, at any depth, that are not the defaults; a model's name is always given."""
-    found = {"name": values["name"]} if values.get("name") == "mpt_causal_lm" else {}
-    for key, value in values.items():
-        if value != defaults[key]:
-            found[key] = differing(value, defaults[key]) if isinstance(value, dict) else value
-    return found
+def differing(settings: dict, defaults: dict) -> dict:
+    """Return the settings, at any depth, that are not the defaults, for a YAML that is short.
+
+    The `name` of the model is kept, because a YAML must have it.
+    """
+    changed = {}
+    if settings.get("name") == "mpt_causal_lm":
+        changed["name"] = settings["name"]
+    for key, value in settings.items():
+        if value == defaults[key]:
+            continue
+        changed[key] = differing(value, defaults[key]) if isinstance(value, dict) else value
+    return changed

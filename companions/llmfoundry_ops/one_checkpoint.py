@@ -1,4 +1,4 @@
-"""A process beside a run that exports one of its checkpoints, or lets it write text. `after_saves` starts it."""
+"""A process beside a run that exports one of its checkpoints, or generates texts with it. `after_saves` starts it."""
 
 import json
 import os
@@ -19,48 +19,72 @@ from llmfoundry_ops.processes import JOB
 
 
 def main() -> None:
-    """Run the function that JOB names. If it fails, print its reason in a line and exit with 1."""
+    """Run the function that the variable JOB names. If it fails, print the reason in one line and exit with 1."""
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    function, arguments = json.loads(os.environ.pop(JOB))
+    function_name, arguments = json.loads(os.environ.pop(JOB))
+    functions = {"export": export, "generate": generate}
     try:
-        {"export": export, "generate": generate}[function](**arguments)
+        functions[function_name](**arguments)
     except Exception as error:
         print(one_line(error), flush=True)
         sys.exit(1)
 
 
 def _end_with_rank_0() -> None:
+    """Wait for the end of rank 0, and end this process. Runs in a thread."""
     os.read(0, 1)  # returns when rank 0 closes the other end, or is gone
     os._exit(1)
 
 
 def export(url: str, folder: str, dtype: str, tokenizer: str | None) -> None:
-    """Write a Hugging Face folder of a checkpoint. On a remote folder config.json is removed first and written last."""
+    """Export a checkpoint as a Hugging Face folder.
+
+    url: the checkpoint.
+    folder: where the export goes: a path, or a URL of an object store.
+    dtype, tokenizer: as for `checkpoint export`.
+
+    On an object store, config.json is removed first and written last, so that a reader never takes a part of the files
+    for a model.
+    """
     target = open_folder(folder)
     if not isinstance(target, RemoteFolder):
         export_checkpoint(url, Path(folder), dtype, tokenizer)
         return
-    with tempfile.TemporaryDirectory() as draft:
-        whole = Path(draft, "model")
-        export_checkpoint(url, whole, dtype, tokenizer)
+
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        exported = Path(temporary_folder, "model")
+        export_checkpoint(url, exported, dtype, tokenizer)
         target.make(with_parents=True)
         if "config.json" in target.names():
             target.remove("config.json")
-        for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
-            sink, size = target.sink(path.name, path.stat().st_size), part_bytes(path.stat().st_size)
-            with path.open("rb") as file:
-                for offset in range(0, path.stat().st_size, size):
-                    sink.write_at(offset, [memoryview(file.read(size))])
-            sink.close()
+        for path in sorted(exported.iterdir(), key=lambda path: path.name == "config.json"):
+            _upload(path, target)
+
+
+def _upload(path: Path, target: RemoteFolder) -> None:
+    """Write a file into a folder of an object store, one part at a time, so that little of it is in memory."""
+    num_bytes = path.stat().st_size
+    num_part_bytes = part_bytes(num_bytes)
+    sink = target.sink(path.name, num_bytes)
+    with path.open("rb") as file:
+        for offset in range(0, num_bytes, num_part_bytes):
+            sink.write_at(offset, [memoryview(file.read(num_part_bytes))])
+    sink.close()
 
 
 def generate(
     url: str, out: str, batch: int, tokenizer: str, prompts: list[str], max_new_tokens: int, **sampling: Any
 ) -> None:
-    """Append a line for each prompt: the batch, the prompt, and the text that follows it."""
+    """Generate a text after each prompt with the checkpoint at `url`, and append them to the file `out`.
+
+    A line is {"batch": …, "prompt": …, "text": …}, where `batch` is the checkpoint's. `sampling` is as for
+    `lf.load(…).generate`. If `tokenizer`, the one that the run's configuration names, is not on this machine, the
+    checkpoint's own is used.
+    """
     model = load(url, tokenizer=tokenizer if is_local_or_cached(tokenizer) else None)
     texts = model.generate(prompts, max_new_tokens, **sampling)
-    found = zip(prompts, texts, strict=True)
-    lines = [json.dumps({"batch": batch, "prompt": prompt, "text": text}) + "\n" for prompt, text in found]
+    lines = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        lines.append(json.dumps({"batch": batch, "prompt": prompt, "text": text}) + "\n")
     with open(out, "a", encoding="utf-8", opener=open_no_link) as file:
         file.write("".join(lines))

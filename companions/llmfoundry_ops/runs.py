@@ -1,6 +1,6 @@
 """State of runs that may still be written, for `lf.runs` and `watch`. No torch.
 
-`LiveRun` reads status.json, config.yaml and metrics.jsonl of a run directory on this machine. `SavedRun` describes a
+`LiveRun` reads status.json, config.yaml and metrics.jsonl of a run folder on this machine. `SavedRun` describes a
 folder that has only checkpoints, such as one in a bucket, by the newest one and the log that it carries.
 """
 
@@ -35,7 +35,7 @@ from llmfoundry_lite.report.reading import (
 )
 
 SAVED = "saved"
-"""Status of a run of which only the checkpoints are known. They do not tell whether a launch still trains it."""
+"""Status of a run that is known by its checkpoints alone. They do not tell whether a launch still trains it."""
 LOOK_SECONDS = 1.0
 """Time between two looks at a log on this machine."""
 BUCKET_SECONDS = 10.0
@@ -55,9 +55,9 @@ class RunState:
     """Time between two looks while a run is watched."""
 
     def __init__(self, folder: Path | str, opened: Folder, status: str):
-        """Describe a run of which nothing has been read yet.
+        """Describe a run before anything is read of it.
 
-        folder: the run directory, or the path or URL of its checkpoints.
+        folder: the run folder, or the path or URL of its checkpoints.
         opened: the same folder, open for reading.
         status: the status of the run before the first look.
         """
@@ -153,7 +153,7 @@ class RunState:
         return str(self.status.get("save_error") or "")
 
     def _update_from_log(self, lines: Iterable[bytes]) -> None:
-        """Update `last_record` and `validation` from new lines of the log. Lines that are no record are skipped."""
+        """Update `last_record` and `validation` from new lines of the log. Lines that are not records are skipped."""
         for _, record in read_lines(lines):
             self.last_record = {key: value for key, value in record.items() if number_of(value) is not None}
             losses = list(validation_losses(self.last_record).values())
@@ -162,12 +162,12 @@ class RunState:
 
 
 class LiveRun(RunState):
-    """State of a run whose run directory is on this machine, from its status.json, config.yaml and metrics.jsonl."""
+    """State of a run whose run folder is on this machine, from its status.json, config.yaml and metrics.jsonl."""
 
     look_seconds = LOOK_SECONDS
 
     def __init__(self, folder: Path):
-        """Open a run directory. Raises DataError if there is no run."""
+        """Open a run folder. Raises DataError if there is no run."""
         super().__init__(folder, open_folder(str(folder)), status="unknown")
         self._path = folder
         self._num_bytes_read = 0
@@ -213,7 +213,7 @@ class LiveRun(RunState):
 
 
 class SavedRun(RunState):
-    """State of a run of which this machine sees only the checkpoints, such as those in a bucket.
+    """State of a run that this machine knows by its checkpoints alone, such as a run in a bucket.
 
     Each `look` reads the newest checkpoint, if it is a new one, and the log that it carries. The status is
 
@@ -306,7 +306,7 @@ class SavedRun(RunState):
             self.max_duration = Duration.parse(self.config["max_duration"], TIME_UNITS)
 
         content = b""
-        if METRICS in self._opened.names():  # the folder is a copy of a run directory
+        if METRICS in self._opened.names():  # the folder is a copy of a run folder
             content = read_run_file(self._opened, METRICS, MAX_LOG_BYTES)
         self.last_record = {"batch": checkpoint.manifest.timestamp.batch}
         self._update_from_log(add_carried_log(content, checkpoint, []))
@@ -363,9 +363,9 @@ def _describe_idle(holder: Holder | None, idle_seconds: float) -> str | None:
 
 
 def open_run(folder: str | os.PathLike[str]) -> RunState:
-    """Open a run directory, or a folder of checkpoints, on this machine or behind a URL.
+    """Open a run folder, or a folder of checkpoints, on this machine or behind a URL.
 
-    Returns the run's state, of which nothing is read before `look`. Raises DataError if there is no run, and
+    Returns the run's state; nothing is read before `look`. Raises DataError if there is no run, and
     CheckpointError for a URL that cannot be opened.
     """
     opened = open_folder(folder)
@@ -381,7 +381,7 @@ def open_run(folder: str | os.PathLike[str]) -> RunState:
 
 
 def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
-    """Return the checkpoints in a folder, or in the run directory that it is, or None if there are none.
+    """Return the checkpoints in a folder, or in the run folder that it is, or None if there are none.
 
     Raises DataError for a URL that cannot be read.
     """
@@ -398,7 +398,7 @@ def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
 
 
 def list_runs(folder: str | os.PathLike[str]) -> list[RunState]:
-    """List the runs in a folder by name, each with its present state. Entries that are no runs are skipped.
+    """List the runs in a folder by name, each with its present state. Entries that are not runs are skipped.
 
     Raises DataError if there is no such folder.
     """

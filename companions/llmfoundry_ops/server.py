@@ -1,10 +1,13 @@
-"""A process that imports the training code once. Each rank is a fork of it, and starts at once.
+"""The process that imports the training code once, and forks every rank, which starts at once.
 
     python -m llmfoundry_ops.server DESCRIPTOR LAUNCHER MODULE IMPORTS PACKAGES
 
-Server and ranks share one end of a socket, the launcher has the other: `Start` goes down, the rest comes up.
-No process outlives the one that began it: Linux kills the server with the launcher, and the ranks with the server.
-A fork inherits what the server has opened, so nothing here touches a device or starts a thread.
+DESCRIPTOR is an open socket and LAUNCHER the id of the process that started this one; the others are a `Program` of
+`launcher.py`. Server and ranks share one end of the socket, and the launcher has the other: `Start` messages go to the
+server, and `Beat` and `Left` go to the launcher.
+
+No process outlives the one that started it: Linux kills the server with the launcher, and the ranks with the server. A
+fork inherits what the server has opened, so nothing here touches a device or starts a thread before the fork.
 """
 
 import ctypes
@@ -29,26 +32,27 @@ from llmfoundry_lite.ranks.lean_imports import import_lean, no_collection
 from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 
 BEAT_SECONDS = 1.0
+"""Time between two signs of life of a rank."""
 MESSAGE_BYTES = 1 << 20
 """More than Linux sends in one packet by default, so that the sender fails for arguments that are too long."""
 PR_SET_PDEATHSIG = 1
-"""A constant of Linux's <sys/prctl.h>."""
+"""The option of Linux's prctl that sets the signal a process gets when its parent ends (<sys/prctl.h>)."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Begin this rank."""
+    """Request to start a rank."""
 
     rank: int
     arguments: list[str]
     environment: dict[str, str]
     output: str | None
-    """The file for its output; None: the launcher's own output."""
+    """The file for the rank's output; None for the launcher's own output."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life of a rank. The server sends the first one."""
+    """A sign of life of a rank. The server sends the first one, and the rank itself the others."""
 
     rank: int
     pid: int
@@ -56,42 +60,49 @@ class Beat:
 
 @dataclass(frozen=True)
 class Left:
-    """The end of a rank; a negative code is the signal that killed it."""
+    """The end of a rank, from the server."""
 
     pid: int
     code: int
+    """The exit code. A negative one is the signal that killed the rank."""
 
 
 Message = Start | Beat | Left
-KINDS: dict[str, type[Start] | type[Beat] | type[Left]] = {kind.__name__: kind for kind in (Start, Beat, Left)}
+MESSAGE_TYPES: dict[str, type[Start] | type[Beat] | type[Left]] = {"Start": Start, "Beat": Beat, "Left": Left}
 
 
 def open_channel() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a socket that keeps messages apart."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(channel: socket.socket, message: Message) -> None:
+    """Send a message. Raises OSError, with EMSGSIZE for one that is too long for a packet."""
     channel.send(json.dumps([type(message).__name__, asdict(message)]).encode())
 
 
 def receive(channel: socket.socket) -> Message | None:
-    """Return the next message; None when no sender is left."""
+    """Wait for the next message, and return it; None if the other side has no process any more."""
     try:
         packet = channel.recv(MESSAGE_BYTES)
     except ConnectionError:  # the other side ended with messages unread
         return None
     if not packet:
         return None
-    kind, fields = json.loads(packet)
-    return KINDS[kind](**fields)
+    type_name, fields = json.loads(packet)
+    return MESSAGE_TYPES[type_name](**fields)
 
 
 def main() -> None:
-    descriptor, launcher, module, imports, *packages = sys.argv[1:]
+    """Import the training code, fork ranks on request, and run the program in each of them.
+
+    The server never returns from `serve`, and ends with the launcher. What follows it runs in the ranks.
+    """
+    descriptor, launcher_pid, module, imports, *packages = sys.argv[1:]
     channel = socket.socket(fileno=int(descriptor))
-    die_with_parent(int(launcher))
-    # Ctrl-C and SLURM's signals reach every process of a group. They are for the launcher and for the ranks, which get
-    # those that come before they are ready as soon as they are.
+    die_with_parent(int(launcher_pid))
+    # Ctrl-C and SLURM's signals reach every process of a group. The server must survive them, and a rank must get those
+    # that come before it is ready. So they are blocked here, and a rank unblocks them.
     signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
     # Counting devices the usual way starts CUDA's driver, which does not survive a fork. NVML counts without it.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -99,12 +110,12 @@ def main() -> None:
         import_lean(*packages)
         importlib.import_module(imports)
         entry = importlib.import_module(module).main
-    # What has been imported stays: no rank looks through it, which would also copy the pages they share.
+    # Imported objects are never freed. Without this, each rank's garbage collector would visit them all, and by that
+    # copy the pages of memory that ranks share.
     gc.freeze()
 
-    start = serve(channel)  # returns in each rank, never in the server
-
-    become(start, channel)
+    start = serve(channel)
+    become_rank(start, channel)
 
     def run(arguments: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING_SIGNALS)
@@ -114,48 +125,67 @@ def main() -> None:
     ending.run_and_exit(run)
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Let Linux kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before this call
+    if os.getppid() != parent_pid:  # the parent ended before this call
         os._exit(1)
 
 
 def serve(channel: socket.socket) -> Start:
-    """Fork a rank for each `Start` and report each that ends, until the launcher closes the channel."""
-    server, (ended, note) = os.getpid(), os.pipe()
-    os.set_blocking(note, False)
+    """Fork a rank for each `Start`, and report each rank that ends, until the launcher closes the channel.
+
+    Returns only in the ranks, with the message that started them. The server itself exits here.
+    """
+    server_pid = os.getpid()
+    # A signal cannot interrupt `select`, which Python resumes. So the end of a child writes a byte into a pipe.
+    wakeup_reader, wakeup_writer = os.pipe()
+    os.set_blocking(wakeup_writer, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     while True:
-        ready, _, _ = select.select([channel, ended], [], [])
-        if ended in ready:
-            os.read(ended, 4096)
-            with suppress(ChildProcessError):  # no rank is left
-                while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                    send(channel, Left(found[0], os.waitstatus_to_exitcode(found[1])))
+        ready, _, _ = select.select([channel, wakeup_reader], [], [])
+        if wakeup_reader in ready:
+            os.read(wakeup_reader, 4096)
+            report_ended_ranks(channel)
         if channel not in ready:
             continue
+
         message = receive(channel)
         if message is None:
             os._exit(0)
         assert isinstance(message, Start)
-        if pid := os.fork():
-            send(channel, Beat(message.rank, pid))
+        rank_pid = os.fork()
+        if rank_pid:
+            send(channel, Beat(message.rank, rank_pid))
             continue
-        die_with_parent(server)
+
+        # This is the new rank.
+        die_with_parent(server_pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(ended)
-        os.close(note)
+        os.close(wakeup_reader)
+        os.close(wakeup_writer)
         return message
 
 
-def become(start: Start, channel: socket.socket) -> None:
-    """Make this process rank `start.rank`: set environment, heartbeat and output."""
+def report_ended_ranks(channel: socket.socket) -> None:
+    """Send a `Left` for every rank that has ended since the last call."""
+    while True:
+        try:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:  # there are no ranks
+            return
+        if pid == 0:  # all of them run
+            return
+        send(channel, Left(pid, os.waitstatus_to_exitcode(wait_status)))
+
+
+def become_rank(start: Start, channel: socket.socket) -> None:
+    """Make this process the rank that `start` asks for: set its environment, heartbeat and output."""
     os.environ.update(start.environment)
-    # First, because a busy disk may take longer to make a file than a rank may be silent.
+    # The heartbeat starts first, because a busy disk may take longer to make a file than a rank may be silent.
     threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
     if start.output is not None:
         Path(start.output).parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +197,8 @@ def become(start: Start, channel: socket.socket) -> None:
 
 
 def beat(channel: socket.socket, rank: int) -> None:
-    with suppress(OSError):  # nobody listens any more: this process ends with the server
+    """Send a sign of life every BEAT_SECONDS. Runs in a thread of the rank until nobody listens any more."""
+    with suppress(OSError):  # the launcher is gone: this process ends with the server
         while True:
             time.sleep(BEAT_SECONDS)
             send(channel, Beat(rank, os.getpid()))

@@ -43,7 +43,7 @@ def watch(
     batch, and whenever checkpoints become unreadable or readable again, or the run seems to be abandoned or trained
     again.
 
-    folder: a run directory, or a folder or URL of checkpoints.
+    folder: a run folder, or a folder or URL of checkpoints.
     patience_seconds: time without a sign of a launch after which a run that is known by its checkpoints alone counts as
         ended.
     pause: waits between two looks.

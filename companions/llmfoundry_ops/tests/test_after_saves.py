@@ -107,7 +107,7 @@ class Reads(AfterSaves):
     def _start(self, job: Job) -> None:
         code = "import sys; sys.stdin.read()" if job.name == "ba3" else ""
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with its process
-        self.child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=self.output)
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=self.output)
 
 
 def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monkeypatch):
@@ -129,13 +129,13 @@ def test_a_checkpoint_that_is_being_read_is_kept_and_then_removed(tmp_path, monk
         callback.batch_checkpoint(state, nothing)
         there.remove_old(lease)
 
-    callback.span = Duration.parse("3ba")
+    callback.interval = Duration.parse("3ba")
     for batch in range(1, 6):
         train_batch(batch)
     assert names(there.store) == ["ba5", "ba3"]
 
-    assert callback.child is not None and callback.child.stdin is not None
-    callback.child.stdin.close()
+    assert callback.process is not None and callback.process.stdin is not None
+    callback.process.stdin.close()
     callback.close(nothing, nothing)
     assert names(there.store) == ["ba5"] and not there.in_use
 
@@ -153,7 +153,7 @@ def test_a_launch_that_leaves_early_says_what_was_not_exported(monkeypatch, capf
     job = Job(name="ba4", **WORDS)
     callback, nothing = AfterSaves(Duration(2, "ba"), leaving, lambda name, url: job), SimpleNamespace()
     child = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
-    callback.child, callback.jobs, callback.last_batch = child, [job], 4
+    callback.process, callback.jobs, callback.last_batch = child, [job], 4
     callback.close(nothing, nothing)  # type: ignore[arg-type]
     assert child.returncode
     assert capfd.readouterr().out == "not exported: this launch leaves; do it\n"

@@ -168,7 +168,7 @@ def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monke
     send(its, Beat(0, os.getpid()))
     ranks = World(mine, lambda: False, 1)
     ranks._listen()
-    while not ranks._first[0] and clock.now < 150:
+    while not ranks._fault and clock.now < 150:
         clock.now += 0.5
         ranks._look_for_frozen()
     assert clock.now == 100 + noticed_after + module.SILENCE_SECONDS
@@ -183,14 +183,14 @@ def test_after_the_launcher_itself_was_stopped_no_rank_is_frozen(monkeypatch):
     ranks.processes[1] = module.Process(0, os.getpid(), clock.now)
     clock.now += 10 * module.SILENCE_SECONDS
     ranks._look_for_frozen()
-    assert not ranks._first[0]
+    assert not ranks._fault
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((-9, 0), 75), ((1, -9), 1), ((-9, 75), 75)])
 def test_asked_to_leave_a_killed_rank_could_not_and_one_that_failed_did(codes, expected):
     ranks = World(open_channel()[0], lambda: False, 2)
     ranks.processes = {pid: module.Process(pid, pid, 0.0, code=code) for pid, code in enumerate(codes)}
-    ranks.asked_by = signal.SIGTERM
+    ranks.leaving_signal = signal.SIGTERM
     assert ranks.wait().code == expected
 
 
@@ -222,7 +222,7 @@ def test_a_rank_whose_log_cannot_be_opened_yet_is_not_taken_for_frozen(tmp_path)
     mine, its = open_channel()
     mine.settimeout(DEADLINE_SECONDS)
     hangs = "server.open_no_link = lambda *arguments: threading.Event().wait()"  # as on a disk that does not answer
-    begins = "server.become(server.Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
+    begins = "server.become_rank(server.Start(1, [], {}, sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))"
     program = f"import socket, sys, threading; from llmfoundry_ops import server; {hangs}; {begins}"
     command = [sys.executable, "-c", program, str(tmp_path / "rank1.txt"), str(its.fileno())]
     rank = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])

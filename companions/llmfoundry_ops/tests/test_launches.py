@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmfoundry_ops.launches import KILLED, Launch, Logged, Recorded, match
+from llmfoundry_ops.launches import KILLED, Launch, Logged, Recorded, join_launches
 
 
 def logged(number, first_batch, last_batch):
@@ -13,8 +13,10 @@ def logged(number, first_batch, last_batch):
 @pytest.mark.parametrize("first_batch", [100, 101])
 def test_a_launch_on_record_is_the_one_in_the_log_that_began_where_it_did(first_batch):
     """An evaluation before the first batch has a line of its own, under the batch that was restored."""
-    failed = Recorded(begun=100, ended="failed", reason="disk full", last_batch=120)
-    found = match([logged(1, 0, 100), logged(2, first_batch, 120)], [failed, Recorded(begun=110, ended=KILLED)])
+    failed = Recorded(began_at_batch=100, ended="failed", reason="disk full", last_batch=120)
+    found = join_launches(
+        [logged(1, 0, 100), logged(2, first_batch, 120)], [failed, Recorded(began_at_batch=110, ended=KILLED)]
+    )
     assert [(one.first_batch, one.ended, one.reason) for one in found] == [
         (0, "not known here", None),  # on the other cluster
         (first_batch, "failed", "disk full"),
@@ -25,10 +27,10 @@ def test_a_launch_on_record_is_the_one_in_the_log_that_began_where_it_did(first_
 @pytest.mark.parametrize(
     "recorded",
     [
-        Recorded(begun=100, ended=KILLED, number=3),
-        Recorded(begun=100, ended="stopped", last_batch=130),  # of an earlier release
+        Recorded(began_at_batch=100, ended=KILLED, number=3),
+        Recorded(began_at_batch=100, ended="stopped", last_batch=130),  # of an earlier release
     ],
 )
 def test_of_two_launches_that_began_at_the_same_batch_the_right_one_is_found(recorded):
-    found = match([logged(1, 0, 100), logged(2, 101, 120), logged(3, 101, 130)], [recorded])
+    found = join_launches([logged(1, 0, 100), logged(2, 101, 120), logged(3, 101, 130)], [recorded])
     assert [one.ended for one in found] == ["not known here", "not known here", recorded.ended]

@@ -42,7 +42,7 @@ MODELS = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
 }
 TEMPLATE = "{% for message in messages %}{{ message.content }};{% endfor %}"
-pytestmark = needs("folders of GPT-2, Llama, Mistral and Qwen")
+pytestmark = needs("llmfoundry_formats")
 WORDS = ["import", "return", "for", "in", "def", "range", "class", "self", "None", "list"]
 
 

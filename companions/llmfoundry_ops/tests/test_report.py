@@ -9,7 +9,7 @@ import pytest
 
 from llmfoundry_lite.report.report import report
 from llmfoundry_ops.journal import append
-from llmfoundry_ops.report import plot
+from llmfoundry_ops.report import plot_time_line
 from tests.helpers.reported import elapsed, on_cpu, record, write_run
 
 
@@ -56,7 +56,7 @@ def test_a_relay_s_run_is_told_by_site_and_along_time(tmp_path, monkeypatch, cap
 def test_names_of_sites_are_drawn_as_text(tmp_path):
     name = "$x_{\x1b[31m\ud800"
     allocation = {"site": name, "began_hours": 0, "hours": 1, "first_batch": 1, "last_batch": 2}
-    plot(tmp_path / "relay.svg", [allocation], title=name)
+    plot_time_line(tmp_path / "relay.svg", [allocation], title=name)
     ElementTree.parse(tmp_path / "relay.svg")
     assert "$x_{\\x1b[31m\\ud800" in (tmp_path / "relay.svg").read_text()
 

@@ -55,10 +55,10 @@ def test_the_training_loss_is_a_mean_over_an_epoch_and_a_lost_log_is_none():
     config: Any = SimpleNamespace(callbacks=SimpleNamespace(early_stopper=block), validation=[], evaluates=False)
     checkpointing: Any = SimpleNamespace(policy=SimpleNamespace(stop_reason=""))
     stopper = EarlyStopper(config, checkpointing)
-    stopper._see(101, 3, 2.5)  # carries on in an epoch before which nothing is on record
+    stopper._add_loss(101, 3, 2.5)  # carries on in an epoch before which nothing is on record
     assert math.isinf(stopper.best)
     for batch, epoch, loss in ((102, 3, 1.5), (103, 4, 9.0), (104, 5, 9.0), (105, 6, 9.0)):
-        stopper._see(batch, epoch, loss)
+        stopper._add_loss(batch, epoch, loss)
     assert stopper.best == 2.0 and "since batch 103" in checkpointing.policy.stop_reason
 
 
@@ -71,7 +71,7 @@ def problems(losses: list[float], num_batches: int = 1000, **keys: Any) -> list[
     callback, found = KillLossSpike(config, SimpleNamespace()), []  # type: ignore[arg-type]
     for batch, loss in enumerate(losses, 1):
         stamp = SimpleNamespace(batch=batch, get=lambda unit, batch=batch: batch)
-        callback._see(SimpleNamespace(timestamp=stamp), batch, loss)  # type: ignore[arg-type]
+        callback._add_loss(SimpleNamespace(timestamp=stamp), batch, loss)  # type: ignore[arg-type]
         found += [batch] if callback.problem else []
     return found
 
