@@ -349,8 +349,8 @@ def publish(
 ) -> Checkpoint:
     """Commit a draft whose files are written, and return the checkpoint.
 
-    `chunks` are those of all ranks, and `scalars` are further fields of the manifest. Raises CheckpointError unless the
-    chunks cover each tensor exactly once.
+    `chunks` are the chunks of all ranks, and `scalars` are further fields of the manifest. Raises CheckpointError
+    unless the chunks cover each tensor exactly once.
     """
     _, prefix = store.open_draft(save_id)
     files = {written.file.name: written.file for written in chunks}

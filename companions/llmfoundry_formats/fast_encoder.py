@@ -139,7 +139,7 @@ class FastEncoder:
 
 
 def probes(added_tokens: Sequence[str]) -> Iterator[str]:
-    """Yield texts on which tokenizers are likely to differ. `added_tokens` are those of the tokenizer."""
+    """Yield texts on which tokenizers are likely to differ. `added_tokens` are the tokenizer's."""
     # Control characters, combining marks, line ends, and lengths 0 and 1.
     yield from ("", "\0", "a\0b", "\ufeffa", "\ufffd\ufffe\uffff", "e\u0301\u0301\u0301", "\r\n\r\n \t\n  x  ", "  ")
     # What regular expressions of pre-tokenizers treat apart: contractions, numbers, runs of spaces.

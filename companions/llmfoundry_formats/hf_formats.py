@@ -208,7 +208,7 @@ def with_rope(
 ) -> ReadableHFFormat:
     """Make a format with rotary positions readable. Its class in transformers is `<name>ForCausalLM`.
 
-    readable_values: values of config.json that this family alone restricts, beside those of LLAMA_READABLE_VALUES.
+    readable_values: values of config.json that this family alone restricts. LLAMA_READABLE_VALUES are added.
     known_keys: keys that change nothing that the model computes, separated by spaces.
     reading_fields: further fields of ReadableHFFormat.
     """

@@ -14,7 +14,7 @@ def without_pattern(name: str) -> Iterator[str]:
 
     `datasets` reads a folder's path as a glob, and one with `::` as a chain of URLs. For a folder such as `c4[en]`, it
     would read another folder or none. In its place, a temporary folder is yielded that has links to all of its files.
-    Any other name, also that of a data set on the Hub, is yielded unchanged. Raises OSError.
+    Any other name, such as the name of a data set on the Hub, is yielded unchanged. Raises OSError.
     """
     folder = Path(name)
     path = os.path.realpath(folder)

@@ -203,7 +203,7 @@ class CheckpointLM(TemplateLM):
     def _fit(self, context: Sequence[int], answer: Sequence[int], name: str) -> Request:
         """Cut a context from the left until it and the answer fit into the model.
 
-        `name` is that of the request, for errors. Raises DataError for an answer without tokens, or one that does not
+        `name` is the request's, for errors. Raises DataError for an answer without tokens, or one that does not
         fit by itself, and for token ids that the model does not have.
         """
         context = context or [self.prefix_token_id]  # lm_eval counts a context of spaces alone as part of the answer
@@ -261,7 +261,7 @@ class CheckpointLM(TemplateLM):
     def _prompt(self, name: str, context: str, gen_kwargs: dict[str, Any]) -> Prompt:
         """Return the prompt of a request to generate, cut from the left so that the answer fits into the model.
 
-        `name` is that of the request, for errors, and `gen_kwargs` are lm_eval's settings of generation. Raises
+        `name` is the request's, for errors, and `gen_kwargs` are lm_eval's settings of generation. Raises
         DataError.
         """
         settings: dict[str, Any] = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)

@@ -90,7 +90,7 @@ def load_logs(paths: Sequence[Path], cluster: str | None) -> list[Results]:
     """Load results, all of one tool: ours, lm-eval or Inspect.
 
     `cluster` is the user's --cluster: the field of the data's rows that related rows share. Raises DataError for
-    results that cannot be read or cannot be compared item by item, and ConfigError for --cluster with results of ours.
+    results that cannot be read or cannot be compared item by item, and ConfigError for --cluster with our own results.
     """
     paths = [find_result(path) for path in paths]
     tools = {path: tool_of(path) for path in paths}
@@ -537,7 +537,7 @@ def _inspect_row(sample: Record, file: str, cluster: str | None) -> Row:
 def _inspect_values(scorer: str, score: Any) -> dict[str, float]:
     """Return metric -> number from 0 to 1 of what one scorer of Inspect gave a sample.
 
-    The metric is the scorer's name, or `scorer/key` if the score has several values. Values that are no such number,
+    The metric is the scorer's name, or `scorer/key` if the score has several values. Values that are not such a number,
     and have no meaning as one (NUMBERS_OF_WORDS), are left out.
     """
     value = score.get("value") if isinstance(score, dict) else None
@@ -571,7 +571,7 @@ def _mean_of(epochs: Sequence[Row]) -> Row:
 def _build(
     task: str, file: str, rows: list[Row], settings: Record, code: str, cluster: str | None
 ) -> tuple[Record, list[Record]]:
-    """Return a task's record and its items, as an evaluation of ours would write them.
+    """Return a task's record and its items, as our own evaluation would write them.
 
     file: the log, for errors.
     rows: all rows of the log, also those that were not scored.

@@ -72,7 +72,7 @@ def check_folder(folder: Path, name: str) -> None:
     """Raise DataError for files that would take too much memory: large ones, and those with large token ids.
 
     transformers reads whole files, and makes lists with an entry for each id up to the largest. A file that cannot be
-    parsed is left to transformers to report. `name` is that of the tokenizer, for errors.
+    parsed is left to transformers to report. `name` is the tokenizer's, for errors.
     """
     paths: set[Path] = set()
     for pattern in READ_FILES:

@@ -235,7 +235,7 @@ class TensorsOnly(pickle._Unpickler):
     def load_build(self) -> None:
         """Set the state of an object: the pickle's BUILD instruction, with the state on top of the stack.
 
-        Only a record gets its state. That of a stand-in, and a state_dict's `_metadata`, are dropped. Raises
+        Only a record gets its state. The state of a stand-in, and a state_dict's `_metadata`, are dropped. Raises
         UnpicklingError for any other object, because setting attributes of a class or a function could change what
         later code does.
         """

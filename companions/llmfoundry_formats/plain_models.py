@@ -201,7 +201,7 @@ class PlainModel:
         limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len")]
         positive_limits = [int(limit) for limit in limits if limit and int(limit) > 0]
         self.max_seq_len = positive_limits[0] if positive_limits else DEFAULT_MAX_SEQ_LEN
-        # RoBERTa's table of positions begins with those of padding, so it has fewer for tokens than config.json says.
+        # RoBERTa's table begins with the positions of padding, so it has fewer for tokens than config.json says.
         for name, table in model.named_modules():
             if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
                 self.max_seq_len = min(self.max_seq_len, table.num_embeddings - table.padding_idx - 1)

@@ -78,7 +78,7 @@ def read_csv(
 class CsvLines:
     """Lines of a CSV file, for csv.reader, with a limit on the size of a row.
 
-    A row may have several lines, because a quoted field may contain line ends. Whoever reads a row sets
+    A row may have several lines, because a quoted field may contain line ends. The reader of a row sets
     `row_characters` to 0 before. Iteration raises DataError for a longer row than MAX_DOCUMENT_BYTES characters.
     """
 
@@ -147,7 +147,7 @@ class TablePart(NamedTuple):
 def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
     """Yield units of consecutive parts, of at least `target_bytes` together. Raises DataError for a damaged file.
 
-    The bytes of a unit advance the progress bar. Those of all units together are the file's `size_bytes`, although the
+    The bytes of a unit advance the progress bar. All units together have the file's `size_bytes`, although the
     batches of a compressed arrow file have more.
     """
     start = 0
