@@ -33,8 +33,7 @@ def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer
 
     name: a local folder, or a name on the Hub.
     read: contents of the tokenizer's files that the caller has read already, by file name. GENERATION_FILE is taken
-    from
-        them, because transformers does not save it.
+        from them, because transformers does not save it.
 
     Raises DataError if the files are too large, or if transformers cannot load or convert them.
     """

@@ -5,7 +5,7 @@ pickle is a program that may call whatever Python can import. So a file is read 
 
 1. torch's own weights-only reader, which is always tried first.
 2. `TensorsOnly`, for a file that torch refuses, and only with `--trust-pickle`. It builds tensors and plain containers,
-   and replaces everything else by a `StandIn`, which does nothing.
+   and replaces everything else by a `StandIn`, which does nothing. DCP's `.metadata` is read by it at once.
 
 The classes that a checkpoint mentions therefore need not be installed, and none of them is ever imported or called.
 """
