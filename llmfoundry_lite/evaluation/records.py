@@ -255,15 +255,19 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
     (`chance`), and for language modelling the perplexity of an answer. With `by_category`, a mean is that of the
     categories' means.
     """
+    # Every task of questions has `acc`. Tasks with choices also have accuracies that take lengths into account.
     summary: Record = {}
     has_choices = task.kind in CHOICES
-    for metric in ACCURACIES if has_choices else ("acc",):
-        summary[metric], summary[f"{metric}_stderr"] = mean_and_error(items, metric, by_category)
+    metrics = ACCURACIES if has_choices else ("acc",)
+    for metric in metrics:
+        mean, error = mean_and_error(items, metric, by_category)
+        summary[metric] = mean
+        summary[f"{metric}_stderr"] = error
     if any("cluster" in item for item in items):
         summary["num_clusters"] = len({item["cluster"] for item in items})
 
     if has_choices:
-        # Guessing is right once in as many times as an item has options. Its mean is weighted like the accuracies.
+        # Guessing among n options is right with probability 1/n. Its mean is weighted in the same way as accuracies.
         items_with_chance = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
         summary["chance"], _ = mean_and_error(items_with_chance, "chance", by_category)
         summary["num_ties"] = sum(item["tie"][task.metric] for item in items)
@@ -283,6 +287,7 @@ def _summarise_text(items: Sequence[Record]) -> Record:
     Sums over the whole text are divided, so that each token or byte counts the same. A text of 100 tokens and 400 bytes
     with a log-probability of -277.3 nats has perplexity exp(2.773) = 16 and 277.3 / ln 2 / 400 = 1 bit per byte.
     """
+    # A window has a single option, the predicted text.
     nats_and_tokens = [(-item["log_probability"][0], item["num_tokens"][0]) for item in items]
     total_nats = sum(nats for nats, _ in nats_and_tokens)
     total_tokens = sum(tokens for _, tokens in nats_and_tokens)
@@ -501,24 +506,25 @@ def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
     Scores on the same data are assumed to be fully correlated, so their errors add up. Those on different data are
     independent, so the squares of their errors add up.
     """
-    error_by_data: dict[str, float] = {}
+    error_of_data: dict[str, float] = {}
     for data, error in errors:
-        error_by_data[data] = error_by_data.get(data, 0.0) + error
-    return math.sqrt(sum(error**2 for error in error_by_data.values()))
+        error_of_data[data] = error_of_data.get(data, 0.0) + error
+    return math.sqrt(sum(error**2 for error in error_of_data.values()))
 
 
 # ------------------------------------------------------------------------------------------------------- accuracies
 
 
 def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
-    """Return the weight of each item in the mean. Weights add up to 1.
+    """Return the weight of each item in the mean, [items]. Weights add up to 1.
 
-    Items have equal weights or, with `by_category`, every category has the same total weight.
+    Items have equal weights or, with `by_category`, every category has the same total weight: of two categories with 1
+    and 4 items, the first item has weight 1/2, and each of the others 1/8.
     """
     if not by_category:
         return np.full(len(items), 1 / len(items))
-    sizes = Counter(item["category"] for item in items)
-    return np.array([1 / (len(sizes) * sizes[item["category"]]) for item in items])
+    category_sizes = Counter(item["category"] for item in items)
+    return np.array([1 / (len(category_sizes) * category_sizes[item["category"]]) for item in items])
 
 
 def mean_and_error(items: Sequence[Record], metric: str, by_category: bool = False) -> tuple[float, float]:

@@ -432,6 +432,7 @@ def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
 
     Each category is given as the parts of its tasks, whose weights add up to 1. Categories count equally.
     """
+    # The errors of tasks on the same data add up, also between categories.
     parts = [part for category in categories for part in category]
     score = sum(part.weight * part.score for part in parts)
     error = error_of_sum((part.data, part.weight * part.error) for part in parts)
