@@ -114,7 +114,7 @@ def compare_files(
     return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
 
 
-def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
+def _compare_two(first_results: Results, other_results: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
     """Compare two models' results by the tasks that both have, except those in `skip`.
 
     Each task is compared by its main metric, with `all_metrics` also by its other metrics, and the mean of all
@@ -123,65 +123,65 @@ def _compare_two(first: Results, other: Results, skip: Sequence[str], all_metric
 
     Raises DataError if the results have no task in common, or if a common task differs in its questions or settings.
     """
-    common_tasks = [task for task in first.items if task in other.items and task not in skip]
+    common_tasks = [task for task in first_results.items if task in other_results.items and task not in skip]
     if not common_tasks:
         raise DataError(
-            f"{first.name} and {other.name} have no task in common: {', '.join(first.items)} against "
-            f"{', '.join(other.items)}"
+            f"{first_results.name} and {other_results.name} have no task in common: "
+            f"{', '.join(first_results.items)} against {', '.join(other_results.items)}"
         )
     for task in common_tasks:
-        check_same_questions(task, first, other)
+        check_same_questions(task, first_results, other_results)
 
     # Compare each task by its main metric and, if asked for, by its other metrics.
-    main_metrics = {task: _main_metric(task, first, other) for task in common_tasks}
-    tasks = [_compare_task(task, metric, first, other) for task, metric in main_metrics.items()]
+    main_metrics = {task: _main_metric(task, first_results, other_results) for task in common_tasks}
+    tasks = [_compare_task(task, metric, first_results, other_results) for task, metric in main_metrics.items()]
     other_metrics: list[MetricComparison] = []
     if all_metrics:
         for task in common_tasks:
-            for metric in _other_metrics(task, first, other):
-                other_metrics.append(_compare_task(task, metric, first, other))
+            for metric in _other_metrics(task, first_results, other_results):
+                other_metrics.append(_compare_task(task, metric, first_results, other_results))
 
     # Compare the mean of all accuracies. Bits per byte have another unit.
     accuracies = [(task, metric) for task, metric in main_metrics.items() if metric != BITS]
     mean = None
     if len(accuracies) > 1:
-        mean = _compare_accuracies(accuracies, first, other)
+        mean = _compare_accuracies(accuracies, first_results, other_results)
     return Comparison(
-        first=first.name,
-        other=other.name,
+        first=first_results.name,
+        other=other_results.name,
         tasks=tasks,
         mean=mean,
         other_metrics=other_metrics,
-        notes=notes_on(first, other, tasks, skip),
+        notes=notes_on(first_results, other_results, tasks, skip),
     )
 
 
-def _main_metric(task: str, first: Results, other: Results) -> str:
+def _main_metric(task: str, first_results: Results, other_results: Results) -> str:
     """Return the metric by which a task is compared.
 
     That is the main metric in the task's record, except that `acc_per_token` of models with different tokenizers is
     replaced by `acc_norm`, because it divides by a number of tokens.
     """
-    metric = str(first.tasks[task]["metric"])
-    if metric == "acc_per_token" and has_other_tokenizer(first, other):
+    metric = str(first_results.tasks[task]["metric"])
+    if metric == "acc_per_token" and has_other_tokenizer(first_results, other_results):
         return "acc_norm"
     return metric
 
 
-def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
+def _other_metrics(task: str, first_results: Results, other_results: Results) -> list[str]:
     """Return the metrics by which a task can be compared besides its main metric.
 
     Both results must have the metric. `acc_per_token` is left out for models with different tokenizers, because it
     divides by a number of tokens. A log of another tool lists its metrics in the record; this library's records have
     some of ACCURACIES.
     """
-    first_record = first.tasks[task]
-    other_record = other.tasks[task]
-    main_metric = _main_metric(task, first, other)
+    first_record = first_results.tasks[task]
+    other_record = other_results.tasks[task]
+    main_metric = _main_metric(task, first_results, other_results)
     metrics: list[str] = []
     for metric in first_record.get("metrics", ACCURACIES):
         both_have_it = metric in first_record and metric in other_record
-        depends_on_tokenizer = metric == "acc_per_token" and has_other_tokenizer(first, other)
+        depends_on_tokenizer = metric == "acc_per_token" and has_other_tokenizer(first_results, other_results)
         if metric != main_metric and both_have_it and not depends_on_tokenizer:
             metrics.append(metric)
     return metrics
@@ -190,21 +190,21 @@ def _other_metrics(task: str, first: Results, other: Results) -> list[str]:
 # ----------------------------------------------------------------------------------------------- equal questions
 
 
-def check_same_questions(task: str, first: Results, other: Results) -> None:
+def check_same_questions(task: str, first_results: Results, other_results: Results) -> None:
     """Raise DataError unless both models answered the same questions of a task, asked in the same way.
 
     Records have a fingerprint of the data, and one of the data with all settings. The error explains a difference: it
     lists every setting that differs, and names the first question that does. Held-out text that models with different
     tokenizers read must also have the same number of bytes in each document.
     """
-    first_record = first.tasks[task]
-    other_record = other.tasks[task]
+    first_record = first_results.tasks[task]
+    other_record = other_results.tasks[task]
     is_text = first_record["type"] == "perplexity"
-    tokenizers_differ = has_other_tokenizer(first, other)
-    first_other_row = _first_different("row", task, first, other)
+    tokenizers_differ = has_other_tokenizer(first_results, other_results)
+    first_other_row = _first_different("row", task, first_results, other_results)
 
     # Compare the settings.
-    differences = _different_settings(task, first, other, has_other_rows=bool(first_other_row))
+    differences = _different_settings(task, first_results, other_results, has_other_rows=bool(first_other_row))
     limit = first_record["settings"].get("limit")
     limit_differs = limit != other_record["settings"].get("limit")
     if is_text and tokenizers_differ and limit is not None and not limit_differs:
@@ -226,22 +226,24 @@ def check_same_questions(task: str, first: Results, other: Results) -> None:
     if differences:
         remedy = "evaluate both without limit" if limit_differs else "evaluate both with one task file"
         raise DataError(
-            f"{task}: {first.name} and {other.name} were not asked the same: {'; '.join(differences)}; {remedy}, "
-            f"or leave the task out: --skip {task}"
+            f"{task}: {first_results.name} and {other_results.name} were not asked the same: "
+            f"{'; '.join(differences)}; {remedy}, or leave the task out: --skip {task}"
         )
     if is_text and tokenizers_differ and has_same_fingerprint:
-        _check_same_bytes(task, first, other)
+        _check_same_bytes(task, first_results, other_results)
 
 
-def _different_settings(task: str, first: Results, other: Results, *, has_other_rows: bool) -> list[str]:
+def _different_settings(
+    task: str, first_results: Results, other_results: Results, *, has_other_rows: bool
+) -> list[str]:
     """Describe each setting of a task that differs between two results, such as "num_fewshot 0 against 5".
 
     has_other_rows: the questions differ. Their prompts then differ as well, and are not listed.
 
     Returns an empty list if all settings are equal.
     """
-    first_record = first.tasks[task]
-    other_record = other.tasks[task]
+    first_record = first_results.tasks[task]
+    other_record = other_results.tasks[task]
     differences: list[str] = []
 
     # Compare facts that the record has outside its settings.
@@ -266,7 +268,7 @@ def _different_settings(task: str, first: Results, other: Results, *, has_other_
         are_hashes = str(first_setting).startswith("sha256:") and str(other_setting).startswith("sha256:")
         if key == "prompts" and are_hashes:
             if not has_other_rows:
-                differences.append(f"their prompts{_first_different('prompt', task, first, other)}")
+                differences.append(f"their prompts{_first_different('prompt', task, first_results, other_results)}")
             continue
 
         counts = f" ({first_record['n']:,} items against {other_record['n']:,})" if key == "limit" else ""
@@ -274,22 +276,22 @@ def _different_settings(task: str, first: Results, other: Results, *, has_other_
     return differences
 
 
-def _check_same_bytes(task: str, first: Results, other: Results) -> None:
+def _check_same_bytes(task: str, first_results: Results, other_results: Results) -> None:
     """Raise DataError unless each document of a held-out text has the same number of bytes for both models.
 
     A data set of token ids is read as different texts by two tokenizers. Windows depend on the tokenizer, too, but the
     bytes of a document's windows add up to those of the document.
     """
-    first_bytes = by_document(first.items[task])[:, 1]
-    other_bytes = by_document(other.items[task])[:, 1]
+    first_bytes = by_document(first_results.items[task])[:, 1]
+    other_bytes = by_document(other_results.items[task])[:, 1]
     if not np.array_equal(first_bytes, other_bytes):
         raise DataError(
-            f"{task}: the data are token ids, and {first.name} and {other.name} have different tokenizers; "
-            f"evaluate both on a text file, or leave the task out: --skip {task}"
+            f"{task}: the data are token ids, and {first_results.name} and {other_results.name} have different "
+            f"tokenizers; evaluate both on a text file, or leave the task out: --skip {task}"
         )
 
 
-def _first_different(compared_fact: str, task: str, first: Results, other: Results) -> str:
+def _first_different(compared_fact: str, task: str, first_results: Results, other_results: Results) -> str:
     """Name the first item of a task in which two results differ, to complete an error, or return an empty text.
 
     compared_fact: "row" compares the questions, and "prompt" the prompts.
@@ -305,9 +307,9 @@ def _first_different(compared_fact: str, task: str, first: Results, other: Resul
             return item.get(compared_fact)
         return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
 
-    is_text = first.tasks[task]["type"] == "perplexity"
-    other_items = {item["index"]: item for item in other.items.get(task, [])}
-    for item in first.items.get(task, []):
+    is_text = first_results.tasks[task]["type"] == "perplexity"
+    other_items = {item["index"]: item for item in other_results.items.get(task, [])}
+    for item in first_results.items.get(task, []):
         # An item that only one model was asked, or a window, which depends on the tokenizer, says nothing.
         other_item = other_items.get(item["index"])
         is_comparable = "row" in item or not is_text
@@ -321,20 +323,20 @@ def _first_different(compared_fact: str, task: str, first: Results, other: Resul
     return ""
 
 
-def has_other_tokenizer(first: Results, other: Results) -> bool:
+def has_other_tokenizer(first_results: Results, other_results: Results) -> bool:
     """Return whether two models are known to have different tokenizers. Logs of other tools may not record them."""
-    are_known = bool(first.tokenizer and other.tokenizer)
-    return are_known and first.tokenizer != other.tokenizer
+    are_known = bool(first_results.tokenizer and other_results.tokenizer)
+    return are_known and first_results.tokenizer != other_results.tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _compare_task(task: str, metric: str, first: Results, other: Results) -> MetricComparison:
+def _compare_task(task: str, metric: str, first_results: Results, other_results: Results) -> MetricComparison:
     """Compare one task by one metric: a bootstrap for bits per byte, and the score test for an accuracy."""
     if metric == BITS:
-        return _compare_texts(task, first, other)
-    return _compare_accuracies([(task, metric)], first, other)
+        return _compare_texts(task, first_results, other_results)
+    return _compare_accuracies([(task, metric)], first_results, other_results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,41 +354,43 @@ class CommonItems:
     """Item -> its cluster, for items that have one."""
 
 
-def _collect_common_items(task: str, metric: str, first: Results, other: Results) -> CommonItems:
+def _collect_common_items(task: str, metric: str, first_results: Results, other_results: Results) -> CommonItems:
     """Collect the items of a task that both models answered, with both models' values of a metric.
 
     An item is identified by its index, the row of the task's file. Weights add up to 1 over the common items; in a task
     with categories, each category has the same weight. Raises DataError if no item is in both results.
     """
     # Pair the items by index, in the order of the first result.
-    other_items = {item["index"]: item for item in other.items[task]}
-    first_items = [item for item in first.items[task] if item["index"] in other_items]
+    other_items = {item["index"]: item for item in other_results.items[task]}
+    first_items = [item for item in first_results.items[task] if item["index"] in other_items]
     if not first_items:
-        raise DataError(f"{task}: {first.name} and {other.name} have no item in common")
+        raise DataError(f"{task}: {first_results.name} and {other_results.name} have no item in common")
 
     # Units have the data's fingerprint with them, so that an item is the same unit in every task on the same data.
-    data = first.tasks[task]["data_fingerprint"]
+    data = first_results.tasks[task]["data_fingerprint"]
     cluster_of: dict[Unit, Unit] = {}
     for item in first_items:
         if "cluster" in item:
             cluster_of[data, item["index"]] = (data, item["cluster"])
     return CommonItems(
         items=[(data, item["index"]) for item in first_items],
-        weights_i=weights_of(first_items, has_categories(first.tasks[task])),
+        weights_i=weights_of(first_items, has_categories(first_results.tasks[task])),
         first_i=np.array([item[metric] for item in first_items], np.float64),
         other_i=np.array([other_items[item["index"]][metric] for item in first_items], np.float64),
         cluster_of=cluster_of,
     )
 
 
-def _compare_accuracies(metrics: Sequence[tuple[str, str]], first: Results, other: Results) -> MetricComparison:
+def _compare_accuracies(
+    metrics: Sequence[tuple[str, str]], first_results: Results, other_results: Results
+) -> MetricComparison:
     """Compare the accuracy of a task, or the mean accuracy of several tasks.
 
     `metrics` has (task, metric) for each task; tasks count equally. The independent unit of the test is an item, or a
     cluster of items. If several tasks ask the same item, it is one unit, whose differences are added up before the
     test: with two tasks of 100 items, an item that only the other model solves in both adds 1/200 + 1/200.
     """
-    tasks = [_collect_common_items(task, metric, first, other) for task, metric in metrics]
+    tasks = [_collect_common_items(task, metric, first_results, other_results) for task, metric in metrics]
 
     # A cluster that one task names holds for all tasks on the same data.
     cluster_of: dict[Unit, Unit] = {}
@@ -443,13 +447,13 @@ def _count_won(gains: Floats) -> dict[str, Any]:
     return {"n": len(gains), "wins": num_wins, "losses": num_losses, "ties": num_ties}
 
 
-def _compare_texts(task: str, first: Results, other: Results) -> MetricComparison:
+def _compare_texts(task: str, first_results: Results, other_results: Results) -> MetricComparison:
     """Compare bits per byte of a held-out text by a bootstrap over its documents.
 
     A text of one document is divided into its windows instead. Raises DataError if the two models did not read the same
     documents.
     """
-    units = text_units(task, first, other)
+    units = text_units(task, first_results, other_results)
     nats_to_bits_2 = np.array([1 / math.log(2), 1.0])  # factors from [nats, bytes] to [bits, bytes]
     # The seed depends on the task alone, so that its numbers are the same whatever else is compared.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
@@ -457,8 +461,8 @@ def _compare_texts(task: str, first: Results, other: Results) -> MetricCompariso
 
     # Text that only one tokenizer loses counts for the other model alone. Equal tokenizers lose the same text.
     lost_text_bits = 0.0
-    if has_other_tokenizer(first, other):
-        lost_fraction = lost_text_fraction(first.tasks[task]) + lost_text_fraction(other.tasks[task])
+    if has_other_tokenizer(first_results, other_results):
+        lost_fraction = lost_text_fraction(first_results.tasks[task]) + lost_text_fraction(other_results.tasks[task])
         lost_text_bits = MISSING_BYTE_BITS * lost_fraction
 
     # Fewer nats per byte are better, so the other model's gain is the first model's ratio less its own.
@@ -490,28 +494,29 @@ class TextUnits(NamedTuple):
     """The units are windows of a single document. Otherwise they are documents."""
 
 
-def text_units(task: str, first: Results, other: Results) -> TextUnits:
+def text_units(task: str, first_results: Results, other_results: Results) -> TextUnits:
     """Return the independent units of a held-out text, with the nats and bytes of each for both models.
 
     Units are documents. If there is only one document, and both models read it in the same windows, its windows are the
     units. Raises DataError if the two models did not read the same documents.
     """
-    first_documents = {item["index"] for item in first.items[task]}
-    other_documents = {item["index"] for item in other.items[task]}
+    first_documents = {item["index"] for item in first_results.items[task]}
+    other_documents = {item["index"] for item in other_results.items[task]}
     if first_documents != other_documents:
-        raise DataError(f"{task}: {first.name} and {other.name} did not read the same documents")
+        raise DataError(f"{task}: {first_results.name} and {other_results.name} did not read the same documents")
 
     # (nats, bytes) of each window. Windows are the same if their bytes are.
-    first_windows = [text_row(item) for item in first.items[task]]
-    other_windows = [text_row(item) for item in other.items[task]]
+    first_windows = [text_row(item) for item in first_results.items[task]]
+    other_windows = [text_row(item) for item in other_results.items[task]]
     first_window_bytes = [num_bytes for _, num_bytes in first_windows]
     other_window_bytes = [num_bytes for _, num_bytes in other_windows]
-    have_same_windows = first_window_bytes == other_window_bytes and not has_other_tokenizer(first, other)
+    have_same_bytes = first_window_bytes == other_window_bytes
+    have_same_windows = have_same_bytes and not has_other_tokenizer(first_results, other_results)
 
     if len(first_documents) == 1 and have_same_windows:
         minimum_2 = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts as one byte
         return TextUnits(np.maximum(first_windows, minimum_2), np.maximum(other_windows, minimum_2), are_windows=True)
-    return TextUnits(by_document(first.items[task]), by_document(other.items[task]), are_windows=False)
+    return TextUnits(by_document(first_results.items[task]), by_document(other_results.items[task]), are_windows=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ notes
@@ -533,46 +538,50 @@ TASK_FACTS = {
 """Fact of a task -> (the value that counts if a record does not have it, the note if two records differ in it)."""
 
 
-def notes_on(first: Results, other: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]) -> list[str]:
+def notes_on(
+    first_results: Results, other_results: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]
+) -> list[str]:
     """Return notes on what may explain the differences of two models, or limits what they mean.
 
     The notes are printed below the table. They are about differences between the models and their evaluations, tasks
     that are left out, and facts of each task. `tasks` has the comparison of each common task, and `skip` the tasks that
     the user left out.
     """
-    both_names = f"{first.name} and {other.name}"
+    both_names = f"{first_results.name} and {other_results.name}"
     notes: list[str] = []
 
     # Compare facts of the models. A fact that one result does not record is not compared.
     for key, text in FACTS.items():
-        first_fact = getattr(first, key)
-        other_fact = getattr(other, key)
+        first_fact = getattr(first_results, key)
+        other_fact = getattr(other_results, key)
         are_known = first_fact is not None and other_fact is not None
         if are_known and first_fact != other_fact:
-            notes.append(text.format(first.name, first_fact, other.name, other_fact))
-    if has_other_tokenizer(first, other):
+            notes.append(text.format(first_results.name, first_fact, other_results.name, other_fact))
+    if has_other_tokenizer(first_results, other_results):
         notes.append(
             f"{both_names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends "
             "on how a tokenizer divides an answer"
         )
-    if first.save_id is not None and first.save_id == other.save_id:
+    if first_results.save_id is not None and first_results.save_id == other_results.save_id:
         notes.append(f"{both_names} are the same checkpoint")
 
     # Compare the code that evaluated them.
-    first_code = _code_of(first, tasks)
-    other_code = _code_of(other, tasks)
+    first_code = _code_of(first_results, tasks)
+    other_code = _code_of(other_results, tasks)
     if first_code != other_code:
-        notes.append(f"evaluated by different code: {first.name} by {first_code}, {other.name} by {other_code}")
+        notes.append(
+            f"evaluated by different code: {first_results.name} by {first_code}, {other_results.name} by {other_code}"
+        )
 
     # Name the tasks that are not compared.
-    notes += _note_on_missing_tasks(first, other)
-    notes += _note_on_missing_tasks(other, first)
+    notes += _note_on_missing_tasks(first_results, other_results)
+    notes += _note_on_missing_tasks(other_results, first_results)
     if skip:
         notes.append(f"left out, as asked: {', '.join(skip)}")
 
     # Add notes on each task that is compared.
     for comparison in tasks:
-        notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first, other)]
+        notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first_results, other_results)]
     return notes
 
 
@@ -582,43 +591,43 @@ def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:
     return ", ".join(sorted(versions))
 
 
-def _note_on_missing_tasks(results: Results, other: Results) -> list[str]:
+def _note_on_missing_tasks(results: Results, other_results: Results) -> list[str]:
     """Return a note that names the tasks which only `results` has; empty if there are none."""
-    missing_tasks = [task for task in results.items if task not in other.items]
+    missing_tasks = [task for task in results.items if task not in other_results.items]
     if not missing_tasks:
         return []
     return [f"only in {results.name}, left out: {', '.join(missing_tasks)}"]
 
 
-def _notes_on_task(comparison: MetricComparison, first: Results, other: Results) -> Iterator[str]:
+def _notes_on_task(comparison: MetricComparison, first_results: Results, other_results: Results) -> Iterator[str]:
     """Yield notes on the comparison of one task, in the order in which they are printed.
 
     They say whether the task was only a trial, in which facts its two records differ, how much text a tokenizer loses,
     and whether there are too few independent items or documents for a verdict.
     """
     task = comparison.task
-    limit = limit_of_trial(first.tasks[task])
+    limit = limit_of_trial(first_results.tasks[task])
     if limit:
         yield f"only its first {limit:,} items (limit): a try, not a result"
 
     # Compare facts of the task. Tokens at the beginning of prompts follow from the tokenizer, which has a note already.
     for key, (default, text) in TASK_FACTS.items():
-        first_fact = first.tasks[task].get(key, default)
-        other_fact = other.tasks[task].get(key, default)
-        follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first, other)
+        first_fact = first_results.tasks[task].get(key, default)
+        other_fact = other_results.tasks[task].get(key, default)
+        follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first_results, other_results)
         if first_fact != other_fact and not follows_from_tokenizer:
-            yield text.format(first.name, first_fact, other.name, other_fact)
+            yield text.format(first_results.name, first_fact, other_results.name, other_fact)
 
-    for results in (first, other):
+    for results in (first_results, other_results):
         lost_fraction = lost_text_fraction(results.tasks[task])
         if lost_fraction:
             yield f"warning: the tokenizer of {results.name} loses {percent(lost_fraction)} of the text"
 
     # Counts of wins and losses exist only for accuracies, not for bits per byte.
     if comparison.counts is None:
-        yield from _notes_on_documents(text_units(task, first, other))
+        yield from _notes_on_documents(text_units(task, first_results, other_results))
     else:
-        yield from _notes_on_items(comparison, comparison.counts, first, other)
+        yield from _notes_on_items(comparison, comparison.counts, first_results, other_results)
 
 
 def _notes_on_documents(units: TextUnits) -> Iterator[str]:
@@ -633,20 +642,22 @@ def _notes_on_documents(units: TextUnits) -> Iterator[str]:
         yield "one document: its windows are resampled, as if they were independent"
 
 
-def _notes_on_items(comparison: MetricComparison, counts: Counts, first: Results, other: Results) -> Iterator[str]:
+def _notes_on_items(
+    comparison: MetricComparison, counts: Counts, first_results: Results, other_results: Results
+) -> Iterator[str]:
     """Yield notes on items that only one model was asked, and on how many items are independent.
 
     `counts` has the number of independent units, which are clusters if the items have any, and the effective number,
     which is smaller if units differ in weight. With fewer than MIN_UNITS there is no verdict.
     """
     # Items that only one model has been asked, for instance because they did not fit into the other one's context.
-    first_indices = {item["index"] for item in first.items[comparison.task]}
-    other_indices = {item["index"] for item in other.items[comparison.task]}
+    first_indices = {item["index"] for item in first_results.items[comparison.task]}
+    other_indices = {item["index"] for item in other_results.items[comparison.task]}
     num_left_out = len(first_indices ^ other_indices)
     if num_left_out:
         yield f"{num_left_out:,} items that only one could be asked are left out"
 
-    has_clusters = "cluster" in first.items[comparison.task][0]
+    has_clusters = "cluster" in first_results.items[comparison.task][0]
     if counts.num_effective < MIN_UNITS:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
         if counts.num_units >= MIN_UNITS:
