@@ -29,7 +29,7 @@ ATTENTION_LENGTH = 4000
 """Row length in tokens at which attention costs about as much as everything else. Counting operations, that is 6 times
 the width of a model, which is a few thousand tokens for the models that this library trains."""
 
-EFFICIENT_FRACTION = 4
+MIN_EFFICIENT_DIVISOR = 4
 """A batch with 1/4 of the tokens that fit already uses a device well, so it may end there to avoid padding."""
 
 MAX_PADDING = 0.08
@@ -196,7 +196,7 @@ def _is_full(batch: list[Row], next_row: Row, max_batch_tokens: int) -> bool:
     width = len(batch[0])
     if width * (len(batch) + 1) > max_batch_tokens:
         return True
-    is_large_enough = width * len(batch) >= max_batch_tokens // EFFICIENT_FRACTION
+    is_large_enough = width * len(batch) >= max_batch_tokens // MIN_EFFICIENT_DIVISOR
     needs_padding = len(next_row) < (1 - MAX_PADDING) * width
     return is_large_enough and needs_padding
 
