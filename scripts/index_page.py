@@ -15,19 +15,35 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface  # pyright
 
 
 class IndexPage(MetadataHookInterface):
+    """The hook that Hatchling calls by the name of its class."""
+
     def update(self, metadata: dict[str, Any]) -> None:
-        url, tag = os.environ.get("LLMFOUNDRY_LITE_URL", "").rstrip("/"), f"v{metadata['version']}"
-        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": absolute(text, url, tag) if url else text}
-        page = f"{url}/blob/{tag}"
-        names = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
-        metadata["urls"] = {"Repository": url, **{name: f"{page}/{at}" for name, at in names.items()}} if url else {}
+        """Set `readme` and `urls` of the package's metadata. Without the variable, `urls` is empty."""
+        readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        urls = {}
+        repository_url = os.environ.get("LLMFOUNDRY_LITE_URL", "").rstrip("/")
+        if repository_url:
+            tag = f"v{metadata['version']}"
+            readme = absolute(readme, repository_url, tag)
+            urls = {
+                "Repository": repository_url,
+                "Documentation": f"{repository_url}/blob/{tag}/docs/index.md",
+                "Changelog": f"{repository_url}/blob/{tag}/CHANGELOG.md",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}
+        metadata["urls"] = urls
 
 
-def absolute(text: str, url: str, tag: str) -> str:
-    """Return Markdown whose links and pictures lead to the files of a release."""
+def absolute(text: str, repository_url: str, tag: str) -> str:
+    """Return Markdown whose relative links and pictures lead to the files of a release.
 
-    def replace(found: re.Match[str]) -> str:
-        return f"{found[1]}({url}/{'raw' if found[1].startswith('!') else 'blob'}/{tag}/{found[2]})"
+    `[plan](docs/plan.md)` becomes `[plan](URL/blob/v1.0/docs/plan.md)`, and a picture gets `raw` instead of `blob`.
+    Links with a scheme, such as https:, and links to a heading stay.
+    """
 
-    return re.sub(r"(!?\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", replace, text)
+    def make_absolute(link: re.Match[str]) -> str:
+        label, path = link.groups()
+        kind = "raw" if label.startswith("!") else "blob"
+        return f"{label}({repository_url}/{kind}/{tag}/{path})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", make_absolute, text)

@@ -30,7 +30,7 @@ from llmfoundry_planner.plan.step import Hardware, StepTime, step_time
 CONTEXT_BYTES = 1 * GIB
 """The device's context, libraries and communication buffers, which the estimate of a run's memory leaves out."""
 CHECKPOINTING = (False, "selective", True)
-"""Values of `activation_checkpointing`: the more memory first."""
+"""Values of `activation_checkpointing`, from the one that takes the most memory to the one that takes the least."""
 MAX_DEVICES = 65_536
 """Largest number of devices that is tried for a run that does not fit."""
 MAX_STAGES = 64
@@ -131,7 +131,7 @@ class Candidate:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Rejected:
-    """A layout that does not do, and why."""
+    """A layout that was rejected, and the reason."""
 
     layout: Layout
     strategy: str
