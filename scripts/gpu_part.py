@@ -143,14 +143,25 @@ def end_all(mark: str) -> None:
 
 
 def environment_of_steps() -> dict[str, str]:
-    """Return the environment in which programs find this clone first, and `composer` where it is installed."""
-    paths = [str(ROOT), str(ROOT / "companions"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    programs = [f"{path}/bin" for path in paths] + [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    fixed = {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+    """Return the environment of a step's programs.
+
+    Python imports the packages of this clone before installed ones. Programs such as `composer` are found beside each
+    folder of PYTHONPATH, where `pip install --target` puts them, and beside this Python.
+    """
+    inherited_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    import_folders = [str(ROOT), str(ROOT / "companions"), *filter(None, inherited_path)]
+    program_folders = [f"{folder}/bin" for folder in import_folders]
+    program_folders += [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+
     # Bytecode is kept, because importing a step's packages without it takes 20 seconds of a core.
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    environment["WANDB_MODE"] = "disabled"
+    environment["PYTHONPATH"] = os.pathsep.join(import_folders)
+    environment["PATH"] = os.pathsep.join(program_folders)
+    return environment
 
 
 def last_line(text: str) -> str:
+    """Return the last line that is not empty, cut to 200 characters, or `no output`."""
     return next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "no output")

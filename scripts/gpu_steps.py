@@ -24,8 +24,12 @@ MFU_RESERVE_SECONDS = 35
 """Seconds reserved for starting Python, and for the output of `bench mfu`."""
 NUM_EXACT = 20
 """Batches of the run whose digests and losses are recorded."""
-NUM_BEFORE_SAVE, NUM_AFTER_RESTORE, NUM_DETERMINISTIC = 6, 2, 5
-"""Batches of the run that is saved and restored. The first ones do not count for energy."""
+NUM_BEFORE_SAVE = 6
+NUM_AFTER_RESTORE = 2
+NUM_DETERMINISTIC = 5
+"""Batches of the three launches of the run that is saved and restored."""
+NUM_SLOW = 2
+"""First batches of a launch, which are slower than the others and do not count for times and energy."""
 MAX_NATS = 1e-3
 """Largest difference allowed between two log-probabilities of an answer, in fp32."""
 
@@ -131,23 +135,34 @@ def list_mfu(report: dict[str, Any], row_name: str | None) -> list[dict[str, Any
 
 
 def describe_mfu(row: dict[str, Any]) -> str:
+    """Return a timed step of a model as one line: its rate and shares as `list_mfu` has them, or the error.
+
+    Example: `1b, compiled: 400.00 TFLOP/s, 62.0% of its products, 40.4% of the datasheet; predicted 41.0%`.
+    """
+    name = f"{row['shape']}, {row['step']}"
     if row["error"] or row["flops_per_sec"] is None:
-        return f"{row['shape']}, {row['step']}: {row['error']}"
-    text = f"{row['shape']}, {row['step']}: {row['flops_per_sec'] / 1e12:.2f} TFLOP/s"
-    names = {"share_of_products": "of its products", "share_of_peak": "of the datasheet"}
-    text += "".join(f", {row[key]:.1%} {words}" for key, words in names.items() if row[key] is not None)
-    predicted = row["predicted_share_of_peak"]
-    return text + (f"; predicted {predicted:.1%}" if predicted is not None and row["step"] != "matrix products" else "")
+        return f"{name}: {row['error']}"
+
+    text = f"{name}: {row['flops_per_sec'] / 1e12:.2f} TFLOP/s"
+    if row["share_of_products"] is not None:
+        text += f", {row['share_of_products']:.1%} of its products"
+    if row["share_of_peak"] is not None:
+        text += f", {row['share_of_peak']:.1%} of the datasheet"
+    is_whole_step = row["step"] != "matrix products"
+    if is_whole_step and row["predicted_share_of_peak"] is not None:
+        text += f"; predicted {row['predicted_share_of_peak']:.1%}"
+    return text
 
 
 def list_memory(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            **{key: row[key] for key in ("model", "microbatch_size", "estimated_bytes", "error")},
-            **{f"{side}_bytes": row[side].get("allocated_bytes") for side in ("real", "rehearsed")},
-        }
-        for row in report["rows"]
-    ]
+    """Return the rows of a report of `bench memory` for a proof, with only the allocated bytes of each measurement."""
+    rows = []
+    for row in report["rows"]:
+        kept = {key: row[key] for key in ("model", "microbatch_size", "estimated_bytes", "error")}
+        kept["real_bytes"] = row["real"].get("allocated_bytes")
+        kept["rehearsed_bytes"] = row["rehearsed"].get("allocated_bytes")
+        rows.append(kept)
+    return rows
 
 
 def check_runs(part: Part) -> None:
@@ -253,24 +268,40 @@ def check_save(part: Part) -> None:
 
 
 def sum_up_saves(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return bytes and seconds of the first save, seconds of its restore, and the time of a step with deterministic
-    kernels relative to others. Times are medians without the first two steps of a launch."""
-    keys = ("bytes", "stall_seconds", "durable_seconds", "restore_seconds")
-    found = {key: [record[f"checkpoint/{key}"] for record in records if f"checkpoint/{key}" in record] for key in keys}
-    sums = {key: values[0] for key, values in found.items() if values}
-    seconds = [record["time/batch_seconds"] for record in records if "time/batch_seconds" in record]
-    usual, last = seconds[2:NUM_BEFORE_SAVE], seconds[NUM_BEFORE_SAVE + NUM_AFTER_RESTORE + 2 :]
-    return sums | ({"deterministic_price": median(last) / median(usual)} if last else {})
+    """Return what the metrics of `check_save`'s launches say about its first save and restore.
+
+    The keys are "bytes", "stall_seconds", "durable_seconds" and "restore_seconds", as far as they were recorded.
+    "deterministic_price" is the time of a step with deterministic kernels, in the last launch, as a multiple of the
+    time without. Times are medians that leave out the first two steps of a launch, which are slower.
+    """
+    facts = {}
+    for key in ("bytes", "stall_seconds", "durable_seconds", "restore_seconds"):
+        values = [record[f"checkpoint/{key}"] for record in records if f"checkpoint/{key}" in record]
+        if values:
+            facts[key] = values[0]
+
+    batch_seconds = [record["time/batch_seconds"] for record in records if "time/batch_seconds" in record]
+    usual = batch_seconds[NUM_SLOW:NUM_BEFORE_SAVE]
+    deterministic = batch_seconds[NUM_BEFORE_SAVE + NUM_AFTER_RESTORE + NUM_SLOW :]
+    if deterministic:
+        facts["deterministic_price"] = median(deterministic) / median(usual)
+    return facts
 
 
 def sum_up_energy(records: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return joules, seconds and tokens of the batches before the save, without the first two; None if not counted."""
-    before, batches = records[1:2], records[2:NUM_BEFORE_SAVE]
+    """Return joules, seconds and tokens of the batches before the save, without the first two, which are slower.
+
+    Returns None if there are no such batches, or if their energy was not counted.
+    """
+    batches = records[NUM_SLOW:NUM_BEFORE_SAVE]
     if not batches or any("energy/joules" not in record for record in batches):
         return None
-    seconds = batches[-1]["time/elapsed_seconds"] - before[0]["time/elapsed_seconds"]
-    tokens = batches[-1]["time/token"] - before[0]["time/token"]
-    return {"joules": sum(record["energy/joules"] for record in batches), "seconds": seconds, "tokens": tokens}
+    last_before = records[NUM_SLOW - 1]  # seconds and tokens are counted from the beginning of the run
+    return {
+        "joules": sum(record["energy/joules"] for record in batches),
+        "seconds": batches[-1]["time/elapsed_seconds"] - last_before["time/elapsed_seconds"],
+        "tokens": batches[-1]["time/token"] - last_before["time/token"],
+    }
 
 
 def check_evaluation(part: Part) -> None:
