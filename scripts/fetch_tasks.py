@@ -3,7 +3,7 @@
     python scripts/fetch_tasks.py arc_easy piqa --out data/eval
 
 `evals/<task>.yaml` says how the questions are asked. The data sets have licences of their own, so none of their text is
-in this repository.
+in this repository. `ORIGINS`, at the end, has each task's repository and the function that converts its rows.
 """
 
 if __name__ == "__main__":  # first, because an empty entry of PYTHONPATH stands for the working directory
@@ -25,6 +25,9 @@ from llmfoundry_lite.errors import DataError, list_names
 from llmfoundry_lite.files import write_atomically
 
 Row = dict[str, Any]
+LOWERED_WORDS = ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their")
+"""First words of a name that are written in lower case within a sentence."""
+POSSESSIVE_PRONOUNS = ("my", "his", "her", "our", "their")
 
 program = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -49,6 +52,7 @@ class Origin:
     num_rows: int
     """Number of rows in the split of published results."""
     convert: Callable[[Row], Row]
+    """Returns a row of the repository as a question, with the columns of the task's kind in LLM Foundry."""
 
 
 def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callable[[str], None]) -> None:
@@ -62,11 +66,14 @@ def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callabl
             raise DataError(f"{name} is no task that can be fetched; expected {', '.join(ORIGINS)}")
     out.mkdir(parents=True, exist_ok=True)
     for name in names:
-        path, origin = out / f"{name}.jsonl", ORIGINS[name]
+        origin = ORIGINS[name]
+        path = out / f"{name}.jsonl"
         if path.exists() and not force:
             notify(f"{name}: {path} is there already")
             continue
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in convert_rows(name, _download(name, origin))]
+
+        questions = convert_rows(name, _download(name, origin))
+        lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in questions]
         write_atomically(path, "".join(lines).encode())
         notify(f"{name}: {len(lines)} rows in {path}")
         if len(lines) != origin.num_rows:
@@ -74,7 +81,7 @@ def fetch_tasks(names: Iterable[str], out: Path, *, force: bool, notify: Callabl
 
 
 def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the upstream rows of a task as questions. Raises DataError for a row of another shape."""
+    """Yield the rows of a task's repository as questions. Raises DataError for a row without the expected columns."""
     for number, row in enumerate(rows):
         try:
             yield ORIGINS[name].convert(row)
@@ -86,6 +93,7 @@ def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _download(name: str, origin: Origin) -> Any:
+    """Return the rows of a task's split. Raises DataError if the Hub does not deliver them."""
     import datasets
 
     try:
@@ -97,10 +105,11 @@ def _download(name: str, origin: Origin) -> Any:
         ) from error
 
 
-# Upstream rows -> questions
+# ------------------------------------------------------------------------- a repository's row -> a question
 
 
 def _arc(row: Row) -> Row:
+    """Convert a row of ARC. The question is announced as one, as LLM Foundry does."""
     return {"query": f"Question: {row['question']}", **_lettered(row)}
 
 
@@ -109,6 +118,7 @@ def _openbook_qa(row: Row) -> Row:
 
 
 def _lettered(row: Row) -> Row:
+    """Return the columns `choices` and `gold`, the index of the right one, of a row whose answers have letters."""
     choices = row["choices"]
     return {"choices": list(choices["text"]), "gold": list(choices["label"]).index(row["answerKey"])}
 
@@ -133,30 +143,50 @@ def _piqa(row: Row) -> Row:
     gold = int(row["label"])
     if gold < 0:
         raise ValueError("no label")
-    return {"query": f"Question: {row['goal']}\n", "choices": [row["sol1"], row["sol2"]], "gold": gold}
+    return {
+        "query": f"Question: {row['goal']}\n",
+        "choices": [row["sol1"], row["sol2"]],
+        "gold": gold,
+    }
 
 
 def _winograd(row: Row) -> Row:
-    """Replace the pronoun by each name. The text after it is scored (Trinh and Le's partial evaluation, 1806.02847)."""
-    text, pronoun, at = row["text"], row["pronoun"], row["pronoun_loc"]
-    if text[at : at + len(pronoun)] != pronoun:
-        raise ValueError(f"no {pronoun!r} at {at}")
-    before, after = (re.sub(" {2,}", " ", part) for part in (text[:at], text[at + len(pronoun) :]))
-    names = [
-        _name_in_place(name, pronoun, starts_sentence=before.rstrip()[-1:] in ("", ".")) for name in row["options"]
-    ]
+    """Replace the pronoun by each name. The text after it is scored (Trinh and Le's partial evaluation, 1806.02847).
+
+    "The cup did not fit into the bag because it was too large." becomes the contexts "… because the cup" and "…
+    because the bag", with the continuation "was too large." Raises ValueError if the pronoun is not where the row says.
+    """
+    text = row["text"]
+    pronoun = row["pronoun"]
+    start = row["pronoun_loc"]
+    end = start + len(pronoun)
+    if text[start:end] != pronoun:
+        raise ValueError(f"no {pronoun!r} at {start}")
+
+    before = re.sub(" {2,}", " ", text[:start])
+    after = re.sub(" {2,}", " ", text[end:])
+    starts_sentence = before.rstrip()[-1:] in ("", ".")
     return {
-        "context_options": [before + name for name in names],
+        "context_options": [
+            before + _name_in_place(name, pronoun, starts_sentence=starts_sentence) for name in row["options"]
+        ],
         "continuation": after.strip(),
         "gold": int(row["label"]),
     }
 
 
 def _name_in_place(name: str, pronoun: str, *, starts_sentence: bool) -> str:
-    first, _, rest = name.partition(" ")
-    if not starts_sentence and first in ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"):
-        name = f"{first.lower()} {rest}".strip()
-    return name + "'s" * (pronoun.lower() in ("my", "his", "her", "our", "their"))
+    """Return a name as it must be written in the place of a pronoun.
+
+    Its first word is in lower case within a sentence, unless it is a proper name: `The cup` becomes `the cup`. In the
+    place of a possessive pronoun, such as `his`, `'s` follows.
+    """
+    first_word, _, other_words = name.partition(" ")
+    if not starts_sentence and first_word in LOWERED_WORDS:
+        name = f"{first_word.lower()} {other_words}".strip()
+    if pronoun.lower() in POSSESSIVE_PRONOUNS:
+        name += "'s"
+    return name
 
 
 def _winogrande(row: Row) -> Row:
@@ -175,6 +205,7 @@ def _lambada(row: Row) -> Row:
 
 
 def _copa(row: Row) -> Row:
+    """Join a premise and its cause or effect into one sentence: "The glass fell, therefore" and "it broke."."""
     link = {"cause": "because", "effect": "therefore"}[row["question"]]
     choices = [choice[0].lower() + choice[1:] for choice in (row["choice1"], row["choice2"])]
     return {"query": f"{row['premise'].strip()[:-1]}, {link}", "choices": choices, "gold": int(row["label"])}
