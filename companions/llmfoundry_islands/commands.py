@@ -1,4 +1,9 @@
-"""`llmfoundry-lite islands coordinate`."""
+"""The command `llmfoundry-lite islands coordinate`, which starts the coordinator of a run of several islands.
+
+    LLMFOUNDRY_LITE_ISLANDS_TOKEN=… llmfoundry-lite islands coordinate --listen 10.0.0.1:7070 --islands 2
+
+This file only parses options. `coordination.serve` is the process that they start.
+"""
 
 from typing import Annotated
 
@@ -9,7 +14,11 @@ islands = typer.Typer(help="Train one run with several launches at once.", no_ar
 
 @islands.callback()
 def about_islands() -> None:
-    """Keep `coordinate` a subcommand: typer would make the only command of a group the group itself."""
+    """Make `coordinate` a subcommand of `islands`.
+
+    Without a callback, typer treats the only command of a group as the group itself, and `islands coordinate` would not
+    parse.
+    """
 
 
 @islands.command("coordinate")

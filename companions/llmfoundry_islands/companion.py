@@ -1,4 +1,8 @@
-"""The command and the block that islands add."""
+"""Declares to the core what this companion adds: the command `islands`, and the block `islands` of a run's YAML.
+
+The core reads `COMPANION` without importing anything else of the companion. Modules are named as strings, and imported
+when the command or the block is used.
+"""
 
 from llmfoundry_lite.companions import Companion
 
