@@ -133,8 +133,8 @@ def connect(
 ) -> dict[str, SumPlan]:
     def meet(name: str) -> SumPlan:
         others = {other: Ranks([addresses[other]], [BOXES]) for other in exchanges if other != name}
-        exchanges[name].meet(1, BOXES, others)
-        return SumPlan.of(name, BOXES, exchanges[name].cuts, rows_of([BOXES]), shares)
+        exchanges[name].connect(1, BOXES, others)
+        return SumPlan.of(name, BOXES, exchanges[name].overlaps, rows_of([BOXES]), shares)
 
     return {name: meet(name) for name in exchanges}
 

@@ -58,7 +58,7 @@ def stale(islands: Any) -> None:
     def note_and_keep(self: Any, number: int, peer: Any, *given: Any) -> None:
         if peer is not None:
             bucket = self.plan.buckets[number]
-            scatter(given[0], kept.setdefault(peer.island, {}), bucket.owned, bucket.take[peer])
+            scatter(given[0], kept.setdefault(peer.island, {}), bucket.owned, bucket.summed_here[peer])
             weights[peer.island] = given[1]
         note(self, number, peer, *given)
 

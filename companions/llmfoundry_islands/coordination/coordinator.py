@@ -1,14 +1,17 @@
-"""The protocol of islands as a state machine: membership, and which batches count. No tensors, no clock, no sockets.
+"""The protocol of islands as a state machine: which islands train together, and which batches count.
 
-`hello`, `receive`, `lose` and `tick` take events. They append messages to `outbox`, and connections to close to
-`dropped`.
+It has no tensors, no clock and no sockets. `serve.py` calls a method for each event: `note_connection`, `hello`,
+`receive`, `lose` and `tick`. These append messages to `outbox`, and connections that must be closed to `dropped`.
 
 Commits are two-phase. When every member of a view has sent `prepared`, all receive `commit`, and the batch counts. If
 anything fails before that, a new epoch begins with a new view (`member.View`): rows are divided again, and the batch is
 repeated. Weights have not been touched by then.
 
-With local steps an island trains several batches between two commits, as its reports say in `steps`. These batches are
-committed together, and a repeat repeats their exchange alone.
+With local steps an island trains several batches between two commits, which its reports say in `steps`. These batches
+are committed together, and a repeat repeats their exchange alone.
+
+In this file, an island is *here* once all of its ranks have sent their hello. It is a *member* if it is in the present
+view, and it *waits* until then. The *leader* is the member that saves, and sends its state to islands that join.
 """
 
 import math
@@ -29,421 +32,569 @@ WORTH_MOVING = 0.95
 """Rows move if a batch is expected to take less than this fraction of its present time."""
 BATCHES_BETWEEN_MOVES = 10
 WORTH_MOVING_SOON = 0.85
-"""Rows move already after BATCHES_UNTIL_SURE if a batch is expected to take less than this fraction. The owners of sums
+"""Rows move after only BATCHES_UNTIL_SURE if a batch is expected to take less than this fraction. The owners of sums
 change, too, if the slowest link is expected to."""
 BATCHES_UNTIL_SURE = 2
 STALL_SLACK_SECONDS = 1.0
 """Allowance for the new epoch between two silences, which delays heartbeats."""
 MAX_SILENCES = 2
-"""A batch may fail for this many `silence_seconds` with no island lost; then the smallest is evicted."""
+"""A batch may fail for this many `silence_seconds` with no island lost. Then the smallest island is evicted."""
 SECONDS_TO_BE_WHOLE = 30.0
-"""Time between the first and the last hello of an island. A later rank counts as frozen."""
+"""Longest time between the first and the last hello of an island. A later rank counts as frozen."""
 MAX_TRIED = 10
 """If all islands together cannot divide a batch, every combination of this many of the fastest is tried."""
 MAX_PAST = 1000
-"""Ended launches that are remembered."""
+"""Number of ended launches that are remembered."""
 MAX_TICK_SECONDS = 1.0
 """If more time passes between two ticks, this process was suspended, and no rank counts as silent for it."""
 MIN_BATCH_SECONDS = 1e-6
 """Shortest credible time for a batch."""
 SUMMED = ("bad", "samples", "tokens", "losses", "digest", "again")
+"""Fields of reports whose sums over islands are in the commit."""
 
 
 @dataclass(kw_only=True)
 class Island:
-    """A launch, from its first rank's hello on."""
+    """A launch, from the first hello of its ranks on."""
 
     name: str
     launch: str
     size: int
-    came_at: float
+    """Number of ranks."""
+    first_hello_at: float
     hellos: dict[int, Message] = field(default_factory=dict)
+    """Rank -> its hello, in order of arrival."""
     connections: dict[int, int] = field(default_factory=dict)
+    """Rank -> the number of its connection."""
     received_at: dict[int, float] = field(default_factory=dict)
+    """Rank -> the time of its last message."""
     phases: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Rank -> its phase, and the bytes that it has exchanged."""
+    """Rank -> its phase, and the bytes that it has exchanged, from its last heartbeat."""
     prepared: Message | None = None
+    """Its report on the present batch. None until it has reported."""
     rate: Rate = field(default_factory=Rate)
     """Rows per second."""
     link: Rate = field(default_factory=Rate)
     """Bytes per second that come from other islands."""
     is_leaving: bool = False
+    """It leaves after the last committed batch."""
     has_state: bool = False
     """It has the run's weights, so it may save them and send them to joiners."""
     wait_reason: str = ""
     """The last reason for waiting that was sent to it."""
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_ranks(self) -> bool:
         return len(self.connections) == self.size
 
     @property
     def facts(self) -> Message:
+        """The hello of rank 0. Its facts about the island are those of all ranks."""
         return self.hellos[0]
 
     @property
     def batch(self) -> int:
-        """The batch of its checkpoint."""
-        return next(iter(self.hellos.values()))["batch"]
+        """Number of batches in its checkpoint. All ranks have restored the same one."""
+        first_hello = next(iter(self.hellos.values()))
+        return first_hello["batch"]
 
     def describe(self) -> list[Message]:
-        """Return one message per rank: the boxes of all ranks may exceed MAX_BYTES."""
-        common = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
-        keys = ("size", "rank", "address", "boxes", "data_ranks")
-        return [{**common, **{key: hello[key] for key in keys}} for hello in self.hellos.values()]
+        """Return the messages that introduce this island to another: one for each rank.
+
+        They are not one message, because the boxes of all ranks may exceed MAX_BYTES.
+        """
+        descriptions = []
+        for hello in self.hellos.values():
+            description = {"kind": "member", "name": self.name, "launch": self.launch, "machine": self.facts["machine"]}
+            for key in ("size", "rank", "address", "boxes", "data_ranks"):
+                description[key] = hello[key]
+            descriptions.append(description)
+        return descriptions
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What all members' ranks have last said while they exchange, to notice a dead link."""
+
+    state: Any = None
+    """Epoch, batch, and each rank's phase and bytes. None unless all members exchange."""
+    since: float = 0.0
+    """Time at which `state` changed."""
 
 
 class Coordinator:
-    """Membership and commits of one run. Connections are numbered in the order in which they were made."""
+    """Membership and commits of one run.
+
+    Connections have numbers, in the order in which they were made. Methods take the present time as `now`, in seconds.
+    """
 
     def __init__(self, num_founders: int, silence_seconds: float, log: Callable[[str], None] = lambda line: None):
+        """Wait for `num_founders` islands to begin with. A rank counts as dead after `silence_seconds` of silence.
+
+        `log` is called with each line for the user.
+        """
         self.num_founders = num_founders
         self.silence_seconds = silence_seconds
         self.log = log
         self.islands: dict[str, Island] = {}
-        """All islands of which at least one rank is connected."""
+        """All islands that have at least one rank connected."""
         self.senders: dict[int, tuple[Island, int]] = {}
         """Connection -> its island and rank."""
         self.members: list[str] = []
-        """The view's members, in order of names."""
+        """The members of the view, in order of names."""
         self.epoch = 0
         self.batch = 0
         """Number of committed batches."""
         self.num_rows = 0
         """Rows of a batch."""
         self.is_over = False
-        """A member has finished the run; the others are about to."""
+        """A member has finished the run, and the others are about to."""
         self.leader = ""
         self.row_indices: dict[str, range] = {}
+        """Member -> its rows of each batch."""
         self.shares: dict[str, int] = {}
-        """Parts of the sum that islands own, see `owners`."""
+        """Member -> its share of the sum, see `owners`."""
         self.joiners: list[str] = []
         """New members of the view, to which the leader sends its state."""
         self.is_whole = False
-        """With local steps: the next exchange is of all weights, as an island has asked that wants to save."""
+        """With local steps: the next exchange is of all weights. An island that has to save has asked for that."""
         self.failing_since: float | None = None
         """Time of the first failed exchange of this batch since an island was lost."""
-        self.moved_at = 0
-        self.progress: tuple[Any, float] = (None, 0.0)
-        """The ranks' phases and bytes, and the time of their last change."""
-        self.past: deque[tuple[str, str]] = deque(maxlen=MAX_PAST)
-        """Names and launches that have ended."""
+        self.view_began_at_batch = 0
+        self.progress = Progress()
+        self.ended_launches: deque[tuple[str, str]] = deque(maxlen=MAX_PAST)
+        """Islands and launches that have ended. They cannot come back."""
         self.newest_connection = -1
         self.newest_before_restart = -1
         """The newest connection when the last member left. Ranks up to it may lack the newest checkpoint."""
         self.ticked_at = 0.0
         self.outbox: list[tuple[int, Message]] = []
+        """Connections, and the messages to send on them."""
         self.dropped: list[int] = []
+        """Connections to close."""
 
     # --------------------------------------------------------------------------------------------------- events
 
-    def greet(self, connection: int) -> None:
-        """Note the connection of a rank, which now builds its model."""
+    def note_connection(self, connection: int) -> None:
+        """Note that a rank has connected. It builds its model before it sends its hello."""
         self.newest_connection = max(self.newest_connection, connection)
 
     def hello(self, connection: int, message: Message, now: float) -> None:
-        """Register a rank. Raises BadMessageError."""
+        """Register a rank. When it is the last one of its island, the island is here, and may begin or wait.
+
+        A rank of an ended launch is rejected, and a newer launch of an island replaces an older one. Raises
+        BadMessageError for a malformed message, or a rank that is registered already.
+        """
         check_message(message, {"hello": FROM_RANK["hello"]})
-        self.greet(connection)
-        name, launch, rank, size = (message[key] for key in ("island", "launch", "rank", "size"))
+        self.note_connection(connection)
+        name = message["island"]
+        launch = message["launch"]
+        rank = message["rank"]
         present = self.islands.get(name)
-        if (name, launch) in self.past or (
-            present is not None and present.launch != launch and connection < min(present.connections.values())
-        ):
+        is_other_launch = present is not None and present.launch != launch
+
+        # Only the newest launch of an island takes part.
+        is_older_launch = present is not None and is_other_launch and connection < min(present.connections.values())
+        if (name, launch) in self.ended_launches or is_older_launch:
             self._reject(connection, f"this launch of {name} is over, or a newer one is here")
             return
-        if not self.members and connection <= self.newest_before_restart and message["batch"] < self.batch:
-            self._reject(connection, f"{name} may not have the newest checkpoint")
-            self.past.append((name, launch))
-            if present is not None and present.launch == launch:
-                self._evict(name, f"{name} may not have the newest checkpoint")
+
+        # After a restart, an island that had connected before may have restored an older checkpoint.
+        is_behind = message["batch"] < self.batch
+        if not self.members and connection <= self.newest_before_restart and is_behind:
+            reason = f"{name} may not have the newest checkpoint"
+            self._reject(connection, reason)
+            self.ended_launches.append((name, launch))
+            if present is not None and not is_other_launch:
+                self._evict(name, reason)
             return
-        if present is not None and present.launch != launch:
+
+        if is_other_launch:
             self._evict(name, f"{name} has been launched again")
             present = None
-        island = present or Island(name=name, launch=launch, size=size, came_at=now)
-        if island.size != size or rank in island.connections:
+        island = present or Island(name=name, launch=launch, size=message["size"], first_hello_at=now)
+        if island.size != message["size"] or rank in island.connections:
             raise BadMessageError(f"hello of rank {rank} of {name}, which is here")
         self.islands[name] = island
-        island.hellos[rank], island.connections[rank], island.received_at[rank] = message, connection, now
+        island.hellos[rank] = message
+        island.connections[rank] = connection
+        island.received_at[rank] = now
         self.senders[connection] = (island, rank)
-        if island.is_whole:
-            refusal = self._refusal(island)
-            if refusal:
-                self._refuse(island, refusal)
-                return
-            self.log(f"{name} is here, with {size} ranks, at batch {message['batch']}")
-            if not self.members:
-                self._begin_if_all_here()
+        if island.has_all_ranks:
+            self._welcome(island)
+
+    def _welcome(self, island: Island) -> None:
+        """Refuse an island that is here now, or begin the run if it has not begun. Otherwise the island waits."""
+        refusal = self._refusal(island)
+        if refusal:
+            self._refuse(island, refusal)
+            return
+        self.log(f"{island.name} is here, with {island.size} ranks, at batch {island.batch}")
+        if not self.members:
+            self._begin_if_all_here()
 
     def receive(self, connection: int, message: Message, now: float) -> None:
         """Handle a message of a registered rank. Raises BadMessageError."""
-        found = self.senders.get(connection)
-        if found is None:
+        sender = self.senders.get(connection)
+        if sender is None:
             return  # evicted in the meantime
         check_message(message, FROM_RANK)
-        island, rank = found
+        island, rank = sender
         island.received_at[rank] = now
-        if message["kind"] == "beat":
+        kind = message["kind"]
+        if kind == "beat":
             island.phases[rank] = (message["phase"], message["bytes"])
-        elif message["kind"] == "prepared":
+        elif kind == "prepared":
             self._prepare(island, message, now)
-        elif message["kind"] == "state":
-            if message["epoch"] == self.epoch and island.name == self.leader:
-                for name in self.joiners:
-                    self._send(self.islands[name], message, rank_0_only=True)
-        elif message["kind"] == "leave":
-            if message.get("finished") is True and island.name in self.members:
-                self.is_over = True
-            if message.get("asks") is True and self._is_needed(island):
-                return
-            self._lose(island.name, f"{island.name} " + ("has finished" if self.is_over else "leaves"))
+        elif kind == "state":
+            self._pass_on_state(island, message)
+        elif kind == "leave":
+            self._handle_leave(island, message)
         else:
             raise BadMessageError("a second hello")
 
+    def _pass_on_state(self, island: Island, message: Message) -> None:
+        """Send the leader's state to the joiners. A state of an earlier view is ignored."""
+        if message["epoch"] == self.epoch and island.name == self.leader:
+            for name in self.joiners:
+                self._send(self.islands[name], message, rank_0_only=True)
+
+    def _handle_leave(self, island: Island, message: Message) -> None:
+        """Let an island leave. `finished` in its message says that the run is over.
+
+        With `asks` the island leaves between two commits, and is told whether it is the last member. The last one
+        stays, because it has to commit its batches first.
+        """
+        if message.get("finished") is True and island.name in self.members:
+            self.is_over = True
+        if message.get("asks") is True:
+            is_last = self.members == [island.name]
+            self._send(island, {"kind": "left", "epoch": self.epoch, "is_last": is_last}, rank_0_only=True)
+            if is_last:
+                return
+        reason = f"{island.name} has finished" if self.is_over else f"{island.name} leaves"
+        self._lose(island.name, reason)
+
     def lose(self, connection: int) -> None:
-        """Note the end of a connection."""
-        found = self.senders.get(connection)
-        if found is not None:
-            self._evict(found[0].name, f"rank {found[1]} of {found[0].name} is gone")
+        """Handle the end of a connection. The island of its rank is evicted, if it is still here."""
+        sender = self.senders.get(connection)
+        if sender is not None:
+            island, rank = sender
+            self._evict(island.name, f"rank {rank} of {island.name} is gone")
 
     def tick(self, now: float) -> None:
-        """Check for silent ranks and dead links. Call it several times a second."""
-        slept = now - self.ticked_at
-        if self.ticked_at and slept > MAX_TICK_SECONDS:
+        """Evict islands with silent or missing ranks, and check for dead links. Call it several times a second."""
+        seconds_since_tick = now - self.ticked_at
+        was_suspended = self.ticked_at and seconds_since_tick > MAX_TICK_SECONDS
+        if was_suspended:
             for island in self.islands.values():
-                island.received_at = {rank: time + slept for rank, time in island.received_at.items()}
-            self.progress = (None, 0.0)
+                island.received_at = {rank: time + seconds_since_tick for rank, time in island.received_at.items()}
+            self.progress = Progress()
         self.ticked_at = now
+
         for island in list(self.islands.values()):
             if self.islands.get(island.name) is not island:
-                continue  # the loss of an island before it has ended it too
-            silent = [rank for rank, time in island.received_at.items() if now - time > self.silence_seconds]
-            if silent:
-                self._evict(island.name, f"rank {silent[0]} of {island.name} is silent")
-            elif not island.is_whole and now - island.came_at > SECONDS_TO_BE_WHOLE:
-                count = island.size - len(island.connections)
-                self._evict(island.name, f"{count} of {island.size} ranks of {island.name} do not come")
+                continue  # the eviction of another island has ended it
+            silent_ranks = [rank for rank, time in island.received_at.items() if now - time > self.silence_seconds]
+            is_overdue = now - island.first_hello_at > SECONDS_TO_BE_WHOLE
+            if silent_ranks:
+                self._evict(island.name, f"rank {silent_ranks[0]} of {island.name} is silent")
+            elif not island.has_all_ranks and is_overdue:
+                num_missing = island.size - len(island.connections)
+                self._evict(island.name, f"{num_missing} of {island.size} ranks of {island.name} do not come")
         self._check_for_stall(now)
 
     # ------------------------------------------------------------------------------------------------ the decision
 
     def _prepare(self, island: Island, message: Message, now: float) -> None:
+        """Note an island's report. When all members have reported, commit the batch or repeat it.
+
+        Raises BadMessageError if the report is of another batch, or of another number of batches than the others'.
+        """
         if island.name not in self.members or message["epoch"] != self.epoch:
             return  # a report of an earlier view
         if message["batch"] != self.batch:
             raise BadMessageError(f"{island.name} prepares batch {message['batch']}, not {self.batch}")
         island.prepared = message
-        present = [self.islands[name] for name in self.members]
-        if any(one.prepared is None for one in present):
-            return
-        if any(one.prepared and one.prepared["steps"] != message["steps"] for one in present):
+        reports = {}
+        for name in self.members:
+            report = self.islands[name].prepared
+            if report is None:
+                return
+            reports[name] = report
+        if any(report["steps"] != message["steps"] for report in reports.values()):
             raise BadMessageError(f"{island.name} prepares {message['steps']} batches, others another number")
-        if all(one.prepared and one.prepared["ok"] for one in present):
-            self._commit(present)
+        if all(report["ok"] for report in reports.values()):
+            self._commit(reports)
         else:
             self._fail("an exchange failed", now)
 
-    def _commit(self, present: list[Island]) -> None:
-        reports = {one.name: one.prepared for one in present if one.prepared}
-        weight = sum(report["weight"] for report in reports.values())
-        self._measure(present)
-        message: Message = {
+    def _commit(self, reports: Mapping[str, Message]) -> None:
+        """Commit the batches of the members' reports: tell all members the sums, and the view that follows."""
+        members = [self.islands[name] for name in self.members]
+        for island in members:
+            self._measure(island, reports[island.name])
+        message = self._combine(reports)
+        self.batch += reports[self.leader]["steps"]
+        self.failing_since = None
+        for island in members:
+            island.prepared = None
+            island.has_state = True
+            island.is_leaving = reports[island.name]["leaving"]
+        self.is_whole = any(report["asks_for_whole"] for report in reports.values())
+        message["next_is_whole"] = self.is_whole
+        message["next"], left_out = self._next_view(message["drifted"])
+        for island in members:
+            self._send(island, message, rank_0_only=True)
+        self._send_away(left_out)
+
+    def _combine(self, reports: Mapping[str, Message]) -> Message:
+        """Return the commit for these reports, without what follows (`next` and `next_is_whole`)."""
+        total_weight = sum(report["weight"] for report in reports.values())
+        mean_loss = sum(report["loss"] * (report["weight"] / max(total_weight, 1)) for report in reports.values())
+        sums = {key: sum(report[key] for report in reports.values()) for key in SUMMED}
+        return {
             "kind": "commit",
             "epoch": self.epoch,
             "batch": self.batch,
-            "loss": sum(report["loss"] * (report["weight"] / max(weight, 1)) for report in reports.values()),
+            "loss": mean_loss,
             "loss_sum": sum(report["loss"] for report in reports.values()),
             "norm": reports[self.leader]["norm"],
             "out_of_range": any(report["out_of_range"] for report in reports.values()),
-            **{key: sum(report[key] for report in reports.values()) for key in SUMMED},
+            **sums,
             "rows": {name: report["samples"] for name, report in reports.items()},
             "drifted": self._drifted(reports),
         }
-        self.batch += reports[self.leader]["steps"]
-        self.failing_since = None
-        for one in present:
-            one.prepared = None
-            one.has_state = True
-            one.is_leaving = reports[one.name]["leaving"]
-        self.is_whole = message["next_is_whole"] = any(report["asks_for_whole"] for report in reports.values())
-        message["next"], too_many = self._next_view(message["drifted"])
-        for one in present:
-            self._send(one, message, rank_0_only=True)
-        self._send_away(too_many)
-
-    def _is_needed(self, island: Island) -> bool:
-        """Answer an island that asks to leave between two commits: the last one has to commit its batches first."""
-        is_last = self.members == [island.name]
-        self._send(island, {"kind": "left", "epoch": self.epoch, "is_last": is_last}, rank_0_only=True)
-        return is_last
 
     def _drifted(self, reports: Mapping[str, Message]) -> list[str]:
-        """Return the islands whose weights differed from the leader's before this batch."""
-        digests = {name: report["weights"] for name, report in reports.items() if report["weights"]}
-        expected = digests.get(self.leader)
-        drifted = [name for name, digest in digests.items() if expected and digest != expected]
+        """Return the islands whose weights differed from the leader's before this batch, and log them.
+
+        Islands report a digest of their weights only with some batches, and nobody has drifted with the others.
+        """
+        leaders_digest = reports[self.leader]["weights"]
+        if not leaders_digest:
+            return []
+        drifted = []
+        for name, report in reports.items():
+            if report["weights"] and report["weights"] != leaders_digest:
+                drifted.append(name)
         if drifted:
             self.log(f"batch {self.batch + 1}: other weights than {self.leader}'s on {', '.join(drifted)}")
         return drifted
 
     def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
-        """Return the view from the next batch on, None if it stays; and members left out to make a batch divisible.
+        """Decide on the view from the next batch on: leaving islands go, waiting ones join, and rows may move.
 
-        Leaving islands go, waiting ones join, and rows may move. Drifted islands get the leader's state, as joiners do.
+        Islands in `drifted` get the leader's state, as joiners do. Returns the view, or None if it stays, and the
+        members to evict because a batch cannot be divided with them.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
             return None, []  # the last ones save and leave by themselves
-        others = (one for name, one in self.islands.items() if name not in self.members)
-        joiners = self._fitting(staying, [one.name for one in others if one.is_whole and not one.is_leaving])
-        too_many: list[str] = []
-        if len(staying) < len(self.members) and not joiners:
-            fitting = self._best_choice(staying)
-            too_many = [name for name in staying if name not in fitting]
-            staying = fitting
+        waiting = []
+        for name, island in self.islands.items():
+            if name not in self.members and island.has_all_ranks and not island.is_leaving:
+                waiting.append(name)
+        joiners = self._fitting(staying, waiting)
+
+        # The islands that stay may be unable to divide a batch without those that go.
+        left_out: list[str] = []
+        some_leave = len(staying) < len(self.members)
+        if some_leave and not joiners:
+            chosen = self._best_choice(staying)
+            left_out = [name for name in staying if name not in chosen]
+            staying = chosen
+
         if self.leader in staying:
             joiners += [name for name in staying if name in drifted]
             staying = [name for name in staying if name not in drifted]
         if joiners or len(staying) < len(self.members):
-            return self._view(staying, joiners), too_many
+            return self._begin_epoch(staying, joiners), left_out
         if self._is_worth_moving():
-            return self._view(staying, []), []
+            return self._begin_epoch(staying, []), []
         return None, []
 
     def _is_worth_moving(self) -> bool:
         """Return whether other rows or owners would make batches of the same members clearly faster."""
-        num_batches = self.batch - self.moved_at
+        num_batches = self.batch - self.view_began_at_batch
         if num_batches < BATCHES_UNTIL_SURE:
             return False
-        paces, links = self._paces(self.members), self._links()
-        worth = WORTH_MOVING if num_batches >= BATCHES_BETWEEN_MOVES else WORTH_MOVING_SOON
-        if latest_seconds(divide(self.num_rows, paces), paces) <= worth * latest_seconds(self.row_indices, paces):
+        has_waited = num_batches >= BATCHES_BETWEEN_MOVES
+        paces = self._paces(self.members)
+        expected_seconds = latest_seconds(divide(self.num_rows, paces), paces)
+        present_seconds = latest_seconds(self.row_indices, paces)
+        fraction = WORTH_MOVING if has_waited else WORTH_MOVING_SOON
+        if expected_seconds <= fraction * present_seconds:
             return True
-        present = busy_seconds(self.shares, links)
-        return num_batches >= BATCHES_BETWEEN_MOVES and (
-            busy_seconds(divide_sum(links), links) < WORTH_MOVING_SOON * present
-        )
+
+        links = self._links()
+        present_busy = busy_seconds(self.shares, links)
+        return has_waited and busy_seconds(divide_sum(links), links) < WORTH_MOVING_SOON * present_busy
 
     def _fail(self, reason: str, now: float) -> None:
-        """Repeat a batch that failed while all islands are alive. If it keeps failing, evict the smallest: no island
-        can tell whose link is dead."""
-        self.failing_since = now if self.failing_since is None else self.failing_since
-        if now - self.failing_since < MAX_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS:
+        """Repeat a batch that failed while all islands are alive.
+
+        If it keeps failing, evict the member with the fewest rows, because no island can tell which link is dead. The
+        leader stays.
+        """
+        if self.failing_since is None:
+            self.failing_since = now
+        patience_seconds = MAX_SILENCES * self.silence_seconds - STALL_SLACK_SECONDS
+        if now - self.failing_since < patience_seconds:
             self._repeat(reason)
             return
-        others = [name for name in self.members if name != self.leader]
-        smallest = min(others or self.members, key=lambda name: len(self.row_indices[name]))
+        candidates = [name for name in self.members if name != self.leader] or self.members
+        smallest = min(candidates, key=lambda name: len(self.row_indices[name]))
         self._evict(smallest, f"links of {smallest} are dead")
 
     def _repeat(self, reason: str) -> None:
-        """Begin a new epoch of the same batch, with the members that can divide it."""
+        """Begin a new epoch of the same batch, with the members that can divide it. The other members are evicted."""
         self.log(f"batch {self.batch + 1} is repeated: {reason}")
-        fitting = self._best_choice(self.members)
-        self._send_away([name for name in self.members if name not in fitting])
-        view = self._view(fitting, [])
+        chosen = self._best_choice(self.members)
+        self._send_away([name for name in self.members if name not in chosen])
+        view = self._begin_epoch(chosen, [])
         for name in self.members:
             self._send(self.islands[name], view)
 
-    def _view(self, members: list[str], joiners: list[str]) -> Message:
-        """Begin a new epoch and return its view. New members and old ones receive each other's descriptions."""
-        before, self.members, self.joiners = self.members, sorted([*members, *joiners]), joiners
-        strangers = [name for name in self.members if name not in before]
-        for name in strangers:
+    def _begin_epoch(self, members: list[str], joiners: list[str]) -> Message:
+        """Begin a new epoch with these members and joiners, and return its view as a message.
+
+        New members and old ones receive each other's descriptions, and new members the view. The caller sends it to the
+        old ones: by itself, or in a commit. Sets everything that belongs to the view, `epoch` to `shares`.
+        """
+        previous_members = self.members
+        self.members = sorted([*members, *joiners])
+        self.joiners = joiners
+        new_members = [name for name in self.members if name not in previous_members]
+        for name in new_members:
             for other in self.members:
                 self._introduce(other, to=name)
-                if other not in strangers:
+                if other not in new_members:
                     self._introduce(name, to=other)
+
         if self.leader not in self.members:
             self.leader = min(self.members, key=lambda name: (not self.islands[name].has_state, name))
         self.epoch += 1
-        self.moved_at = self.batch
-        self.progress = (None, math.inf)
+        self.view_began_at_batch = self.batch
+        self.progress = Progress(None, math.inf)
         for name in self.members:
             self.islands[name].prepared = None
         self.row_indices = divide(self.num_rows, self._paces(self.members))
-        rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.row_indices.items())
-        self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {rows}; {self.leader} saves")
-        launches = {name: self.islands[name].launch for name in self.members}
-        source = self.leader if joiners else ""
         self.shares = divide_sum(self._links())
-        who = (launches, self.row_indices, self.leader, source, joiners, self.shares)
-        view = View(self.epoch, self.batch, *who, self.is_whole).as_message()
-        for name in strangers:
-            self._send(self.islands[name], view)
-        return view
+        num_rows = ", ".join(f"{name} {len(indices)}" for name, indices in self.row_indices.items())
+        self.log(f"epoch {self.epoch}, batch {self.batch + 1}: {num_rows}; {self.leader} saves")
+
+        view = View(
+            epoch=self.epoch,
+            batch=self.batch,
+            members={name: self.islands[name].launch for name in self.members},
+            row_indices=self.row_indices,
+            leader=self.leader,
+            source=self.leader if joiners else "",
+            joiners=joiners,
+            shares=self.shares,
+            is_whole=self.is_whole,
+        )
+        message = view.as_message()
+        for name in new_members:
+            self._send(self.islands[name], message)
+        return message
 
     # ----------------------------------------------------------------------------------------------- membership
 
     def _begin_if_all_here(self) -> None:
-        """Begin once `num_founders` islands are whole. Islands that are behind get the state of the furthest."""
-        whole = sorted(name for name, one in self.islands.items() if one.is_whole)
-        if not whole or len(whole) < self.num_founders:
+        """Begin once `num_founders` islands are here, or refuse them if they cannot divide a batch.
+
+        Islands that are behind get the state of those that are furthest. The first of these by name is the leader.
+        """
+        founders = sorted(name for name, island in self.islands.items() if island.has_all_ranks)
+        if not founders or len(founders) < self.num_founders:
             return
-        self.num_rows = self.islands[whole[0]].facts["rows"]
-        if reason := self._why_not(whole):
-            for name in whole:
+        self.num_rows = self.islands[founders[0]].facts["rows"]
+        reason = self._why_not_divisible(founders)
+        if reason:
+            for name in founders:
                 self._refuse(self.islands[name], reason)
             return
-        self.batch = max(self.islands[name].batch for name in whole)
-        first = [name for name in whole if self.islands[name].batch == self.batch]
-        self.leader = first[0]
-        for name in first:
+        self.batch = max(self.islands[name].batch for name in founders)
+        furthest = [name for name in founders if self.islands[name].batch == self.batch]
+        self.leader = furthest[0]
+        for name in furthest:
             self.islands[name].has_state = True
-        self._view(first, [name for name in whole if name not in first])
+        self._begin_epoch(furthest, [name for name in founders if name not in furthest])
 
     def _refusal(self, island: Island) -> str:
-        """Return why this island cannot take part; empty if it can."""
-        common = ("fingerprints", "rows", "microbatch", "unit", "batch", "data_ranks")
-        if any(hello[key] != island.facts[key] for hello in island.hellos.values() for key in common):
-            return f"{island.name}: its ranks differ in their configuration"
-        tensors = _tensors_of(island)
-        if reason := self._why_not([island.name], island.facts["rows"]):
+        """Return why an island cannot take part. The result is empty if it can.
+
+        It cannot if its ranks contradict each other, it cannot divide a batch alone, or it differs from another island.
+        """
+        common_facts = ("fingerprints", "rows", "microbatch", "unit", "batch", "data_ranks")
+        for hello in island.hellos.values():
+            if any(hello[key] != island.facts[key] for key in common_facts):
+                return f"{island.name}: its ranks differ in their configuration"
+        reason = self._why_not_divisible([island.name], island.facts["rows"])
+        if reason:
             return reason
-        for name, other in self.islands.items():
-            if name == island.name or not other.is_whole:
+        for other in self.islands.values():
+            if other is island or not other.has_all_ranks:
                 continue
-            mine, theirs = island.facts["fingerprints"], other.facts["fingerprints"]
-            differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
-            if differing or island.facts["rows"] != other.facts["rows"]:
-                what = ", ".join(differing) or "global_train_batch_size"
-                return f"{island.name} and {name} differ in {what}; islands train one run"
-            if _tensors_of(other) != tensors:
-                return f"{island.name} and {name} differ in their parameters; islands train one run"
-            if problem := _out_of_reach(island, other) or _out_of_reach(other, island):
-                return problem
+            reason = _difference(island, other)
+            if not reason and _tensors_of(other) != _tensors_of(island):
+                reason = f"{island.name} and {other.name} differ in their parameters; islands train one run"
+            reason = reason or _out_of_reach(island, other) or _out_of_reach(other, island)
+            if reason:
+                return reason
         return ""
 
     def _fitting(self, members: list[str], waiting: list[str]) -> list[str]:
-        """Return waiting islands with which a batch can be divided. The others receive the reason and wait on."""
+        """Return the waiting islands with which a batch can be divided. The others are told the reason, and wait on.
+
+        An island that does not fit alone may fit together with another one, so all are tried again after each that
+        fits.
+        """
         fitting: list[str] = []
-        while more := next(
-            (n for n in waiting if n not in fitting and self._can_divide([*members, *fitting, n])), None
-        ):
-            fitting.append(more)
-        for island in [self.islands[name] for name in waiting if name not in fitting]:
-            reason = self._why_not([*members, *fitting, island.name])
+        remaining = list(waiting)
+        while remaining:
+            name = remaining.pop(0)
+            if self._can_divide([*members, *fitting, name]):
+                fitting.append(name)
+                remaining = [other for other in waiting if other not in fitting]
+
+        for name in waiting:
+            if name in fitting:
+                continue
+            island = self.islands[name]
+            reason = self._why_not_divisible([*members, *fitting, name])
             if reason != island.wait_reason:
                 island.wait_reason = reason
                 self._send(island, {"kind": "waits", "reason": reason}, rank_0_only=True)
-                self.log(f"{island.name} waits until other islands are here: {reason}")
+                self.log(f"{name} waits until other islands are here: {reason}")
         return fitting
 
     def _best_choice(self, members: list[str]) -> list[str]:
-        """Return the fastest combination that can divide a batch. One with the run's weights comes first."""
+        """Return the members that go on if not all of them can divide a batch together: the fastest combination.
+
+        A combination that has the run's weights comes first. There is always one, because each island can divide a
+        batch alone (`_refusal`).
+        """
         if self._can_divide(members):
             return list(members)
         rates = {name: pace.rate for name, pace in self._paces(members).items()}
-        tried = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
-        choices = [choice for count in range(1, len(tried) + 1) for choice in combinations(tried, count)]
-        choices.sort(key=lambda c: (any(self.islands[n].has_state for n in c), sum(rates[n] for n in c)), reverse=True)
-        return sorted(next(choice for choice in choices if self._can_divide(choice)))  # each island can divide it alone
+        fastest = sorted(members, key=lambda name: -rates[name])[:MAX_TRIED]
+
+        def quality(choice: Sequence[str]) -> tuple[bool, float]:
+            has_state = any(self.islands[name].has_state for name in choice)
+            return has_state, sum(rates[name] for name in choice)
+
+        choices = [choice for count in range(1, len(fastest) + 1) for choice in combinations(fastest, count)]
+        choices.sort(key=quality, reverse=True)
+        return sorted(next(choice for choice in choices if self._can_divide(choice)))
 
     def _can_divide(self, names: Sequence[str]) -> bool:
-        return not self._why_not(names)
+        return not self._why_not_divisible(names)
 
-    def _why_not(self, names: Sequence[str], num_rows: int | None = None) -> str:
-        """Return why these islands cannot divide a batch; empty if they can."""
+    def _why_not_divisible(self, names: Sequence[str], num_rows: int | None = None) -> str:
+        """Return why these islands cannot divide a batch. The result is empty if they can."""
         try:
             divide(num_rows or self.num_rows, self._paces(names))
         except ConfigError as error:
@@ -451,56 +602,71 @@ class Coordinator:
         return ""
 
     def _paces(self, names: Sequence[str]) -> dict[str, Pace]:
-        """Return paces: by measured rates if all islands have one, else by `islands.weight`."""
-        islands = [self.islands[name] for name in names]
-        are_measured = all(one.rate.value for one in islands)
-        rates = [float((are_measured and one.rate.value) or one.facts["weight"]) for one in islands]
-        paces = zip(islands, rates, strict=True)
-        return {one.name: _pace(one.facts, rate) for one, rate in paces}
+        """Return the islands' paces: by measured rates if all of them have one, and else by `islands.weight`."""
+        are_measured = all(self.islands[name].rate.value for name in names)
+        paces = {}
+        for name in names:
+            island = self.islands[name]
+            rate = (are_measured and island.rate.value) or island.facts["weight"]
+            data_ranks = island.facts["data_ranks"]
+            paces[name] = Pace(data_ranks, island.facts["microbatch"], float(rate), data_ranks * island.facts["unit"])
+        return paces
 
     def _links(self) -> dict[str, float]:
-        """Return the rates of the members' links; all equal until all are measured."""
+        """Return the rates of the members' links in bytes per second. They are all 1 until every one is measured."""
         rates = {name: self.islands[name].link.value for name in self.members}
-        return {name: rate if rate and all(rates.values()) else 1.0 for name, rate in rates.items()}
+        if not all(rates.values()):
+            return dict.fromkeys(self.members, 1.0)
+        return {name: float(rate) for name, rate in rates.items() if rate is not None}
 
-    def _measure(self, present: list[Island]) -> None:
-        for one in present:
-            assert one.prepared is not None
-            seconds, steps = float(one.prepared["seconds"]), one.prepared["steps"]
-            # Rows of local steps are those of the view in which the first of them began.
-            is_round = steps > 1 or one.prepared["again"]
-            rows = one.prepared["samples"] / steps if is_round else len(self.row_indices[one.name])
-            if MIN_BATCH_SECONDS < seconds < math.inf and rows:
-                one.rate.add(rows / seconds)
-            if one.prepared["link"] > 0:
-                one.link.add(float(one.prepared["link"]))
+    def _measure(self, island: Island, report: Message) -> None:
+        """Add a report's measurements to the rates of an island and of its link."""
+        seconds = float(report["seconds"])  # of one batch
+        # Rows of local steps are those of the view in which the first of them began, with those trained again.
+        is_of_local_steps = report["steps"] > 1 or report["again"]
+        if is_of_local_steps:
+            num_rows = report["samples"] / report["steps"]
+        else:
+            num_rows = len(self.row_indices[island.name])
+        if MIN_BATCH_SECONDS < seconds < math.inf and num_rows:
+            island.rate.add(num_rows / seconds)
+        if report["link"] > 0:
+            island.link.add(float(report["link"]))
 
     def _check_for_stall(self, now: float) -> None:
-        """Fail the batch if all members exchange and no byte moves: a link is dead while both its ends live."""
+        """Fail the batch if all members exchange, and no byte moves for `silence_seconds`.
+
+        A link is dead then, while both of its ends live. Ranks that compute, or wait for their own island, may take any
+        time. Sets `progress`.
+        """
         reports = [report for name in self.members for report in self.islands[name].phases.values()]
-        size = sum(self.islands[name].size for name in self.members)
+        num_ranks = sum(self.islands[name].size for name in self.members)
         phases = {phase for phase, _ in reports}
-        is_exchanging = len(reports) == size and "exchange" in phases and "compute" not in phases
-        seen = (self.epoch, self.batch, tuple(reports)) if is_exchanging else None
-        if seen is None or seen != self.progress[0]:
-            self.progress = (seen, now)
+        is_exchanging = len(reports) == num_ranks and "exchange" in phases and "compute" not in phases
+        state = (self.epoch, self.batch, tuple(reports)) if is_exchanging else None
+        if state is None or state != self.progress.state:
+            self.progress = Progress(state, now)
             return
-        if now - self.progress[1] <= self.silence_seconds:
+        if now - self.progress.since <= self.silence_seconds:
             return
-        self.failing_since = self.progress[1] if self.failing_since is None else self.failing_since
+        if self.failing_since is None:
+            self.failing_since = self.progress.since
         self._fail("a link is dead", now)
 
     # ------------------------------------------------------------------------------------------ sending, removing
 
     def _send(self, island: Island, message: Message, *, rank_0_only: bool = False) -> None:
+        """Put a message for all ranks of an island into the outbox, in order of ranks, or for its rank 0 alone."""
         ranks = [0] if rank_0_only else sorted(island.connections)
         self.outbox.extend((island.connections[rank], message) for rank in ranks)
 
     def _introduce(self, name: str, *, to: str) -> None:
+        """Send the descriptions of an island's ranks to rank 0 of another island."""
         for message in self.islands[name].describe():
             self._send(self.islands[to], message, rank_0_only=True)
 
     def _refuse(self, island: Island, reason: str) -> None:
+        """Send an island away that can never take part as it is configured."""
         self._send(island, {"kind": "refused", "reason": reason})
         self._forget(island)
         self.log(f"refused: {reason}")
@@ -512,26 +678,33 @@ class Coordinator:
         self.log(f"turned away: {reason}")
 
     def _send_away(self, names: list[str], reason: str = "") -> None:
-        """Evict islands, which may come back. The caller decides how the others carry on."""
-        why = reason or self._why_not(sorted({*self.members, *names})) + "; the other islands carry on"
+        """Evict islands, which may come back. The caller decides how the others carry on.
+
+        Without a `reason`, it is that the members and these islands cannot divide a batch together.
+        """
+        if not reason:
+            reason = self._why_not_divisible(sorted({*self.members, *names})) + "; the other islands carry on"
         for name in names:
-            self._send(self.islands[name], {"kind": "evicted", "reason": why})
+            self._send(self.islands[name], {"kind": "evicted", "reason": reason})
             self._forget(self.islands[name])
             self.members = [member for member in self.members if member != name]
-            self.log(f"{name} leaves: {why}")
+            self.log(f"{name} leaves: {reason}")
 
     def _forget(self, island: Island) -> None:
+        """Drop an island's connections. Its launch cannot come back. `members` stays as it is."""
         del self.islands[island.name]
-        self.past.append((island.name, island.launch))
+        self.ended_launches.append((island.name, island.launch))
         for connection in island.connections.values():
             del self.senders[connection]
             self.dropped.append(connection)
 
     def _evict(self, name: str, reason: str) -> None:
+        """Send an island away, and carry on without it."""
         self._send(self.islands[name], {"kind": "evicted", "reason": reason})
         self._lose(name, reason)
 
     def _lose(self, name: str, reason: str) -> None:
+        """Forget an island. If it was a member, repeat the batch without it, or start over if it was the last one."""
         self.log(reason)
         self._forget(self.islands[name])
         if name not in self.members:
@@ -544,39 +717,69 @@ class Coordinator:
             self._repeat(f"without {name}")
 
     def _restart(self) -> None:
-        """Start over without members. Evict waiting islands that may lack the newest checkpoint."""
-        reason = f"the run has ended after batch {self.batch}" if self.is_over else "no island is left"
-        self.log(reason if self.is_over else f"{reason}; the next ones begin at the newest checkpoint")
-        self.leader, self.row_indices, self.is_whole = "", {}, False
+        """Start over when no member is left. Waiting islands that may lack the newest checkpoint are evicted.
+
+        If the run is over, all waiting islands are evicted. Otherwise it begins again, at once if enough islands are
+        here.
+        """
+        if self.is_over:
+            reason = f"the run has ended after batch {self.batch}"
+            self.log(reason)
+        else:
+            reason = "no island is left"
+            self.log(f"{reason}; the next ones begin at the newest checkpoint")
+        self.leader = ""
+        self.row_indices = {}
+        self.is_whole = False
         self.newest_before_restart = self.newest_connection
-        behind = [name for name, one in self.islands.items() if one.batch < self.batch or self.is_over]
-        self._send_away(behind, reason)
+        outdated = [name for name, island in self.islands.items() if self.is_over or island.batch < self.batch]
+        self._send_away(outdated, reason)
         self.is_over = False
         self._begin_if_all_here()
 
 
+def _difference(island: Island, other: Island) -> str:
+    """Return which setting differs between two islands that must train the same. The result is empty if none does."""
+    fingerprints = island.facts["fingerprints"]
+    other_fingerprints = other.facts["fingerprints"]
+    keys = sorted({*fingerprints, *other_fingerprints})
+    differing = [key for key in keys if fingerprints.get(key) != other_fingerprints.get(key)]
+    if not differing and island.facts["rows"] != other.facts["rows"]:
+        differing = ["global_train_batch_size"]
+    if not differing:
+        return ""
+    return f"{island.name} and {other.name} differ in {', '.join(differing)}; islands train one run"
+
+
 def _out_of_reach(island: Island, other: Island) -> str:
-    """Return why the other island's ranks cannot reach this one's; empty if no reason is known."""
-    hosts = {hello.get("host") for hello in other.hellos.values()}
+    """Return why the ranks of `other` cannot reach those of `island`. The result is empty if no reason is known.
+
+    A loopback address is out of reach if the coordinator has seen the two islands' connections come from different
+    hosts (`host` of their hellos, which `serve` adds).
+    """
+    other_hosts = {hello.get("host") for hello in other.hellos.values()}
     for hello in island.hellos.values():
-        address = hello["address"][0]
-        if ip_address(address).is_loopback and hosts - {hello.get("host")}:
+        listening_address, _ = hello["address"]
+        is_on_other_host = bool(other_hosts - {hello.get("host")})
+        if ip_address(listening_address).is_loopback and is_on_other_host:
             return (
-                f"{island.name} listens at {address}, where {other.name} on another host does not reach it; give "
-                "islands.address an address of its host"
+                f"{island.name} listens at {listening_address}, where {other.name} on another host does not reach it; "
+                "give islands.address an address of its host"
             )
     return ""
 
 
-def _pace(facts: Message, rate: float) -> Pace:
-    num_ranks = facts["data_ranks"]
-    return Pace(num_ranks, facts["microbatch"], rate, num_ranks * facts["unit"])
-
-
 def _tensors_of(island: Island) -> dict[str, int]:
-    """Return each tensor's number of elements: its ranks hold boxes that are alike or do not overlap."""
-    boxes = {(name, str(box)): box for hello in island.hellos.values() for name, box in hello["boxes"].items()}
+    """Return each tensor's number of elements.
+
+    The boxes that an island's ranks hold of a tensor are equal, or do not overlap. So it is the sum over different
+    boxes.
+    """
+    different_boxes = {}
+    for hello in island.hellos.values():
+        for name, box in hello["boxes"].items():
+            different_boxes[name, str(box)] = box
     sizes: dict[str, int] = {}
-    for (name, _), (_, lengths) in boxes.items():
+    for (name, _), (_, lengths) in different_boxes.items():
         sizes[name] = sizes.get(name, 0) + math.prod(lengths)
     return sizes

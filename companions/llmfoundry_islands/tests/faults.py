@@ -222,7 +222,7 @@ class EndCoordinator(Callback):
                 self.next_view = self.next_view or self.view
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                while self.member.lost is None:
+                while self.member.disconnection is None:
                     time.sleep(0.01)
             return begin(self)
 

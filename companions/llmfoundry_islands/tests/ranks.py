@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from llmfoundry_islands.tensors.boxes import Box, rows_of, share_out
+from llmfoundry_islands.tensors.boxes import Box, divide_replicas, rows_of
 from llmfoundry_islands.tensors.exchange import Exchange, Ranks
 from llmfoundry_islands.tensors.summing import Summing, SumPlan
 
@@ -19,7 +19,7 @@ BOXES = {"a": SHARDED, "b": [WHOLE], "c": [WHOLE, WHOLE]}
 
 
 class Rank:
-    def __init__(self, island, rank, host="127.0.0.1", boxes=BOXES, divide=share_out):
+    def __init__(self, island, rank, host="127.0.0.1", boxes=BOXES, divide=divide_replicas):
         self.island, self.rank, self.boxes, self.divide = island, rank, boxes, divide
         self.exchange = Exchange(island, rank, host, SECRET)
         self.pieces = divide(boxes[island])[rank]
@@ -29,11 +29,11 @@ class Rank:
         for name in sorted({other.island for other in ranks} - {self.island}):
             addresses = [other.exchange.address for other in ranks if other.island == name]
             others[name] = Ranks(addresses, self.divide(self.boxes[name]))
-        self.exchange.meet(epoch, self.pieces, others)
-        self.plan = SumPlan.of(self.island, self.pieces, self.exchange.cuts, rows_of([WHOLE]), dict(shares))
+        self.exchange.connect(epoch, self.pieces, others)
+        self.plan = SumPlan.of(self.island, self.pieces, self.exchange.overlaps, rows_of([WHOLE]), dict(shares))
 
     def cut(self, tensors):
-        return {name: tensors[name][piece.within(WHOLE[name])] for name, piece in self.pieces.items()}
+        return {name: tensors[name][piece.slices_in(WHOLE[name])] for name, piece in self.pieces.items()}
 
     def begin(self, label=64, weight=1.0, *, is_exact=False):
         return Summing(self.exchange, self.plan, label, weight, is_exact=is_exact)

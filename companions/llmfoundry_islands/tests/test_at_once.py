@@ -208,7 +208,7 @@ def test_an_island_that_saves_and_alone_loses_the_coordinator_does_not_take_the_
     assert {path.name for path in (tmp_path / "saves").glob("ba*")} == saves
 
 
-@pytest.mark.parametrize("way", ["give", "take"])
+@pytest.mark.parametrize("way", ["send_pieces", "receive_pieces"])
 def test_an_island_dies_with_half_the_state_streamed_and_the_others_carry_on(tmp_path, data, alone, way):
     """a saves, and so gives its state to b, which joins; c is there all the time."""
     gate = tmp_path / "b is here"
@@ -221,16 +221,16 @@ def test_an_island_dies_with_half_the_state_streamed_and_the_others_carry_on(tmp
 
         def join():
             running.wait_for("epoch 1, batch 1")
-            return island(tmp_path, data, running, "b", 1, callbacks=die if way == "take" else {})
+            return island(tmp_path, data, running, "b", 1, callbacks=die if way == "receive_pieces" else {})
 
         def open_gate():
             running.wait_for("b is here")
             gate.touch()
 
-        giving = {**hold(4), **(die if way == "give" else {})}
+        giving = {**hold(4), **(die if way == "send_pieces" else {})}
         there = {"a": (2, {"callbacks": giving}), "c": (1, {"callbacks": hold(4)})}
         a, c, b, _ = islands(tmp_path, data, running, join, open_gate, **there)
-    if way == "give":
+    if way == "send_pieces":
         assert -9 in a.exit_codes and b.exit_codes == [75]
         assert "left the run: a could not give its state; run the same command again" in b.output
     else:

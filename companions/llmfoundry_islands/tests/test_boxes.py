@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
-from llmfoundry_islands.tensors.boxes import Box, Redistribution, parts_of, share_out
+from llmfoundry_islands.tensors.boxes import Box, Redistribution, divide_replicas, parts_of
 from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.training.muon import to_rank_order
@@ -43,8 +43,8 @@ def test_a_rank_has_one_box_of_each_matrix_though_heads_divide_them():
         for key, part in parts.items():
             first = {"w/0": 0, "w/1": 8, "w/2": 12}[key]
             assert first <= part.box.offset[0] < first + HEIGHTS[int(key[-1])]
-            place = part.box.within(Box((0, 0), (16, 3)))
-            assert torch.equal(part.of(held), whole[place])
+            place = part.box.slices_in(Box((0, 0), (16, 3)))
+            assert torch.equal(part.view_of(held), whole[place])
             covered[place] += 1
     assert torch.equal(covered, torch.ones(16, 3)), "every element once"
 
@@ -52,7 +52,7 @@ def test_a_rank_has_one_box_of_each_matrix_though_heads_divide_them():
 def test_ranks_share_out_only_what_they_hold():
     """The first and the last stage both have the embedding."""
     embedding, block = Box((0, 0), (5, 2)), Box((0,), (4,))
-    assert share_out([{"wte": embedding, "0": block}, {"1": block}, {"wte": embedding}]) == [
+    assert divide_replicas([{"wte": embedding, "0": block}, {"1": block}, {"wte": embedding}]) == [
         {"wte": Box((0, 0), (2, 2)), "0": block},
         {"1": block},
         {"wte": Box((2, 0), (3, 2))},
@@ -92,18 +92,18 @@ WHOLE = COPIES[0]
 
 @pytest.mark.parametrize(("have", "want"), [*itertools.permutations((ROWS, COLUMNS, COPIES), 2)])
 def test_every_rank_gets_the_boxes_that_it_wants(ranks, have, want):
-    have = share_out(have)
+    have = divide_replicas(have)
     tensors = {"w": torch.randn(5, 6), "b": torch.randn(3)}
 
     def work(rank):
-        source = {name: tensors[name][box.within(WHOLE[name])] for name, box in have[rank].items()}
+        source = {name: tensors[name][box.slices_in(WHOLE[name])] for name, box in have[rank].items()}
         target = {name: torch.zeros(box.lengths) for name, box in want[rank].items()}
         Redistribution(have, want, rank).apply(source, target, torch.float32)
         return target
 
     for target, boxes in zip(ranks(work), want, strict=True):
         assert target.keys() == boxes.keys()
-        assert all(torch.equal(target[name], tensors[name][box.within(WHOLE[name])]) for name, box in boxes.items())
+        assert all(torch.equal(target[name], tensors[name][box.slices_in(WHOLE[name])]) for name, box in boxes.items())
 
 
 def test_tensors_that_no_rank_gives_stay_as_they_are(ranks):
@@ -111,8 +111,8 @@ def test_tensors_that_no_rank_gives_stay_as_they_are(ranks):
 
     def work(rank):
         target = {"w": torch.zeros(5, 6)}
-        source = {name: torch.ones(box.lengths) for name, box in share_out(COPIES)[rank].items() if name == "w"}
-        Redistribution(share_out(COPIES), COPIES, rank).apply(source, target, torch.float32)
+        source = {name: torch.ones(box.lengths) for name, box in divide_replicas(COPIES)[rank].items() if name == "w"}
+        Redistribution(divide_replicas(COPIES), COPIES, rank).apply(source, target, torch.float32)
         return target["w"]
 
     assert all(torch.equal(found, torch.ones(5, 6)) for found in ranks(work))

@@ -31,7 +31,7 @@ class Play:
     def dial(self, name, launch, rank):
         number = len(self.numbers)
         self.numbers[number] = (name, launch, rank)
-        self.coordinator.greet(number)
+        self.coordinator.note_connection(number)
         return number
 
     def hello(self, name, **facts):

@@ -19,12 +19,12 @@ def test_a_peer_decodes_what_the_sender_uses_whatever_it_cuts(dtype):
     """The peer has columns of some rows, and another offset."""
     encoded = {name: encode(part, dtype) for name, part in values().items()}
     theirs = {"w": Box((6, 3), (7, 2)), "b": Box((0,), (4,))}
-    cuts = {name: PIECES[name].common(box) for name, box in theirs.items()}
+    cuts = {name: PIECES[name].intersect(box) for name, box in theirs.items()}
     raw, found = pack(PIECES, encoded, cuts), {}
     assert raw.numel() == packed_bytes(cuts, dtype)
     unpack(raw, theirs, cuts, dtype, found)
     for name, cut in cuts.items():
-        assert torch.equal(found[name][cut.within(theirs[name])], encoded[name].values[cut.within(PIECES[name])])
+        assert torch.equal(found[name][cut.slices_in(theirs[name])], encoded[name].values[cut.slices_in(PIECES[name])])
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("fp32", 0.0), ("bf16", 2**-8), ("int8", 0.5 / 127)])

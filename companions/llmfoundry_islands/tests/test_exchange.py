@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from llmfoundry_islands.tensors import exchange
-from llmfoundry_islands.tensors.boxes import Box, Redistribution, share_out
+from llmfoundry_islands.tensors.boxes import Box, Redistribution, divide_replicas
 from llmfoundry_islands.tensors.exchange import Exchange
 from llmfoundry_islands.tests.ranks import BOXES, SECRET, SHARDED, WHOLE, Rank, at_once, gradients
 from llmfoundry_islands.tests.world import no_more_files
@@ -39,16 +39,16 @@ def test_ranks_may_have_addresses_of_ipv6(monkeypatch):
 
 
 def test_copies_divide_a_box_and_shards_keep_theirs():
-    assert share_out(SHARDED) == SHARDED
-    first, second = share_out([WHOLE, WHOLE])
+    assert divide_replicas(SHARDED) == SHARDED
+    first, second = divide_replicas([WHOLE, WHOLE])
     assert (first["blocks.0.w"], second["blocks.0.w"]) == (Box((0, 0), (3, 3)), Box((3, 0), (4, 3)))
-    assert share_out([WHOLE] * 9)[0]["b"].size == 0, "fewer rows than copies"
+    assert divide_replicas([WHOLE] * 9)[0]["b"].size == 0, "fewer rows than copies"
 
 
 def test_the_digest_of_pieces_is_that_of_the_whole():
     def digest(boxes_of_ranks):
-        pieces = [(name, piece) for boxes in share_out(boxes_of_ranks) for name, piece in boxes.items()]
-        parts = [(name, tensors[name][piece.within(WHOLE[name])], piece.offset) for name, piece in pieces]
+        pieces = [(name, piece) for boxes in divide_replicas(boxes_of_ranks) for name, piece in boxes.items()]
+        parts = [(name, tensors[name][piece.slices_in(WHOLE[name])], piece.offset) for name, piece in pieces]
         return sum(sum_keyed(*part, WHOLE[part[0]].lengths) for part in parts) % 2**64
 
     tensors = gradients(1)
@@ -62,9 +62,9 @@ def test_one_island_s_state_goes_to_another(ranks):
     def work(rank):
         rank.meet(3, ranks)
         if rank.island == "b":
-            rank.exchange.give(rank.cut(gradients(5)), rank.pieces, ["c"], 1)
+            rank.exchange.send_pieces(rank.cut(gradients(5)), rank.pieces, ["c"], 1)
         elif rank.island == "c":
-            return rank, rank.exchange.take(rank.pieces, "b", 1)
+            return rank, rank.exchange.receive_pieces(rank.pieces, "b", 1)
         return None
 
     found = list(filter(None, at_once(work, ranks)))
@@ -90,7 +90,7 @@ def meet(listening, dialling) -> None:
     def work(rank):
         rank.pieces = WHOLE
         rank.meet(1, [listening, dialling])
-        rank.exchange._connection_to(next(iter(rank.exchange.cuts)))
+        rank.exchange._connection_to(next(iter(rank.exchange.overlaps)))
 
     at_once(work, [listening, dialling])
 
@@ -106,7 +106,7 @@ def pair(monkeypatch):
 
 def test_a_crowd_of_slow_strangers_keeps_no_peer_out(pair, monkeypatch):
     """They come from this host, as the peer does: the oldest are dropped."""
-    monkeypatch.setattr(pair[0].exchange._strangers, "most", 4)
+    monkeypatch.setattr(pair[0].exchange._strangers, "max_connections", 4)
     with ExitStack() as stack:
         crowd = [stack.enter_context(socket.create_connection(pair[0].exchange.address)) for _ in range(12)]
         meet(*pair)
@@ -157,7 +157,7 @@ def test_copies_of_an_offloaded_parameter_are_completed_on_their_devices(monkeyp
     monkeypatch.setattr(dist, "all_to_all_single", lambda received, flat, *_: sent.append((flat.device, len(flat))))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda place, values: place)  # nothing is copied back
     whole = [{"w": WHOLE["blocks.0.w"]}] * 2
-    pieces = share_out(whole)
+    pieces = divide_replicas(whole)
     part = {"w": torch.zeros(3, 3)}
     Redistribution(pieces, whole, rank=0).apply(part, {"w": torch.zeros(7, 3)}, torch.float32)
     assert sent == [(torch.device("meta"), 9)]

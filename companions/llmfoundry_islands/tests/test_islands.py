@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmfoundry_islands.coordination.member import Lost, View
+from llmfoundry_islands.coordination.member import Disconnection, View
 from llmfoundry_islands.tensors.summing import SumPlan
 from llmfoundry_islands.training.islands import Islands
 from llmfoundry_lite.ranks.codec import encode_value
@@ -36,12 +36,12 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
             counts=BatchCounts(True, 2, 20, 18, 2, 7), batch=0, is_exact=False, drop_gradient=lambda: None
         ),
         by_tokens=True,
-        exchange=SimpleNamespace(cuts={}, num_bytes=0),
+        exchange=SimpleNamespace(overlaps={}, num_bytes=0),
         plan=SumPlan("a", {}, [], False),
         rank=0,
         view=view,
         num_repeats=0,
-        weights="",
+        weights_digest="",
         member=SimpleNamespace(send=sent.append, phase="compute"),
         _exchange=lambda *_: {"ok": True},
         _receive_decision=lambda: {**view.as_message(), "epoch": 2},
@@ -69,7 +69,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
         rank=0,
         view=view,
         next_view=view._replace(epoch=2, members={"a": "x", "b": "y"}),
-        member=SimpleNamespace(describe=describe, lost=Lost("the coordinator is gone", "gone")),
+        member=SimpleNamespace(describe=describe, disconnection=Disconnection("the coordinator is gone", "gone")),
         _save_before_leaving=lambda reason: f"{reason}; saved",
     )
     assert islands.changed_batches() is None and islands.view == view and islands.writes_checkpoints
@@ -91,7 +91,7 @@ def test_an_island_that_puts_a_state_in_place_computes_and_waits_for_nobody():
         member=member,
         view=View(2, 1, {"a": "x", "b": "y"}, {}, "a", "a", ["b"], {}),
         held=SimpleNamespace(pieces_with=lambda _: {}, write_state=lambda *_: phases.append(member.phase)),
-        exchange=SimpleNamespace(take=take),
+        exchange=SimpleNamespace(receive_pieces=take),
         run=SimpleNamespace(restore_state=lambda _: phases.append(member.phase)),
         _receive_decision=lambda: {"kind": "state", "state": told},
     )

@@ -5,9 +5,9 @@ import torch
 
 from llmfoundry_islands.training.local_steps import (
     Round,
+    count_lost_samples,
     divide_into_fragments,
-    lost_samples,
-    share_lost,
+    divide_lost_rows,
     take_outer_step,
 )
 from llmfoundry_lite.training.run_handle import BatchCounts
@@ -34,16 +34,16 @@ def test_outer_steps_are_nesterov_s_bit_for_bit():
 def test_a_round_s_loss_is_weighted_by_tokens_and_a_batch_of_padding_counts_nothing():
     here = Round()
     batch = BatchCounts(True, num_samples=1, num_tokens=3, num_loss_tokens=2, num_loss_samples=1, digest=(1 << 64) - 1)
-    here.count(batch, weight=2, loss=1.0)
-    here.count(batch, weight=6, loss=3.0)
-    here.count(batch, weight=0, loss=float("nan"))
+    here.add_batch(batch, weight=2, loss=1.0)
+    here.add_batch(batch, weight=6, loss=3.0)
+    here.add_batch(batch, weight=0, loss=float("nan"))
     assert (here.steps, here.weight, here.digest) == (3, 8, (1 << 64) - 3)
     assert here.loss == 2.5
 
 
 def test_rows_of_the_islands_that_are_gone_are_lost():
     row_indices = {"a": range(4), "b": range(4, 10), "c": range(10, 12)}
-    assert lost_samples(row_indices, {"a": 40, "c": 20}, steps=10) == {"b": 60}
+    assert count_lost_samples(row_indices, {"a": 40, "c": 20}, steps=10) == {"b": 60}
 
 
 def test_fragments_are_of_like_size_and_the_same_in_any_order():
@@ -57,6 +57,6 @@ def test_fragments_are_of_like_size_and_the_same_in_any_order():
 
 def test_lost_rows_are_divided_by_rows_in_multiples_of_data_ranks():
     view = {"a": range(4), "b": range(4, 12)}
-    assert share_lost([20, 21, 22, 23, 24, 25], view, {"a": 1, "b": 2}) == {"a": [20, 21], "b": [22, 23, 24, 25]}
-    assert share_lost([20, 21, 22], view, {"a": 4, "b": 3}) == {"b": [20, 21, 22]}, "a cannot divide its share"
-    assert share_lost([20], view, {"a": 2, "b": 2}) == {}
+    assert divide_lost_rows([20, 21, 22, 23, 24, 25], view, {"a": 1, "b": 2}) == {"a": [20, 21], "b": [22, 23, 24, 25]}
+    assert divide_lost_rows([20, 21, 22], view, {"a": 4, "b": 3}) == {"b": [20, 21, 22]}, "a cannot divide its share"
+    assert divide_lost_rows([20], view, {"a": 2, "b": 2}) == {}

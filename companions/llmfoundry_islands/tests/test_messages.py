@@ -17,11 +17,11 @@ from llmfoundry_islands.coordination.messages import (
     dial,
     find_token,
     format_address,
+    handshake_as_server,
     pack,
     parse_address,
     receive,
     unpack,
-    welcome,
 )
 from llmfoundry_lite.errors import ConfigError
 
@@ -43,7 +43,7 @@ def listening():
                 return
             with connection:
                 try:
-                    welcome(connection, SECRET)
+                    handshake_as_server(connection, SECRET)
                     found.append(receive(connection))
                 except OSError as error:
                     found.append(error)
@@ -82,7 +82,7 @@ def test_an_end_of_another_protocol_is_refused(listening, monkeypatch):
     monkeypatch.setattr(messages, "PROTOCOL", "islands/1")
     with socket.create_connection(address) as connection:
         theirs, mine = receive(connection)["challenge"], "ab" * 32
-        proof = messages.prove(SECRET, "client", theirs, mine)
+        proof = messages.compute_proof(SECRET, "client", theirs, mine)
         monkeypatch.undo()
         connection.sendall(pack({"kind": "answer", "challenge": mine, "proof": proof}))
         assert isinstance(until(found, 1)[0], BadMessageError)

@@ -18,8 +18,17 @@ import pytest
 
 from llmfoundry_islands.coordination import member, serve
 from llmfoundry_islands.coordination.coordinator import Coordinator
-from llmfoundry_islands.coordination.member import Lost, Member
-from llmfoundry_islands.coordination.messages import HEADER, TOKEN, dial, greet, pack, receive, unpack, welcome
+from llmfoundry_islands.coordination.member import Disconnection, Member
+from llmfoundry_islands.coordination.messages import (
+    HEADER,
+    TOKEN,
+    dial,
+    handshake_as_client,
+    handshake_as_server,
+    pack,
+    receive,
+    unpack,
+)
 from llmfoundry_islands.tests.world import HELLO, PREPARED, SECRET, STATE, coordination, line_to, no_more_files
 from llmfoundry_lite.errors import ConfigError
 from tests.helpers.launch import free_port
@@ -62,7 +71,7 @@ def test_a_link_that_goes_dead_is_noticed_by_the_rank(tmp_path, impatient, dead)
         receive_view(one)
         for way in dead:
             line.is_dead[way].set()
-        assert decision_of(one) == Lost("the coordinator is silent", "gone")
+        assert decision_of(one) == Disconnection("the coordinator is silent", "gone")
         if "there" not in dead:
             running.wait_for("rank 0 of a is gone")
         one.close()
@@ -78,7 +87,7 @@ def test_a_frozen_coordinator_is_noticed(tmp_path, impatient, sends_hello):
             one.send({"kind": "hello", **HELLO})
         running.freeze()
         try:
-            assert decision_of(one) == Lost("the coordinator is silent", "gone")
+            assert decision_of(one) == Disconnection("the coordinator is silent", "gone")
         finally:
             running.thaw()
         one.close()
@@ -91,7 +100,7 @@ def test_a_quiet_coordinator_that_lives_is_not_left(tmp_path, impatient):
         one = joined(("127.0.0.1", running.port))
         running.wait_for("a is here")
         beats = count_beats(running.port, 12)
-        assert beats == 12 and one.lost is None
+        assert beats == 12 and one.disconnection is None
         another = joined(("127.0.0.1", running.port), "b")
         assert receive_view(one)["members"] == receive_view(another)["members"]
         for member_ in (one, another):
@@ -176,7 +185,7 @@ def unstarted(num_founders=1):
 def test_a_stranger_is_closed_greeted_by_nobody_and_the_coordinator_notes_its_end(said, words, capsys, monkeypatch):
     monkeypatch.setattr(serve, "HANDSHAKE_SECONDS", 0.05)
     server, lost = unstarted(), []
-    server.coordinator.greet = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
+    server.coordinator.note_connection = lambda number: pytest.fail("greeted")  # type: ignore[method-assign]
     server.coordinator.lose = lambda number: lost.append(number)  # type: ignore[method-assign]
     assert len(attend(server, said)) == 1  # its challenge alone
     assert words in capsys.readouterr().out
@@ -247,7 +256,7 @@ def test_a_rank_knows_an_island_when_all_its_ranks_have_been_described():
         receive_view(one)
         others.append(joined(("127.0.0.1", port), "b", launch="2"))
         while "b" not in coordinator.islands:  # they speak over two connections, of which either may be heard first
-            assert others[-1].lost is None
+            assert others[-1].disconnection is None
         one.send({**PREPARED, "epoch": 2})
         assert decision_of(one)["next"]["members"] == {"a": "1", "b": "2"}
         assert len(one.describe("b", "2")) == 1
@@ -270,7 +279,7 @@ def test_a_coordinator_that_starts_late_is_waited_for_and_one_that_never_does_is
             taken.listen()
             connection, _ = taken.accept()
             with connection:
-                welcome(connection, SECRET.encode())
+                handshake_as_server(connection, SECRET.encode())
                 reached.result(10).close()
     assert said == [f"127.0.0.1:{address[1]} does not answer (Connection refused); for 20 s at most"]
     monkeypatch.setattr(member, "SECONDS_TO_START", 0.2)
@@ -292,7 +301,7 @@ def test_islands_that_dial_from_two_hosts_are_told_apart():
     with threaded(Coordinator(2, 4.0)) as (port, _):
         one = joined(("127.0.0.1", port))
         with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)) as far:
-            greet(far, SECRET.encode())
+            handshake_as_client(far, SECRET.encode())
             far.sendall(pack({"kind": "hello", **HELLO, "island": "b", "address": ["10.0.0.2", 1], "host": ""}))
             while (answer := receive(far))["kind"] == "beat":
                 pass
@@ -310,7 +319,7 @@ def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_notice():
         one = joined(("127.0.0.1", port))
         receive_view(one)
         one.send(PREPARED)
-        assert decision_of(one) == Lost("the coordinator is gone", "gone")
+        assert decision_of(one) == Disconnection("the coordinator is gone", "gone")
         one.close()
     assert "all islands save and leave" in str(raised[0])
 
@@ -427,6 +436,6 @@ def test_whatever_an_island_says_the_coordinator_and_the_others_go_on(seed):
                     other.settimeout(10)
                     while receive(other)["kind"] != "evicted":
                         pass
-        assert one.lost is None and raised == []
+        assert one.disconnection is None and raised == []
         one.close()
     assert raised == []

@@ -32,7 +32,7 @@ def test_all_islands_come_to_the_same_bits_whoever_adds_up(ranks, shares):
         products = [of_island[i][name] * torch.tensor(parts[i], dtype=torch.float32) for i in ("a", "b", "c")]
         expected = (products[0] + products[1]) + products[2]
         for rank, summing in zip(ranks, found, strict=True):
-            assert torch.equal(summing.sums[name], expected[rank.pieces[name].within(WHOLE[name])])
+            assert torch.equal(summing.sums[name], expected[rank.pieces[name].slices_in(WHOLE[name])])
     assert {summing.total_weight for summing in found} == {sum(TOKENS.values())}
 
 
@@ -244,7 +244,7 @@ def test_a_message_of_another_size_is_refused_before_memory_is_taken_for_it(rank
     peer.meet(1, ranks[:3])
 
     def send():
-        for other in peer.exchange.cuts:
+        for other in peer.exchange.overlaps:
             peer.exchange.send(other, numbers, 64, 0, 1.0)
 
     with ThreadPoolExecutor(1) as pool:
@@ -277,5 +277,5 @@ def test_a_plan_without_owners_sends_each_peer_every_common_part(ranks):
     ranks[0].meet(1, ranks)
     assert isinstance(ranks[0].plan, SumPlan) and not ranks[0].plan.has_owners
     for bucket in ranks[0].plan.buckets:
-        assert bucket.give == bucket.take
+        assert bucket.summed_by_peer == bucket.summed_here
     assert pack_sums(torch.zeros(3).double().numpy(), 46) == b"\0"

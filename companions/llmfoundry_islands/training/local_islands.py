@@ -1,15 +1,17 @@
-"""Islands that train alone between outer steps (`islands.sync`): another algorithm than one world's, DiLoCo.
+"""Islands with local steps (`islands.sync`): each island trains alone between outer steps. The algorithm is DiLoCo.
 
-Between two outer steps an island computes its rows of every batch and steps its optimizer at once; only heartbeats
-flow. A round ends with an exchange of the change of the weights, or of a fragment of them. With `delay` that exchange
-begins some batches earlier, and the islands compute meanwhile. The coordinator commits all batches of the round
-together. If the exchange fails it is repeated; nothing is computed again. Rows of an island that dies in a round are
-lost, or trained by the others in the next one (`lost_rows`).
+A *round* is the training between two outer steps. In a round an island computes its rows of every batch and steps its
+optimizer at once; only heartbeats cross the link. The round ends with an exchange of the change of the weights, or of
+one fragment of them. With `delay` that exchange begins some batches earlier, and the islands compute meanwhile. The
+coordinator commits all batches of the round together. If the exchange fails, it is repeated, and nothing is computed
+again. Rows of an island that dies in a round are lost, or trained by the others in the next round (`lost_rows`).
 
-With fragments or a delay the islands' weights differ after most rounds (`is_alike`). Saves and `stop_after` ask for a
-round that ends with an exchange of all weights, without delay (`is_whole`), and wait for its end (`is_settled`). An
-island that joins begins at the weights of the last outer steps. Counts of samples and tokens are this island's own
-until a round ends.
+With fragments or a delay, the islands' weights differ after most rounds (`has_equal_weights`). Saves and `stop_after`
+need equal weights. So they ask for a round that ends with an exchange of all weights, without delay
+(`exchanges_all_weights`), and wait for its end (`is_settled`). An island that joins begins at the weights of the last
+outer steps. Counts of samples and tokens are this island's own until a round ends.
+
+`local_steps.py` has the arithmetic, and `outer_weights.py` the outer state.
 """
 
 import math
@@ -21,12 +23,12 @@ from typing import Any
 import torch
 
 from llmfoundry_islands.block import settings_of
-from llmfoundry_islands.coordination.member import Lost, View
+from llmfoundry_islands.coordination.member import Disconnection, View
 from llmfoundry_islands.coordination.messages import Message
 from llmfoundry_islands.tensors.boxes import Tensors
-from llmfoundry_islands.training.islands import LABELS_PER_BATCH, Islands, now
-from llmfoundry_islands.training.local_steps import Again, Round, lost_samples, share_lost
-from llmfoundry_islands.training.outer_weights import Departure, OuterWeights
+from llmfoundry_islands.training.islands import LABELS_PER_BATCH, Islands, synchronized_time
+from llmfoundry_islands.training.local_steps import RetrainedRows, Round, count_lost_samples, divide_lost_rows
+from llmfoundry_islands.training.outer_weights import FragmentExchange, OuterWeights
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import NonFiniteError
 from llmfoundry_lite.ranks.exchange import all_gather_json, all_reduce_max, all_reduce_sum
@@ -35,220 +37,328 @@ from llmfoundry_lite.training.run_handle import RunHandle
 
 
 class LocalIslands(Islands):
-    """The other islands of a run with local steps, seen from one rank of this island."""
+    """The other islands of a run with local steps, seen from one rank of this island.
+
+    All methods are collective over this island's ranks, except `_note_transfer`. After each batch, `changed_batches`
+    counts it, and takes an outer step if the round ends; `decide` then postpones saves that are not possible yet.
+    """
 
     takes_outer_steps = True
-    overlaps = False
+    sends_during_backward = False
 
     def __init__(self, config: TrainConfig):
+        """Read the configuration. Nothing is connected yet."""
         super().__init__(config)
         assert self.config.sync is not None
         self.sync = self.config.sync
-        self.every, self.delay = int(self.sync.every.value), int(self.sync.delay.value)
-        self.interval = self.every // self.sync.fragments
-        """Batches of a round."""
-        self.streams = self.sync.fragments > 1 or self.delay > 0
-        """Weights of the islands differ after most rounds."""
-        self.is_whole = not self.streams
-        """This round ends with an exchange of all weights, for which nothing leaves early."""
-        self.is_alike = True
-        """The last outer step was of all weights."""
+        self.every = int(self.sync.every.value)
+        self.delay = int(self.sync.delay.value)
+        self.batches_per_round = self.every // self.sync.fragments
+        self.has_partial_exchanges = self.sync.fragments > 1 or self.delay > 0
+        """Most exchanges are of a fragment or delayed, so the islands' weights differ after most rounds."""
+        self.exchanges_all_weights = not self.has_partial_exchanges
+        """This round ends with an exchange of all weights, without delay."""
+        self.has_equal_weights = True
+        """The last outer step was of all weights, and gave all islands the same ones."""
         self.round = Round()
         self.round_row_indices: dict[str, range] = {}
-        """Rows of all islands until the round ends."""
-        self.round_again: dict[str, list[int]] = {}
-        """Rows of each batch of the round before that islands train again in this one."""
-        self.num_back = 0
-        """Batches of the round before."""
-        self.departure: Departure | None = None
-        """The change that travels while this island computes."""
-        self.lost: Lost | None = None
+        """Island -> its rows of each batch, from the beginning of the round to its end."""
+        self.retrained_row_indices: dict[str, list[int]] = {}
+        """Island -> rows of each batch of the previous round that it trains again in this round."""
+        self.num_batches_back = 0
+        """Number of batches of the previous round, if rows of it are trained again."""
+        self.fragment_exchange: FragmentExchange | None = None
+        """The exchange that is under way while this island computes."""
+        self.disconnection: Disconnection | None = None
+        """Why the connection to the coordinator has ended. This launch leaves before its next batch."""
         self.has_left = False
-        """The others carry on: what was trained since the last outer step is lost."""
+        """The other islands go on without this one. What it has trained since the last outer step is lost."""
         self.owes_save = False
-        self.num_lost_samples = self.num_samples_again = 0
+        """A save was due when the islands' weights differed. It is made when they are equal."""
+        self.num_lost_samples = 0
+        self.num_samples_again = 0
+        """Lost samples that were trained again."""
 
     def join_run(self, run: RunHandle) -> None:
         """Join the run as `Islands.join_run` does. Also raises ConfigError for more fragments than parameters."""
         super().join_run(run)
-        self.outer.take_over()
+        self.outer.load_state()
         self._begin_round()
-        self.is_whole = self.is_whole or self.view.is_whole
+        self.exchanges_all_weights = self.exchanges_all_weights or self.view.is_whole
         run.print(f"islands: {self.described}: another algorithm than one world's; losses are of this island's rows")
 
     def prepare(self) -> None:
+        """Set `outer`, this rank's outer weights and momentum. Raises ConfigError on all ranks."""
         self.outer = OuterWeights(self.sync, self.held, self.run.optimizer)
 
     @property
-    def given_weights(self) -> Tensors:  # type: ignore[override]
-        return self.outer.start
+    def weights_for_joiners(self) -> Tensors:  # type: ignore[override]
+        return self.outer.outer_weights
 
     @property
     def described(self) -> str:
-        fragments, delay = self.sync.fragments, self.delay
-        more = (f", {fragments} fragments" if fragments > 1 else "") + (f", delay {delay}" if delay else "")
-        return f"local steps, every {self.every}{more}"
+        """The settings of local steps as users read them, such as "local steps, every 100, 4 fragments, delay 5"."""
+        description = f"local steps, every {self.every}"
+        if self.sync.fragments > 1:
+            description += f", {self.sync.fragments} fragments"
+        if self.delay:
+            description += f", delay {self.delay}"
+        return description
 
     @property
     def segment(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().segment, "sync": self.described}
 
     def _note_transfer(self, is_transferring: bool) -> None:
-        if threading.current_thread() is threading.main_thread():  # else this rank computes, or `_arrive` says so
+        # A transfer in a background thread does not keep this rank from computing. When the main thread waits for it,
+        # `_wait_for_mean` sets the phase.
+        if threading.current_thread() is threading.main_thread():
             super()._note_transfer(is_transferring)
 
     # ------------------------------------------------------------------------------------------------- the batches
 
     @property
     def next_row_indices(self) -> range:
+        """This island's rows of the next batch. They change only between two rounds."""
         return self.round_row_indices[self.name]
 
     @property
-    def next_again(self) -> Again:
-        """Earlier rows that this island trains again in the next batch."""
-        row_indices = self.round_again.get(self.name)
-        is_there = row_indices and self.round.steps < self.num_back <= self.run.batch_in_epoch
-        return Again(row_indices, self.num_back) if row_indices and is_there else Again()
+    def next_retrained(self) -> RetrainedRows:
+        """Rows of the previous round that this island trains again in the next batch, if they are of this epoch."""
+        row_indices = self.retrained_row_indices.get(self.name)
+        has_batch_to_retrain = self.round.steps < self.num_batches_back
+        is_in_this_epoch = self.num_batches_back <= self.run.batch_in_epoch
+        if row_indices and has_batch_to_retrain and is_in_this_epoch:
+            return RetrainedRows(row_indices, self.num_batches_back)
+        return RetrainedRows()
 
     def batches(self) -> Iterator[Any]:
-        self.again = self.next_again
+        self.retrained = self.next_retrained
         return super().batches()
 
     def begin_batch(self) -> None:
-        if self.lost is not None:
-            self._leave(self.lost)
-        self.outer.hide_momentum()
-        self.began_at = now()
+        """Start the clock that measures this island's pace. Raises Preempted if the coordinator was lost before."""
+        if self.disconnection is not None:
+            self._leave(self.disconnection)
+        self.outer.remove_momentum_from_optimizer()
+        self.began_at = synchronized_time()
 
     def exchange_gradient(self, loss: torch.Tensor) -> bool:
-        """Keep this island's own gradient."""
-        seconds = now() - self.began_at
-        self.round.seconds += seconds
+        """Keep this island's own gradient, and measure the batch. Returns True: no batch is computed again."""
+        compute_seconds = synchronized_time() - self.began_at
+        self.round.seconds += compute_seconds
         self.measured = {
             "islands/local_steps": self.every,
             "islands/members": len(self.round_row_indices),
             "islands/rows": self.run.counts.num_samples,
-            "islands/compute_seconds": seconds,
+            "islands/compute_seconds": compute_seconds,
             "islands/lost_samples": self.num_lost_samples,
             "islands/samples_again": self.num_samples_again,
         }
         return True
 
     def changed_batches(self) -> Iterator[Any] | None:
-        """Count the batch, and take an outer step if the round ends with it."""
+        """Count the batch, and take an outer step if the round ends with it.
+
+        Returns the batches to continue with if this island's rows change; else None.
+        """
         if self.has_left:
             return None
-        run, weight = self.run, self.run.counts.weight(by_tokens=self.by_tokens)
-        self.round.count(run.counts, weight, run.loss, again=len(self.again.row_indices))
-        self.outer.count(weight)
-        leaves, is_lost = all_reduce_max([int(run.is_asked_to_leave), int(self.member.lost is not None)])
-        if is_lost:
+        run = self.run
+        weight = run.counts.weight(by_tokens=self.by_tokens)
+        self.round.add_batch(run.counts, weight, run.loss, again=len(self.retrained.row_indices))
+        self.outer.count_batch(weight)
+        is_asked_to_leave, is_disconnected = all_reduce_max(
+            [int(run.is_asked_to_leave), int(self.member.disconnection is not None)]
+        )
+
+        steps_before_exchange = self.batches_per_round - self.delay
+        if is_disconnected:
             self._end_without_coordinator()
-        elif run.is_last or self.round.steps >= self.interval:
-            self._end_round(is_whole=self.is_whole or run.is_last, leaves=bool(leaves or run.is_launch_over))
-        elif leaves:
+        elif run.is_last or self.round.steps >= self.batches_per_round:
+            exchanges_all_weights = self.exchanges_all_weights or run.is_last
+            self._end_round(is_whole=exchanges_all_weights, leaves=bool(is_asked_to_leave or run.is_launch_over))
+        elif is_asked_to_leave:
             self.leave_early()
-        elif self.round.steps == self.interval - self.delay and not self.is_whole:
-            self._depart(is_whole=False)
-        if self.has_left or (self.row_indices, self.again) == (self.next_row_indices, self.next_again):
+        elif self.round.steps == steps_before_exchange and not self.exchanges_all_weights:
+            self._begin_exchange(is_whole=False)
+
+        if self.has_left:
             return None
-        return self.batches()
+        has_same_rows = self.row_indices == self.next_row_indices and self.retrained == self.next_retrained
+        return None if has_same_rows else self.batches()
 
     # --------------------------------------------------------------------------------------------- the outer step
 
     def _begin_round(self) -> None:
-        self.round, self.round_row_indices = Round(), self.view.row_indices
-        self.round_again, self.num_back = {}, 0
+        """Begin a round with the rows of the present view, and without rows to train again."""
+        self.round = Round()
+        self.round_row_indices = self.view.row_indices
+        self.retrained_row_indices = {}
+        self.num_batches_back = 0
         self.num_bytes_before = self.exchange.num_bytes
 
-    def _depart(self, *, is_whole: bool) -> Departure:
-        """Send the change of all weights, or of the fragment whose turn it is."""
+    def _begin_exchange(self, *, is_whole: bool) -> FragmentExchange:
+        """Begin to exchange the change of all weights (`is_whole`), or of the fragment whose turn it is.
+
+        Sets and returns `fragment_exchange`.
+        """
         batch = self.run.batch
-        turn = (batch - self.round.steps) // self.interval % self.sync.fragments
-        numbers = range(self.sync.fragments) if is_whole else [turn]
-        self.departure = self.outer.depart(numbers, self.exchange, batch * LABELS_PER_BATCH)
-        return self.departure
+        if is_whole:
+            fragment_indices = range(self.sync.fragments)
+        else:
+            # Counted from the run's first batch, so that islands which joined later take the same turn.
+            round_index = (batch - self.round.steps) // self.batches_per_round
+            turn = round_index % self.sync.fragments
+            fragment_indices = range(turn, turn + 1)
+        label = batch * LABELS_PER_BATCH
+        self.fragment_exchange = self.outer.begin_exchange(fragment_indices, self.exchange, label)
+        return self.fragment_exchange
 
     def _end_round(self, *, is_whole: bool, leaves: bool) -> None:
-        """Exchange changes until the coordinator commits the round, and take the outer step."""
+        """Exchange changes until the coordinator commits the round, and take the outer step.
+
+        `is_whole`: all weights are exchanged, without delay. `leaves`: this launch ends after a whole outer step. If
+        the coordinator or this island's connection is lost meanwhile, `_end_alone` ends the round.
+        """
         began_at = time.monotonic()
-        if is_whole and self.departure is not None:  # the run ends: what travels is in the whole change, too
-            self.member.phase = "exchange"  # else nobody would notice that its link is dead
-            self.departure.swap.wait()
-            self.departure = None
-        departure = self.departure or self._depart(is_whole=is_whole)
+        if is_whole and self.fragment_exchange is not None:
+            # The run ends while a fragment is being sent. The change of all weights contains that fragment's.
+            self.member.phase = "exchange"  # so that the coordinator notices a dead link
+            self.fragment_exchange.transfer.wait()
+            self.fragment_exchange = None
+        fragment_exchange = self.fragment_exchange or self._begin_exchange(is_whole=is_whole)
         while True:
-            norm = self._arrive(departure)
+            norm = self._wait_for_mean(fragment_exchange)
             arrived_at = time.monotonic()
-            # An island that leaves, or saves, does so after a whole outer step.
-            asks_for_whole = not is_whole and (leaves or (self.owes_save and self.view.leader == self.name))
-            self._report(norm, leaving=leaves and is_whole, asks_for_whole=asks_for_whole)
+            # An island leaves, or saves, after a whole outer step only, so it asks for one.
+            needs_equal_weights = leaves or (self.owes_save and self.view.leader == self.name)
+            self._report(norm, leaving=leaves and is_whole, asks_for_whole=needs_equal_weights and not is_whole)
+
             self.member.phase = "wait"
             decision = self._next_decision()
-            while isinstance(decision, dict) and decision["epoch"] < self.view.epoch:
-                decision = self._next_decision()
+            while not isinstance(decision, Disconnection) and decision["epoch"] < self.view.epoch:
+                decision = self._next_decision()  # of an earlier view
             self.member.phase = "compute"
-            if isinstance(decision, dict) and decision["kind"] == "view":
+
+            if not isinstance(decision, Disconnection) and decision["kind"] == "view":
                 self.num_repeats += 1
-                decision = self._take_view(View.of(decision)) or decision
-            if isinstance(decision, Lost):
+                decision = self._apply_view(View.from_message(decision)) or decision
+            if isinstance(decision, Disconnection):
                 self._end_alone(decision)
                 return
             if decision["kind"] == "commit":
                 break
-            departure.send(self.exchange, self.held.pieces, self.sync.dtype)
-        self.departure = None
+            fragment_exchange.begin(self.exchange, self.held.pieces, self.sync.dtype)
+        self.fragment_exchange = None
         self.measured = {
             "islands/exchange_seconds": arrived_at - began_at,
             "islands/decision_seconds": time.monotonic() - arrived_at,
-            "islands/travel_seconds": departure.swap.seconds,
+            "islands/travel_seconds": fragment_exchange.transfer.seconds,
             "islands/bytes": self.num_bytes,
         }
-        self._commit_round(decision, departure)
+        self._commit_round(decision, fragment_exchange)
 
-    def _arrive(self, departure: Departure) -> float | None:
-        """Wait for the mean change over islands. Returns its norm; None if a rank could not exchange."""
+    def _wait_for_mean(self, fragment_exchange: FragmentExchange) -> float | None:
+        """Wait for the islands' changes, and compute their mean.
+
+        Returns the L2 norm of the mean change; None if a rank of this island could not exchange. Sets `num_bytes`.
+        """
         self.member.phase = "exchange"
-        has_arrived = departure.swap.wait()
+        has_arrived = fragment_exchange.transfer.wait()
         self.member.phase = "wait"
         if all_reduce_sum([int(not has_arrived)])[0]:
             return None
         self.member.phase = "compute"
-        own = [departure.take_mean(self.held, self.name), self.exchange.num_bytes - self.num_bytes_before]
-        squares, self.num_bytes = (sum(column) for column in zip(*all_gather_json(own), strict=True))
-        return math.sqrt(squares)
+        sum_of_squares = fragment_exchange.take_mean(self.held, self.name)
+        num_bytes = self.exchange.num_bytes - self.num_bytes_before
+        of_ranks = all_gather_json([sum_of_squares, num_bytes])
+        self.num_bytes = sum(bytes_of_rank for _, bytes_of_rank in of_ranks)
+        return math.sqrt(sum(squares_of_rank for squares_of_rank, _ in of_ranks))
 
-    def _report(self, norm: float | None, **flags: bool) -> None:
+    def _report(self, norm: float | None, *, leaving: bool, asks_for_whole: bool) -> None:
+        """Report the round to the coordinator, from rank 0. `norm` is None if the exchange has failed."""
         if self.rank != 0:
             return
-        here = self.round
-        keys = ("steps", "weight", "samples", "tokens", "losses", "digest", "loss", "again")
-        counts = {key: getattr(here, key) for key in keys}
-        place = {"epoch": self.view.epoch, "batch": self.run.batch - here.steps, "weights": self.weights}
-        pace = {"ok": norm is not None, "norm": norm or 0.0, "seconds": here.seconds / here.steps}
-        unused = {"out_of_range": False, "bad": 0, "link": 0}
-        self.member.send({"kind": "prepared", **place, **counts, **pace, **flags, **unused})
+        self.member.send(
+            {
+                "kind": "prepared",
+                "epoch": self.view.epoch,
+                "batch": self.run.batch - self.round.steps,
+                "ok": norm is not None,
+                "norm": norm or 0.0,
+                "weights": self.weights_digest,
+                "steps": self.round.steps,
+                "weight": self.round.weight,
+                "samples": self.round.samples,
+                "tokens": self.round.tokens,
+                "losses": self.round.losses,
+                "digest": self.round.digest,
+                "loss": self.round.loss,
+                "again": self.round.again,
+                "seconds": self.round.seconds / self.round.steps,
+                "leaving": leaving,
+                "asks_for_whole": asks_for_whole,
+                # Only exact islands use these.
+                "out_of_range": False,
+                "bad": 0,
+                "link": 0,
+            }
+        )
 
-    def _commit_round(self, decision: Message, departure: Departure) -> None:
-        """Apply a committed outer step, and begin the next round with the view that follows."""
-        batch, steps = self.run.batch, self.round.steps
+    def _commit_round(self, decision: Message, fragment_exchange: FragmentExchange) -> None:
+        """Count and log a committed round, take its outer step, and begin the next round with the view that follows.
+
+        Raises NonFiniteError if the mean change is not finite.
+        """
+        batch = self.run.batch
+        steps = self.round.steps
         if not math.isfinite(decision["norm"]):
             raise NonFiniteError(
                 f"outer step after batch {batch}: the mean change of the weights is not finite; the newest checkpoint "
                 "stands. Lower the learning rate or islands.sync.lr"
             )
-        lost_before, trained = self.num_lost_samples, decision["rows"]
-        self._note_lost(batch, trained, decision["again"])
-        for name, rows in trained.items():
-            self.trained.setdefault(name, {**self.machines[name], "rows": 0})["rows"] += rows
+        self._count_round(decision)
+
+        # The outer step.
+        self.has_equal_weights = self.outer.finish_exchange(fragment_exchange, batch * LABELS_PER_BATCH)
+        self.exchanges_all_weights = decision["next_is_whole"] or not self.has_partial_exchanges
+
+        # The next view. Saves and joiners get the momentum with the optimizer's state.
+        self.next_view = None if decision["next"] is None else View.from_message(decision["next"])
+        has_joiners = self.next_view is not None and bool(self.next_view.joiners)
+        if self.has_equal_weights or has_joiners:
+            self.outer.add_momentum_to_optimizer()
+        self.disconnection = self._begin_next_view()
+        has_new_view = bool(decision["next"]) and self.disconnection is None and self.next_view is None
+        if has_new_view and self.name in self.view.joiners:
+            self.outer.load_state()  # this island's weights had drifted, so it has received the leader's
+
+        # The next round.
+        ended_row_indices = self.round_row_indices
+        self._begin_round()
+        self._retrain_lost_rows(ended_row_indices, decision["rows"], steps)
+        interval = self.config.check_weights_every
+        is_digest_due = batch // interval > (batch - steps) // interval
+        self.weights_digest = self.held.digest(self.outer.outer_weights) if is_digest_due else ""
+        is_coordinator_gone = self.disconnection is not None and self.disconnection.kind == "gone"
+        if is_coordinator_gone and not self.has_equal_weights:
+            self._step_alone()
+
+    def _count_round(self, decision: Message) -> None:
+        """Add the rows and tokens of all islands to this launch's counts, and log the round's numbers."""
+        lost_before = self.num_lost_samples
+        self._count_lost_samples(decision["rows"], decision["again"])
+        self._count_trained_rows(decision["rows"])
         self.num_drifts += len(decision["drifted"])
         tokens_elsewhere = decision["tokens"] - self.round.tokens
         self.run.add_counts(decision["samples"] - self.round.samples, tokens_elsewhere)
         self.tokens_elsewhere += tokens_elsewhere
-        counted = {key: decision[key] for key in ("loss", "samples", "tokens")}
-        self.measured |= {f"islands/{key}": value for key, value in counted.items()}
         self.measured |= {
-            "islands/steps": steps,
+            "islands/loss": decision["loss"],
+            "islands/samples": decision["samples"],
+            "islands/tokens": decision["tokens"],
+            "islands/steps": self.round.steps,
             "islands/outer_norm": decision["norm"],
             "islands/lost_samples": self.num_lost_samples,
             "islands/lost_in_round": self.num_lost_samples - lost_before,
@@ -256,120 +366,143 @@ class LocalIslands(Islands):
             "islands/samples_again": self.num_samples_again,
         }
         self.run.log(self.metrics())
-        self.is_alike = self.outer.land(departure, batch * LABELS_PER_BATCH)
-        self.is_whole = decision["next_is_whole"] or not self.streams
-        self.next_view = View.of(decision["next"]) if decision["next"] is not None else None
-        if self.is_alike or (self.next_view and self.next_view.joiners):
-            self.outer.show_momentum()
-        self.lost = self._begin_next_view()
-        if self.lost is None and self.next_view is None and decision["next"] and self.name in self.view.joiners:
-            self.outer.take_over()  # this island's weights had drifted
-        row_indices = self.round_row_indices
-        self._begin_round()
-        self._share_lost(row_indices, trained, steps)
-        is_due = batch // self.config.check_weights_every > (batch - steps) // self.config.check_weights_every
-        self.weights = self.held.digest(self.outer.start) if is_due else ""
-        if self.lost is not None and self.lost.kind == "gone" and not self.is_alike:
-            self._step_alone()
 
     # ------------------------------------------------------------------------------------------------- lost rows
 
-    def _note_lost(self, batch: int, trained: Mapping[str, int], again: int = 0) -> None:
-        """Name the rows of islands that began the round and are not in its outer step, and those trained again."""
-        batches = f"batches {batch - self.round.steps + 1} to {batch}"
-        for name, count in lost_samples(self.round_row_indices, trained, self.round.steps).items():
-            self.num_lost_samples += count
-            self.run.print(f"islands: rows of {name} in {batches} are lost: {count} samples")
+    def _count_lost_samples(self, trained: Mapping[str, int], again: int) -> None:
+        """Count and print the samples that islands have lost in this round, and those that were trained again.
+
+        `trained` maps the islands of the outer step to their samples. Islands that began the round and are missing have
+        lost theirs. `again` is the number of samples that the previous round had lost.
+        """
+        last_batch = self.run.batch
+        batches = f"batches {last_batch - self.round.steps + 1} to {last_batch}"
+        lost_samples = count_lost_samples(self.round_row_indices, trained, self.round.steps)
+        for name, num_samples in lost_samples.items():
+            self.num_lost_samples += num_samples
+            self.run.print(f"islands: rows of {name} in {batches} are lost: {num_samples} samples")
         self.num_samples_again += again
         if again:
             self.run.print(f"islands: {batches} trained lost rows again: {again} samples")
 
-    def _share_lost(self, row_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
-        """Divide the rows that the last round has lost among its islands that stay, to be trained in this round."""
-        lost = [index for name in row_indices if name not in trained for index in row_indices[name]]
-        if lost and self.sync.lost_rows == "retrain":
-            staying = {name: rows for name, rows in self.view.row_indices.items() if name in trained}
-            self.round_again, self.num_back = share_lost(lost, staying, self.data_ranks), steps
-            if staying and not self.round_again:
-                self.run.print(
-                    f"islands: {len(lost)} lost rows of a batch are no multiple of an island's data ranks, so they are "
-                    "not trained again"
-                )
+    def _retrain_lost_rows(self, row_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
+        """Divide the rows that the previous round has lost among the islands that stay, if `lost_rows` is `retrain`.
+
+        `row_indices` are the rows of each batch that islands began that round with, `trained` has the islands of its
+        outer step, and `steps` is its number of batches. Sets `retrained_row_indices` and `num_batches_back`. Prints if
+        the rows cannot be divided.
+        """
+        lost_rows = [index for name in row_indices if name not in trained for index in row_indices[name]]
+        if not lost_rows or self.sync.lost_rows != "retrain":
+            return
+        staying = {name: rows for name, rows in self.view.row_indices.items() if name in trained}
+        self.retrained_row_indices = divide_lost_rows(lost_rows, staying, self.data_ranks)
+        self.num_batches_back = steps
+        if staying and not self.retrained_row_indices:
+            self.run.print(
+                f"islands: {len(lost_rows)} lost rows of a batch are no multiple of an island's data ranks, so they "
+                "are not trained again"
+            )
 
     # ------------------------------------------------------------------------------------------ losing and leaving
 
-    def _take_view(self, view: View) -> Lost | None:
-        """Apply a view in the middle of a round, whose rows stay as they are."""
-        if self.departure is not None:
-            self.departure.swap.wait()  # the newer view has ended it
-        return super()._take_view(view)
+    def _apply_view(self, view: View) -> Disconnection | None:
+        # A view may come in the middle of a round, whose rows stay as they are. It has ended the exchange under way,
+        # whose thread uses the connections that are closed now.
+        if self.fragment_exchange is not None:
+            self.fragment_exchange.transfer.wait()
+        return super()._apply_view(view)
 
     def _end_without_coordinator(self) -> None:
+        """End the round because a rank has lost its connection. Handles decisions that came before on rank 0."""
         decision = self._next_decision()
-        while not isinstance(decision, Lost):
+        while not isinstance(decision, Disconnection):
             if decision["kind"] == "view":
-                self.view = View.of(decision)  # `leader` may have changed
+                self.view = View.from_message(decision)  # the leader, which saves, may have changed
             decision = self._next_decision()
         self._end_alone(decision)
 
-    def _end_alone(self, lost: Lost) -> None:
-        """Leave after this batch. If the coordinator is gone, take an outer step with this island's change first: one
-        island then saves."""
-        self.lost = lost
-        if lost.kind != "gone":
+    def _end_alone(self, disconnection: Disconnection) -> None:
+        """Leave after this batch, because the connection to the coordinator has ended.
+
+        If the coordinator itself is gone, take an outer step with this island's change first. One island, the leader,
+        then saves. If only this island was evicted, the others carry on, and what it has trained is lost. Sets
+        `disconnection`, for `begin_batch` or `decide` to leave with.
+        """
+        self.disconnection = disconnection
+        if disconnection.kind != "gone":
             self.has_left = True
             return
-        self._note_lost(self.run.batch, {self.name: self.round.samples}, self.round.again)
+        self._count_lost_samples({self.name: self.round.samples}, self.round.again)
         self._step_alone()
 
     def _step_alone(self) -> None:
-        self.departure = None
+        """Take an outer step of all weights with this island's change alone, and begin a round."""
+        self.fragment_exchange = None
         self.outer.step_alone()
-        self.outer.show_momentum()
-        self.is_alike = True
+        self.outer.add_momentum_to_optimizer()
+        self.has_equal_weights = True
         self._begin_round()
 
     def leave_early(self) -> None:
-        """Leave in the middle of a round if others carry on; else end it."""
+        """Bring the state to one that can be saved, or leave the run to the others, in the middle of a round.
+
+        If other islands carry on, they save, and what this one has trained in the round is lost. The last island ends
+        the round early with its own outer step.
+        """
         if self.is_settled or self.has_left:
             return
         if len(self.view.members) > 1:
+            # Between two commits another island may ask to leave, too. The coordinator says which one is the last.
             if self.rank == 0:
                 self.member.send({"kind": "leave", "asks": True})
             decision = self._next_decision()
-            while isinstance(decision, dict) and decision["kind"] != "left":
-                lost = self._take_view(View.of(decision))
-                decision = lost or self._next_decision()
-            if isinstance(decision, Lost):
+            while not isinstance(decision, Disconnection) and decision["kind"] != "left":
+                disconnection = self._apply_view(View.from_message(decision))
+                decision = disconnection or self._next_decision()
+            if isinstance(decision, Disconnection):
                 self._end_alone(decision)
                 return
             if not decision["is_last"]:
                 self.has_left = True
-                more = f"; of up to {self.every} batches before, what it had not sent" if self.streams else ""
-                self.run.print(
-                    f"islands: this island leaves; its last {self.round.steps} batches since the outer step are lost: "
-                    f"{self.round.samples} samples{more}"
-                )
+                self._print_left()
                 return
         if self.round.steps:
             self._end_round(is_whole=True, leaves=True)
         else:
             self._step_alone()
 
+    def _print_left(self) -> None:
+        """Print that this island leaves in the middle of a round, and which samples that loses."""
+        message = (
+            f"islands: this island leaves; its last {self.round.steps} batches since the outer step are lost: "
+            f"{self.round.samples} samples"
+        )
+        if self.has_partial_exchanges:  # earlier batches have reached only some fragments
+            message += f"; of up to {self.every} batches before, what it had not sent"
+        self.run.print(message)
+
     @property
     def is_settled(self) -> bool:
-        """Whether all islands have the same weights: none has trained since an outer step of all."""
-        return self.is_alike and self.round.steps == 0
+        """Whether all islands have the same weights: none has trained since an outer step of all weights."""
+        return self.has_equal_weights and self.round.steps == 0
 
     def decide(self, decision: Decision) -> Decision:
-        """Put off saves, and leaving, until all islands have the same weights."""
-        if self.has_left and not (decision.preempted_by or decision.stops):
-            if self.lost is not None:
-                self._leave(self.lost)
+        """Postpone saves, and the end of the launch, until all islands have the same weights.
+
+        An island that has left does not save. If the coordinator has evicted it and the launch does not end anyway,
+        raises Preempted. Sets `owes_save` when a save is postponed, and resets it when the save is made.
+        """
+        launch_ends = bool(decision.preempted_by) or decision.stops
+        if self.has_left:
+            if self.disconnection is not None and not launch_ends:
+                self._leave(self.disconnection)
             return decision._replace(saves=False)
-        if self.is_settled or self.has_left:
-            saves, self.owes_save = decision.saves or self.owes_save, False
-            return decision._replace(saves=saves and not self.has_left)
+        if self.is_settled:
+            saves = decision.saves or self.owes_save
+            self.owes_save = False
+            return decision._replace(saves=saves)
+
         if decision.saves and not self.owes_save:
             self.owes_save = True
             if self.view.leader == self.name:
@@ -378,8 +511,12 @@ class LocalIslands(Islands):
 
     @property
     def writes_checkpoints(self) -> bool:  # type: ignore[override]
+        """Whether this island saves, as `Islands.writes_checkpoints` says, and all islands have the same weights."""
         return super().writes_checkpoints and self.is_settled
 
 
 def find_islands(config: TrainConfig) -> Islands:
-    return (Islands if settings_of(config).sync is None else LocalIslands)(config)
+    """Return the partners of a run whose YAML has the block `islands`: with `islands.sync`, those of local steps."""
+    if settings_of(config).sync is None:
+        return Islands(config)
+    return LocalIslands(config)
