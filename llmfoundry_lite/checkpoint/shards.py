@@ -361,8 +361,8 @@ class Shard:
     def _name_tensors(self, begin: int, end: int, requests: Sequence[ReadRequest]) -> str:
         """Name the tensors that a damaged byte range belongs to, for a message: ` (in model/w and 2 more)`.
 
-        If there are requests, only their tensors are named. Empty if no tensor has bytes in the range, which may be part
-        of the header.
+        If there are requests, only their tensors are named. Returns an empty string if no tensor has bytes in the
+        range, for instance because it is part of the header.
         """
         named = set()
         for request in requests:
