@@ -1,4 +1,8 @@
-"""Full tensors of a checkpoint, read by one process without a process group: to export, compare or consolidate."""
+"""Full tensors of a checkpoint, read by one process without a process group: to export, compare or consolidate.
+
+`load_full_tensors` returns them, `diff` and `diff_scalars` compare two checkpoints, and `consolidate` writes one
+safetensors file. `restore` does the reading; the sharding of the run that saved does not matter here.
+"""
 
 import contextlib
 import json
@@ -24,12 +28,13 @@ Url = str | os.PathLike[str]
 
 
 class Difference(NamedTuple):
-    """The largest differences between two tensors of the same name."""
+    """How two tensors of the same name differ."""
 
     name: str
     note: str
     """Why values were not compared, such as another shape, or that dtypes differ. Empty: neither."""
     num_different: int = 0
+    """Number of elements that are not equal. 0 also if values were not compared."""
     max_absolute: float = 0.0
     """NaN if an element is NaN in one tensor only."""
     max_relative: float = 0.0
@@ -37,77 +42,101 @@ class Difference(NamedTuple):
 
 
 def load_full_tensors(url: Url, *, prefix: str = "model/") -> Tensors:
-    """Return all tensors of a checkpoint whose names begin with `prefix`, which is taken off, on the CPU.
+    """Load the full tensors of a checkpoint whose keys begin with `prefix`, onto the CPU.
 
-    Tied tensors are there under each of their names. Raises CheckpointError.
+    url: one checkpoint, such as `runs/mpt/checkpoints/ba200` or `s3://bucket/run/ba200`.
+
+    Returns the tensors by key without the prefix; by default that is the model's state dict. A tied tensor is returned
+    under each of its names, as the same object. Raises CheckpointError if the checkpoint is absent or damaged.
     """
     checkpoint = open_checkpoint(url)
-    tensors = read_full(checkpoint, [name for name in checkpoint.manifest.tensors if name.startswith(prefix)])
-    for alias, name in checkpoint.manifest.aliases.items():
-        if name in tensors:
-            tensors[alias] = tensors[name]
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    keys = [key for key in checkpoint.manifest.tensors if key.startswith(prefix)]
+    tensors = read_full(checkpoint, keys)
+    for alias, stored_key in checkpoint.manifest.aliases.items():
+        if stored_key in tensors:
+            tensors[alias] = tensors[stored_key]
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 
-def read_full(checkpoint: Checkpoint, names: list[str]) -> Tensors:
-    """Return whole tensors of a checkpoint by name, on the CPU. Raises UnsoundCheckpointError."""
+def read_full(checkpoint: Checkpoint, keys: list[str]) -> Tensors:
+    """Read full tensors of a checkpoint into new CPU memory, by key (`model/wte.weight`), and verify what is read.
+
+    Raises UnsoundCheckpointError if a file is absent, unreadable or damaged.
+    """
+    # A tensor that is not a DTensor asks `read_tensors` for all of it. On the meta device, it takes no memory.
     like = {}
-    for name in names:
-        record = checkpoint.manifest.tensors[name]
-        like[name] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+    for key in keys:
+        record = checkpoint.manifest.tensors[key]
+        like[key] = torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
     return read_tensors(checkpoint, like)
 
 
 def diff(a: Url, b: Url) -> Iterator[Difference]:
-    """Compare each tensor that checkpoint `a` or `b` has, in order of name. Two tensors are in memory at a time.
+    """Compare two checkpoints tensor by tensor, in order of key, and yield a `Difference` for each, equal ones
+    included.
 
-    Raises CheckpointError.
+    `a` and `b` are URLs of checkpoints. Two tensors are in memory at a time. Raises CheckpointError if a checkpoint is
+    absent or damaged.
     """
     checkpoint_a = open_checkpoint(a)
     checkpoint_b = open_checkpoint(b)
-    tensors_a = checkpoint_a.manifest.tensors
-    tensors_b = checkpoint_b.manifest.tensors
-    for name in sorted(tensors_a.keys() | tensors_b.keys()):
-        record_a = tensors_a.get(name)
-        record_b = tensors_b.get(name)
+    records_a = checkpoint_a.manifest.tensors
+    records_b = checkpoint_b.manifest.tensors
+    for key in sorted(records_a.keys() | records_b.keys()):
+        record_a = records_a.get(key)
+        record_b = records_b.get(key)
         if record_a is None or record_b is None:
-            yield Difference(name, f"only in {'a' if record_a else 'b'}")
-        elif record_a.shape != record_b.shape:
-            yield Difference(name, f"shape {list(record_a.shape)} and {list(record_b.shape)}")
-        else:
-            note = "" if record_a.dtype == record_b.dtype else f"dtype {record_a.dtype} and {record_b.dtype}"
-            yield compare(name, note, read_full(checkpoint_a, [name])[name], read_full(checkpoint_b, [name])[name])
+            yield Difference(key, f"only in {'a' if record_a else 'b'}")
+            continue
+        if record_a.shape != record_b.shape:
+            yield Difference(key, f"shape {list(record_a.shape)} and {list(record_b.shape)}")
+            continue
+
+        note = ""
+        if record_a.dtype != record_b.dtype:
+            note = f"dtype {record_a.dtype} and {record_b.dtype}"
+        tensor_a = read_full(checkpoint_a, [key])[key]
+        tensor_b = read_full(checkpoint_b, [key])[key]
+        yield compare(key, note, tensor_a, tensor_b)
 
 
 def compare(name: str, note: str, a: torch.Tensor, b: torch.Tensor) -> Difference:
-    """Return the largest differences of two CPU tensors of one shape, in float64. `name` and `note` go into the result.
+    """Compare two CPU tensors of the same shape, whose dtypes may differ.
 
-    Elements that are NaN in both tensors are equal.
+    name, note: text for the result.
+
+    Returns how many elements differ and the largest differences, computed in float64. Elements that are NaN in both
+    tensors are equal.
     """
-    # Most tensors have the same bits, which is quick to see, and needs no memory.
-    has_one_dtype = a.dtype == b.dtype
-    if has_one_dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
-        return Difference(name, note)
+    # Most tensors have the same bytes, which is quick to find out and needs no memory.
+    have_same_dtype = a.dtype == b.dtype
+    if have_same_dtype:
+        bytes_a = a.reshape(-1).view(torch.uint8)
+        bytes_b = b.reshape(-1).view(torch.uint8)
+        if torch.equal(bytes_a, bytes_b):
+            return Difference(name, note)
 
-    # Different large integers may be equal as float64, so they are compared before.
-    is_exactly_same = (a == b) if has_one_dtype else True
+    # Find equal elements. Different large integers may be equal as float64, so they are compared before as well.
+    is_equal_before = (a == b) if have_same_dtype else True
     a = a.double()
     b = b.double()
-    is_same = ((a == b) & is_exactly_same) | (a.isnan() & b.isnan())
-    if bool(is_same.all()):
+    is_equal = ((a == b) & is_equal_before) | (a.isnan() & b.isnan())
+    if bool(is_equal.all()):
         return Difference(name, note)
 
-    # Equal infinities would give NaN, so equal elements are 0 here.
-    absolute = torch.where(is_same, 0.0, (a - b).abs())
-    scale = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(torch.float64).tiny)
-    relative = torch.where(is_same, 0.0, absolute / scale)
-    return Difference(name, note, int((~is_same).sum()), float(absolute.max()), float(relative.max()))
+    # Differences of equal elements are set to 0, because infinity minus infinity would be NaN. The smallest normal
+    # number in the denominator avoids 0 / 0.
+    absolute = torch.where(is_equal, 0.0, (a - b).abs())
+    larger_magnitude = torch.maximum(a.abs(), b.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+    relative = torch.where(is_equal, 0.0, absolute / larger_magnitude)
+    return Difference(name, note, int((~is_equal).sum()), float(absolute.max()), float(relative.max()))
 
 
 def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
-    """Return path, value in `a` and value in `b` of everything that differs between two checkpoints and is no tensor.
+    """Compare everything in two checkpoints that is not a tensor: run state, and the optimizer's options and numbers.
 
-    A value that one of them lacks is `<missing>`.
+    Returns a (path, value in `a`, value in `b`) for each value that differs, in order of path, such as
+    `("optimizer.groups[0].options.lr", 0.001, 0.002)`. A value that one of them lacks is `<missing>`.
     """
     values_a = dict(_flatten({"scalars": a.scalars, "optimizer": a.optimizer}, ""))
     values_b = dict(_flatten({"scalars": b.scalars, "optimizer": b.optimizer}, ""))
@@ -115,19 +144,22 @@ def diff_scalars(a: Manifest, b: Manifest) -> list[tuple[str, object, object]]:
     for path in sorted(values_a | values_b):
         value_a = values_a.get(path, "<missing>")
         value_b = values_b.get(path, "<missing>")
-        if repr(value_a) != repr(value_b):  # NaN equals NaN then, and 1 does not equal 1.0
+        if repr(value_a) != repr(value_b):  # by `repr`, NaN equals NaN, and 1 does not equal 1.0
             differences.append((path, value_a, value_b))
     return differences
 
 
 def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
-    """Write a checkpoint's tensors to one safetensors file, and return its path.
+    """Write a checkpoint's tensors to one safetensors file at `target`, and return its path.
 
-    These are the weights, under their names in the model, or with `everything` all tensors, under their names in the
-    checkpoint. An earlier consolidation is replaced when the new one is complete. One tensor is in memory at a time.
+    url: the checkpoint.
+    everything: write all tensors, under their keys in the checkpoint (`model/…`, `optim/…`). By default only the
+        weights are written, under their names in the model.
 
-    Raises CheckpointError if there is any other file at `target`, if `target` lies in a checkpoint, and if the disk
-    fails.
+    The file appears when it is complete, and replaces an earlier consolidation. One tensor is in memory at a time.
+
+    Raises CheckpointError if there is any other file at `target`, if `target` lies in a checkpoint, if the checkpoint
+    is damaged, or if the disk fails.
     """
     checkpoint = open_checkpoint(url)
     path = Path(target)
@@ -135,16 +167,21 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
     if os.path.lexists(path) and not _is_consolidated(path):
         raise CheckpointError(f"{path}: exists and is not an earlier consolidation; give another name, or remove it")
 
+    # Choose the tensors, and their names in the new file.
     manifest = checkpoint.manifest
-    if everything:
-        stored_names = {name: name for name in manifest.tensors}
-    else:
-        stored_names = {name.removeprefix("model/"): name for name in manifest.tensors if name.startswith("model/")}
-    if not stored_names:
+    key_of_name = {}  # name in the new file -> key in the checkpoint
+    for key in manifest.tensors:
+        if everything:
+            key_of_name[key] = key
+        elif key.startswith("model/"):
+            key_of_name[key.removeprefix("model/")] = key
+    if not key_of_name:
         raise CheckpointError(
             f"{checkpoint.url}: none of its tensors is named model/…; --everything writes all of them"
         )
-    records = file_order({name: manifest.tensors[stored_name] for name, stored_name in stored_names.items()})
+
+    # Write a draft beside the target, and rename it when it is on the disk.
+    records = file_order({name: manifest.tensors[key] for name, key in key_of_name.items()})
     metadata = {"format": "pt", "save_id": manifest.save_id, "aliases": json.dumps(manifest.aliases)}
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -152,9 +189,10 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
         with open(draft, "wb") as file:
             file.write(build_header(records, metadata))
             for name, record in records.items():
-                if math.prod(record.shape):
-                    stored_name = stored_names[name]
-                    tensor = read_full(checkpoint, [stored_name])[stored_name]
+                has_elements = math.prod(record.shape) > 0
+                if has_elements:
+                    key = key_of_name[name]
+                    tensor = read_full(checkpoint, [key])[key]
                     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
@@ -168,22 +206,27 @@ def consolidate(url: Url, target: Url, *, everything: bool = False) -> Path:
 
 
 def _is_consolidated(path: Path) -> bool:
-    """Return whether `consolidate` has written this file."""
+    """Return whether a file was written by `consolidate`, as its metadata shows, so that it may be replaced."""
     if not path.is_file():  # a read from a pipe would never end
         return False
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
-        return {"save_id", "aliases"} <= (file.metadata() or {}).keys()
+        metadata = file.metadata() or {}
+        return "save_id" in metadata and "aliases" in metadata
     return False
 
 
 def _flatten(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Yield the path and value of each leaf of nested dicts, lists and tuples, such as `scalars.clock[0]`. `path` is
-    that of `value`. Empty containers are leaves."""
+    """Yield the path and the value of each leaf of nested dicts, lists and tuples. Empty containers are leaves.
+
+    `path` is the path of `value` itself. With the path `scalars`, `{"clock": [5, 7]}` yields `("scalars.clock[0]", 5)`
+    and `("scalars.clock[1]", 7)`.
+    """
     if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flatten(item, f"{path}.{key}" if path else str(key))
+        for key, child in value.items():
+            child_path = f"{path}.{key}" if path else str(key)
+            yield from _flatten(child, child_path)
     elif isinstance(value, (list, tuple)) and value:
-        for i, item in enumerate(value):
-            yield from _flatten(item, f"{path}[{i}]")
+        for i, child in enumerate(value):
+            yield from _flatten(child, f"{path}[{i}]")
     else:
         yield path, value

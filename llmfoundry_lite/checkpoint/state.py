@@ -4,8 +4,12 @@ This module reads DTensors and `optimizer.state` themselves. torch's `get_/set_*
 take a dummy optimizer step to create missing slots, which leaves AdamW at step 1; they fail with KeyError after a
 forward pass without gradients; and they name tied weights differently in model and optimizer.
 
-Keys of tensors are `model/<name>` for parameters and buffers, and `optim/<name>/<slot>` for the optimizer's slots of a
-parameter, such as `exp_avg`.
+A checkpoint's tensors have keys: `model/<name>` for parameters and buffers, and `optim/<name>/<slot>` for the state
+that an optimizer keeps for a parameter, such as `exp_avg`. A slot without dimensions, such as `step`, is kept as a
+number.
+
+`read_state` collects what a save writes. A restore uses `optimizer_targets` and `check_optimizer` to match a checkpoint
+with an optimizer, and `write_optimizer` to replace the optimizer's state. Nothing here is collective.
 """
 
 import fnmatch
@@ -30,7 +34,9 @@ IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 saved nor restored."""
 
 DTYPE_KINDS = {"F": "float", "I": "int", "U": "uint"}
+"""First letter of a dtype in safetensors -> the word that torch puts before the number of bits."""
 IRREGULAR_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
+"""dtypes that torch does not spell in this way."""
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, IRREGULAR_DTYPES.get(name) or DTYPE_KINDS[name[0]] + name[1:]) for name in ITEM_BYTES
 }
@@ -60,14 +66,16 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 
 def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
-    """Collect the state of a model and its optimizer, without copying tensors.
+    """Collect the part of a model and its optimizer that a checkpoint keeps, on this rank.
 
-    Numbers of the optimizer are copied from the device. Raises CheckpointError if the optimizer updates a tensor that
-    is no parameter of the model.
+    Tensors are not copied: the result changes when training goes on. Numbers of the optimizer, such as `step`, are
+    copied from the device, which waits for it. FSDP modules are resharded. Raises CheckpointError if the optimizer
+    updates a tensor that is not a parameter of the model.
     """
+    # A tied tensor is stored under the first of its names.
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
-    first_keys: dict[int, str] = {}
+    first_keys: dict[int, str] = {}  # id of a tensor -> its first key
     for name, tensor in itertools.chain(*_parameters_and_buffers(model)):
         key = f"model/{name}"
         first_key = first_keys.setdefault(id(tensor), key)
@@ -76,74 +84,86 @@ def read_state(model: nn.Module, optimizer: Optimizer | None = None) -> State:
         else:
             aliases[key] = first_key
 
-    numbers = None
+    optimizer_record = None
     if optimizer is not None:
-        slots, numbers = _read_optimizer(parameter_names(model, optimizer), optimizer)
+        slots, optimizer_record = _read_optimizer(parameter_names(model, optimizer), optimizer)
         tensors |= slots
-    return State(tensors, aliases, numbers, row_orders(model, tensors))
+    return State(tensors, aliases, optimizer_record, row_orders(model, tensors))
 
 
 def row_orders(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, RowRanges]:
-    """Return the order in which ranks hold the rows of a tensor, by key, for tensors where it is not the tensor's own.
+    """Find the tensors whose rows the ranks hold in another order than the tensor's own, and return that order by key.
 
-    Modules with such parameters have an attribute `row_order`. It holds for their parameters, and for optimizer slots
-    of a parameter's shape.
+    Tensor parallelism stacks the query, key and value weights so that each rank has its own heads. Modules with such
+    parameters have an attribute `row_order`, ranges of the tensor's own rows ([first row, number of rows]) in the order
+    in which ranks hold them. It applies to the module's parameters and to optimizer slots of a parameter's shape.
+    `tensors` are those to look for, by key.
     """
-    order_of_parameter: dict[str, tuple[torch.Size, RowRanges]] = {}
-    for prefix, module in model.named_modules():
+    shape_and_order: dict[str, tuple[torch.Size, RowRanges]] = {}  # by parameter name
+    for module_name, module in model.named_modules():
         order = getattr(module, "row_order", None)
         if order is None:
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                order_of_parameter[clean_name(f"{prefix}.") + name] = parameter.shape, order
-    if not order_of_parameter:
+                shape_and_order[clean_name(f"{module_name}.") + name] = parameter.shape, order
+    if not shape_and_order:
         return {}
 
     orders = {}
     for key, tensor in tensors.items():
-        shape, order = order_of_parameter.get(_parameter_of(key), (None, ()))
-        if tensor.shape == shape:
+        parameter_shape, order = shape_and_order.get(_parameter_of(key), (None, ()))
+        if tensor.shape == parameter_shape:
             orders[key] = order
     return orders
 
 
 def _parameter_of(key: str) -> str:
-    """Return the name of the parameter or buffer in a key: that of `model/<name>`, or of `optim/<name>/<slot>`."""
-    kind, _, name = key.partition("/")
-    return name.rsplit("/", 1)[0] if kind == "optim" else name
+    """Return the name of the parameter or buffer that a key belongs to: `wte.weight` for `model/wte.weight` and for
+    `optim/wte.weight/exp_avg`."""
+    prefix, _, name = key.partition("/")
+    return name.rsplit("/", 1)[0] if prefix == "optim" else name
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
-    """Return the name of each parameter by its id, for the model's parameters and for all that the optimizer updates.
+    """Return the name of each parameter by its `id`: of the model's parameters, and of all that the optimizer updates.
 
-    Raises CheckpointError if the optimizer updates a tensor that is no parameter of the model.
+    The optimizer has tensors without names, and this is how its slots get keys. A tied parameter has its first name.
+    Raises CheckpointError if the optimizer updates a tensor that is not a parameter of the model, as it does when it
+    was built before the model was sharded.
     """
     names: dict[int, str] = {}
     parameters, _ = _parameters_and_buffers(model)
     for name, parameter in parameters:
         names.setdefault(id(parameter), name)
-    for i, group in enumerate(optimizer.param_groups):
+
+    for group_index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            # With ZeRO-1, the optimizer has some rows of each parameter, as tensors of their own.
+            # With ZeRO-1, the optimizer updates some rows of each parameter, which are separate tensors.
             whole_parameter = getattr(parameter, "share_of", parameter)
             if id(whole_parameter) not in names:
                 raise CheckpointError(
-                    f"the optimizer's group {i} updates a tensor of shape {tuple(parameter.shape)} that is not a "
-                    "parameter of the model; build the optimizer from the model as it is trained (after sharding it)"
+                    f"the optimizer's group {group_index} updates a tensor of shape {tuple(parameter.shape)} that is "
+                    "not a parameter of the model; build the optimizer from the model as it is trained (after sharding "
+                    "it)"
                 )
             names[id(parameter)] = names[id(whole_parameter)]
     return names
 
 
 def _parameters_and_buffers(model: nn.Module) -> tuple[NamedTensors, NamedTensors]:
-    """Return a model's parameters, and the buffers that a state dict holds, by one walk over its modules."""
+    """Return a model's named parameters, and its named buffers that a state dict would hold.
+
+    A parameter or buffer that several modules share is listed under each of its names. Changes the model: it reshards
+    all FSDP modules, so that the parameters are DTensors.
+    """
     modules = list(model.named_modules(remove_duplicate=False))
     for _, module in modules:
-        # After a forward pass without gradients, FSDP leaves whole tensors in the place of the root's parameters.
+        # After a forward pass without gradients, the root module still has whole tensors as parameters.
         if isinstance(module, FSDPModule):
             module.reshard()
 
+    # The tensors come from the modules, because `named_parameters` would leave out all but the first of tied names.
     parameters: NamedTensors = []
     buffers: NamedTensors = []
     for module_name, module in modules:
@@ -158,10 +178,11 @@ def _parameters_and_buffers(model: nn.Module) -> tuple[NamedTensors, NamedTensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, outside of autograd's graph and in the memory that training uses."""
+    """Return this rank's part of a tensor, without a copy and detached from autograd's graph. For a tensor that is not
+    a DTensor, that is all of it."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # else autograd would record to_local
+    with torch.no_grad():  # otherwise autograd records `to_local`
         return tensor.to_local().detach()
 
 
@@ -174,96 +195,124 @@ def is_ignored(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _read_optimizer(names: Mapping[int, str], optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return an optimizer's slots by key, and its class, groups and numbers as the manifest has them. `names` are
-    parameter names by id.
+    """Split an optimizer's state into tensors for the shard files and a record for the manifest.
 
-    A slot that is a tensor with dimensions stays a tensor. One that is a single number, such as `step`, is copied.
+    names: the name of each parameter by its `id`.
+
+    Returns the slots that are tensors, by key, without copying them; and the manifest's `optimizer`, such as
+
+        {"class": "AdamW",
+         "groups": [{"params": ["wte.weight"], "options": {"lr": 0.001}}],
+         "state": {"wte.weight": {"step": {"value": 200.0, "dtype": "F32"}}}}
+
+    `state` has the slots that are a single number. One that is a tensor without dimensions has its dtype there, too.
     """
-    tensors: Tensors = {}
-    numbers: dict[str, dict[str, Any]] = {}
+    slot_tensors: Tensors = {}
+    numbers_by_parameter: dict[str, dict[str, Any]] = {}
+    number_records: list[dict[str, Any]] = []  # the same records, for `_copy_to_host`
     for parameter, slots in optimizer.state.items():
         name = names[id(parameter)]
         for slot, value in slots.items():
-            if not isinstance(value, torch.Tensor):
-                if value is not None:
-                    numbers.setdefault(name, {})[slot] = {"value": value}
-            elif value.ndim:
-                tensors[f"optim/{name}/{slot}"] = value.detach() if value.requires_grad else value
-            else:
-                numbers.setdefault(name, {})[slot] = {"value": value, "dtype": DTYPE_NAMES[value.dtype]}
-    _copy_to_host([number for slots in numbers.values() for number in slots.values()])
+            if value is None:
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim:
+                slot_tensors[f"optim/{name}/{slot}"] = value.detach() if value.requires_grad else value
+                continue
+            record = {"value": value}
+            if isinstance(value, torch.Tensor):
+                record["dtype"] = DTYPE_NAMES[value.dtype]
+            numbers_by_parameter.setdefault(name, {})[slot] = record
+            number_records.append(record)
+    _copy_to_host(number_records)
 
     groups = []
     for group in optimizer.param_groups:
         options = {}
-        for key, value in group.items():
-            if key == "params" or key in IMPLEMENTATION_OPTIONS:
+        for option, value in group.items():
+            if option == "params" or option in IMPLEMENTATION_OPTIONS:
                 continue
-            options[key] = local_tensor(value).item() if isinstance(value, torch.Tensor) else value
-        groups.append({"params": [names[id(parameter)] for parameter in group["params"]], "options": options})
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
+            options[option] = local_tensor(value).item() if isinstance(value, torch.Tensor) else value
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"params": group_names, "options": options})
+    return slot_tensors, {"class": type(optimizer).__name__, "groups": groups, "state": numbers_by_parameter}
 
 
-def _copy_to_host(numbers: Sequence[dict[str, Any]]) -> None:
-    """Replace each `value` that is a tensor by a Python number, in place. One transfer copies all of a device and
-    dtype, because each transfer waits for the device."""
-    by_device_and_dtype: dict[Any, list[dict[str, Any]]] = {}
-    for number in numbers:
-        if "dtype" in number:
-            by_device_and_dtype.setdefault((number["value"].device, number["dtype"]), []).append(number)
-    for alike in by_device_and_dtype.values():
-        values = torch.stack([local_tensor(number["value"]) for number in alike]).tolist()
-        for number, value in zip(alike, values, strict=True):
-            number["value"] = value
+def _copy_to_host(records: Sequence[dict[str, Any]]) -> None:
+    """Replace tensors without dimensions by Python numbers in records of an optimizer's numbers, in place.
+
+    A record `{"value": <tensor>, "dtype": "F32"}` is changed. One without a dtype has a Python value and stays. All
+    numbers of one device and dtype are copied by one transfer, because each transfer waits for the device.
+    """
+    records_by_device_and_dtype: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        if "dtype" in record:
+            device_and_dtype = record["value"].device, record["dtype"]
+            records_by_device_and_dtype.setdefault(device_and_dtype, []).append(record)
+    for similar_records in records_by_device_and_dtype.values():
+        numbers = torch.stack([local_tensor(record["value"]) for record in similar_records]).tolist()
+        for record, number in zip(similar_records, numbers, strict=True):
+            record["value"] = number
 
 
 def join_optimizers(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the whole optimizer's class, groups and numbers, from those of ranks with different parameters.
+    """Join the optimizer records of ranks that train different parameters of one model, for the manifest.
 
-    Returns None if the first rank has no optimizer. Raises CheckpointError if classes, numbers of groups or options
-    differ.
+    With pipeline parallelism, each stage has an optimizer for its own parameters. `parts` has the record of one rank of
+    each stage, in the form of `State.optimizer`. A parameter that stages share is listed once.
+
+    Returns the record of the whole optimizer, or None if the first rank has no optimizer. Raises CheckpointError if
+    ranks differ in the optimizer's class, in the number of its groups or in a group's options.
     """
-    first, *others = parts
-    if first is None:
+    first_part, *other_parts = parts
+    if first_part is None:
         return None
-    groups = [dict(group) for group in first["groups"]]
-    numbers = dict(first["state"])
-    for other in others:
-        if other is None or (other["class"], len(other["groups"])) != (first["class"], len(groups)):
+    groups = [dict(group) for group in first_part["groups"]]
+    numbers = dict(first_part["state"])
+    for part in other_parts:
+        if part is None or (part["class"], len(part["groups"])) != (first_part["class"], len(groups)):
             raise CheckpointError("not saved: ranks have optimizers of different kinds or numbers of groups")
-        for group, other_group in zip(groups, other["groups"], strict=True):
-            if group["options"] != other_group["options"]:
+        # Add the parameters of each of this rank's groups to the same group of the whole optimizer.
+        for group, group_of_part in zip(groups, part["groups"], strict=True):
+            if group["options"] != group_of_part["options"]:
                 raise CheckpointError("not saved: ranks have other options in the same optimizer group")
-            new_names = [name for name in other_group["params"] if name not in group["params"]]
+            new_names = [name for name in group_of_part["params"] if name not in group["params"]]
             group["params"] = [*group["params"], *new_names]
-        numbers |= other["state"]
+        numbers |= part["state"]
+
     for group in groups:
         group["params"] = _in_model_order(group["params"])
-    return {"class": first["class"], "groups": groups, "state": numbers}
+    return {"class": first_part["class"], "groups": groups, "state": numbers}
 
 
 def _in_model_order(names: Sequence[str]) -> list[str]:
-    """Sort parameter names as in the whole model: those before its blocks, those of the blocks, those after.
+    """Sort parameter names of several pipeline stages as a model without pipeline parallelism would list them.
 
-    A name with a number belongs to the block of that number. Names of one place keep their order.
+    First come the names before the transformer's blocks, then those of the blocks, then those after. A name with a
+    number belongs to the block of that number. Within these places, names keep their order:
+
+        [wte, blocks.0.a, blocks.2.a, norm_f, blocks.1.a]  ->  [wte, blocks.0.a, blocks.1.a, blocks.2.a, norm_f]
     """
-    block_numbers: dict[str, int] = {}
+    block_numbers: dict[str, int] = {}  # name -> number of its block
     for name in names:
-        number = re.search(r"\d+", name)
-        if number is not None:
-            block_numbers[name] = int(number[0])
-    first_of_blocks = next((i for i, name in enumerate(names) if name in block_numbers), len(names))
-    before = names[:first_of_blocks]
-    in_blocks = sorted(block_numbers, key=block_numbers.__getitem__)
-    after = [name for name in names[first_of_blocks:] if name not in block_numbers]
-    return [*before, *in_blocks, *after]
+        digits = re.search(r"\d+", name)
+        if digits is not None:
+            block_numbers[name] = int(digits[0])
+
+    num_before = 0
+    while num_before < len(names) and names[num_before] not in block_numbers:
+        num_before += 1
+    names_before = names[:num_before]
+    names_in_blocks = sorted(block_numbers, key=block_numbers.__getitem__)
+    names_after = [name for name in names[num_before:] if name not in block_numbers]
+    return [*names_before, *names_in_blocks, *names_after]
 
 
 def parameters_without_state(manifest: Manifest, ignore: Sequence[str]) -> set[str]:
-    """Return the names of parameters that start without optimizer state, if a load leaves out what matches `ignore`.
+    """Return the names of the parameters that start without optimizer state, because a load leaves out some tensors.
 
-    That is every parameter of which a tensor is left out. Moments belong to the weights that they were saved with, and
-    an optimizer creates either all slots of a parameter or none.
+    `ignore` has patterns for keys of the tensors that are left out. If a parameter's weights or any of its slots match,
+    none of its slots are restored: moments belong to the weights that they were saved with, and an optimizer creates
+    either all slots of a parameter or none.
     """
     return {_parameter_of(key) for key in manifest.tensors if is_ignored(key, ignore)}
 
@@ -271,10 +320,14 @@ def parameters_without_state(manifest: Manifest, ignore: Sequence[str]) -> set[s
 def optimizer_targets(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, left_out: Collection[str] = ()
 ) -> tuple[Tensors, dict[str, torch.nn.Parameter]]:
-    """Return, by key, a tensor like each slot that this rank restores; and the optimizer's parameters by name.
+    """Find the optimizer slots of a checkpoint that this rank restores, and how each has to be sharded.
 
-    A slot of its parameter's shape is sharded as the parameter; any other is whole. Parameters in `left_out` get no
-    slots. Nothing is allocated or changed.
+    manifest: the checkpoint's, whose keys `optim/<name>/<slot>` say which slots there are.
+    left_out: names of parameters that get no slots.
+
+    Returns two dictionaries. The first has, by key, a tensor that has the shape and sharding of the slot; its values
+    are not used, and it is on the meta device if nothing like it exists. The second has the optimizer's parameters by
+    name. Nothing is allocated or changed.
     """
     parameters_by_id = {id(parameter): parameter for parameter in _parameters_of(optimizer)}
     parameters = {}
@@ -289,10 +342,13 @@ def optimizer_targets(
         name, slot = key.removeprefix("optim/").rsplit("/", 1)
         parameter = parameters.get(name)
         if parameter is None or name in left_out:
-            continue
-        present = optimizer.state.get(parameter, {}).get(slot)
-        if isinstance(present, torch.Tensor) and present.shape == record.shape:
-            targets[key] = present.detach()
+            continue  # another pipeline stage has the parameter, or the load leaves it out
+
+        # A slot is sharded as it is now or, in a new optimizer, as its parameter. Slots of other shapes are not
+        # sharded.
+        present_slot = optimizer.state.get(parameter, {}).get(slot)
+        if isinstance(present_slot, torch.Tensor) and present_slot.shape == record.shape:
+            targets[key] = present_slot.detach()
         elif tuple(parameter.shape) == record.shape:
             targets[key] = parameter.detach()
         else:
@@ -309,10 +365,12 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[torch.nn.Parameter]:
 def check_optimizer(
     optimizer: Optimizer, groups: Sequence[set[str]], saved: Mapping[str, Any], checkpoint_url: str
 ) -> None:
-    """Raise CheckpointError unless the checkpoint's optimizer has this one's class and the same parameters in its
-    groups.
+    """Raise CheckpointError unless a checkpoint's optimizer fits this run's: the same class, and the same parameters in
+    each group.
 
-    `groups` are the parameter names of this run's groups, on all ranks; `saved` is the manifest's `optimizer`.
+    groups: the parameter names in each of this run's groups, over all ranks together.
+    saved: the manifest's `optimizer`.
+    checkpoint_url: names the checkpoint in errors.
     """
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -322,6 +380,8 @@ def check_optimizer(
     saved_groups = [set(group["params"]) for group in saved["groups"]]
     if list(groups) == saved_groups:
         return
+
+    # Name the parameters that only one side has. If there are none, the same parameters form other groups.
     names = set().union(*groups)
     saved_names = set().union(*saved_groups)
     if names != saved_names:
@@ -339,62 +399,75 @@ def write_optimizer(
     slots: Mapping[str, torch.Tensor],
     like: Mapping[str, torch.Tensor],
 ) -> None:
-    """Replace an optimizer's whole state by a checkpoint's.
+    """Replace an optimizer's options and state by a checkpoint's, in place.
 
-    `parameters` are the optimizer's, by name; `saved` is the manifest's `optimizer`. `slots` has this rank's part of
-    each slot, by key, and `like` tensors that are sharded as the slots have to be. Slots that have the right shape and
-    dtype already keep their memory.
+    parameters: the optimizer's parameters by name.
+    saved: the manifest's `optimizer`, whose groups are in the same order as the optimizer's.
+    slots: this rank's part of each slot that is a tensor, by key, as read from the checkpoint.
+    like: for each of these keys, a tensor that is sharded as the slot has to be.
+
+    State that the checkpoint does not have is dropped. Slots that have the right shape and dtype keep their memory, so
+    that a restore does not need twice as much.
     """
+    # Options. One that is a tensor, such as the learning rate of a captured step, must stay the same tensor.
     group_of_parameter = {}
     for group, saved_group in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in saved_group["options"].items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
+        for option, value in saved_group["options"].items():
+            if isinstance(group.get(option), torch.Tensor):
+                group[option].fill_(value)
             else:
-                group[key] = value
+                group[option] = value
         for parameter in group["params"]:
             group_of_parameter[id(parameter)] = group
 
-    state: dict[torch.nn.Parameter, dict[str, Any]] = {}
-    for name, numbers in saved["state"].items():
+    # Slots that are single numbers.
+    new_state: dict[torch.nn.Parameter, dict[str, Any]] = {}
+    for name, records in saved["state"].items():
         parameter = parameters.get(name)
         if parameter is None:
-            continue  # another stage of a pipeline has it
+            continue  # another pipeline stage has it
         group = group_of_parameter[id(parameter)]
-        values = state.setdefault(parameter, {})
-        for slot, number in numbers.items():
-            values[slot] = _slot_value(slot, number, parameter, group)
+        parameter_state = new_state.setdefault(parameter, {})
+        for slot, record in records.items():
+            parameter_state[slot] = _number_for_slot(slot, record, parameter, group)
+
+    # Slots that are tensors.
     for key, local_part in slots.items():
         name, slot = key.removeprefix("optim/").rsplit("/", 1)
         parameter = parameters[name]
-        target = optimizer.state.get(parameter, {}).get(slot)
-        fits = isinstance(target, torch.Tensor) and target.shape == like[key].shape and target.dtype == local_part.dtype
-        if not fits:
-            target = _allocate(like[key], local_part, parameter.device)
-        local_tensor(target).copy_(local_part)
-        state.setdefault(parameter, {})[slot] = target
+        slot_tensor = optimizer.state.get(parameter, {}).get(slot)
+        is_tensor = isinstance(slot_tensor, torch.Tensor)
+        if not is_tensor or slot_tensor.shape != like[key].shape or slot_tensor.dtype != local_part.dtype:
+            slot_tensor = _allocate(like[key], local_part, parameter.device)
+        local_tensor(slot_tensor).copy_(local_part)
+        new_state.setdefault(parameter, {})[slot] = slot_tensor
 
     optimizer.state.clear()
-    for parameter, values in state.items():
-        optimizer.state[parameter] = values
+    for parameter, parameter_state in new_state.items():
+        optimizer.state[parameter] = parameter_state
 
 
-def _slot_value(slot: str, number: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Return a slot that is one number, as torch keeps it: as a plain number, or as a tensor without dimensions.
+def _number_for_slot(slot: str, record: Mapping[str, Any], parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Return a number of an optimizer's state as torch keeps it: a Python number, or a tensor without dimensions.
 
-    `number` is its entry in the manifest, and `group` the parameter's group. The tensor is on the parameter's device,
-    except for a `step` of an optimizer that is neither fused nor capturable.
+    slot: the slot's name, such as `step`.
+    record: its record in the manifest, such as `{"value": 200.0, "dtype": "F32"}`. Without a dtype it was a Python
+        number.
+    parameter, group: the parameter that the slot belongs to, and that parameter's group in the optimizer.
     """
-    if "dtype" not in number:
-        return number["value"]
+    if "dtype" not in record:
+        return record["value"]
+    # torch keeps `step` on the CPU, except in fused and capturable optimizers, which read it on the device.
     is_on_device = slot != "step" or group.get("fused") or group.get("capturable")
     device = parameter.device if is_on_device else "cpu"
-    return torch.tensor(number["value"], dtype=DTYPES[number["dtype"]], device=device)
+    return torch.tensor(record["value"], dtype=DTYPES[record["dtype"]], device=device)
 
 
 def _allocate(like: torch.Tensor, local_part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a new tensor on a device, sharded as `like`, whose local part has the shape and dtype of `local_part`. Its
-    values are undefined."""
+    """Allocate a tensor on a device for an optimizer slot. Its values are undefined.
+
+    It has the global shape and sharding of `like`, and on this rank the shape and dtype of `local_part`.
+    """
     memory = torch.empty(local_part.shape, dtype=local_part.dtype, device=device)
     if not isinstance(like, DTensor):
         return memory
@@ -407,7 +480,10 @@ def _allocate(like: torch.Tensor, local_part: torch.Tensor, device: torch.device
 
 
 def describe_keys(only_in_checkpoint: set[str], only_in_run: set[str], limit: int = 3) -> str:
-    """Say in one line how a checkpoint's names differ from a run's. Of each side, `limit` names are shown."""
+    """Describe in one line which names only a checkpoint has and which only a run, for an error.
+
+    At most `limit` names of each side are shown, in alphabetical order. Empty if both sets are.
+    """
 
     def list_names(names: set[str]) -> str:
         text = ", ".join(sorted(names)[:limit])
@@ -424,7 +500,8 @@ def describe_keys(only_in_checkpoint: set[str], only_in_run: set[str], limit: in
 
 
 def clean_name(name: str) -> str:
-    """Return a name without the parts that wrapper modules insert."""
+    """Return a module's or parameter's name without the parts that wrapper modules insert: `_orig_mod.wte.weight`
+    becomes `wte.weight`."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
