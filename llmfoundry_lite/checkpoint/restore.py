@@ -1,7 +1,14 @@
 """Restores a model and its optimizer from safetensors shards, on any number of ranks.
 
-Each rank reads into new memory and verifies the blocks that it reads. No rank changes its model before all ranks have
-agreed that everything was read.
+`load` restores one checkpoint and `load_newest` the newest intact one of a run. Both have these steps:
+
+1. Rank 0 reads the manifest, and the others get it from rank 0.
+2. Ranks exchange the names of their tensors, and each matches its own with the manifest (`find_targets`).
+3. Each rank reads its parts into new memory, and verifies the blocks that it reads (`read_tensors`).
+4. Ranks agree that everything was read, or all of them raise. Only then does any rank change its model.
+
+`state` names tensors and writes the optimizer's state, `planning` says which parts a rank holds, and `shards` reads
+files.
 """
 
 import math
@@ -62,13 +69,19 @@ def load(
     ignore_keys: Sequence[str] = (),
     check: ManifestCheck = lambda manifest: None,
 ) -> Manifest:
-    """Restore a model's weights, and the whole state of its `optimizer` if there is one, from one checkpoint folder.
+    """Restore a model's weights, and the state of its optimizer if one is given, from one checkpoint.
 
-    Collective. `cast` permits tensors whose dtype differs from the checkpoint's, and converts them. `ignore_keys` are
-    patterns (`model/transformer.wpe.*`) of tensors that are left as they are; a parameter for which any tensor is left
-    as it is starts with no optimizer state. `check` is called with the manifest first, and may raise CheckpointError.
+    Collective: every rank passes the same arguments, with its own model and optimizer.
 
-    Returns the checkpoint's manifest. Raises CheckpointError on all ranks, in which case nothing has changed.
+    url: the checkpoint, such as `runs/mpt/checkpoints/ba200`. It may come from any number of ranks.
+    cast: whether a tensor may have another dtype than in the checkpoint; it is then converted.
+    ignore_keys: patterns of keys, such as `model/transformer.wpe.*`, of tensors that are left as they are. If any
+    tensor
+        of a parameter is left out, the parameter starts without optimizer state.
+    check: called with the manifest before anything else is read. It may raise CheckpointError.
+
+    Returns the checkpoint's manifest. Raises CheckpointError on all ranks if the checkpoint is absent, is damaged or
+    does not fit; model and optimizer are then unchanged.
     """
     checkpoint = None
     with exchange.raising_on_all_ranks():
@@ -90,33 +103,38 @@ def load_newest(
 ) -> Restored:
     """Restore a model and its optimizer from the newest intact checkpoint of a run.
 
-    Collective. Damaged and incomplete checkpoints are passed over; if rank 0 passes the run's `lease`, damaged ones are
-    also renamed. Other arguments are those of `load`.
+    Collective. Damaged and incomplete checkpoints are passed over, and the next older one is tried. `lease` is the
+    run's lease, on rank 0: with it, damaged checkpoints are also renamed. The other arguments are those of `load`.
 
-    Only rank 0 decides that a checkpoint is damaged. If another rank alone cannot read a file, this raises
-    CheckpointError with that rank's host and the file. It also raises if the newest intact checkpoint does not fit this
-    run, because an older one would not fit better.
+    Returns the checkpoint, or no manifest if the run has none; the model is then unchanged. Raises CheckpointError on
+    all ranks if the newest intact checkpoint does not fit this run, because an older one would not fit better. Only
+    rank 0 decides that a checkpoint is damaged: if another rank alone cannot read a file, that rank's host is at fault,
+    and the error names it.
     """
     rank, _ = exchange.rank_and_size()
     passed_over: dict[str, str] = {}  # on rank 0: name of a checkpoint -> the line that says why
     while True:
+        # Rank 0 searches by manifests and file sizes alone.
         checkpoint = None
         with exchange.raising_on_all_ranks():
             if rank == 0:
                 search = store.newest_intact(check_present, quarantine=lease, skip=passed_over)
                 checkpoint = search.checkpoint
                 passed_over |= search.passed_over
-
         name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
         if name is None:
-            return Restored(None, store.root.url, exchange.broadcast_json([*passed_over.values()]))
+            notes = exchange.broadcast_json([*passed_over.values()])
+            return Restored(None, store.root.url, notes)
+
+        # All ranks read. If the content turns out to be damaged, all ranks raise the same error, and search again.
         try:
             manifest = _load_together(checkpoint, model, optimizer, cast, ignore_keys, check)
         except (DamagedCheckpointError, IncompleteCheckpointError) as error:
             if rank == 0:
                 passed_over[name] = store.set_aside(name, error, lease)
         else:
-            return Restored(manifest, store.root.child(name).url, exchange.broadcast_json([*passed_over.values()]))
+            notes = exchange.broadcast_json([*passed_over.values()])
+            return Restored(manifest, store.root.child(name).url, notes)
 
 
 def _load_together(
@@ -127,23 +145,24 @@ def _load_together(
     ignore_keys: Sequence[str],
     check: ManifestCheck,
 ) -> Manifest:
-    """Restore one checkpoint on all ranks, and return its manifest; the arguments are those of `load`.
+    """Restore one checkpoint on all ranks, and return its manifest.
 
-    Collective. Only rank 0 passes a `checkpoint`. The others get the manifest's bytes from rank 0, so that all work
-    from the same one even if their views of the disk differ. Raises CheckpointError on all ranks before any rank
-    changes its model.
+    Collective. `checkpoint` is the one that rank 0 has opened, and None on all other ranks; the other arguments are
+    those of `load`. Raises CheckpointError on all ranks, before any rank changes its model.
     """
+    # All ranks get the manifest's bytes from rank 0, so that they agree even if their views of the disk differ.
     url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
     raw_manifest = exchange.broadcast_bytes(checkpoint.manifest_bytes if checkpoint else b"")
     with exchange.raising_on_all_ranks():  # a node may lack a package that the URL needs
         if checkpoint is None:
             checkpoint = Checkpoint(url, open_folder(url), decode(raw_manifest, url))
     assert checkpoint is not None
-
     names = gather_names(model, optimizer)
+
+    # Each rank reads its parts. Nothing in this block is collective. A rank that raised at once would leave the others
+    # waiting in the next collective, so an error is kept until then.
     targets = None
     stored_tensors: Tensors = {}
-    # A rank that raised at once would leave the others waiting in the next collective, so an error is kept until then.
     error = None
     try:
         check(checkpoint.manifest)
@@ -154,18 +173,22 @@ def _load_together(
     error = _blame_file_or_node(error, checkpoint)
     exchange.raise_on_all_ranks(error)
 
+    # Every rank has read everything.
     assert targets is not None
     targets.write(stored_tensors)
     return checkpoint.manifest
 
 
 class ReadFailure(NamedTuple):
-    """Report of a rank that could not read a file, for the other ranks. Travels as a JSON list."""
+    """Report of a rank that could not read a file, for the other ranks. It is sent as a JSON list."""
 
     file: str
+    """Name of the file, as in the manifest."""
     host: str
+    """Host of the rank."""
     message: str
     is_transient: bool
+    """Whether the error may pass, so that the same command may succeed later."""
 
 
 def _blame_file_or_node(error: Exception | None, checkpoint: Checkpoint) -> Exception | None:
@@ -174,21 +197,29 @@ def _blame_file_or_node(error: Exception | None, checkpoint: Checkpoint) -> Exce
     Collective: every rank passes the error that it met while reading, or None. Rank 0 reads the reported files again.
     If one is damaged for rank 0 too, the checkpoint is at fault. If all are sound, the reporting rank's node is.
 
-    Returns the error that this rank should raise, or None. On rank 0 that is its own error, or the decision.
+    Returns the error that this rank passes to `raise_on_all_ranks`, or None. That function raises the error of the
+    lowest rank that has one, so the decision is made by rank 0: it returns its own error or, if it has none, the damage
+    that it found or an error that names the node. The other ranks return their own.
     """
-    has_unsound_file = isinstance(error, UnsoundCheckpointError)
-    if not any(exchange.all_reduce_max([int(has_unsound_file)])):
-        return error
-    own_failure = None
+    is_file_unsound = isinstance(error, UnsoundCheckpointError)
+    is_unsound_on_a_rank = exchange.all_reduce_max([int(is_file_unsound)])[0]
+    if not is_unsound_on_a_rank:
+        return error  # all ranks leave here
+    failure_of_this_rank = None
     if isinstance(error, UnsoundCheckpointError):
-        own_failure = ReadFailure(error.file, socket.gethostname(), str(error), error.is_transient)
-    gathered = exchange.all_gather_json(own_failure)  # None for each rank that read everything
+        failure_of_this_rank = ReadFailure(error.file, socket.gethostname(), str(error), error.is_transient)
+    gathered_failures = exchange.all_gather_json(failure_of_this_rank)  # None from each rank that read everything
 
+    # Only rank 0 goes on from here, if it could read everything itself. Nothing below is collective.
     rank, _ = exchange.rank_and_size()
     if rank != 0 or error is not None:
-        return error  # rank 0 decides, if it could read everything itself
+        return error
 
-    failures = {rank: ReadFailure(*failure) for rank, failure in enumerate(gathered) if failure is not None}
+    # Read the reported files again, all of their blocks. If one is damaged, the checkpoint is at fault.
+    failures: dict[int, ReadFailure] = {}  # by rank
+    for failed_rank, failure in enumerate(gathered_failures):
+        if failure is not None:
+            failures[failed_rank] = ReadFailure(*failure)
     reported_names = {failure.file for failure in failures.values()}
     reported_files = [file for file in checkpoint.manifest.files if file.name in reported_names]
     for file in reported_files[:MAX_FILES_READ_AGAIN]:
@@ -197,15 +228,16 @@ def _blame_file_or_node(error: Exception | None, checkpoint: Checkpoint) -> Exce
         except UnsoundCheckpointError as damage:
             return damage
 
-    failed_rank = min(failures)
-    failure = failures[failed_rank]
+    # All files are sound here, so the node of the first rank that failed is at fault.
+    first_failed_rank = min(failures)
+    first_failure = failures[first_failed_rank]
     node_error = CheckpointError(
-        f"rank {failed_rank} on host {failure.host}: {failure.message}; rank 0 on host {socket.gethostname()} finds "
-        f"this file sound, so nothing is wrong with the checkpoint: see on {failure.host} whether the disk is mounted, "
-        "may be read and works, then run the same command again"
+        f"rank {first_failed_rank} on host {first_failure.host}: {first_failure.message}; rank 0 on host "
+        f"{socket.gethostname()} finds this file sound, so nothing is wrong with the checkpoint: see on "
+        f"{first_failure.host} whether the disk is mounted, may be read and works, then run the same command again"
     )
-    if failure.is_transient:
-        node_error.__cause__ = TransientError(failure.message)
+    if first_failure.is_transient:
+        node_error.__cause__ = TransientError(first_failure.message)
     return node_error
 
 
@@ -227,7 +259,10 @@ class Targets(NamedTuple):
     """The optimizer's class, groups and numbers, as in the manifest, for the parameters that are restored."""
 
     def write(self, stored_tensors: Tensors) -> None:
-        """Copy what was read into the model and the optimizer. `stored_tensors` has this rank's part of each target."""
+        """Copy what was read into the model, and replace the state of the optimizer.
+
+        `stored_tensors` has this rank's part of each target, by key, on the CPU and in the checkpoint's dtype.
+        """
         with torch.no_grad():
             for key, tensor in self.tensors.items():
                 if key.startswith("model/"):
@@ -247,19 +282,23 @@ class Names(NamedTuple):
 
 
 def gather_names(model: nn.Module, optimizer: Optimizer | None) -> Names:
-    """Gather the names of tensors and of optimizer parameters over all ranks.
+    """Gather the names of model tensors and of optimizer parameters over all ranks.
 
-    Collective. Raises CheckpointError on all ranks if a rank's optimizer does not belong to its model.
+    Collective. Every rank gets the same result, so that all find the same names missing in a checkpoint. `optimizer`
+    None gives no groups. Raises CheckpointError on all ranks if a rank's optimizer does not belong to its model.
     """
     with exchange.raising_on_all_ranks():
-        own_groups = []
+        groups_of_this_rank = []
         if optimizer is not None:
             parameter_names = state.parameter_names(model, optimizer)
             for group in optimizer.param_groups:
-                own_groups.append(sorted({parameter_names[id(parameter)] for parameter in group["params"]}))
-        own_names = [sorted(state.read_state(model).tensors), own_groups]
+                names_in_group = {parameter_names[id(parameter)] for parameter in group["params"]}
+                groups_of_this_rank.append(sorted(names_in_group))
+        keys_of_this_rank = sorted(state.read_state(model).tensors)
 
-    distinct_names = [names for names, _ in exchange.all_gather_distinct(own_names)]
+    # Ranks have the same names unless pipeline parallelism gives them different tensors. Join those that differ.
+    gathered = exchange.all_gather_distinct([keys_of_this_rank, groups_of_this_rank])
+    distinct_names = [keys_and_groups for keys_and_groups, _ in gathered]
     _, first_groups = distinct_names[0]
     all_keys: set[str] = set()
     all_groups: list[set[str]] = [set() for _ in first_groups]
@@ -281,20 +320,24 @@ def find_targets(
 ) -> Targets:
     """Match a checkpoint's tensors with this rank's model and optimizer, by name, shape and dtype.
 
-    `names` are those of all ranks, so that every rank finds the same missing names. `cast` permits other dtypes.
-    Tensors that match a pattern in `ignore` are left out on both sides.
+    names: the names that all ranks hold together, from `gather_names`. They must be the checkpoint's.
+    cast: whether a tensor may have another dtype than in the checkpoint.
+    ignore: patterns of keys that are left out on both sides.
 
-    Returns what to restore on this rank. Raises CheckpointError that names the tensors which differ.
+    Returns what to restore on this rank; nothing is read or changed. Raises CheckpointError, which names tensors that
+    differ. Not collective, so only some ranks may raise, for instance about a shape.
     """
+    # The model's tensors.
     manifest = checkpoint.manifest
-    model_tensors = state.read_state(model).tensors
     _check_ignore_patterns(checkpoint, names, ignore)
-    tensors = {key: tensor for key, tensor in model_tensors.items() if not is_ignored(key, ignore)}
     _check_model_keys(checkpoint, names, ignore)
+    model_tensors = state.read_state(model).tensors
+    tensors = {key: tensor for key, tensor in model_tensors.items() if not is_ignored(key, ignore)}
     _check_shapes_and_dtypes(checkpoint, tensors, cast=cast)
     if optimizer is None:
         return Targets(tensors, state.row_orders(model, tensors), None, {}, {})
 
+    # The optimizer's slots and numbers, except those of parameters from which a tensor is left out.
     if manifest.optimizer is None:
         raise CheckpointError(
             f"{checkpoint.url}: holds no optimizer state; load_weights_only: true starts a new optimizer"
@@ -303,15 +346,18 @@ def find_targets(
     without_state = state.parameters_without_state(manifest, ignore)
     slots, parameters = state.optimizer_targets(model, optimizer, manifest, without_state)
     tensors |= slots
-    numbers = {name: slots for name, slots in manifest.optimizer["state"].items() if name not in without_state}
+    saved_numbers = manifest.optimizer["state"]
+    numbers = {name: records for name, records in saved_numbers.items() if name not in without_state}
     saved_optimizer = manifest.optimizer | {"state": numbers}
     return Targets(tensors, state.row_orders(model, tensors), optimizer, parameters, saved_optimizer)
 
 
 def _check_ignore_patterns(checkpoint: Checkpoint, names: Names, ignore: Sequence[str]) -> None:
-    """Raise CheckpointError for a pattern in `ignore` that matches no tensor of the checkpoint or of the run."""
+    """Raise CheckpointError for a pattern in `ignore` that matches no tensor of the checkpoint or of the run, because
+    it is misspelt then."""
+    all_keys = (*names.keys, *checkpoint.manifest.tensors)
     for pattern in ignore:
-        if not any(is_ignored(key, [pattern]) for key in (*names.keys, *checkpoint.manifest.tensors)):
+        if not any(is_ignored(key, [pattern]) for key in all_keys):
             raise CheckpointError(
                 f"{checkpoint.url}: load_ignore_keys: {pattern} is no tensor, neither there nor in this run; names are "
                 f"such as {min(names.keys, default='model/…')} and may have * in them"
@@ -319,7 +365,10 @@ def _check_ignore_patterns(checkpoint: Checkpoint, names: Names, ignore: Sequenc
 
 
 def _check_model_keys(checkpoint: Checkpoint, names: Names, ignore: Sequence[str]) -> None:
-    """Raise CheckpointError unless checkpoint and run have model tensors of the same names, apart from `ignore`."""
+    """Raise CheckpointError unless checkpoint and run have the same model tensors, by name.
+
+    `names` are those of all ranks. Keys that match a pattern in `ignore` may be on one side only.
+    """
     saved_keys = {key for key in checkpoint.manifest.tensors if key.startswith("model/")}
     saved_keys = {key for key in saved_keys if not is_ignored(key, ignore)}
     needed_keys = {key for key in names.keys if not is_ignored(key, ignore)}
@@ -331,8 +380,10 @@ def _check_model_keys(checkpoint: Checkpoint, names: Names, ignore: Sequence[str
 
 
 def _check_shapes_and_dtypes(checkpoint: Checkpoint, tensors: Tensors, *, cast: bool) -> None:
-    """Raise CheckpointError if a model tensor has another shape than in the checkpoint, or another dtype, which `cast`
-    permits."""
+    """Raise CheckpointError if a model tensor has another shape than in the checkpoint, or another dtype unless `cast`.
+
+    `tensors` are this rank's, by key; all of them are in the checkpoint.
+    """
     for key, tensor in tensors.items():
         saved = checkpoint.manifest.tensors[key]
         dtype = DTYPE_NAMES[tensor.dtype]
@@ -360,12 +411,14 @@ class ChunkRead(NamedTuple):
 
 
 def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS) -> Tensors:
-    """Read this rank's parts of tensors from a checkpoint into new CPU memory, in the stored dtypes.
+    """Read this rank's parts of tensors from a checkpoint into new CPU memory, and verify what is read.
 
-    `like` has, by key, a tensor that is sharded as the result has to be. `row_orders` has the order in which ranks hold
-    the rows of a tensor, if it is not the tensor's own.
+    like: by key, a tensor with the shape and sharding of the result. A DTensor stands for this rank's part, and any
+        other tensor for the whole. Its dtype, device and values do not matter.
+    row_orders: by key, the order in which ranks hold a tensor's rows, if it is not the tensor's own.
 
-    Raises UnsoundCheckpointError if a file is absent, unreadable or damaged.
+    Returns the parts by key, in the dtypes of the checkpoint. Not collective. Raises UnsoundCheckpointError if a file
+    is absent, unreadable or damaged.
     """
     tensors, reads_by_file = find_reads(checkpoint.manifest, like, row_orders)
     read_files(checkpoint, reads_by_file)
@@ -373,51 +426,62 @@ def read_tensors(checkpoint: Checkpoint, like: Tensors, row_orders: Mapping[str,
 
 
 def read_files(checkpoint: Checkpoint, reads_by_file: Mapping[int, Sequence[ChunkRead]]) -> None:
-    """Read parts of chunks, several files at a time. `reads_by_file` has the reads by the index of their file.
+    """Fill the targets of reads, which are grouped by the index of their file in the manifest.
 
-    Raises UnsoundCheckpointError if a file is absent, unreadable or damaged.
+    Several files are read at once, each by one or more threads. Raises UnsoundCheckpointError if a file is absent,
+    unreadable or damaged.
     """
-    num_files_at_once = max(min(len(reads_by_file), checkpoint.folder.max_open_files), 1)
+    # The folder limits how many files are open. If that leaves threads over, each file gets several.
+    num_files_at_once = min(len(reads_by_file), checkpoint.folder.max_open_files)
+    num_files_at_once = max(num_files_at_once, 1)
     threads_per_file = max(NUM_THREADS // num_files_at_once, 1)
 
-    def read(index: int) -> None:
-        read_shard(checkpoint, index, reads_by_file[index], threads_per_file)
+    def read_file(file_index: int) -> None:
+        read_shard(checkpoint, file_index, reads_by_file[file_index], threads_per_file)
 
     with ThreadPoolExecutor(num_files_at_once, thread_name_prefix="checkpoint") as pool:
-        list(pool.map(read, sorted(reads_by_file)))
+        list(pool.map(read_file, sorted(reads_by_file)))  # `list` raises what a thread has raised
 
 
 def find_reads(
     manifest: Manifest, like: Tensors, row_orders: Mapping[str, RowRanges] = NO_ORDERS
 ) -> tuple[Tensors, dict[int, list[ChunkRead]]]:
-    """Find the parts of stored chunks that make up this rank's parts of tensors. Nothing is read yet.
+    """Find which parts of stored chunks make up this rank's parts of tensors. Nothing is read yet.
 
-    `like` and `row_orders` are as for `read_tensors`. Returns uninitialised CPU memory for the local part of each
-    tensor, and the reads that fill this memory, by the index of their file in the manifest.
+    manifest: the checkpoint's, which knows the chunks of each tensor.
+    like, row_orders: as for `read_tensors`.
+
+    Returns uninitialised CPU memory for this rank's part of each tensor, by key, and the reads that fill it, by the
+    index of their file in the manifest. A tensor that was saved by four ranks and is restored on one has four reads.
     """
     tensors: Tensors = {}
     reads_by_file: dict[int, list[ChunkRead]] = {}
-    for name, tensor in like.items():
+    for key, tensor in like.items():
         local_part = local_tensor(tensor)
-        boxes = boxes_of(tensor, row_orders.get(name))
-        assert sum(math.prod(box.lengths) for box in boxes) == local_part.numel(), f"{name}: {boxes}"
+        boxes = boxes_of(tensor, row_orders.get(key))
+        num_elements_in_boxes = sum(math.prod(box.lengths) for box in boxes)
+        assert num_elements_in_boxes == local_part.numel(), f"{key}: {boxes}"
 
-        memory = torch.empty(local_part.shape, dtype=DTYPES[manifest.tensors[name].dtype], device="cpu")
-        tensors[name] = memory
+        memory = torch.empty(local_part.shape, dtype=DTYPES[manifest.tensors[key].dtype], device="cpu")
+        tensors[key] = memory
         for box in boxes:
-            target = memory
-            if name in row_orders:  # there may be several boxes, one after the other along the rows
-                target = memory.narrow(0, box.first_row, box.lengths[0])
-            for file, chunk in manifest.overlapping(name, box.offset, box.lengths):
-                reads_by_file.setdefault(file, []).append(read_of_overlap(chunk, box.offset, box.lengths, target))
+            box_memory = memory
+            if key in row_orders:  # there may be several boxes, one after the other along the rows
+                box_memory = memory.narrow(0, box.first_row, box.lengths[0])
+            for file_index, chunk in manifest.overlapping(key, box.offset, box.lengths):
+                read = read_of_overlap(chunk, box.offset, box.lengths, box_memory)
+                reads_by_file.setdefault(file_index, []).append(read)
     return tensors, reads_by_file
 
 
 def read_of_overlap(chunk: Chunk, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> ChunkRead:
-    """Return the read of the part of a chunk that overlaps a box of the same tensor.
+    """Return the read that fills the part of a box which a chunk has. Box and chunk belong to one tensor and overlap.
 
-    The box begins at `offset` in the tensor and has `lengths`; `target` is the box's memory. The read's target is the
-    part of it that the chunk fills.
+    offset, lengths: the box, with its offset in the tensor.
+    target: the box's memory. The target of the read is a view of the part that the chunk fills.
+
+    For a vector, a chunk with elements [4, 8) and a box with elements [6, 12) overlap in [6, 8): the read begins at
+    offset 2 of the chunk, and fills the first two elements of the target.
     """
     offset_in_chunk = []
     for dim, (box_begin, box_length) in enumerate(zip(offset, lengths, strict=True)):
@@ -430,45 +494,52 @@ def read_of_overlap(chunk: Chunk, offset: Sequence[int], lengths: Sequence[int],
 
 
 def read_shard(checkpoint: Checkpoint, index: int, reads: Sequence[ChunkRead], num_threads: int) -> None:
-    """Read parts of chunks from the file with this index in the manifest, and verify the blocks that are touched.
+    """Read parts of chunks from one shard file into their targets, and verify the blocks that are touched.
 
-    A file is read in contiguous ranges. If a part is contiguous in its chunk and in its target, it is read in place.
-    Otherwise the shortest range around it is read into scratch memory, from which the part is copied at the end.
+    index: the file's index in the manifest.
+    reads: the parts, all from chunks of this file. Their ranges in the file must not overlap.
+    num_threads: threads that read the file.
 
-    Raises UnsoundCheckpointError if the file is absent, unreadable or damaged.
+    Raises UnsoundCheckpointError if the file is absent, unreadable or damaged. The targets then have undefined content.
     """
     requests = []
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copies_from_scratch: list[tuple[torch.Tensor, torch.Tensor]] = []  # each target, and a view of scratch memory
     with open_shard(checkpoint.folder, checkpoint.manifest.files[index]) as shard:
         for chunk, offset, target in reads:
+            # A file is read in contiguous ranges: find the shortest one that has the whole part.
             first_item, num_items = enclosing_range(chunk.shape, offset, target.shape)
             item_bytes = ITEM_BYTES[chunk.dtype]
             begin = shard.begin_of(chunk) + first_item * item_bytes
             end = begin + num_items * item_bytes
 
-            if num_items == target.numel() and target.is_contiguous():
+            has_nothing_between = num_items == target.numel()
+            if has_nothing_between and target.is_contiguous():
+                # The range is exactly the part, in the order of its target: read it in place.
                 memory = target.reshape(-1).view(torch.uint8).numpy()
             else:
+                # Read the range into scratch memory, and view the part there with the strides of the chunk.
                 memory = np.empty(end - begin, np.uint8)
                 items = torch.from_numpy(memory).view(DTYPES[chunk.dtype])
                 strides_in_chunk = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-                copies.append((target, items.as_strided(target.shape, strides_in_chunk)))
+                copies_from_scratch.append((target, items.as_strided(target.shape, strides_in_chunk)))
             requests.append(ReadRequest(begin, end, memory, chunk.tensor))
         shard.read(requests, num_threads=num_threads)
 
-    for target, values in copies:
-        target.copy_(values)
+    for target, part_in_scratch in copies_from_scratch:
+        target.copy_(part_in_scratch)
 
 
 def enclosing_range(shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """Return the shortest contiguous range of a row-major array's items that includes a box: first item, and count.
+    """Return the shortest contiguous range of a row-major array's items that includes a box, as first item and count.
+
+    shape: the array's. offset, lengths: the box, which must have items.
 
     >>> enclosing_range((4, 10), (1, 2), (2, 3))  # rows 1 and 2, columns 2 to 4: items 12 to 24
     (12, 13)
     """
-    first = 0  # row-major index of the box's first item
-    last = 0
-    for size, begin, length in zip(shape, offset, lengths, strict=True):
-        first = first * size + begin
-        last = last * size + begin + length - 1
-    return first, last - first + 1
+    first_item = 0  # row-major index of the box's first item, built one dimension at a time
+    last_item = 0
+    for dim_size, begin, length in zip(shape, offset, lengths, strict=True):
+        first_item = first_item * dim_size + begin
+        last_item = last_item * dim_size + begin + length - 1
+    return first_item, last_item - first_item + 1

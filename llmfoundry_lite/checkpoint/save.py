@@ -1,11 +1,16 @@
 """Saves a model and its optimizer as safetensors shards, written by all ranks in the background while training goes on.
 
-Background threads never take part in a collective: ranks learn of each other's progress in `Saver.poll`. A save of
-batch N passes through three phases:
+A save of batch N passes through three phases:
 
     batch N                                  ranks plan and copy their state; each begins to write its file
     first later batch with no rank busy      ranks exchange reports of their files; rank 0 begins to publish
     next batch with no rank busy             `poll` returns `Saved`
+
+The training loop calls `Saver.save` and `Saver.poll` after the same batches on all ranks, and only these calls
+communicate. Background threads never take part in a collective, because its order among the loop's collectives would
+differ between ranks. So ranks learn of each other's progress and errors in `poll`.
+
+`state` and `planning` say what to write, `shards` writes a file, and `store` publishes; when to save is the loop's.
 """
 
 import contextlib
@@ -87,7 +92,7 @@ class Saved:
 
 
 class RankReport(NamedTuple):
-    """Report of a rank about the file that it has written, for the other ranks."""
+    """Report of a rank about the file that it has written, which all ranks exchange before the save is published."""
 
     num_bytes: int
     """Size of the file."""
@@ -103,7 +108,7 @@ class RankReport(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class SaveInFlight:
-    """A save that has begun and whose publication is not known yet."""
+    """A save that has begun and that `poll` has not returned yet. `poll` sets the last two fields."""
 
     metadata: SaveMetadata
     plan: SavePlan
@@ -121,7 +126,7 @@ class SaveInFlight:
 
     @property
     def background_task(self) -> Future[Any]:
-        """The task that this rank's background thread works on, or has worked on last."""
+        """The task that this rank's background thread runs or has run last: publishing, or before that writing."""
         return self.publishing or self.writing
 
 
@@ -189,13 +194,14 @@ class Saver:
     def take_lease(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> None:
         """Take the run's lease on rank 0, and renew it in the background until `release_lease`.
 
-        Collective. The arguments are those of `CheckpointStore.acquire`. Raises CheckpointError on all ranks if rank 0
-        does not get the lease.
+        Collective; comes before the first save. Sets `has_lease` on all ranks and `lease` on rank 0. The arguments are
+        those of `CheckpointStore.acquire`. Raises CheckpointError on all ranks if rank 0 does not get the lease.
         """
         with exchange.raising_on_all_ranks():
             if self.rank == 0:
                 self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer, request=request)
                 self._renewals = Renewals(self.store.leases, self.lease)
+                # If this object is dropped without `release_lease`, the renewals must end, so that the lease expires.
                 weakref.finalize(self, self._renewals.stop)
         self.has_lease = True
 
@@ -210,13 +216,18 @@ class Saver:
     def save(self, model: nn.Module, optimizer: Optimizer | None, metadata: SaveMetadata) -> Saved | None:
         """Copy the state to host memory, and start to write it in the background.
 
-        Collective. If the previous save is still in flight, this waits for it first and returns it; otherwise it
-        returns None. Raises what `poll` raises for the previous save.
+        Collective; follow it with `poll` after each batch, or `wait`. Training may change model and optimizer as soon
+        as this returns. `optimizer` None saves the weights alone; of `metadata`, the checkpoint gets what rank 0
+        passes.
+
+        If the previous save is still in flight, this waits for it first and returns it; otherwise it returns None.
+        Raises CheckpointError on all ranks if that save has failed, or if the state cannot be saved.
         """
         assert self.has_lease, "take_lease comes before the first save"  # on all ranks, before any collective
         started = time.monotonic()
-        previous_save = self.wait()
+        previous_save = self.wait()  # also because its chunks are still in the host memory that is used again
 
+        # All ranks agree on who writes what, and on the save's unique name.
         current_state = state.read_state(model, optimizer)
         save_id = None
         if self.rank == 0:
@@ -225,9 +236,9 @@ class Saver:
         plan = self._agree_on_plan(current_state)
         save_id = exchange.broadcast_json(save_id)
         self.store.on_phase("planned")
-        self._stage(plan, current_state)
 
-        # The scalars are encoded later, in the background, while the training loop changes them.
+        # Copy what training will change. The scalars are encoded later, in the background.
+        self._stage(plan, current_state)
         metadata = replace(metadata, scalars=copy.deepcopy(metadata.scalars))
         self._in_flight = SaveInFlight(
             metadata=metadata,
@@ -243,10 +254,13 @@ class Saver:
     def digest(self, model: nn.Module, optimizer: Optimizer | None) -> str:
         """Return the state digest that a save at this moment would have: 16 hexadecimal digits, the same on all ranks.
 
-        Collective. Does not disturb a save in flight.
+        Collective. Nothing is copied or written, and a save in flight is not disturbed. Equal states have equal
+        digests, however many ranks hold them, so that two runs can be compared by this.
         """
         current_state = state.read_state(model, optimizer)
         plan = self._agree_on_plan(current_state)
+
+        # Each rank sums the chunks that it would write, so that replicas count once.
         state_sum = 0
         with torch.no_grad():
             for chunk, values in _chunk_values(plan, current_state):
@@ -257,12 +271,17 @@ class Saver:
     def poll(self, *, all_idle: bool | None = None) -> Saved | None:
         """Move the save in flight to its next phase, unless a rank is still busy with the present one.
 
-        Collective: every rank must call this after the same batches. `all_idle` says that no rank `is_busy`, if the
-        ranks have exchanged that already; with None, this method exchanges it.
+        Collective: every rank calls this after the same batches. It has three outcomes: nothing happens while a rank
+        still writes or publishes; once all have written, ranks exchange reports and rank 0 starts to publish; once that
+        is done, the save is returned and the next may begin.
+
+        all_idle: whether no rank `is_busy`, if the ranks have exchanged that already (the same value on all of them).
+            With None, this method exchanges it.
 
         Returns the save once it is published, else None. Raises on all ranks if any rank failed to write or publish;
         the save is then given up, and earlier checkpoints are untouched.
         """
+        # Whether a save is in flight is the same on all ranks, so that all return here or none.
         in_flight = self._in_flight
         if in_flight is None:
             return None
@@ -271,6 +290,7 @@ class Saver:
         if not all_idle:
             return None
 
+        # Every rank's background task has ended. If one failed, all ranks raise; if all have written, publish.
         try:
             error = in_flight.background_task.exception()
             if error is not None and not isinstance(error, Exception):
@@ -284,11 +304,12 @@ class Saver:
                 return None
         except BaseException:
             self._in_flight = None
-            # If this rank was interrupted while it publishes, the draft is still needed.
+            # A signal may interrupt rank 0 while its thread publishes. The draft is still needed then.
             if self.rank == 0 and in_flight.background_task.done():
                 self._abandon(in_flight.save_id)
             raise
 
+        # The save was published before this call.
         self._in_flight = None
         self.parent_save_id = in_flight.save_id
         return Saved(
@@ -301,10 +322,10 @@ class Saver:
         )
 
     def _abandon(self, save_id: str) -> None:
-        """Remove the draft of a failed save; called on rank 0.
+        """Remove the draft of a failed save. Only rank 0 calls this.
 
-        Behind a URL this happens in the background. A store that does not answer would otherwise hold up training for
-        as long as the save took to fail.
+        Behind a URL, the background thread removes it. An object store that does not answer would otherwise hold up
+        training once more, for as long as the save took to fail.
         """
         if self.store.root.path_here is None:
             self._background.submit(self.store.abandon, save_id)
@@ -314,8 +335,10 @@ class Saver:
     def wait(self) -> Saved | None:
         """Wait until the save in flight is published, and return it; None if there is no save in flight.
 
-        Collective, and raises as `poll` does. The ranks meet every POLL_SECONDS. Otherwise, if a store does not answer
-        one rank, the others would wait for it in a collective until that fails (`dist_timeout`).
+        Collective, and raises as `poll` does. Calls `note_wait` if that takes longer than NOTE_SECONDS.
+
+        Ranks wait for their own background thread for POLL_SECONDS at most, and then meet in `poll`. Otherwise, if a
+        store does not answer one rank, the others would wait for it in a collective until that fails (`dist_timeout`).
         """
         saved = None
         began = time.monotonic()
@@ -323,25 +346,28 @@ class Saver:
         while self._in_flight is not None:
             batch = self._in_flight.metadata.timestamp.batch
             wait_for_futures([self._in_flight.background_task], timeout=POLL_SECONDS)
-            saved = self.poll()
+            saved = self.poll()  # ends the loop, by a save or an error, once all ranks are done
 
-            seconds = time.monotonic() - began
-            if self._in_flight is not None and seconds >= note_after_seconds:
-                self.note_wait(f"ba{batch}", seconds)
+            waited_seconds = time.monotonic() - began
+            if self._in_flight is not None and waited_seconds >= note_after_seconds:
+                self.note_wait(f"ba{batch}", waited_seconds)
                 note_after_seconds *= 2
         return saved
 
     # ------------------------------------------------------------------------------------------- copying and writing
 
     def _agree_on_plan(self, current_state: state.State) -> SavePlan:
-        """Return the plan of which rank writes what.
+        """Return the plan of which rank writes what, made anew only if it has to be.
 
-        Collective. A new plan is made only if names, dtypes, shapes or placements have changed on any rank.
+        Collective. The plan of the previous save is used again unless names, dtypes, shapes or placements of tensors
+        have changed on any rank. Sets `_plan` and `_plan_signature`.
         """
-        signature = [
-            (name, tensor.dtype, tensor.shape, getattr(tensor, "placements", None))
-            for name, tensor in current_state.tensors.items()
-        ]
+        signature = []
+        for name, tensor in current_state.tensors.items():
+            placements = getattr(tensor, "placements", None)
+            signature.append((name, tensor.dtype, tensor.shape, placements))
+
+        # All ranks make a new plan if one of them needs it, because that is collective, too.
         has_changed = exchange.all_reduce_max([signature != self._plan_signature])[0]
         if has_changed or self._plan is None:
             self._plan = agree_on_plan(current_state.tensors, current_state.row_orders)
@@ -349,43 +375,56 @@ class Saver:
         return self._plan
 
     def _stage(self, plan: SavePlan, current_state: state.State) -> None:
-        """Copy this rank's chunks into `_staged_chunks`, in host memory, and wait until the device has copied them."""
-        if plan is not self._staged_plan:
-            is_pinned = any(tensor.device.type == PINNED for tensor in current_state.tensors.values())
-            self._allocate_staging(plan, is_pinned)
+        """Copy this rank's chunks into host memory (`_staged_chunks`), and wait until the device has copied them.
 
-        is_on_device = False
+        When this returns, training may go on to change the tensors. The memory of the previous save is used again if
+        the plan is the same. Nothing may still write from it.
+        """
+        if plan is not self._staged_plan:
+            has_device_tensors = any(tensor.device.type == PINNED for tensor in current_state.tensors.values())
+            self._allocate_staging(plan, pinned=has_device_tensors)
+
+        # Start all copies, and then wait once for all of them.
+        has_async_copies = False
         with torch.no_grad():
             chunk_values = _chunk_values(plan, current_state)
-            for (_, values), staged in zip(chunk_values, self._staged_chunks.values(), strict=True):
-                is_on_device |= values.device.type != "cpu"
-                staged.copy_(values, non_blocking=True)
-        if is_on_device:
+            for (_, values), staged_chunk in zip(chunk_values, self._staged_chunks.values(), strict=True):
+                has_async_copies |= values.device.type != "cpu"
+                staged_chunk.copy_(values, non_blocking=True)
+        if has_async_copies:
             torch.cuda.synchronize()
 
-    def _allocate_staging(self, plan: SavePlan, is_pinned: bool) -> None:
-        """Set `_content` and `_staged_chunks` up for a plan: one block of host memory with a view for each chunk."""
+    def _allocate_staging(self, plan: SavePlan, *, pinned: bool) -> None:
+        """Allocate host memory for this rank's chunks: one block, `_content`, with a view for each chunk.
+
+        Sets `_content`, `_staged_chunks` and `_staged_plan`. Chunks lie in the order of the file and without gaps, so
+        that `_content` is what the file has after its header. With `pinned`, a device copies there without a wait.
+        """
         chunks = plan.chunks_to_write
         chunk_sizes = [chunk.num_bytes for chunk in chunks.values()]
+        num_bytes = sum(chunk_sizes)
         self._staged_chunks = {}
-        if sum(chunk_sizes) != self._content.numel():
+        if num_bytes != self._content.numel():
             self._content = torch.empty(0, dtype=torch.uint8)  # frees the old memory before more is allocated
-            self._content = aligned_memory(sum(chunk_sizes), is_pinned)
+            self._content = aligned_memory(num_bytes, pinned)
 
-        parts = self._content.split(chunk_sizes)
-        for (key, chunk), part in zip(chunks.items(), parts, strict=True):
-            self._staged_chunks[key] = part.view(DTYPES[chunk.dtype]).view(chunk.shape)
+        byte_views = self._content.split(chunk_sizes)
+        for (key, chunk), byte_view in zip(chunks.items(), byte_views, strict=True):
+            self._staged_chunks[key] = byte_view.view(DTYPES[chunk.dtype]).view(chunk.shape)
         self._staged_plan = plan
 
     def _write(self, plan: SavePlan, current_state: state.State, save_id: str) -> RankReport:
-        """Write this rank's file from the staged chunks, in the background thread, and return this rank's report of it.
+        """Write this rank's file into the save's draft, and return this rank's report of it.
 
-        Raises CheckpointError if the file cannot be written, or if a value is not finite. A second thread looks for
-        such values and sums the digest at the same time.
+        Runs in the background thread, and reads nothing that training changes: the chunks come from `_staged_chunks`,
+        and of `current_state` only numbers and names are used. Raises CheckpointError if the file cannot be written, or
+        if a value is NaN or infinite, because a run could not be carried on from it.
         """
         folder, _ = self.store.open_draft(save_id)
         name = file_name(self.rank)
         header = build_header(plan.chunks_to_write, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
+
+        # A second thread looks for values that are not finite, and sums the state digest, while this one writes.
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as second_thread:
                 checking = second_thread.submit(self._check_and_sum, plan)
@@ -395,67 +434,71 @@ class Saver:
 
         non_finite_keys, state_sum = checking.result()
         if non_finite_keys:
-            shown = non_finite_keys[0]
+            shown_keys = non_finite_keys[0]
             if len(non_finite_keys) > 1:
-                shown += f" and {len(non_finite_keys) - 1} more"
-            raise CheckpointError(f"not saved: non-finite values in {shown}; older checkpoints stand")
+                shown_keys += f" and {len(non_finite_keys) - 1} more"
+            raise CheckpointError(f"not saved: non-finite values in {shown_keys}; older checkpoints stand")
+
+        numbers_and_names = repr([current_state.optimizer, current_state.aliases])
         return RankReport(
             num_bytes=record.num_bytes,
             header_bytes=record.header_bytes,
             file_digest=bytes.fromhex(record.digest),
-            optimizer_digest=hash_buffers([repr([current_state.optimizer, current_state.aliases]).encode()]),
+            optimizer_digest=hash_buffers([numbers_and_names.encode()]),
             state_sum=state_sum,
         )
 
     def _check_and_sum(self, plan: SavePlan) -> tuple[list[str], int]:
-        """Return the keys of staged chunks that have a value which is not finite, and this rank's part of the state
-        digest: a sum over its chunks.
+        """Read the staged chunks once, to look for values that are NaN or infinite and to sum the state digest.
 
-        Both are computed in one pass, part by part, so that each part enters the processor's cache only once.
+        Returns the keys of chunks that have such a value, and this rank's part of the state digest: the sum over its
+        chunks modulo 2^64. Both look at a chunk part by part, so that each part enters the processor's cache only once.
         """
         non_finite_keys: list[str] = []
         state_sum = 0
         for key, chunk in plan.chunks_to_write.items():
 
-            def check(part: torch.Tensor, key: str = key) -> None:
+            def check_part(part: torch.Tensor, key: str = key) -> None:
                 """Note the chunk's key if this part of it has a value that is not finite."""
                 if key not in non_finite_keys and not _is_finite(part):
                     non_finite_keys.append(key)
 
+            # `sum_keyed` calls `check_part` for each part just before it sums the part.
             whole_shape = plan.tensors[chunk.tensor].shape
-            state_sum += sum_keyed(chunk.tensor, self._staged_chunks[key], chunk.offset, whole_shape, check)
+            state_sum += sum_keyed(chunk.tensor, self._staged_chunks[key], chunk.offset, whole_shape, check_part)
         return non_finite_keys, state_sum % (1 << 64)
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
     def _gather_reports(self, in_flight: SaveInFlight) -> Manifest:
-        """Exchange the ranks' reports, and return the save's manifest, which has no log yet.
+        """Exchange the ranks' reports of their files, and make the save's manifest from them, still without its log.
 
-        Collective; called when all ranks have written their files. Raises CheckpointError on all ranks if ranks that
-        hold the same parameters have different optimizer groups or steps.
+        Collective; called when all ranks have written their files. Every rank returns a manifest, and rank 0 publishes
+        its own. Raises CheckpointError on all ranks if ranks that hold the same parameters have different optimizer
+        groups or steps.
         """
         plan = in_flight.plan
         packed_reports = exchange.all_gather_bytes(REPORT.pack(*in_flight.writing.result()))
-        reports = [RankReport(*REPORT.unpack(packed)) for packed in packed_reports]
+        reports = [RankReport(*REPORT.unpack(packed_report)) for packed_report in packed_reports]
+        _check_same_optimizers(reports, plan)  # raises on all ranks or on none, because all have the same reports
 
-        _check_same_optimizers(reports, plan)
         _, name_prefix = self.store.commits.draft(in_flight.save_id)
-        files = tuple(
-            FileRecord(
+        files = []
+        for rank, report in enumerate(reports):
+            file = FileRecord(
                 name=name_prefix + file_name(rank),
                 num_bytes=report.num_bytes,
                 block_bytes=BLOCK_BYTES,
                 header_bytes=report.header_bytes,
                 digest=report.file_digest.hex(),
             )
-            for rank, report in enumerate(reports)
-        )
+            files.append(file)
 
-        metadata = {
-            one.name: getattr(in_flight.metadata, one.name)
-            for one in fields(SaveMetadata)
-            if one.name != "log"  # which `_publish` adds
-        }
+        # The manifest has the fields of the metadata under the same names, except for the log, which `_publish` adds.
+        metadata_names = [
+            metadata_field.name for metadata_field in fields(SaveMetadata) if metadata_field.name != "log"
+        ]
+        metadata = {name: getattr(in_flight.metadata, name) for name in metadata_names}
         optimizer, aliases = _join_optimizers_of_ranks(in_flight.state, plan)
         return Manifest(
             **metadata,
@@ -467,11 +510,15 @@ class Saver:
             aliases=aliases,
             tensors=plan.tensors,
             state_digest=format_digest(sum(report.state_sum for report in reports)),
-            files=files,
+            files=tuple(files),
         )
 
     def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
-        """Write the log and publish the manifest, in the background thread of rank 0. Raises CheckpointError."""
+        """Write the run's log beside the checkpoint, publish the save, and call `after_publish`.
+
+        Runs in the background thread of rank 0. `manifest` has everything but the log; `log` returns the log's bytes,
+        and None leaves it out. Sets `log_parts`. Raises CheckpointError if the save is not published.
+        """
         assert self.lease is not None
         folder, _ = self.store.open_draft(manifest.save_id)
         log_parts = ()
@@ -487,10 +534,13 @@ class Saver:
 
 
 def _check_same_optimizers(reports: Sequence[RankReport], plan: SavePlan) -> None:
-    """Raise CheckpointError if ranks that hold the same parameters have different optimizer groups or steps. `reports`
-    has the report of each rank."""
-    for rank, table in enumerate(plan.table_of_rank):
-        first_rank = plan.first_ranks[table]
+    """Raise CheckpointError if ranks that hold the same parameters have different optimizer groups or steps.
+
+    `reports` has the report of each rank. Only the first of these ranks contributes to the manifest, so a difference
+    would otherwise be lost silently.
+    """
+    for rank, table_index in enumerate(plan.table_of_rank):
+        first_rank = plan.first_ranks[table_index]
         if reports[rank].optimizer_digest != reports[first_rank].optimizer_digest:
             raise CheckpointError(
                 f"not saved: rank {rank} has other optimizer groups or steps than rank {first_rank}; ranks have "
@@ -499,67 +549,72 @@ def _check_same_optimizers(reports: Sequence[RankReport], plan: SavePlan) -> Non
 
 
 def _join_optimizers_of_ranks(rank_state: state.State, plan: SavePlan) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """Return the whole optimizer's groups and numbers, and the names of all tied tensors, for the manifest.
+    """Return the whole model's optimizer record and aliases of tied tensors, for the manifest.
 
-    Without pipeline parallelism those of this rank are whole. With it, ranks hold different tensors, each with groups
-    and steps of its own. One rank of each kind then broadcasts its part, so the function is collective.
+    rank_state: this rank's state, whose `optimizer` and `aliases` are joined with those of other ranks.
+
+    Collective. Without pipeline parallelism every rank has all of it, and nothing is exchanged. With it, each stage has
+    an optimizer for its own parameters, and one rank of each stage broadcasts its record. Raises CheckpointError on all
+    ranks if these do not fit together.
     """
-    if len(plan.first_ranks) == 1:
+    if len(plan.first_ranks) == 1:  # the same on all ranks
         return rank_state.optimizer, rank_state.aliases
 
-    own_part = encode_value([rank_state.optimizer, rank_state.aliases])
+    part_of_this_rank = encode_value([rank_state.optimizer, rank_state.aliases])
     optimizers = []
     aliases: dict[str, str] = {}
-    for rank in plan.first_ranks:
-        optimizer, rank_aliases = decode_value(exchange.broadcast_json(own_part, source=rank))
+    for source_rank in plan.first_ranks:
+        part = exchange.broadcast_json(part_of_this_rank, source=source_rank)
+        optimizer, aliases_of_part = decode_value(part)
         optimizers.append(optimizer)
-        aliases |= rank_aliases
+        aliases |= aliases_of_part
     return state.join_optimizers(optimizers), aliases
 
 
 def _chunk_values(plan: SavePlan, current_state: state.State) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield each chunk that this rank writes, with the part of a local tensor that holds its values."""
+    """Yield each chunk that this rank writes, in the order of its file, with the part of a local tensor that holds the
+    chunk's values. The values are views, not copies."""
     for chunk in plan.chunks_to_write.values():
         tensor = current_state.tensors[chunk.tensor]
         values = local_tensor(tensor)
         if chunk.tensor in current_state.row_orders:
-            # This rank holds the tensor's rows in another order, so its local tensor has several chunks.
+            # This rank holds the tensor's rows in another order, so that several chunks lie in its local tensor.
             boxes = boxes_of(tensor, current_state.row_orders[chunk.tensor])
-            first_row = next(box.first_row for box in boxes if box.offset == chunk.offset)
-            values = values.narrow(0, first_row, chunk.shape[0])
+            boxes_of_chunk = [box for box in boxes if box.offset == chunk.offset]
+            values = values.narrow(0, boxes_of_chunk[0].first_row, chunk.shape[0])
         yield chunk, values
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the file that a rank writes: `shard-00003.safetensors` for rank 3."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no value is NaN or infinite, in one pass and without a copy.
-
-    A finite sum shows that, in half the time that minimum and maximum take. A sum that is not finite may have
-    overflowed, so minimum and maximum decide then.
-    """
+    """Return whether no value of a CPU tensor is NaN or infinite. Whole numbers are always finite."""
     if not tensor.is_floating_point():
         return True
     if tensor.element_size() == 1:  # torch cannot sum float8
         tensor = tensor.float()
+    # If the sum is finite, so are all values. This takes half the time of `aminmax`, and needs no copy as `isfinite`
+    # does.
     if math.isfinite(float(tensor.sum())):
         return True
+    # The sum of finite values may have overflowed. Minimum and maximum are NaN if any value is.
     return all(math.isfinite(float(extreme)) for extreme in torch.aminmax(tensor))
 
 
 def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """Return uint8 host memory, aligned so that a disk takes its bytes without a copy (see `LocalSink`).
+    """Allocate uint8 host memory, aligned so that a disk takes its bytes without a copy (see `LocalSink`).
 
-    With `pinned`, a device copies to it without a wait. torch's own pinned memory is rounded up to a power of two and
-    never given back. This is pageable memory of exactly the size asked for, which the driver pins until it is freed. If
-    the driver refuses, copies to it wait, and nothing else changes.
+    With `pinned`, a device copies to it without a wait. torch's own pinned memory is not used, because it is rounded up
+    to a power of two and never given back. This is pageable memory of exactly the size asked for, which the driver pins
+    until it is freed. If the driver refuses, copies to it wait, and nothing else changes.
 
     Raises MemoryError if there is no memory to pin.
     """
     if pinned and num_bytes:
+        # Memory-mapped pages are aligned. The tensor keeps them alive, and they are unpinned when it is freed.
         try:
             pages = _PinnedPages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -569,6 +624,7 @@ def aligned_memory(num_bytes: int, pinned: bool) -> torch.Tensor:
         pages.pin(memory.data_ptr())
         return memory
 
+    # Allocate more than is needed, and begin at the first aligned address.
     memory = torch.empty(num_bytes + DIRECT_BYTES, dtype=torch.uint8)
     first_aligned_byte = -memory.data_ptr() % DIRECT_BYTES
     return memory[first_aligned_byte : first_aligned_byte + num_bytes]
@@ -582,7 +638,8 @@ class _PinnedPages(mmap.mmap):
     """Set by `pin` if the driver has pinned the pages."""
 
     def pin(self, address: int) -> None:
-        """Ask the driver to pin the pages, which begin at `address`."""
+        """Ask the driver to pin the pages, which begin at `address`. Sets `unpin` if it has; otherwise they stay
+        pageable."""
         runtime: Any = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(address, len(self), 0)) == 0:
             self.unpin = partial(runtime.cudaHostUnregister, address)
