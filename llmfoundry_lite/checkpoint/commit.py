@@ -1,4 +1,15 @@
-"""Commits and removes saves atomically: by renames on a disk, by the last put on an object store. No torch."""
+"""Commits and removes saves atomically: by renames on a disk, by the last put on an object store. No torch.
+
+A save is written to a draft, which no reader looks at, and is then committed as `ba<batch>` in the run's folder.
+`RenameCommits` and `PutCommits` have the same methods; `commits_in` chooses one for a folder. They know nothing of
+which checkpoint is newest or who may write, which `store` and `lease` decide. Names in the run's folder:
+
+    ba200                        a committed save of batch 200 (on an object store, also a draft without a manifest)
+    .tmp-<save_id>               a draft on a disk
+    .replaced-<save_id>          the save of a batch that the save with this id replaces
+    .deleting-<save_id>-…        the save with this id, while it is removed
+    .damaged-ba200-…             a save that was found to be damaged, and is kept for a person
+"""
 
 import contextlib
 import json
@@ -18,9 +29,13 @@ from llmfoundry_lite.retry import retry_on_damage
 COMMITTED = re.compile(r"ba(\d+)")
 """Name of a committed save; the number counts batches."""
 DRAFT = ".tmp-"
+"""Prefix of a draft's name on a disk."""
 REPLACED = ".replaced-"
+"""Prefix of the name of a save that another one replaces."""
 DELETING = ".deleting-"
+"""Prefix of the name of a save that is being removed."""
 DAMAGED = ".damaged-"
+"""Prefix of the name of a save that was set aside as damaged."""
 SET_ASIDE = re.compile(r"\.damaged-ba(\d+)-[0-9a-f]+")
 """Name of a save that was set aside as damaged."""
 SAVE_ID = re.compile(r"e(\d+)-ba(\d+)-[0-9a-f]+")
@@ -51,37 +66,45 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Folder) -> Checkpoint:
-    """Read the manifest of one checkpoint, again if it seems damaged at first. Raises CheckpointError if there is none,
-    and UnsoundCheckpointError if it is damaged or cannot be read."""
+    """Read the manifest of the checkpoint in a folder. If it seems damaged, it is read once more.
+
+    Raises CheckpointError if there is no manifest, and UnsoundCheckpointError if it is damaged or cannot be read.
+    """
     return retry_on_damage(lambda bypass_cache: _read_once(folder))
 
 
 def _read_once(folder: Folder) -> Checkpoint:
-    """Read the manifest of one checkpoint, as `read_checkpoint`, once."""
+    """Read the manifest of the checkpoint in a folder, without a second attempt; see `read_checkpoint`.
+
+    If the folder is a run's folder, which has checkpoints and is not one, the error suggests its newest.
+    """
     try:
         raw = folder.read(MANIFEST, MAX_BYTES)
     except FileNotFoundError:
-        checkpoints = [name for name in folder.names() if COMMITTED.fullmatch(name)]
+        checkpoint_names = [name for name in folder.names() if COMMITTED.fullmatch(name)]
         hint = ""
-        if checkpoints:
-            hint = f"; did you mean {folder.url}/{max(checkpoints, key=batch_of)}?"
+        if checkpoint_names:
+            hint = f"; did you mean {folder.url}/{max(checkpoint_names, key=batch_of)}?"
         raise CheckpointError(f"{folder.url}: no {MANIFEST} here, so no checkpoint{hint}") from None
     except OSError as error:
         raise unreadable_file_error(folder, MANIFEST, error) from error
     manifest = decode(raw, f"{folder.url}/{MANIFEST}")
-    _, _, name = folder.url.rstrip("/").rpartition("/")
-    return Checkpoint(name, folder, manifest, raw)
+    _, _, folder_name = folder.url.rstrip("/").rpartition("/")
+    return Checkpoint(folder_name, folder, manifest, raw)
 
 
 def head_of(folder: Folder) -> Head:
-    """Read the head of a checkpoint's manifest: its first bytes, or all of it if these do not suffice. Raises OSError
-    and CheckpointError."""
-    return read_head(folder.read(MANIFEST, HEAD_BYTES)) or read_checkpoint(folder).manifest.head
+    """Read the facts for a listing from a checkpoint's manifest: from its first bytes, or from all of it if those do
+    not suffice. Raises OSError and CheckpointError."""
+    first_bytes = folder.read(MANIFEST, HEAD_BYTES)
+    return read_head(first_bytes) or read_checkpoint(folder).manifest.head
 
 
 def committed_name(save_id: str) -> str:
-    """Return the name under which a save is committed, such as `ba200`. Raises DamagedCheckpointError if `save_id` is
-    not one of ours."""
+    """Return the name under which a save is committed: `ba200` for `e7-ba200-0123456789ab`.
+
+    Raises DamagedCheckpointError if `save_id` has another form.
+    """
     match = SAVE_ID.fullmatch(save_id)
     if match is None:
         raise DamagedCheckpointError(f"save_id {json.dumps(save_id)[:80]} is not one of ours")
@@ -89,26 +112,30 @@ def committed_name(save_id: str) -> str:
 
 
 def name_of_batch(name: str) -> str:
-    """Return `ba200` for a checkpoint that has this name, and for one that was moved away to be replaced."""
-    return committed_name(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else name
+    """Return the name that a checkpoint has or had as a committed save: `ba200` for `ba200`, and for
+    `.replaced-e7-ba200-0123456789ab`, which was moved away to be replaced."""
+    if name.startswith(REPLACED):
+        return committed_name(name.removeprefix(REPLACED))
+    return name
 
 
 def batch_of(name: str) -> int:
-    """Return the batch of a checkpoint, by its name: 200 for `ba200`, also if it was moved away to be replaced."""
+    """Return the batch of a checkpoint by its name: 200 for `ba200`, also if it was moved away to be replaced."""
     return int(name_of_batch(name).removeprefix("ba"))
 
 
 def batch_of_set_aside(name: str) -> int:
-    """Return the batch of a save that was set aside as damaged, by its name."""
+    """Return the batch of a save that was set aside as damaged, by its name: 200 for `.damaged-ba200-a1b2c3`."""
     match = SET_ASIDE.fullmatch(name)
     assert match is not None
     return int(match[1])
 
 
 def lease_epoch_of(name: str) -> int:
-    """Return the lease epoch in a name that contains a save_id, or 0 if the name contains none."""
-    save = SAVE_ID.search(name)
-    return int(save[1]) if save else 0
+    """Return the lease epoch in a name that contains a save_id, or 0: 7 for `.tmp-e7-ba200-0123456789ab`, 0 for
+    `ba200`."""
+    save_id = SAVE_ID.search(name)
+    return int(save_id[1]) if save_id else 0
 
 
 # ------------------------------------------------------------------------------------------------- commits
@@ -117,51 +144,58 @@ def lease_epoch_of(name: str) -> int:
 class RenameCommits:
     """Commits on a disk. A folder with a checkpoint's name is complete, because it gets the name by a rename.
 
-    A second save of a batch first renames the old one to `.replaced-<save_id>`, then itself into place. After a crash
-    between the two, the old one is still read as that batch's checkpoint.
+    A second save of a batch first renames the old one to `.replaced-<save_id of the new one>`, then itself into place.
+    After a crash between the two, the old one is still read as that batch's checkpoint.
     """
 
     drafts_in_place = False
-    """Whether a folder that has a checkpoint's name and no manifest is a save under way."""
+    """Whether a folder that has a checkpoint's name and no manifest may be a draft."""
 
     def __init__(self, root: LocalFolder, on_phase: Callable[[str], None]):
         self.root = root
         self.on_phase = on_phase
 
     def names(self) -> list[str]:
-        """Return the names of committed saves, those included that were moved away and never replaced."""
+        """Return the names of committed saves. Those that were moved away to be replaced, and never were, count too."""
         names = self.root.names()
-        return [*filter(COMMITTED.fullmatch, names), *self._moved_away_only(names)]
+        committed_names = [name for name in names if COMMITTED.fullmatch(name)]
+        return [*committed_names, *self._moved_away_only(names)]
 
     def draft(self, save_id: str) -> tuple[Folder, str]:
-        """Return the folder that shards of this save are written to, and the prefix of their names in the manifest."""
+        """Return the folder that the files of a save are written to, and the prefix of their names in the manifest."""
         return self.root.child(DRAFT + save_id), ""
 
     def commit(self, save_id: str, manifest_bytes: bytes, check: Callable[[], None]) -> None:
-        """Write the manifest, and rename the draft to the checkpoint's name. An earlier save of this name is moved away
-        first, and removed at the end.
+        """Write the manifest into a draft, and rename the draft to the checkpoint's name.
 
-        `check` is called just before the renames. If it raises, nothing is renamed. Raises OSError.
+        If there is a save of this name, it is moved away before and removed afterwards. `check` is called just before
+        the renames; if it raises, nothing is renamed. Raises OSError; the earlier save is then in its place again, or
+        is put back by the next launch.
         """
         self.root.child(DRAFT + save_id).put(MANIFEST, manifest_bytes)
         name = committed_name(save_id)
-        replaced = REPLACED + save_id
-        is_replaced = False
+        moved_name = REPLACED + save_id
         check()
-        with contextlib.suppress(FileNotFoundError):  # absent, or removed by a prune since it was listed
-            self.root.rename(name, replaced)
-            is_replaced = True
+
+        # Move an earlier save away.
+        has_moved_earlier = False
+        with contextlib.suppress(FileNotFoundError):  # there is none, or a prune has just removed it
+            self.root.rename(name, moved_name)
+            has_moved_earlier = True
         try:
             self.root.rename(DRAFT + save_id, name)
         except OSError:
-            if is_replaced:
-                self.root.rename(replaced, name)
+            if has_moved_earlier:
+                self.root.rename(moved_name, name)
             raise
-        if is_replaced:
-            self.root.child(replaced).remove_all()
+
+        # The save is committed now.
+        if has_moved_earlier:
+            self.root.child(moved_name).remove_all()
 
     def set_aside(self, name: str) -> str:
-        """Rename a damaged checkpoint and return its new name. Returns "" if it cannot be renamed."""
+        """Rename a damaged checkpoint so that readers no longer find it, and return its new name. Returns "" if it
+        cannot be renamed."""
         new_name = f"{DAMAGED}{name_of_batch(name)}-{uuid.uuid4().hex[:6]}"
         with contextlib.suppress(OSError):
             self.root.rename(name, new_name)
@@ -169,12 +203,15 @@ class RenameCommits:
         return ""
 
     def set_aside_names(self) -> list[str]:
-        """Return the names of saves that were set aside."""
-        return [*filter(SET_ASIDE.fullmatch, self.root.names())]
+        """Return the names of saves that were set aside as damaged."""
+        return [name for name in self.root.names() if SET_ASIDE.fullmatch(name)]
 
     def remove(self, name: str, save_id: str) -> None:
-        """Remove a save, unless another save has its name by now. If the name is a link, remove only the link. Raises
-        OSError."""
+        """Remove the save with this id, which has this name; do nothing if another save has the name by now.
+
+        It is renamed first, so that readers see all of it or nothing. If the name is a link, only the link is removed.
+        Raises OSError.
+        """
         folder = self.root.child(name)
         if MANIFEST in folder.names() and head_of(folder).save_id != save_id:
             return
@@ -184,63 +221,83 @@ class RenameCommits:
         self._remove_or_put_back(moved_name)
 
     def clear_leftovers(self, epoch: int) -> None:
-        """Remove what launches with a lease epoch below `epoch` have left behind: drafts, replaced saves, and saves
-        whose removal was interrupted. Put back a save that was moved away and never replaced. Raises OSError."""
+        """Clear up after launches whose lease epoch is below `epoch`, which have ended or may no longer write.
+
+        Their drafts and replaced saves are removed, and interrupted removals finished. A save that was moved away to be
+        replaced, and never was, gets its name back. Raises OSError.
+        """
+        # First put saves back, so that the only save of a batch is not removed as a replaced one.
         for name in self._moved_away_only(self.root.names()):
             self.root.rename(name, committed_name(name.removeprefix(REPLACED)))
         for name in self.root.names():
-            if 0 < lease_epoch_of(name) < epoch and name.startswith((DRAFT, REPLACED)):
+            is_of_earlier_launch = 0 < lease_epoch_of(name) < epoch
+            if is_of_earlier_launch and name.startswith((DRAFT, REPLACED)):
                 self.root.child(name).remove_all()
         self.finish_removals(has_lease=True, newest=(epoch, 0))
 
     def finish_removals(self, *, has_lease: bool, newest: tuple[int, int]) -> None:
-        """Finish removals that a crash has interrupted (`.deleting-…`). Under a lease, also remove saves that have been
-        replaced (`.replaced-<save_id of the new save>`), if the new save is in place.
+        """Finish removals that a crash has interrupted (`.deleting-…`).
 
-        `newest` is not used; `PutCommits` needs it. Raises OSError.
+        has_lease: whether the caller holds the run's lease. It then also removes saves that have been replaced
+            (`.replaced-<save_id of the new save>`), if the new save is in place.
+        newest: not used here; `PutCommits` needs it.
+
+        Raises OSError.
         """
         for name in self.root.names():
-            new_save_id = name.removeprefix(REPLACED)
             if name.startswith(DELETING):
                 self._remove_or_put_back(name)
-            elif has_lease and name.startswith(REPLACED) and SAVE_ID.fullmatch(new_save_id):
+                continue
+            new_save_id = name.removeprefix(REPLACED)
+            is_replaced_save = name.startswith(REPLACED) and SAVE_ID.fullmatch(new_save_id)
+            if has_lease and is_replaced_save:
+                new_folder = self.root.child(committed_name(new_save_id))
+                # If the new save cannot be read, the old one stays.
                 with contextlib.suppress(CheckpointError, OSError):
-                    if head_of(self.root.child(committed_name(new_save_id))).save_id == new_save_id:
+                    if head_of(new_folder).save_id == new_save_id:
                         self.root.child(name).remove_all()
 
     def _moved_away_only(self, names: Sequence[str]) -> list[str]:
-        """Return, for each batch whose save was moved away to be replaced and never was, the save's present name.
-        `names` are all names in the run's folder."""
-        moved_names: dict[str, str] = {}
+        """Return the present names of saves that were moved away to be replaced, and never were.
+
+        `names` are all names in the run's folder. With `.replaced-e7-ba200-…` and no `ba200`, a launch has crashed
+        between the two renames of `commit`, so this is the save of batch 200. If there are several, the one that was
+        moved by the latest launch counts.
+        """
+        moved_names: dict[str, str] = {}  # name of the committed save -> name after it was moved
         for name in sorted(names, key=lease_epoch_of):
             if name.startswith(REPLACED) and SAVE_ID.fullmatch(name.removeprefix(REPLACED)):
                 moved_names[name_of_batch(name)] = name
         return [moved_name for name, moved_name in moved_names.items() if name not in names]
 
     def _remove_or_put_back(self, moved_name: str) -> None:
-        """Remove a save that `remove` has renamed, or put it back if it is another one.
+        """Remove a save that `remove` has renamed to `.deleting-<save_id>-…`, or put it back if it is another save.
 
         Another save may have taken the name just before the rename. The new name has the save_id of the save that was
         to be removed, so that after a crash the next launch can decide as well. Raises OSError.
         """
         folder = self.root.child(moved_name)
-        save = SAVE_ID.search(moved_name)
-        if save is None:
-            return
-        save_id = save[0]
+        match = SAVE_ID.search(moved_name)
+        if match is None:
+            return  # not a name that `remove` gives
+        save_id = match[0]
+
+        # Compare the id in the name with the id in the manifest. A save that cannot be read is put back.
         is_to_be_removed = False
         try:
             is_to_be_removed = MANIFEST not in folder.names() or head_of(folder).save_id == save_id
         except FileNotFoundError:
             is_to_be_removed = True  # another process removes it now
         except (CheckpointError, OSError):
-            pass  # a save that cannot be read is put back
+            pass
         if not is_to_be_removed:
+            # If there is a save of this name by now, this one has been replaced, and is removed.
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 self.root.rename(moved_name, committed_name(save_id))
                 return
-        # The manifest goes first, so that what an interrupted removal leaves is no checkpoint. Through a link, it would
-        # be removed from the checkpoint that the link leads to.
+
+        # The manifest goes first, so that what an interrupted removal leaves is not a checkpoint. Through a link, it
+        # would be removed from the checkpoint that the link leads to.
         if not folder.is_link():
             folder.remove(MANIFEST)
         folder.remove_all()
@@ -260,16 +317,19 @@ class PutCommits:
         self.on_phase = on_phase
 
     def names(self) -> list[str]:
-        """Return the names of saves, committed or under way."""
-        return [*filter(COMMITTED.fullmatch, self.root.names())]
+        """Return the names of saves. A name without a manifest in it is a draft, or the rest of a removed save."""
+        return [name for name in self.root.names() if COMMITTED.fullmatch(name)]
 
     def draft(self, save_id: str) -> tuple[Folder, str]:
-        """Return the folder that shards of this save are written to, and the prefix of their names in the manifest."""
+        """Return the folder that the files of a save are written to, and the prefix of their names in the manifest."""
         return self.root.child(committed_name(save_id)).child(save_id), f"{save_id}/"
 
     def commit(self, save_id: str, manifest_bytes: bytes, check: Callable[[], None]) -> None:
-        """Put the manifest, which commits the save. `check` is called just before; if it raises, nothing is put. Raises
-        OSError."""
+        """Put the manifest, which commits the save and replaces an earlier one of its batch.
+
+        `check` is called just before; if it raises, nothing is put. Raises OSError, in which case the manifest may have
+        been put although the answer was lost.
+        """
         check()
         self.root.child(committed_name(save_id)).put(MANIFEST, manifest_bytes)
 
@@ -282,8 +342,12 @@ class PutCommits:
         return []
 
     def remove(self, name: str, save_id: str) -> None:
-        """Remove a save: first its manifest, then its shards. Another launch's draft below the same name stays. Raises
-        OSError."""
+        """Remove the save with this id, which has this name; do nothing if another save has the name by now.
+
+        The manifest goes first and the files after it, so that an interrupted removal leaves no checkpoint. The draft
+        of another launch below the same name stays. Raises OSError.
+        """
+        # Remove the manifest only in the version that was compared, because another save may be committed meanwhile.
         folder = self.root.child(name)
         version = None
         if MANIFEST in folder.names():
@@ -294,49 +358,59 @@ class PutCommits:
             return  # another save has put its manifest since
         self.on_phase("mid-prune")
 
-        # Shards lie in a folder of their save. Those of a save that was copied from a local disk lie beside its
-        # manifest, so everything here that is not another save's folder is removed.
+        # Shards lie in a folder named by the save's id. Those of a save that was copied from a local disk lie beside
+        # the manifest, so everything here that is not another save's folder is removed.
         children = folder.names()
         if MANIFEST in children:
             # Meanwhile a save has committed here, and files beside the manifest may be part of it. If it is the same
             # save again, all of it stays.
             children = [] if head_of(folder).save_id == save_id else [save_id]
         for child in children:
-            if child == save_id or not SAVE_ID.fullmatch(child):
+            is_folder_of_other_save = child != save_id and SAVE_ID.fullmatch(child)
+            if not is_folder_of_other_save:
                 folder.child(child).remove_all()
 
     def clear_leftovers(self, epoch: int) -> None:
-        """Remove drafts and abort uploads of launches whose lease epoch is below `epoch`."""
+        """Clear up after launches whose lease epoch is below `epoch`, which have ended or may no longer write.
+
+        Their drafts are removed and their unfinished uploads aborted. A draft is a folder `ba200/<save_id>` that the
+        manifest of `ba200` does not refer to. Raises OSError.
+        """
         for name in self.names():
             folder = self.root.child(name)
             children = folder.names()
-            drafts = [child for child in children if SAVE_ID.fullmatch(child) and lease_epoch_of(child) < epoch]
-            # If there is a manifest, one of these folders is that of the committed save.
+            old_folders = [child for child in children if SAVE_ID.fullmatch(child) and lease_epoch_of(child) < epoch]
+
+            # Most saves have a manifest and one folder. Their manifests need not be read.
             num_committed = int(MANIFEST in children)
-            if len(drafts) <= num_committed:
+            if len(old_folders) <= num_committed:
                 continue
             # If the manifest cannot be read, everything is left for a person.
             with contextlib.suppress(CheckpointError):
-                committed = read_checkpoint(folder).manifest.save_id if num_committed else None
-                for child in drafts:
-                    if child != committed:
+                committed_save_id = read_checkpoint(folder).manifest.save_id if num_committed else None
+                for child in old_folders:
+                    if child != committed_save_id:
                         folder.child(child).remove_all()
 
         def is_of_earlier_launch(path: str) -> bool:
             """Return whether an earlier launch began an upload, by the upload's path in the run's folder."""
-            top = path.partition("/")[0]
-            is_ours = COMMITTED.fullmatch(top) is not None or top == LOG
+            first_part, _, _ = path.partition("/")
+            is_ours = COMMITTED.fullmatch(first_part) is not None or first_part == LOG
             return is_ours and lease_epoch_of(path) < epoch
 
-        with contextlib.suppress(OSError):  # listing uploads needs a permission of its own
+        with contextlib.suppress(OSError):  # listing uploads needs another permission than the rest
             self.root.abort_uploads(is_of_earlier_launch)
 
     def finish_removals(self, *, has_lease: bool, newest: tuple[int, int]) -> None:
-        """Remove the shards of saves whose removal failed when their manifest was gone already.
+        """Remove the shards of saves whose removal was interrupted when their manifest was gone already.
 
-        Only saves older than `newest`, a lease epoch and a batch, are removed: a newer one may be about to be
-        published. Under a lease nothing is done, because this lists the folder of each save; the next launch removes
-        the shards (`clear_leftovers`). Raises OSError.
+        has_lease: whether the caller holds the run's lease. Then nothing is done, because this lists the folder of each
+            save; the next launch removes the shards (`clear_leftovers`).
+        newest: lease epoch and batch of the newest checkpoint. Only older saves are removed, because a newer one
+        without
+            a manifest may be about to be published.
+
+        Raises OSError.
         """
         if has_lease:
             return
@@ -346,14 +420,19 @@ class PutCommits:
             if MANIFEST in children:
                 continue
             for child in children:
-                save = SAVE_ID.fullmatch(child)
-                if save is not None and (int(save[1]), int(save[2])) < newest:
+                save_id = SAVE_ID.fullmatch(child)
+                if save_id is None:
+                    continue
+                epoch_and_batch = int(save_id[1]), int(save_id[2])
+                if epoch_and_batch < newest:
                     folder.child(child).remove_all()
 
 
 def commits_in(root: Folder, on_phase: Callable[[str], None]) -> RenameCommits | PutCommits:
-    """Return the way to commit saves in a run's folder. `on_phase` is called with the name of each step that a crash
-    could fall into."""
+    """Return the object that commits and removes saves in a run's folder.
+
+    `on_phase` is called with the name of a step, so that tests can crash there.
+    """
     if isinstance(root, LocalFolder):
         return RenameCommits(root, on_phase)
     assert isinstance(root, RemoteFolder)

@@ -1,11 +1,16 @@
 """Leases on a run's folder: numbered claims, of which the highest may write. No torch.
 
-To claim a lease is to create `.leases/<number>.json`, which must not exist yet. A holder that does not find its own
-content there any more has lost the disk.
+A launch claims the lease by creating `.leases/<number>.json`, which must not exist yet. The number is the lease's
+epoch, and the launch is the lease's holder. A holder that no longer finds its own content in that file has lost the
+disk.
 
-While a holder lives, it counts its renewals in `.leases/<number>.renewed.json`. When it ends, it records there that the
-lease is released. If the holder ran on this machine, its process tells whether it lives. If it ran on another machine,
-a launch that wants the lease watches the count for a while by its own monotonic clock. No wall clocks are compared.
+While a holder runs, it counts its renewals in `.leases/<number>.renewed.json`. When it ends, it records there that the
+lease is released. Another launch that wants the lease has to find out whether the holder still runs. If the holder ran
+on the same machine, its process id tells. Otherwise the launch watches the count of renewals for a while by its own
+monotonic clock. No wall clocks are compared.
+
+`Leases` claims, reads and checks leases; `Renewals` renews one in a background thread. `store` says what a lease
+permits.
 """
 
 import contextlib
@@ -46,30 +51,31 @@ RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A numbered claim to write."""
+    """A launch's claim to be the one that writes to a run's folder."""
 
     epoch: int
-    """The claim's number."""
+    """The claim's number. The highest one may write."""
     owner: dict[str, Any]
-    """The content of the claim's file: `describe_this_process` of the holder, and an id that no other claim has. Empty
-    if it cannot be read."""
+    """The content of the claim's file: `describe_this_process` of the holder, `claim`, an id that no other claim has,
+    and the `run` if it has a name. Empty if it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder(Lease):
-    """The highest claim, and what its holder has written since."""
+    """The highest claim, and what its holder has recorded since."""
 
     renewals: int | None = None
-    """None: it has renewed nothing yet."""
+    """How often the holder has renewed the lease. None: never."""
     is_released: bool = False
+    """Whether the holder has given the lease up, so that another launch may take it at once."""
 
     @property
     def activity_id(self) -> str:
-        """Text that changes with each claim and with each renewal."""
+        """Text that changes with each claim and with each renewal. A holder is alive if it changes."""
         return f"{self.epoch} {self.owner.get('claim')} {self.renewals}"
 
     def describe(self) -> str:
-        """Return `host gpu-17, process 4242`, and the run if the claim names it."""
+        """Return the holder in words, such as `host gpu-17, process 4242, run mpt-1b`."""
         text = f"host {self.owner.get('host', 'unknown')}, process {self.owner.get('pid', 'unknown')}"
         if self.owner.get("run"):
             text += f", run {self.owner['run']}"
@@ -105,14 +111,17 @@ class Leases:
 
         That is at once if there is none, if it is released, or if its holder was a process of this machine that has
         ended. A holder on another machine is watched, and counts as dead if it renews nothing for WATCH_SECONDS.
+        `request` may name a holder that was found dead before, or ask to take the lease over without watching.
 
-        Returns the `activity_id` of a holder that was found dead, or "". Raises CheckpointError if the holder lives,
-        and OSError.
+        Returns the `activity_id` of a holder that was found dead, for a later request, or "" if there was no holder.
+        Raises CheckpointError if the holder is alive, and OSError if the claims cannot be read.
         """
         while True:
             holder = self.current_holder()
             if holder is None or holder.is_released:
                 return ""
+
+            # A holder on this machine, or one about which the caller has decided.
             is_alive = is_alive_here(holder.owner)
             if is_alive:
                 raise CheckpointError(
@@ -125,57 +134,66 @@ class Leases:
                 request.note(f"takeover: this launch takes {self.url} from {holder.describe()}")
                 return holder.activity_id
 
-            changed = self._watch(holder, request.note)
-            if changed is None:
+            # A holder on another machine.
+            changed_holder = self._watch(holder, request.note)
+            if changed_holder is None:
                 return holder.activity_id
-            is_same_claim = (changed.epoch, changed.owner) == (holder.epoch, holder.owner)
-            if is_same_claim and not changed.is_released:  # so it has renewed
+            is_same_claim = (changed_holder.epoch, changed_holder.owner) == (holder.epoch, holder.owner)
+            has_renewed = is_same_claim and not changed_holder.is_released
+            if has_renewed:
                 raise CheckpointError(
                     f"{self.url}: another launch trains this run now ({holder.describe()}); stop it there, or give "
                     "this run another save_folder; takeover=true ends that launch and carries on here"
                 )
-            # Otherwise it has just been released, or another launch was faster. Both are decided anew.
+            # The lease has just been released, or another launch has claimed it. Look at the new holder.
 
     def _watch(self, holder: Holder, note: Callable[[str], None]) -> Holder | None:
-        """Watch a holder until it renews or releases its lease, or another launch claims one.
+        """Watch a holder until it renews or releases its lease, or until another launch claims the lease.
 
-        Returns the holder then, or None if nothing changes within WATCH_SECONDS. `note` is called with lines for the
-        user.
+        Returns the highest claim as it is then, or None if nothing changes for WATCH_SECONDS. `note` is called with a
+        line for the user every NOTE_SECONDS.
         """
-        began = time.monotonic()
-        next_note = began
+        began_at = time.monotonic()
+        next_note_at = began_at
         while True:
             now = time.monotonic()
-            if now - began >= WATCH_SECONDS:
+            watched_seconds = now - began_at
+            if watched_seconds >= WATCH_SECONDS:
                 return None
-            if now >= next_note:
-                next_note = now + NOTE_SECONDS
+            if now >= next_note_at:
+                next_note_at = now + NOTE_SECONDS
                 note(
                     f"{self.url}: {holder.describe()} held this run and has not renewed its lease for "
-                    f"{now - began:.0f} s of {WATCH_SECONDS:.0f}"
+                    f"{watched_seconds:.0f} s of {WATCH_SECONDS:.0f}"
                 )
             time.sleep(POLL_SECONDS)
-            current = self.current_holder()
-            if current is not None and (current.activity_id != holder.activity_id or current.is_released):
-                return current
+            current_holder = self.current_holder()
+            if current_holder is None:
+                continue  # a listing may miss a file for a moment
+            if current_holder.activity_id != holder.activity_id or current_holder.is_released:
+                return current_holder
 
     def acquire(
         self, *, at_least: int, steal_from_live_writer: bool = False, request: LeaseRequest | None = None
     ) -> Lease:
-        """Claim the next number, or `at_least` if that is higher.
+        """Claim the lease for this process, and return it.
 
-        Waits until the lease is free, as `wait_until_free`, unless `steal_from_live_writer`. This is the only method
-        that creates the folder of claims: if the folder is missing later, it has vanished.
+        at_least: the lowest number that the claim may have. It is usually one more than the highest claim's.
+        steal_from_live_writer: claim at once. Otherwise this waits until the lease is free, as `wait_until_free`.
+        request: how to ask for the lease.
 
-        Raises CheckpointError if the holder lives, or if the next number is above MAX_EPOCH; and OSError.
+        Sets the claim that later checks expect to see. Old claims are removed. Raises CheckpointError if the holder is
+        alive, or if the next number is above MAX_EPOCH; and OSError if the folder cannot be written.
         """
         request = request or LeaseRequest()
         owner = describe_this_process() | {"claim": uuid.uuid4().hex}
         if request.run_name:
             owner["run"] = request.run_name
+
         while True:
             if not steal_from_live_writer:
                 self.wait_until_free(request)
+            # Nothing else creates this folder, so that a folder which is missing later has vanished.
             self.folder.make(with_parents=True)
             epoch = max(self.highest_epoch() + 1, at_least)
             if epoch > MAX_EPOCH:
@@ -187,14 +205,17 @@ class Leases:
                 self.folder.put(_claim_name(epoch), write_json(owner), only_if_new=True)
                 break
             except FileExistsError:
-                at_least = epoch + 1  # a listing may show this claim late or never
+                # Another launch was faster. A listing may show its claim late or never.
+                at_least = epoch + 1
         self._seen_epoch = epoch
         self._remove_old_claims(epoch)
         return Lease(epoch, owner)
 
     def _remove_old_claims(self, epoch: int) -> None:
-        """Remove the files of all claims except the NUM_CLAIMS_KEPT that end with `epoch`. The lease is taken already,
-        so a file that cannot be removed stays."""
+        """Remove the files of old claims and of their renewals: all but the last NUM_CLAIMS_KEPT up to `epoch`.
+
+        The lease is taken already, so a file that cannot be removed stays.
+        """
         for name in self.folder.names():
             claim = CLAIM.fullmatch(name)
             if claim is not None and int(claim[1]) <= epoch - NUM_CLAIMS_KEPT:
@@ -202,15 +223,15 @@ class Leases:
                     self.folder.remove(name)
 
     def check(self, lease: Lease) -> None:
-        """Raise CheckpointError if this lease no longer permits to write: another launch has a higher one, or this
-        claim is absent or has another content.
+        """Raise CheckpointError if a lease no longer permits its holder to write.
 
-        If the claim is absent, the disk may come back, as `check_is_seen` says. Raises OSError if the folder cannot be
-        read.
+        That is so if another launch has a higher one, or if this claim is absent or has other content. If it is absent,
+        the error may be transient, because the disk may come back; see `check_is_seen`. Raises OSError if the folder
+        cannot be read.
         """
-        highest = self.highest_epoch()
-        if highest > lease.epoch:
-            holder = Holder(highest, {})
+        highest_epoch = self.highest_epoch()
+        if highest_epoch > lease.epoch:
+            holder = Holder(highest_epoch, {})
             with contextlib.suppress(OSError):
                 holder = self.current_holder() or holder
             raise CheckpointError(
@@ -225,70 +246,81 @@ class Leases:
             raise self._vanished_error(lease.epoch) from None
 
     def check_is_seen(self, epoch: int) -> None:
-        """Raise CheckpointError unless this process sees the claim that rank 0 has made.
+        """Raise CheckpointError unless this process sees the claim with this number, which rank 0 has made.
 
-        If this process has seen the claim before, on a disk, the error is transient: the disk can be mounted again, and
-        nothing is written until then.
+        Every rank calls this before it writes: a rank that does not see the claim would write to another disk. If it
+        has seen the claim before, on a disk, the error is transient, because the disk can be mounted again.
         """
         if not self.folder.child(_claim_name(epoch)).exists():
             raise self._vanished_error(epoch) from self._transient_cause(epoch)
         self._seen_epoch = epoch
 
     def _transient_cause(self, epoch: int) -> TransientError | None:
-        """Return a cause that makes the error about an absent claim transient, or None if the claim cannot come back.
+        """Return the cause of an error about an absent claim if the claim may come back; else None.
 
-        It can if this process has seen it on a disk. What was removed from a bucket does not come back, and a node that
-        has never seen the claim has another disk.
+        An error with this cause counts as transient. The claim may come back if this process has seen it on a disk. A
+        file that was removed from a bucket does not come back, and a node that has never seen the claim has another
+        disk.
         """
         if self.folder.path_here is None or self._seen_epoch != epoch:
             return None
         return TransientError(f"{self.folder.path_here} has vanished")
 
     def _vanished_error(self, epoch: int) -> CheckpointError:
-        """Return the error that this process no longer finds the claim of its launch."""
-        why = "the disk may have been unmounted, or is not shared by all nodes"
+        """Return the error that this process no longer finds the claim with this number, which its launch has made."""
+        reason = "the disk may have been unmounted, or is not shared by all nodes"
         remedy = "mount it, or give this run another save_folder"
         if self.folder.path_here is None:
-            why = "somebody may have removed the folder"
+            reason = "somebody may have removed the folder"
             remedy = "give this run another save_folder, or start it again from there"
         return CheckpointError(
             f"{self.url}: host {socket.gethostname()} does not find this launch's lease "
-            f"({FOLDER}/{_claim_name(epoch)}) any more; {why}. Nothing was written there; {remedy}"
+            f"({FOLDER}/{_claim_name(epoch)}) any more; {reason}. Nothing was written there; {remedy}"
         )
 
     def current_holder(self) -> Holder | None:
-        """Return the highest claim and its renewals, or None if there is no claim. Raises OSError."""
+        """Read the highest claim and its renewals. Returns None if there is no claim. Raises OSError.
+
+        Files may be damaged or from anybody, so values of another type count as absent.
+        """
         epoch = self.highest_epoch()
         if not epoch:
             return None
         owner = self._read(_claim_name(epoch))
-        renewed = self._read(_renewals_name(epoch))
-        if renewed.get("claim") != owner.get("claim"):  # the renewals of an earlier claim that had this number
-            renewed = {}
-        renewals = renewed.get("renewals")
-        return Holder(
-            epoch, owner, renewals if isinstance(renewals, int) else None, is_released=renewed.get("released") is True
-        )
+        renewals_record = self._read(_renewals_name(epoch))
+        is_of_this_claim = renewals_record.get("claim") == owner.get("claim")
+        if not is_of_this_claim:  # an earlier claim had the same number
+            renewals_record = {}
+        renewals = renewals_record.get("renewals")
+        if not isinstance(renewals, int):
+            renewals = None
+        return Holder(epoch, owner, renewals, is_released=renewals_record.get("released") is True)
 
     def renew(self, lease: Lease, renewals: int, *, is_released: bool = False) -> None:
-        """Record that the holder has renewed its lease `renewals` times, or that it has released it. Raises OSError."""
+        """Record for other launches that the holder of this lease is alive, or that it has released the lease.
+
+        `renewals` must be another number each time, as a launch that watches looks for a change. Raises OSError.
+        """
         content = {"claim": lease.owner.get("claim"), "renewals": renewals, "released": is_released}
         self.folder.put(_renewals_name(lease.epoch), write_json(content))
 
     def release(self, lease: Lease) -> None:
-        """Let another launch take the lease at once. Raises OSError."""
+        """Record that the holder gives this lease up, so that another launch may take it at once. Raises OSError."""
         self.renew(lease, 0, is_released=True)
 
     def highest_epoch(self) -> int:
         """Return the number of the highest claim, or 0 if there is none. Raises OSError."""
-        epochs = [
-            int(name.removesuffix(".json")) for name in self.folder.names() if re.fullmatch(r"[0-9]+\.json", name)
-        ]
-        return max(epochs, default=0)
+        highest = 0
+        for name in self.folder.names():
+            if re.fullmatch(r"[0-9]+\.json", name):
+                highest = max(highest, int(name.removesuffix(".json")))
+        return highest
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the content of a file of claims or renewals; empty if it is absent or is not a JSON object. Raises
-        OSError if it cannot be read."""
+        """Return the JSON object in the file of a claim or of its renewals.
+
+        Returns an empty one if the file is absent or damaged. Raises OSError if it cannot be read.
+        """
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, DamagedCheckpointError):
             content = parse_json(self.folder.read(name, MAX_BYTES), FOLDER)
             return content if isinstance(content, dict) else {}
@@ -296,9 +328,9 @@ class Leases:
 
 
 class Renewals:
-    """Renews a lease from a background thread until `stop` or `release`.
+    """Renews a lease from a background thread, from the beginning until `stop` or `release`.
 
-    A renewal that fails is left out: the next one may succeed, and training neither waits for it nor ends by it.
+    A renewal that fails raises nothing: the next one may succeed, and training must neither wait for it nor end by it.
     """
 
     def __init__(self, leases: Leases, lease: Lease):
@@ -312,49 +344,57 @@ class Renewals:
         self._thread.start()
 
     def _run(self) -> None:
-        """Renew the lease every RENEWAL_SECONDS. Runs in the background thread."""
+        """Renew the lease every RENEWAL_SECONDS until `_is_over` is set. Runs in the background thread."""
         renewals = 0
         while not self._is_over.is_set():
             with contextlib.suppress(OSError, CheckpointError):
                 self._leases.renew(self._lease, renewals)
             renewals += 1
             self._is_over.wait(RENEWAL_SECONDS)
-        if self._releases:  # in this thread, so that no late renewal can follow it
+        # The release is recorded in this thread, so that no late renewal can follow it.
+        if self._releases:
             with contextlib.suppress(OSError, CheckpointError):
                 self._leases.renew(self._lease, renewals, is_released=True)
 
     def stop(self) -> None:
-        """End the thread, and leave the lease as it is: another launch has to watch it."""
+        """End the thread without releasing the lease. Another launch then has to watch it before it takes over."""
         self._is_over.set()
 
     def release(self) -> None:
-        """Let another launch take the lease at once. Waits for RELEASE_SECONDS at most."""
+        """End the thread, and let another launch take the lease at once. Waits for RELEASE_SECONDS at most."""
         self._releases = True
         self._is_over.set()
         self._thread.join(RELEASE_SECONDS)
 
 
 def is_alive_here(owner: dict[str, Any]) -> bool | None:
-    """Return whether a lease's owner is another process of this machine that still runs.
+    """Return whether the owner of a lease is another process of this machine that still runs.
 
-    Returns False for this very process, and None if this machine cannot tell: another machine may have the same host
-    name, and another container of this machine the same process ids.
+    owner: the content of the claim's file, with the keys of `describe_this_process`. It may be from anybody.
+
+    Returns True if that process runs; False if it has ended, or is this process; None if this machine cannot tell,
+    because the owner ran on another machine or in another container. Host names do not decide, as several machines may
+    have the same.
     """
     this_process = describe_this_process()
-    if all(owner.get(key) == this_process[key] for key in ("boot", "namespace", "pid", "started")):
+    is_this_process = all(owner.get(key) == this_process[key] for key in ("boot", "namespace", "pid", "started"))
+    if is_this_process:
         return False
     if type(owner.get("pid")) is not int:
         return None
+
     if this_process["boot"] is None or owner.get("boot") is None:
-        # There is no /proc. A process with this id may be another one by now; only its absence is certain.
-        return False if is_alive(owner) is False else None
+        # A machine without /proc has no boot id. A process with this id may be another one by now, so only its absence
+        # is certain.
+        has_ended = is_alive(owner) is False
+        return False if has_ended else None
     if owner["boot"] != this_process["boot"]:
-        return None
+        return None  # another machine, or this one before it was restarted
     return is_alive({"namespace": pid_namespace(), **owner})
 
 
 def _claim_name(epoch: int) -> str:
-    """Return the file name of a claim."""
+    """Return the file name of a claim: `00000007.json` for epoch 7."""
     return f"{epoch:08d}.json"
 
 

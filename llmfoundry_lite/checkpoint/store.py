@@ -1,7 +1,9 @@
 """The store of one run's checkpoints, `<save_folder>/ba200`, on a disk or behind an fsspec URL. No torch.
 
-It lists, publishes and removes checkpoints. `lease.py` decides which launch may write, and `commit.py` makes a save
-appear or disappear whole.
+`CheckpointStore` lists, publishes and removes checkpoints. It puts together what other modules do: `lease` decides
+which launch may write, `commit` makes a save appear or disappear whole, `manifest` reads and writes the JSON, and
+`run_log` keeps the run's log beside the checkpoints. A listing gives `Candidate`s, of which only a few bytes have been
+read. The functions in between open a single checkpoint.
 """
 
 import contextlib
@@ -50,12 +52,16 @@ CONDITIONS = {
     IncompleteCheckpointError: "incomplete",
     UnreadableCheckpointError: "unreadable",
 }
+"""Class of the error about a checkpoint -> the checkpoint's condition in a word, for messages."""
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A folder that looks like a checkpoint. A listing reads only the head of its manifest. The whole manifest is read
-    when `open`, `error` or `checkpoint` is first used, and then kept."""
+    """A folder that looks like a checkpoint, in a listing of a run's folder.
+
+    The listing reads only the head of the manifest. The first use of `open`, `error` or `checkpoint` reads the whole
+    manifest, which is kept (`outcome`).
+    """
 
     name: str
     folder: Folder
@@ -123,21 +129,27 @@ def refuse_newer(candidates: Sequence[Candidate]) -> None:
 
 
 def is_checkpoint(url: str | os.PathLike[str]) -> bool:
-    """Return whether `url` is a checkpoint, and not a folder of checkpoints. Raises CheckpointError if it cannot be
-    listed."""
+    """Return whether a folder has a manifest, so that it is a checkpoint and not a folder of checkpoints.
+
+    The manifest is not read. Raises CheckpointError if the folder cannot be listed; one that does not exist is not a
+    checkpoint.
+    """
     folder = open_folder(url)
     with _os_errors_as_checkpoint_errors(f"{folder.url}: cannot be listed"):
         return MANIFEST in folder.names()
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> Checkpoint:
-    """Read the manifest of one checkpoint. Raises CheckpointError if there is none, and UnsoundCheckpointError if it is
-    damaged or cannot be read."""
+    """Open one checkpoint, such as `runs/mpt/checkpoints/ba200`, by reading its manifest.
+
+    Raises CheckpointError if there is none, and UnsoundCheckpointError if it is damaged or cannot be read.
+    """
     return read_checkpoint(open_folder(url))
 
 
 def condition_of(error: CheckpointError | None) -> str:
-    """Return what an error says of a checkpoint: that it is `damaged`, `incomplete`, `unreadable` or `unusable`."""
+    """Return the condition of a checkpoint that an error is about: `damaged`, `incomplete`, `unreadable`, or `unusable`
+    for any other reason."""
     for error_type, condition in CONDITIONS.items():
         if isinstance(error, error_type):
             return condition
@@ -157,7 +169,7 @@ class CheckpointStore:
     A writer checks for a higher lease before it commits. Between that check and the commit, another launch may still
     take over a writer that stalls, and neither a rename nor a put can be made conditional on the lease. So readers
     order saves by (lease epoch, batch), and a save never replaces a checkpoint of a higher epoch. A late checkpoint
-    from a launch believed dead ranks below its successor's first one. No clock is consulted.
+    from a launch believed dead ranks below its successor's first one. Times on clocks are not compared.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
@@ -178,13 +190,18 @@ class CheckpointStore:
             return self.leases.wait_until_free(request)
 
     def acquire(self, *, steal_from_live_writer: bool = False, request: LeaseRequest | None = None) -> Lease:
-        """Take the run's lease, and clear away what dead writers have left behind.
+        """Become the writer of this run: take its lease, and clear away what earlier writers have left behind.
 
-        Raises CheckpointError if the present writer still runs. With `steal_from_live_writer` it does not ask: that
-        writer has been told to stop.
+        steal_from_live_writer: take the lease at once, although its holder may still run. The caller has told it to
+            stop.
+        request: how to ask for the lease; see `LeaseRequest`.
+
+        The lease's epoch is higher than that of any lease or checkpoint here. Waits while the holder is watched, as
+        `wait_until_free`. Raises CheckpointError if the holder still runs, or if the folder cannot be written.
         """
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
-            saved_epochs = [one.head.lease_epoch for one in self.candidates() if one.head is not None]
+            # Somebody may have removed the claims, or copied checkpoints from elsewhere.
+            saved_epochs = [candidate.head.lease_epoch for candidate in self.candidates() if candidate.head is not None]
             lease = self.leases.acquire(
                 at_least=max(saved_epochs, default=0) + 1,
                 steal_from_live_writer=steal_from_live_writer,
@@ -194,25 +211,25 @@ class CheckpointStore:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Let another launch become the writer at once. If that fails, nothing is raised: the other launch watches this
-        one for a while before it takes over."""
+        """Let another launch become the writer at once. If that fails, nothing is raised: another launch then watches
+        this one for a while before it takes over."""
         with contextlib.suppress(OSError):
             self.leases.release(lease)
 
     def check(self, lease: Lease) -> None:
-        """Raise CheckpointError if another writer has taken over, or if the folder has vanished."""
+        """Raise CheckpointError if another launch has taken over as the writer, or if the run's folder has vanished."""
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
             self.leases.check(lease)
 
     def check_is_new(self) -> None:
-        """Raise CheckpointError if this folder, which holds no checkpoint, holds some that were set aside as
-        damaged."""
+        """Raise CheckpointError if checkpoints in this folder were set aside as damaged. Called if it has no others, so
+        that a run is not started over silently."""
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
-            damaged = [name for name in self.root.names() if name.startswith(DAMAGED)]
-        if damaged:
+            damaged_names = [name for name in self.root.names() if name.startswith(DAMAGED)]
+        if damaged_names:
             raise CheckpointError(
-                f"{self.root.url} holds no checkpoint but {', '.join(damaged)}, set aside as damaged; rename one to "
-                "its ba… to try it again, or move the folder away to start again from batch 1"
+                f"{self.root.url} holds no checkpoint but {', '.join(damaged_names)}, set aside as damaged; rename one "
+                "to its ba… to try it again, or move the folder away to start again from batch 1"
             )
 
     def set_aside_saves(self) -> list[str]:
@@ -222,17 +239,18 @@ class CheckpointStore:
         return sorted(names, key=batch_of_set_aside)
 
     def renamed_saves(self) -> list[str]:
-        """Return the names of checkpoints that a user has renamed, such as `final`. No search finds these."""
+        """Return the names of checkpoints here that a user has renamed, such as `final`. `candidates` leaves them out,
+        and nothing removes them."""
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             renamed = []
             for name in self.root.names():
-                is_ours = name.startswith(".") or name == LOG or COMMITTED.fullmatch(name)
-                if not is_ours and self._has_manifest(name):
+                has_name_of_ours = name.startswith(".") or name == LOG or COMMITTED.fullmatch(name)
+                if not has_name_of_ours and self._has_manifest(name):
                     renamed.append(name)
             return sorted(renamed)
 
     def _has_manifest(self, name: str) -> bool:
-        """Return whether there is a folder with this name that holds a manifest."""
+        """Return whether this name in the run's folder is a folder that holds a manifest."""
         try:
             return MANIFEST in self.root.child(name).names()
         except OSError:  # a file
@@ -241,14 +259,14 @@ class CheckpointStore:
     # ---------------------------------------------------------------------------------------------------- publish
 
     def new_save_id(self, lease: Lease, batch: int) -> str:
-        """Return a unique name for a save, which has its lease epoch and batch in it."""
+        """Return a unique name for a save, with its lease epoch and batch: `e7-ba200-0123456789ab`."""
         return f"e{lease.epoch}-ba{batch}-{uuid.uuid4().hex[:12]}"
 
     def open_draft(self, save_id: str) -> tuple[Folder, str]:
-        """Create the folder that a save's shards are written to.
+        """Create the folder that the files of a save are written to. Every rank calls this before it writes.
 
         Returns the folder, and the prefix of its files' names in the manifest. Raises CheckpointError if this process
-        does not see the run's folder, for instance because its node has another disk.
+        does not see the lease in the run's folder, for instance because its node has another disk.
         """
         folder, prefix = self.commits.draft(save_id)
         with _os_errors_as_checkpoint_errors(f"{folder.url}: not written"):
@@ -258,9 +276,10 @@ class CheckpointStore:
         return folder, prefix
 
     def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
-        """Commit a draft. The shards of all ranks must be durable.
+        """Commit a draft, so that readers see the save as the checkpoint of its batch. Returns that checkpoint.
 
-        Raises CheckpointError if the save cannot be committed, in which case readers see what they saw before.
+        Called by one rank, the holder of the lease, when the files of all ranks are durable. Raises CheckpointError if
+        the save cannot be committed, in which case readers see what they saw before.
         """
         name = committed_name(manifest.save_id)
         folder = self.root.child(name)
@@ -280,16 +299,22 @@ class CheckpointStore:
             self.on_phase("before manifest")
             self.commits.commit(manifest.save_id, manifest_bytes, check_at_last_moment)
             self.on_phase("after rename")
+
+        # The save is committed, and nothing below may fail.
         self._log_names[manifest.save_id] = _names_of_log(manifest)
         with contextlib.suppress(OSError):  # no program reads this file
             self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, folder, manifest)
 
     def _check_sees_all_files(self, manifest: Manifest) -> None:
-        """Raise CheckpointError if this rank does not see a file of the draft that another rank has written."""
+        """Raise CheckpointError if this rank does not see every file of the draft, with its size.
+
+        The ranks have reported their files as written, so the likely reason is that nodes do not share the disk.
+        """
         folder, prefix = self.commits.draft(manifest.save_id)
+        expected_bytes = {file.name.removeprefix(prefix): file.num_bytes for file in manifest.files}
         try:
-            check_files(folder, {file.name.removeprefix(prefix): file.num_bytes for file in manifest.files})
+            check_files(folder, expected_bytes)
         except IncompleteCheckpointError as error:
             raise CheckpointError(
                 f"{folder.url}/{error.file}: written by another rank but not to be seen from rank 0; save_folder must "
@@ -297,8 +322,10 @@ class CheckpointStore:
             ) from None
 
     def _check_not_newer(self, folder: Folder, manifest: Manifest) -> None:
-        """Raise CheckpointError if a later launch or a newer release has saved in the folder where this manifest
-        belongs. A checkpoint there that cannot be read may be replaced."""
+        """Raise CheckpointError if a later launch or a newer release has already saved this batch.
+
+        `folder` is where the manifest is about to be committed. A checkpoint there that cannot be read may be replaced.
+        """
         try:
             present_epoch = head_of(folder).lease_epoch
         except NewerFormatError as error:
@@ -309,13 +336,14 @@ class CheckpointStore:
             raise CheckpointError(f"{folder.url}: saved there by a later launch; this one may not replace it")
 
     def abandon(self, save_id: str) -> None:
-        """Remove a draft that will not be published; do nothing if that fails.
+        """Remove the draft of a save that has failed; do nothing if that fails, too.
 
-        On an object store, the manifest may have been put although the answer to that was lost. Then the save is
-        committed, and stays.
+        The next launch removes what is left (`acquire`).
         """
         folder = self.root.child(committed_name(save_id))
         with contextlib.suppress(OSError, CheckpointError):
+            # On an object store, the manifest may have been put although the answer to that was lost. Then the save is
+            # committed, and stays.
             may_be_committed = self.commits.drafts_in_place and MANIFEST in folder.names()
             if may_be_committed and read_checkpoint(folder).manifest.save_id == save_id:
                 return
@@ -325,22 +353,28 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------- read
 
     def candidates(self) -> list[Candidate]:
-        """Return all checkpoints, newest first. Those that cannot be read come before the others."""
+        """List all checkpoints of the run, newest first. Those that cannot be read come before all others.
+
+        Reads the first bytes of each manifest, several at a time. Raises CheckpointError if the folder cannot be
+        listed.
+        """
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             names = self.commits.names()
             with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="checkpoint-list") as pool:
-                candidates = [one for one in pool.map(self._candidate, names) if one is not None]
+                candidates_or_none = list(pool.map(self._read_candidate, names))
+        candidates = [candidate for candidate in candidates_or_none if candidate is not None]
         return sorted(candidates, key=lambda candidate: candidate.recency, reverse=True)
 
-    def _candidate(self, name: str) -> Candidate | None:
-        """Return the candidate with this name. None if the folder is no save yet, or is being removed.
+    def _read_candidate(self, name: str) -> Candidate | None:
+        """Read as much of a checkpoint's manifest as a listing needs, and return the checkpoint as a candidate.
 
-        The first bytes of its manifest are read, and the whole one if these do not suffice. A manifest of another batch
-        counts as damage.
+        Returns None if there is no save of this name yet, or if it is being removed. If the manifest is absent, damaged
+        or of another batch, the candidate has the error. Raises OSError.
         """
+        # The first bytes usually suffice. If they cannot be read, reading the whole manifest says why.
         folder = self.root.child(name)
         expected_name = name_of_batch(name)
-        with contextlib.suppress(OSError):  # reading the whole manifest below says what is wrong
+        with contextlib.suppress(OSError):
             head = read_head(folder.read(MANIFEST, HEAD_BYTES))
             if head is not None and committed_name(head.save_id) == expected_name:
                 return Candidate(name, folder, head)
@@ -352,9 +386,11 @@ class CheckpointStore:
             error = DamagedCheckpointError(f"{folder.url}: holds the manifest of {checkpoint.manifest.save_id}")
         except CheckpointError as caught:
             error = caught
-            files = folder.names()
-            if MANIFEST not in files:
-                if self.commits.drafts_in_place or not files:
+            file_names = folder.names()
+            if MANIFEST not in file_names:
+                is_draft = self.commits.drafts_in_place
+                is_removed = not file_names
+                if is_draft or is_removed:
                     return None
                 error = IncompleteCheckpointError(f"{folder.url}/{MANIFEST}: missing")
         return Candidate(name, folder, outcome=error)
@@ -366,11 +402,15 @@ class CheckpointStore:
         quarantine: Lease | None = None,
         skip: Collection[str] = (),
     ) -> Search:
-        """Find the newest checkpoint that can be read and that passes `verify`. Names in `skip` are not considered.
+        """Find the newest checkpoint of the run that can be read and that passes `verify`.
 
-        Damaged and incomplete ones are passed over, with a line each. With the lease `quarantine`, damaged ones are
-        also renamed (`set_aside`). Any other error is raised, such as NewerFormatError or that of a disk that does not
-        answer: an older checkpoint would not be what the user asks for.
+        verify: called with a checkpoint; raises CheckpointError if there is something wrong with it.
+        quarantine: the run's lease. With it, damaged checkpoints are renamed (`set_aside`).
+        skip: names that are not considered.
+
+        Damaged and incomplete checkpoints are passed over, with a line each. Any other error is raised, for instance if
+        a newer release has written the checkpoint or if the disk does not answer, because an older checkpoint would not
+        be what the user asks for.
         """
         passed_over: dict[str, str] = {}
         for candidate in self.candidates():
@@ -385,16 +425,20 @@ class CheckpointStore:
         return Search(None, passed_over)
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
-        """Return the line that tells the user why a checkpoint is passed over, and rename it if `error` says that it is
-        damaged.
+        """Rename a checkpoint that was found to be damaged, and return the line that tells the user about it.
 
-        It is renamed only on a disk and under a lease, and only while another checkpoint can be read: the last one
-        stays where it is, whatever is wrong with it.
+        name: the checkpoint's.
+        error: what is wrong with it. If it is not damaged but, for instance, incomplete, it is not renamed.
+        lease: the run's lease. None: it is not renamed.
+
+        It is renamed only on a disk, and only while another checkpoint can be read: the last one stays where it is,
+        whatever is wrong with it. The line is `passed over damaged checkpoint, now <new name>: <error>`.
         """
         line = f"passed over {condition_of(error)} checkpoint"
         if lease is not None and isinstance(error, DamagedCheckpointError):
-            has_others = any(other.name != name and other.checkpoint is not None for other in self.candidates())
-            new_name = self.commits.set_aside(name) if has_others else ""
+            other_candidates = [candidate for candidate in self.candidates() if candidate.name != name]
+            has_other_checkpoint = any(candidate.checkpoint is not None for candidate in other_candidates)
+            new_name = self.commits.set_aside(name) if has_other_checkpoint else ""
             if new_name:
                 line += f", now {new_name}"
         return f"{line}: {error}"
@@ -402,7 +446,8 @@ class CheckpointStore:
     # ------------------------------------------------------------------------------------------------------ remove
 
     def remove(self, name: str, save_id: str) -> None:
-        """Remove a save, its commit first and then its data; do nothing if another save has its name by now."""
+        """Remove a checkpoint from the readers' sight, and then its data. Does nothing if it is gone, or if another
+        save has its name by now. Raises CheckpointError if it cannot be removed."""
         url = self.root.child(name).url
         with _os_errors_as_checkpoint_errors(f"{url}: cannot be removed"), contextlib.suppress(FileNotFoundError):
             self.commits.remove(name, save_id)
@@ -418,55 +463,64 @@ class CheckpointStore:
         on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
         dry_run: bool = False,
     ) -> list[str]:
-        """Remove old checkpoints, unfinished removals and unused parts of the log; return the checkpoints' names.
+        """Remove old checkpoints, the rest of interrupted removals, and parts of the log that no checkpoint needs.
 
-        These checkpoints stay:
-        - the newest `keep_newest`, at least one;
-        - those whose batch is a multiple of `keep_every_batches`, and those in `keep_names`;
-        - those whose manifest cannot be read, which are left for a person;
-        - the newest that passes `verify`, if none of the newest ones does.
+        lease: the run's lease if the caller is its writer. None: a user's command, which may run beside a writer.
+        keep_newest: number of newest checkpoints that stay, at least one.
+        keep_every_batches: checkpoints whose batch is a multiple of it stay.
+        keep_names: names of further checkpoints that stay.
+        verify: raises CheckpointError for a checkpoint that a run could not carry on from. It is called only if there
+            is something to remove, for the newest checkpoint first, until one passes. That one stays, too. If none
+            passes, nothing is removed.
+        on_unsound: called with the name and the error of each that does not pass.
+        dry_run: only find out what would be removed.
 
-        A save that was set aside as damaged is removed when all that stay as the newest are of later batches. Drafts of
-        dead writers stay until `acquire`.
+        Checkpoints whose manifest cannot be read stay for a person. A save that was set aside as damaged is removed
+        once all checkpoints that stay as the newest are of later batches. Drafts stay until the next `acquire`.
 
-        Nothing is removed if no checkpoint passes `verify`, which is called from the newest on, and only if there is
-        something to remove. `on_unsound` is called with the name and the error of each that does not pass. With
-        `dry_run`, nothing is removed. Raises CheckpointError if `lease` is no longer the highest.
+        Returns the names of the removed checkpoints, the oldest first. Raises CheckpointError if `lease` is no longer
+        the highest, or if something cannot be removed.
         """
         if lease is not None:
             self.check(lease)
+
+        # Divide the readable checkpoints into the newest, those that stay for another reason, and old ones.
         candidates = self.candidates()
-        listed = [candidate for candidate in candidates if candidate.head is not None]
-        if not listed:
+        readable = [candidate for candidate in candidates if candidate.head is not None]
+        if not readable:
             return []
-        newest = listed[: max(keep_newest, 1)]
+        newest = readable[: max(keep_newest, 1)]
         old = []
-        for candidate in listed[len(newest) :]:
+        for candidate in readable[len(newest) :]:
             is_kept_by_batch = keep_every_batches and candidate.batch % keep_every_batches == 0
             if candidate.name not in keep_names and not is_kept_by_batch:
                 old.append(candidate)
 
-        set_aside = self.set_aside_saves()
+        # Old ones may go only if a checkpoint that stays is known to be intact.
+        set_aside_names = self.set_aside_saves()
         to_remove: list[Candidate] = []
         set_aside_to_remove: list[str] = []
-        if old or set_aside:
-            intact = _first_that_passes(verify, listed, on_unsound)
+        if old or set_aside_names:
+            intact = _first_that_passes(verify, readable, on_unsound)
             if intact is None:
                 return []
             to_remove = [candidate for candidate in reversed(old) if candidate is not intact]
-            first_batch = min(candidate.batch for candidate in (*newest, intact))
-            set_aside_to_remove = [name for name in set_aside if batch_of_set_aside(name) < first_batch]
+            first_kept_batch = min(candidate.batch for candidate in (*newest, intact))
+            set_aside_to_remove = [name for name in set_aside_names if batch_of_set_aside(name) < first_kept_batch]
 
+        # The parts of the log go last, when no checkpoint refers to them any more.
         if not dry_run:
             self._remove_saves(to_remove, set_aside_to_remove)
             with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
-                self.commits.finish_removals(has_lease=lease is not None, newest=listed[0].recency)
+                self.commits.finish_removals(has_lease=lease is not None, newest=readable[0].recency)
+            kept = [candidate for candidate in candidates if candidate not in to_remove]
             with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
-                self._remove_unused_log([one for one in candidates if one not in to_remove], newest=listed[0])
+                self._remove_unused_log(kept, newest=readable[0])
         return [*(candidate.name for candidate in to_remove), *set_aside_to_remove]
 
     def _remove_saves(self, candidates: Sequence[Candidate], set_aside_names: Sequence[str]) -> None:
-        """Remove checkpoints, and saves that were set aside as damaged. Raises CheckpointError."""
+        """Remove checkpoints whose manifest can be read, and saves that were set aside as damaged, by name. Raises
+        CheckpointError if one cannot be removed."""
         for candidate in candidates:
             assert candidate.head is not None
             self.remove(candidate.name, candidate.head.save_id)
@@ -477,15 +531,19 @@ class CheckpointStore:
     def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
         """Remove the parts of the run's log that no checkpoint refers to any more.
 
-        `kept` are all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because
-        it may refer to any part. Parts of saves after the `newest` checkpoint stay, too, because their manifests may be
-        about to be published. Raises OSError.
+        kept: all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because it may
+            refer to any part.
+        newest: the newest checkpoint. Parts of later saves stay, because their manifests may be about to be published.
+
+        Remembers in `_log_names` which parts a save refers to, so that its manifest is read only once. Raises OSError.
         """
         folder = self.root.child(LOG)
-        names = folder.names()
-        if not names:
+        part_names = folder.names()
+        if not part_names:
             return
-        used: set[str] = set()
+
+        # Find the parts that are used.
+        used_names: set[str] = set()
         for candidate in kept:
             if candidate.head is None:
                 return  # unreadable, so it is not known what it refers to
@@ -494,20 +552,22 @@ class CheckpointStore:
                 if candidate.checkpoint is None:
                     return
                 self._log_names[save_id] = _names_of_log(candidate.checkpoint.manifest)
-            used |= self._log_names[save_id]
+            used_names |= self._log_names[save_id]
 
-        for name in names:
-            save = SAVE_ID.search(name)
-            if save is None or name in used:
+        # A part is named by the save that wrote it.
+        for name in part_names:
+            save_id_match = SAVE_ID.search(name)
+            if save_id_match is None or name in used_names:
                 continue
-            epoch_and_batch = int(save[1]), int(save[2])
+            epoch_and_batch = int(save_id_match[1]), int(save_id_match[2])
             if epoch_and_batch <= newest.recency:
                 folder.remove(name)
 
 
 @contextlib.contextmanager
 def _os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
-    """Raise CheckpointError, with the text `prefix: reason`, for an OSError in a `with` block."""
+    """Turn an OSError in a `with` block into a CheckpointError with the text `<prefix>: <reason>`. Use it around every
+    access to disk or network, whose errors are for the user."""
     try:
         yield
     except OSError as error:
@@ -519,8 +579,10 @@ def _first_that_passes(
     candidates: Sequence[Candidate],
     on_unsound: Callable[[str, CheckpointError], None],
 ) -> Candidate | None:
-    """Return the first candidate that can be read and passes `verify`, or None. `on_unsound` is called with the name
-    and the error of each one before it."""
+    """Return the first of some candidates that can be read and passes `verify`; None if there is none.
+
+    `on_unsound` is called with the name and the error of each candidate before it.
+    """
     for candidate in candidates:
         try:
             verify(candidate.open())
@@ -532,5 +594,9 @@ def _first_that_passes(
 
 
 def _names_of_log(manifest: Manifest) -> set[str]:
-    """Return the names of a checkpoint's parts of the log, in the folder of these parts."""
-    return {part.name.rpartition("/")[2] for part in manifest.log}
+    """Return the file names, in the folder `log`, of the parts of the log that a checkpoint refers to."""
+    names = set()
+    for part in manifest.log:
+        _, _, file_name = part.name.rpartition("/")
+        names.add(file_name)
+    return names
