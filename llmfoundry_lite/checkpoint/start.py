@@ -1,7 +1,11 @@
 """Decides where a launch starts: at a checkpoint, which must fit the launch's configuration, or at batch 1.
 
+`choose_start` decides: the run's own folder comes first, then `load_path`, then batch 1. It refuses whatever would
+surprise the user, such as carrying on another run or starting one over. The other public functions are parts of this
+that `--dry-run`, reports and companions use as well.
+
 This module reads manifests and the run's log, and imports no torch. `training/checkpointing.py` restores the chosen
-checkpoint, and `--dry-run` prints which one that would be.
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -62,17 +66,19 @@ class Start(NamedTuple):
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     """Choose the checkpoint that a launch begins from, and check its manifest against the launch's configuration.
 
-    `fingerprints` are those of this launch, such as the tokenizer's. The run's own folder comes before `load_path`,
-    so that a launch repeated with the same command carries on.
+    `fingerprints` are those of this launch by name, such as the tokenizer's. Only rank 0 needs to call this, before
+    there is a process group.
 
-    Raises CheckpointError if the launch would carry on another run, start a run over without being told to, or does
-    not fit the checkpoint.
+    Raises CheckpointError if the launch would carry on another run, if it would start a run over without being told to,
+    or if its configuration does not fit the checkpoint.
     """
+    # The run's own folder comes before `load_path`, so that a launch repeated with the same command carries on.
     store = CheckpointStore(config.checkpoint_folder)
     candidates = store.candidates()
     if candidates:
         return _start_from_run_folder(config, store, candidates, fingerprints)
 
+    # There is no checkpoint of this run. Make sure that there was none before.
     store.check_is_new()
     note = _check_log(config, store.root.url)
     if config.load_path is not None:
@@ -87,9 +93,10 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
 def _start_from_run_folder(
     config: TrainConfig, store: CheckpointStore, candidates: list[Candidate], fingerprints: dict[str, str]
 ) -> Start:
-    """Return the start of a launch whose run folder holds checkpoints.
+    """Return where a launch starts whose run folder holds checkpoints: at the newest of `candidates`.
 
-    Raises CheckpointError if they are another run's, if `autoresume` is not set, or if the newest does not fit.
+    Raises CheckpointError if they are another run's, if `autoresume` is not set, or if the newest does not fit this
+    launch's configuration and fingerprints.
     """
     newest = newest_of(candidates)
     if newest is not None:
@@ -111,8 +118,11 @@ def _start_from_run_folder(
 def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manifest) -> None:
     """Raise CheckpointError if a run cannot carry on from a checkpoint with this configuration and tokenizer.
 
-    `fingerprints` are those of this launch. Tensors and the place in the data are checked later, when they are
-    restored.
+    config, fingerprints: those of this launch.
+    manifest: the checkpoint's, with the configuration and fingerprints of the launch that saved it.
+
+    Checked are whether the checkpoint has what a run needs, which keys of the configuration have changed, the
+    microbatch and the tokenizer. Tensors and the place in the data are checked later, when they are restored.
     """
     if manifest.optimizer is None:  # an imported checkpoint
         raise CheckpointError("the checkpoint holds weights alone; load_weights_only=true begins a run with them")
@@ -121,13 +131,14 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
             "the checkpoint was not saved by a training run; load_weights_only=true begins one with its weights"
         )
 
+    # `find_changes` sorts the changed keys by whether a run permits the change, never or in its log.
     changes = find_changes(manifest.config, as_dict(config))
-    refused = changes["never"]
+    refused_changes = list(changes["never"])
     # An unset weight_decay takes the optimizer's default. That default may differ between releases, so a change of an
     # unset value is not one that the user asked for.
     if config.optimizer.weight_decay is None:
-        refused = refused + [change for change in changes["logged"] if change.key == "optimizer.weight_decay"]
-    refuse_changes(refused)
+        refused_changes += [change for change in changes["logged"] if change.key == "optimizer.weight_decay"]
+    refuse_changes(refused_changes)
 
     find_microbatch(config, manifest)
 
@@ -141,55 +152,61 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
 
 
 def find_microbatch(config: TrainConfig, manifest: Manifest) -> int | None:
-    """Return the microbatch size of the checkpoint's run, in samples, if this launch must use the same; else None.
+    """Return the microbatch size that this launch has to use because the checkpoint's run has it; None if it is free.
 
-    Sums of gradients depend on how a batch is divided, so `exact_sums` requires one size for a whole run. Raises
+    The size is in samples of one device. Sums of gradients depend on how a batch is divided, so `exact_sums` requires
+    one size for a whole run: the launch has to use it if both it and the launch that saved have `exact_sums`. Raises
     CheckpointError if this launch cannot have that size.
     """
-    was_exact = manifest.config is not None and manifest.config.get("exact_sums")
-    if not (config.exact_sums and was_exact and manifest.segments):
+    had_exact_sums = manifest.config is not None and manifest.config.get("exact_sums")
+    if not config.exact_sums or not had_exact_sums or not manifest.segments:
         return None
 
-    run_size = manifest.segments[-1].device_train_microbatch_size
-    launch_size = config.device_train_microbatch_size
+    run_microbatch = manifest.segments[-1].device_train_microbatch_size
+    launch_microbatch = config.device_train_microbatch_size
     layout = layout_here(config)
     samples_per_rank = config.global_train_batch_size // layout.num_data_ranks
 
-    # This is checked before the launch's own size, because no microbatch size helps a launch with the wrong number of
-    # ranks.
-    if run_size is not None and config.trains_alone and samples_per_rank % run_size:
-        fitting_rank_counts = find_data_ranks(config, run_size)
+    # The number of ranks is checked before the launch's own microbatch size, because no size helps a launch that has
+    # the wrong number of ranks.
+    is_divisible = run_microbatch is None or samples_per_rank % run_microbatch == 0
+    if config.trains_alone and not is_divisible:
+        fitting_rank_counts = find_data_ranks(config, run_microbatch)
         remedy = "no number of devices has them"
         if fitting_rank_counts:
             remedy = f"start {join_with_or(fitting_rank_counts)} {describe_data_ranks(layout)}"
         raise CheckpointError(
-            f"the run's microbatches have {run_size} samples, which exact_sums keeps, and that does not divide the "
-            f"{samples_per_rank} samples of a device here; {remedy}, with device_train_microbatch_size={run_size} or "
-            "auto, or set exact_sums=false from here on"
+            f"the run's microbatches have {run_microbatch} samples, which exact_sums keeps, and that does not divide "
+            f"the {samples_per_rank} samples of a device here; {remedy}, with "
+            f"device_train_microbatch_size={run_microbatch} or auto, or set exact_sums=false from here on"
         )
-    if launch_size not in ("auto", run_size):
+    if launch_microbatch not in ("auto", run_microbatch):
         raise CheckpointError(
-            f"device_train_microbatch_size is {launch_size} here and {run_size} in the checkpoint, and exact_sums "
-            f"makes it a part of the run: set it to {run_size} or auto, or exact_sums=false from here on"
+            f"device_train_microbatch_size is {launch_microbatch} here and {run_microbatch} in the checkpoint, and "
+            f"exact_sums makes it a part of the run: set it to {run_microbatch} or auto, or exact_sums=false from here "
+            "on"
         )
-    return run_size
+    return run_microbatch
 
 
 def training_done_at(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the training done at a checkpoint, by the unit of a duration: batches, whole epochs, samples, tokens."""
+    """Return how much a run had trained at a checkpoint, by the units of durations: `ba` batches, `ep` whole epochs,
+    `sp` samples, `tok` tokens."""
     timestamp = checkpoint.manifest.timestamp
     return {"ba": timestamp.batch, "ep": timestamp.epoch, "sp": timestamp.sample, "tok": timestamp.token}
 
 
 def has_reached(span: Duration, training_done: Mapping[str, int]) -> bool:
-    """Return whether the training done, by unit, is at the end of a span or beyond it."""
+    """Return whether a run has trained for at least a duration, such as `100ba`. `training_done` is by unit, as
+    `training_done_at` returns it."""
     return training_done[span.unit] >= span.value
 
 
 def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
-    """Return the newest checkpoint whose manifest can be read, or None. `candidates` are sorted, newest first.
+    """Return the newest checkpoint whose manifest can be read, or None if there is none.
 
-    Raises CheckpointError if a newer release has written one of them.
+    `candidates` are a run's checkpoints, newest first, as `CheckpointStore.candidates` lists them. Raises
+    CheckpointError if a newer release has written one of them, because the run may have gone on with that release.
     """
     refuse_newer(candidates)
     for candidate in candidates:
@@ -199,46 +216,50 @@ def newest_of(candidates: list[Candidate]) -> Checkpoint | None:
 
 
 def _refuse_changes_after_the_end(config: TrainConfig, newest: Checkpoint) -> None:
-    """Raise CheckpointError for changes to a finished run that would have an effect only if it trained on.
+    """Raise CheckpointError for changed keys of a finished run that would have an effect only if it trained on.
 
-    A launch of a finished run trains nothing, so its record would show the changed values beside numbers that came
-    from the old ones.
+    `newest` is the run's newest checkpoint. A launch of a finished run trains nothing, so its record would show the
+    changed values beside numbers that came from the old ones. Keys that are not checked: those that a run may change at
+    any time, and SCHEDULING_KEYS.
     """
-    if not has_reached(config.max_duration, training_done_at(newest)):
+    is_finished = has_reached(config.max_duration, training_done_at(newest))
+    if not is_finished:
         return
-    changes = find_changes(newest.manifest.config or {}, as_dict(config))["logged"]
-    without_effect = []
-    for change in changes:
+    logged_changes = find_changes(newest.manifest.config or {}, as_dict(config))["logged"]
+    changes_without_effect = []
+    for change in logged_changes:
         if rule_of(change.key) == "logged" and change.key not in SCHEDULING_KEYS:
-            without_effect.append(str(change))
-    if not without_effect:
+            changes_without_effect.append(str(change))
+    if not changes_without_effect:
         return
     raise CheckpointError(
         f"{newest.url} is the end of the run {config.run_name} (max_duration={config.max_duration.written}), so "
-        f"nothing is trained with {', '.join(without_effect)}; choose another run_name for another run, or a longer "
-        "max_duration, or leave the change out"
+        f"nothing is trained with {', '.join(changes_without_effect)}; choose another run_name for another run, or a "
+        "longer max_duration, or leave the change out"
     )
 
 
 def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
     """Raise CheckpointError for a checkpoint of a run with another name, which this run has not carried on before.
 
-    Without this check, two runs with the same save_folder would be taken for one. A renamed run may go on: its run
-    folder then has a log that shares batches with the checkpoint's log.
+    `newest` is the newest checkpoint in this run's save_folder. Without this check, two runs with the same save_folder
+    would be taken for one. A renamed run may go on: its run folder has a log that shares lines with the checkpoint's
+    log, because a launch that carries a checkpoint on begins its log with a copy of the checkpoint's.
     """
     saved_run_name = newest.manifest.run_name
     if saved_run_name in (None, config.run_name):
         return
 
     log_path = Path(config.run_folder) / METRICS
-    own_batches = _lines_of_batches(log_path.read_bytes()) if log_path.exists() else set()
-    saved_batches = _lines_of_batches(read_log(newest).content or b"")
-    # A launch that carries a checkpoint on begins its log with a copy of the checkpoint's. A checkpoint that lies
-    # beside its run's log has no log of its own, so that any batch in the run folder counts.
-    if saved_batches:
-        has_carried_on = bool(own_batches & saved_batches)
+    lines_here = set()
+    if log_path.exists():
+        lines_here = _lines_of_batches(log_path.read_bytes())
+    lines_in_checkpoint = _lines_of_batches(read_log(newest).content or b"")
+    if lines_in_checkpoint:
+        has_carried_on = bool(lines_here & lines_in_checkpoint)
     else:
-        has_carried_on = bool(own_batches)
+        # A checkpoint without a log was saved beside its run's log, so any batch in this run folder counts.
+        has_carried_on = bool(lines_here)
     if has_carried_on:
         return
 
@@ -252,15 +273,17 @@ def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
 
 
 def _lines_of_batches(log: bytes) -> set[bytes]:
-    """Return a log's lines about trained batches; batch 0 is an evaluation before training."""
+    """Return the lines of a log, given as the bytes of metrics.jsonl, that are about trained batches. Lines of batch 0
+    are about an evaluation before training."""
     return {line for line, record in read_lines(log) if record["batch"] >= 1}
 
 
 def _check_log(config: TrainConfig, checkpoint_folder: str) -> str:
-    """Check the log of a run that has no checkpoint in `checkpoint_folder`, so that no run starts over silently.
+    """Check the log of a run that has no checkpoint, so that a run which has trained does not start over silently.
 
-    Returns a note that batches are trained again, or an empty string if the log has no trained batches. Raises
-    CheckpointError if the log says that the run was saved, or if it has batches and `autoresume` is not set.
+    `checkpoint_folder` is where the checkpoints would be, for messages. Returns a note for the user that batches are
+    trained again, or an empty string if the log has no trained batches. Raises CheckpointError if the log says that the
+    run was saved, or if it has batches and `autoresume` is not set.
     """
     log_path = Path(config.run_folder) / METRICS
     records = []
@@ -270,23 +293,26 @@ def _check_log(config: TrainConfig, checkpoint_folder: str) -> str:
     if last_batch < 1:
         return ""
 
-    batches = f"{log_path} has batches of this run up to {last_batch}"
+    trained_text = f"{log_path} has batches of this run up to {last_batch}"
     remedy = f"to start over, choose another run_name or remove {config.run_folder}"
-    if any(SAVED in record for record in records):
+    was_saved = any(SAVED in record for record in records)
+    if was_saved:
         raise CheckpointError(
-            f"{batches} and says that it was saved, but {checkpoint_folder} holds no checkpoint; is its disk mounted, "
-            f"is save_folder the same? {remedy}"
+            f"{trained_text} and says that it was saved, but {checkpoint_folder} holds no checkpoint; is its disk "
+            f"mounted, is save_folder the same? {remedy}"
         )
     if not config.autoresume:
-        raise CheckpointError(f"{batches}, and {checkpoint_folder} holds no checkpoint to carry on from; {remedy}")
-    return f"{batches}, none of them saved yet: they are trained again"
+        raise CheckpointError(f"{trained_text}, and {checkpoint_folder} holds no checkpoint to carry on from; {remedy}")
+    return f"{trained_text}, none of them saved yet: they are trained again"
 
 
 def _check_load_path(config: TrainConfig, load_path: str, fingerprints: dict[str, str]) -> tuple[str, bool]:
-    """Check what `load_path` names: a checkpoint, a folder of checkpoints, or a run directory.
+    """Find the checkpoint that `load_path` names, and check that this launch can begin from it.
 
-    Returns the URL of the checkpoint or of the folder, and whether it is a single checkpoint. Raises CheckpointError
-    if nothing there is intact, if it does not fit a run that carries on from it, or if no training would be left.
+    `load_path` may be a checkpoint, a folder of checkpoints or a run directory. Returns the URL of the checkpoint or of
+    the folder of checkpoints, and whether it is a single checkpoint. Raises CheckpointError, with `load_path:` before
+    it, if no manifest there can be read. Unless only weights are loaded, it is also raised if the newest checkpoint
+    does not fit this launch, or if no training would be left.
     """
     try:
         check_not_foreign(load_path)
