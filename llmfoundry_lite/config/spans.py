@@ -54,8 +54,8 @@ class Duration(Parsed):
 
         Raises ValueError, whose text says what was expected.
         """
-        is_bare_integer = isinstance(written, int) and not isinstance(written, bool)
-        if is_bare_integer and written >= 0:
+        # Python's True is an int, too.
+        if isinstance(written, int) and not isinstance(written, bool) and written >= 0:
             return cls(written, "ep", text=written)
 
         match = re.fullmatch(r"\s*([0-9_]+(?:\.[0-9]+)?(?:[eE][+]?[0-9]+)?)\s*([a-z]+)\s*", str(written))
