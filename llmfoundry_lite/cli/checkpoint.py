@@ -1,6 +1,7 @@
-"""`llmfoundry-lite checkpoint`: look at checkpoints, verify, compare, export, import and remove them.
+"""The commands `llmfoundry-lite checkpoint`: list, inspect, verify, compare, export, import and remove checkpoints.
 
-`ls`, `inspect`, `verify` and `prune` import no torch and answer on a login node.
+Each command has a function, whose docstring is its help. The functions at the end print results. `ls`, `inspect`,
+`verify` and `prune` do not import torch, so they are fast on a login node.
 """
 
 import contextlib
@@ -141,7 +142,10 @@ def find_fault(candidate: Candidate) -> CheckpointError | None:
 
 
 def describe_row(candidate: Candidate) -> tuple[str, str, str, str] | None:
-    """Return a checkpoint's batch, tokens, size and date as text for a table; None if its manifest cannot be read."""
+    """Return the row of a checkpoint in the list: its batch, tokens, size and date as text.
+
+    Returns None if its manifest cannot be read.
+    """
     head = candidate.head
     if head is None:
         return None
@@ -172,7 +176,10 @@ def inspect(location: Location, tensors: Annotated[bool, typer.Option(help="List
 
 
 def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
-    """Return name -> text of what a checkpoint holds, in the order in which `inspect` prints it; None where unknown."""
+    """Return heading -> text for the facts about a checkpoint that `inspect` prints, in their order.
+
+    For example, `{"run": "mpt-1b", "position": "epoch 0, batch 200, …", …}`. A fact that is unknown is None.
+    """
     position = manifest.timestamp
     tensors = manifest.tensors
     model_tensors = [tensor for name, tensor in tensors.items() if name.startswith("model/")]
@@ -193,6 +200,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
         "save": manifest.save_id,
         "after": manifest.parent_save_id,
     }
+    # An imported checkpoint has no position in the data.
     origin = manifest.scalars.get("imported_from")
     if isinstance(origin, dict):
         del facts["position"]
@@ -207,8 +215,11 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
 
 
 def describe_segment(segment: Segment) -> tuple[str, ...]:
-    """Return the row of a segment, a stretch of a run on the same devices: its batches, device, number of ranks,
-    sharding, precision and tokens per second."""
+    """Return the row of a segment, a stretch of a run on the same devices, in the table of `inspect`.
+
+    The row has its batches, device, number of ranks, sharding, precision and tokens per second, as text. Unknown facts
+    are empty.
+    """
     num_ranks = "" if segment.world_size is None else str(segment.world_size)
     tokens_per_second = "" if segment.tokens_per_second is None else f"{segment.tokens_per_second:,.0f}"
     return (
@@ -242,7 +253,7 @@ def verify(location: Location) -> None:
             faults[candidate.name] = error
             print_line(f"{candidate.name} is {condition_of(error)}: {error}", file=sys.stderr)
     if faults:
-        # The exit code is that of a fault that stays, if there is one, and not of a disk that does not answer now.
+        # The exit code depends on the cause. A permanent fault takes precedence over one that may pass.
         first = min(faults.values(), key=lambda error: error.is_transient)
         text = f"{len(faults)} of {len(candidates)} checkpoints did not pass: {', '.join(faults)}"
         raise CheckpointError(f"{store.root.url}: {text}") from first.__cause__
@@ -270,6 +281,7 @@ def diff_checkpoints(a: First, b: Second) -> None:
 
     from llmfoundry_lite.checkpoint.full_tensors import diff, diff_scalars
 
+    # One row for each tensor that differs, or that cannot be compared.
     rows = []
     num_tensors = 0
     for name, note, num_different, absolute, relative in diff(first.url, second.url):
@@ -333,11 +345,11 @@ def export(
 
 @contextlib.contextmanager
 def tokenizer_folder(opened: Checkpoint, given: str | None) -> Iterator[Path | None]:
-    """Provide a folder with the files of the tokenizer that a checkpoint's model was trained with, while it is needed.
+    """Provide, inside a `with` block, a folder with the files of the tokenizer with which a model was trained.
 
-    `given` is the option of the user: a folder or a Hub name, None to look where the checkpoint says and beside it, or
-    `none` to go without. Yields None if there is no tokenizer. Raises DataError for another tokenizer than the model
-    was trained with.
+    `given` is the user's option `--tokenizer`: a folder or a Hub name, None to look where the checkpoint says and
+    beside it, or `none` to go without. Yields None if there is no tokenizer. Raises DataError for another tokenizer
+    than the model was trained with.
     """
     from llmfoundry_lite.convert.tokenizer import find_tokenizer
 
@@ -350,6 +362,7 @@ def tokenizer_folder(opened: Checkpoint, given: str | None) -> Iterator[Path | N
     if Path(tokenizer.name).is_dir():
         yield Path(tokenizer.name)
         return
+    # A tokenizer of the Hub is written into a folder first.
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         yield Path(folder)
@@ -450,8 +463,8 @@ def prune(
     if not dry_run:
         ignore_output_errors()
     store, candidates = list_candidates(location)
-    unsound: dict[str, CheckpointError] = {}
-    doomed = store.prune(
+    unsound: dict[str, CheckpointError] = {}  # name of a checkpoint that is not intact -> why
+    removed_names = store.prune(
         None,
         keep_newest=keep,
         keep_every_batches=keep_every,
@@ -459,25 +472,27 @@ def prune(
         on_unsound=unsound.__setitem__,
         dry_run=dry_run,
     )
-    unsound |= {
-        candidate.name: candidate.error for candidate in candidates if candidate.head is None and candidate.error
-    }
+    # Checkpoints whose manifest cannot be read are not intact, either.
+    for candidate in candidates:
+        if candidate.head is None and candidate.error:
+            unsound[candidate.name] = candidate.error
     for name, error in unsound.items():
         print_line(f"{name} is {condition_of(error)}: {error}", file=sys.stderr)
     if len(unsound) == len(candidates):
         raise CheckpointError(f"{store.root.url}: none of its checkpoints is whole, so none is removed")
 
+    # Say what was removed and what was kept, oldest first.
     kept = []
     for candidate in reversed(candidates):
-        if candidate.name not in doomed:
+        if candidate.name not in removed_names:
             fault = unsound.get(candidate.name)
             kept.append(candidate.name if fault is None else f"{candidate.name} ({condition_of(fault)})")
-    kept += [f"{name} (set aside)" for name in store.set_aside_saves() if name not in doomed]
+    kept += [f"{name} (set aside)" for name in store.set_aside_saves() if name not in removed_names]
     verb = "would remove" if dry_run else "removed"
-    print_line(f"{verb} {', '.join(doomed) or 'nothing'}; kept {', '.join(kept)}")
+    print_line(f"{verb} {', '.join(removed_names) or 'nothing'}; kept {', '.join(kept)}")
 
 
-# ------------------------------------------------------------------------------------------- how answers look
+# ---------------------------------------------------------------------------------------------- output
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:
@@ -509,14 +524,14 @@ def verify_with_progress(opened: Checkpoint) -> None:
 
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print a table. `right` has the indices of the columns that are aligned to the right."""
+    """Print a table with a heading for each column. `right` has the indices of the columns that are right-aligned."""
     from llmfoundry_lite.tables import Table, console
 
     Table("", columns, rows, right).print(console())
 
 
 def print_facts(facts: dict[str, str | None]) -> None:
-    """Print a line for each name and its value, except where the value is None."""
+    """Print an indented line for each name and its value. Values that are None are left out."""
     for name, value in facts.items():
         if value is not None:
             print_line(f"  {name:<14}{value}")
@@ -530,5 +545,5 @@ def show_spinner(text: str) -> Any:
 
 
 def format_megabytes(num_bytes: int) -> str:
-    """Write a number of bytes in MB of 10^6 bytes, with one decimal."""
+    """Return a number of bytes as text in MB (10^6 bytes): `1,234.5 MB`."""
     return f"{num_bytes / 1e6:,.1f} MB"

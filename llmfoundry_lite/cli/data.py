@@ -1,4 +1,7 @@
-"""`llmfoundry-lite data`: text and Hub data sets -> shards that training reads; the rows of a batch."""
+"""The commands `llmfoundry-lite data`: `prepare` turns text into shards for training, and `show` shows a batch.
+
+The docstrings of the functions, and the help of their parameters, are the help of the commands.
+"""
 
 import sys
 from pathlib import Path
@@ -142,6 +145,7 @@ def data_show(
     if shown.tokenizer is None:
         print("its tokenizer is not on this machine: token ids are shown, tokenizer.name=… names another place")
 
+    # Collect the facts about each row of the batch, as text, and its text.
     columns = ["row", "stream", "shard", "sample", "documents", "tokens"]
     if losses is not None:
         columns.append("loss")
@@ -155,12 +159,14 @@ def data_show(
         facts_of_rows.append(facts)
     texts = [shown.text(row) for row in shown.rows]
 
+    # With --rows, print each row's facts and its whole text.
     if rows:
         for facts, text in zip(facts_of_rows, texts, strict=True):
             named_facts = ", ".join(f"{name} {fact}" for name, fact in zip(columns, facts, strict=True) if fact)
             print(printable(f"\n{named_facts}\n{text}", keep="\n\t"))
         return
 
+    # Otherwise, print a table with the beginning of each text.
     table_rows = []
     for facts, text in zip(facts_of_rows, texts, strict=True):
         beginning = " ".join(text.split())[:TEXT_CHARACTERS]

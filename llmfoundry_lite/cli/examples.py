@@ -1,4 +1,7 @@
-"""How the help of a command looks: arguments by their names, and an example at the end, which parses as it stands."""
+"""Format the help of commands: arguments without their types in Python, and an example at the end.
+
+The tests parse each example, so it is a command line that works as it is.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,12 +51,17 @@ class Command(TyperCommand):
 
 
 def add_examples(group: typer.Typer, examples: Sequence[str], path: str = "") -> None:
-    """End the help of each command of a group, and of the groups in it, with its example."""
+    """Add an example to the end of the help of each command in a group, and in the groups inside it.
+
+    `examples` are command lines without the program's name. The first one that begins with a command's name is its
+    example. `path` is the names of the groups around it, with a final space: `checkpoint `.
+    """
     for command in group.registered_commands:
         command.cls = Command
-        mine = [example for example in examples if example.startswith(f"{path}{command.name} ")]
-        if mine:  # train and eval have a help of their own
-            command.epilog = f"\b\nExample: llmfoundry-lite {mine[0]}"  # \b: this line is never wrapped
-    for below in group.registered_groups:
-        assert below.typer_instance is not None
-        add_examples(below.typer_instance, examples, f"{path}{below.name} ")
+        examples_of_command = [example for example in examples if example.startswith(f"{path}{command.name} ")]
+        # `train` and `eval` have no example here, because they print a help of their own.
+        if examples_of_command:
+            command.epilog = f"\b\nExample: llmfoundry-lite {examples_of_command[0]}"  # \b keeps the line unwrapped
+    for inner_group in group.registered_groups:
+        assert inner_group.typer_instance is not None
+        add_examples(inner_group.typer_instance, examples, f"{path}{inner_group.name} ")

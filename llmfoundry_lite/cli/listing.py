@@ -47,10 +47,10 @@ def list_command(
     if kind not in (None, *KINDS):
         raise UserError(f"list: {kind!r} given, expected {join_with_or(list(KINDS))}")
     sort_key = sort_key_for_this_machine()
-    names = [kind] if kind else list(KINDS)
-    for number, name in enumerate(names):
-        if number > 0:
-            print()
+    kind_names = [kind] if kind else list(KINDS)
+    for index, name in enumerate(kind_names):
+        if index > 0:
+            print()  # between two sections
         print(f"{name}: {KINDS[name].example}")
         folder, _, pattern = KINDS[name].files.partition("/")
         files = sorted(shipped_folder(folder).glob(pattern), key=sort_key)
@@ -60,14 +60,15 @@ def list_command(
 
 
 def sort_key_for_this_machine() -> Callable[[Path], tuple[bool, float, int, str]]:
-    """Return a key by which to sort YAML files for a listing.
+    """Return a key function that sorts YAML files for a listing.
 
-    The overlay and the layouts of this machine's devices come first, then small models before large ones, and few
-    devices before many.
+    The overlay and the layouts for this machine's devices come first, then small models before large ones, and few
+    devices before many. On 8 H100 of 80 GB, `h100-8` and all names that end with `x80gb` are for this machine.
     """
     overlay = ""
     layout_suffix = ""
-    with contextlib.suppress(ConfigError):  # this machine has devices of two kinds
+    # With devices of two models, no file is for this machine.
+    with contextlib.suppress(ConfigError):
         chosen = choose_overlay().values
         devices = find_devices()
         if isinstance(chosen, Path):
@@ -91,8 +92,13 @@ def sort_key_for_this_machine() -> Callable[[Path], tuple[bool, float, int, str]
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment at the top of a YAML file, without the example of its use."""
+    """Return the beginning of the comment at the top of a YAML file, up to the first `.`, `:` or `;`.
+
+    `# MPT-1B on one node: llmfoundry-lite train mpt-1b` gives `MPT-1B on one node`. The words "laid over" begin an
+    example too.
+    """
     comment = re.match(r"(?:#.*\n)*", path.read_text(encoding="utf-8"))
-    text = re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.M)
-    words = " ".join(text.split())
-    return re.split(r"[.:;](?:\s|$)|, laid over", words)[0]
+    lines = comment[0] if comment else ""
+    text = re.sub(r"^# ?", "", lines, flags=re.M)
+    text_in_one_line = " ".join(text.split())
+    return re.split(r"[.:;](?:\s|$)|, laid over", text_in_one_line)[0]

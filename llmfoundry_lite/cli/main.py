@@ -1,9 +1,9 @@
-"""`llmfoundry-lite`: every command.
+"""The program `llmfoundry-lite`: the commands of the core and of installed companions.
 
     llmfoundry-lite data prepare --source python-stdlib --out data/stdlib --tokenizer train:4096 --max-seq-len 256
 
-A failure is one line on standard error and an exit code of `errors.py`. Each command imports what it needs when it is
-called, so that `--help` answers at once.
+An error that the user can correct is printed in one line on standard error, and the program exits with a code of
+`errors.py`. Each command imports what it needs when it is called, so that `--help` answers at once.
 """
 
 import errno
@@ -77,7 +77,7 @@ def main() -> NoReturn:
 def run_program(program: typer.Typer, name: str) -> NoReturn:
     """Run the command line of a program and exit with its exit code, even if its output cannot be written.
 
-    `name` is what messages call the program. An output error is reported here, unless it is only that the reader of a
+    `name` is the name of the program in messages. An error of the output is reported at the end, unless the reader of a
     pipe has left, as `head` does.
     """
     output = prepare_output()
@@ -148,19 +148,20 @@ def run(arguments: list[str], program: typer.Typer = app, name: str = "llmfoundr
 
 
 def print_usage_error(error: typer.TyperException, arguments: list[str]) -> int:
-    """Print what is wrong with a command line that could not be parsed, on standard error, and return the exit code.
+    """Print on standard error what is wrong with a command line that could not be parsed, and return the exit code.
 
-    A command of a companion that is not installed is answered with the companion's name. A line that has no
-    arguments beyond the names of a group and a command, such as `llmfoundry-lite data`, is answered with the help.
+    For a command of a companion that is not installed, the error names the companion. For a line without any arguments,
+    such as `llmfoundry-lite data`, the help is printed.
     """
-    missing = companions.find_missing("commands")
-    if arguments and arguments[0] in missing:
-        return print_error(companions.missing(missing[arguments[0]], needed_for=arguments[0]))
+    companion_of_command = companions.find_missing("commands")
+    if arguments and arguments[0] in companion_of_command:
+        return print_error(companions.missing(companion_of_command[arguments[0]], needed_for=arguments[0]))
 
     context = getattr(error, "ctx", None)
     hint = ""
     if context is not None:
-        num_names = len(context.command_path.split()) - 1  # of groups and the command, without the program's name
+        # The command path is the program's name and the names of groups and command: `llmfoundry-lite data prepare`.
+        num_names = len(context.command_path.split()) - 1
         has_arguments = len(arguments) > num_names
         if not has_arguments:
             print(context.get_help(), file=sys.stderr)

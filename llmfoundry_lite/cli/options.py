@@ -1,4 +1,8 @@
-"""Checks of options before any work: those that mean nothing beside another one, and folders that cannot be written."""
+"""Check the options of a command before it does any work.
+
+`refuse_conflicting` refuses options that have no effect beside another one. `out_folder` is an option `--out` whose
+folder is checked at once, so that a long command does not fail at its end.
+"""
 
 import os
 from collections.abc import Collection
@@ -14,10 +18,11 @@ from llmfoundry_lite.files import check_result_replaceable
 def refuse_conflicting(
     context: typer.Context, option: str, reason: str, *, only: Collection[str] = (), allowed: Collection[str] = ()
 ) -> None:
-    """Raise ConfigError if the command line has parameters that mean nothing together with `option`.
+    """Raise ConfigError if the command line has parameters that have no effect together with `option`.
 
-    Those are the parameters named in `only`, or, if that is empty, all but `option` and those in `allowed`. Names are
-    those of the command function's parameters. `reason` says in the message why they mean nothing.
+    These are the parameters in `only`, or, if that is empty, all except `option` and those in `allowed`. Both have
+    names of the command function's parameters. `reason` says in the message why they have no effect: `--option: reason;
+    leave out --other`.
     """
     conflicting = []
     for parameter in context.command.params:
@@ -30,7 +35,10 @@ def refuse_conflicting(
 
 
 def parse_counts(text: str, option: str = "--devices") -> list[int]:
-    """Parse `64,128` as [64, 128]. Raises ConfigError, which names the option, unless all are whole numbers above 0."""
+    """Parse the value of an option as a list of counts: `64,128` gives [64, 128].
+
+    Raises ConfigError, which names the option, unless all parts are whole numbers above 0.
+    """
     parts = text.split(",")
     are_counts = all(part.isdecimal() and int(part) > 0 for part in parts)
     if not are_counts:
@@ -52,16 +60,16 @@ def expand_home(path: Path | None) -> Path | None:
 
 
 def _check_out_folder(context: typer.Context, path: Path | None) -> Path | None:
-    """Check the value of an option `--out`, and return it with the user's home folder for `~`. A callback of typer.
+    """Check the value of an option `--out`, and return it with the user's home folder for `~`. Typer calls this.
 
-    Raises ConfigError if the folder cannot be created or written, or if it has a file of the name of a result, such as
-    report.json, that is not an earlier result.
+    Raises ConfigError if the folder cannot be created or written, or if it has a file with the name of a result, such
+    as report.json, that is not an earlier result.
     """
     path = expand_home(path)
     if path is None:
         return None
 
-    # The innermost folder on the way there that exists; the others will be created in it.
+    # Find the innermost folder of the path that exists. The others will be created in it.
     existing = path.absolute()
     while not existing.exists():
         existing = existing.parent

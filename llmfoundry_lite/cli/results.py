@@ -1,4 +1,4 @@
-"""`llmfoundry-lite report` and `compare`: results of runs and of evaluations."""
+"""The commands `llmfoundry-lite report`, about training runs, and `llmfoundry-lite compare`, about evaluations."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
 
 MAX_NAMED_MODELS = 2
-"""Most models besides the first that the title of a comparison's figure names."""
+"""Maximum number of models, besides the first, that the title of a comparison's figure names."""
 
 
 def report_runs(
@@ -86,6 +86,8 @@ def compare_results(
         raise UserError(f"{results[0]} alone: name another result to compare it with")
     loaded = load_any(results, cluster)
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+
+    # Write the comparison and its figure.
     written: list[Path] = []
     if out is not None:
         from llmfoundry_lite.report.figure import plot_differences

@@ -17,7 +17,7 @@ from llmfoundry_lite.errors import EXIT_DIFFERS, EXIT_DONE, ConfigError, UserErr
 DEFAULT_MAX_RESTARTS = 3
 """Restarts of `train -n` after a rank has died or frozen."""
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""The rest of the line is the program's own, `--help` and `--dry-run` included."""
+"""Settings of typer for `train` and `eval`, which pass all arguments that they do not know, such as --help, on."""
 
 Ranks = Annotated[
     int,
@@ -72,10 +72,11 @@ def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = Non
 
 
 def _starts_ranks(arguments: Sequence[str], num_ranks: int, *, even_one: bool = False) -> bool:
-    """Return whether `train` or `eval` starts its ranks as processes of their own, instead of running in this one.
+    """Return whether `train` or `eval` starts other processes for its ranks, instead of running in this one.
 
     A single rank runs in this process, unless `even_one` asks for a process that can be restarted. Help and dry runs
-    are printed by this process, which then has the environment variables of rank 0 of `num_ranks`.
+    are printed by this process too. Unless a single rank runs here, this also sets the environment variables of rank 0
+    of `num_ranks`, so that the checks of the configuration know the number of ranks.
 
     Raises ConfigError if another launcher has started this process.
     """
@@ -91,7 +92,7 @@ def _starts_ranks(arguments: Sequence[str], num_ranks: int, *, even_one: bool = 
 
 
 def _run_in_this_process(module: str, main: Callable[[Sequence[str]], None], arguments: list[str]) -> NoReturn:
-    """Run the `main` function of a module as `python -m module` would, and exit."""
+    """Run the `main` function of a module as `python -m module` would, and exit with its exit code."""
     from llmfoundry_lite.ranks.ending import run_and_exit
 
     sys.argv = [module, *arguments]
@@ -140,9 +141,10 @@ def generate(
 
 
 def read_prompts() -> Iterator[str]:
-    """Yield the lines of standard input. At a terminal an empty line is the end; elsewhere empty lines are left out.
+    """Yield each line of standard input as a prompt.
 
-    Raises UserError if there is no prompt, as in a script or a job, and for a line in another encoding.
+    At a terminal, an empty line ends the input. Otherwise empty lines are skipped. Raises UserError if the input has no
+    prompt, as in a batch job, or if a line is in another encoding.
     """
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
@@ -213,11 +215,14 @@ def replay_command(
     if len(states) > 1 or not are_settings:
         raise ConfigError(f"replay: {' '.join(arguments or ())} given, expected baN..baM once, and key=value pairs")
 
+    # Plan, and write the configuration of the replay into a folder that is removed at the end.
     plan = plan_replay(where, states[0] if states else None, uses_recorded_remote=use_recorded_remote)
     with tempfile.TemporaryDirectory(prefix="llmfoundry-lite-replay-") as temporary:
         folder = Path(temporary) / "run"
         options = {"trusts_code": trust_code, "uses_recorded_remote": use_recorded_remote}
         path = write_replay(plan, folder, num_ranks, changes, **options)
+
+        # Check it as rank 0 would, before any rank starts.
         os.environ.update(rank_variables(0, num_ranks))
         try:
             config = check([path]).invocation.config
@@ -234,6 +239,7 @@ def replay_command(
         if callbacks and not trust_code:
             print(printable(f"without its callbacks {callbacks}, which --trust-code runs"))
 
+        # Train the batches again, and compare.
         logs = Path(temporary) / "logs"
         exit_code = run_ranks("llmfoundry_lite.launch_replay", [path], num_ranks, logs)
         if exit_code != EXIT_DONE:
