@@ -1,7 +1,8 @@
-"""The output of `--dry-run`: what a launch would do, in lines of a name and a value.
+"""Describe what a launch would do: the output of `--dry-run`, in lines of a heading and a value.
 
-This reads the manifest of the checkpoint that the launch would start from, but no tensor. `preflight.py` makes the
-checks whose results are printed here.
+`describe_launch` is the top function, and each `_describe_…` function returns the text of one heading. They read the
+manifest of the checkpoint from which the launch would start, but no tensor. `preflight.py` has made the checks whose
+results are printed here.
 """
 
 import os
@@ -40,10 +41,14 @@ MAX_LISTED = 8
 def describe_launch(
     config: TrainConfig, layout: Layout, result: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
 ) -> str:
-    """Describe what a launch would do, in lines of a name and a value: the output of `--dry-run`.
+    """Return the output of `--dry-run`: what a launch would do, in lines of a heading and a value.
 
-    `result` is that of `preflight.check`. `is_for_here` says that this machine has been checked too. With `with_yaml`
-    the resolved configuration comes first.
+        run            mpt-1b in runs/mpt-1b
+        start          batch 1, from initial weights
+        …
+
+    `result` is the result of `preflight.check`. `is_for_here` says whether this machine has been checked too. With
+    `with_yaml`, the resolved configuration comes first, as YAML.
     """
     model = config.model
     tokens_per_batch = config.global_train_batch_size * config.max_seq_len
@@ -71,6 +76,7 @@ def describe_launch(
     lines += [f"warning        {text}" for text in describe_division("warning", config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
 
+    # Name what a real launch may still find wrong.
     not_checked = [*result.not_checked, *not_checked_at_start]
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
@@ -95,12 +101,14 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         state = "weights" if config.load_weights_only else "whole state"
         beginning = f"the {state} of {load_path}"
 
+    # A remote folder is not opened.
     is_remote = "://" in folder
     if is_remote:
         not_checked = [f"{folder}: what it holds, and whether that fits this configuration"]
         description = f"the newest save in {folder}, else {beginning}" if config.autoresume else beginning
         return description, not_checked
 
+    # Choose the start as the launch would.
     is_missing = load_path is not None and not os.path.exists(os.path.expanduser(load_path.removeprefix("file://")))
     try:
         # A load_path of another machine is left out, so that the saves of this run can be looked at.
@@ -307,10 +315,12 @@ def _describe_variable(name: str, value: str) -> str:
 
 
 def _describe_duration(config: TrainConfig, result: Preflight) -> str:
-    """Return max_duration in batches, tokens, epochs and hours, to be appended to its own text; empty if unknown.
+    """Return max_duration in other units, to be appended to its own text: ` = 4,800 batches, 10.07 G tokens, …`.
 
-    Epochs are known where the samples could be counted, and hours where the YAML has a variable tokens_per_second.
+    Epochs are included if the samples could be counted, and hours if the YAML has a variable tokens_per_second. The
+    text is empty if the number of batches is unknown, as for epochs of data that is not on this machine.
     """
+    # Convert to batches, rounded up.
     duration = config.max_duration
     batch_size = config.global_train_batch_size
     tokens_per_batch = batch_size * config.max_seq_len
@@ -339,7 +349,7 @@ def _describe_duration(config: TrainConfig, result: Preflight) -> str:
 
 
 def _with_prefix(number: float) -> str:
-    """Write a number with a metric prefix and two decimals: 1234567 as `1.23 M`."""
+    """Return a number as text with a metric prefix and two decimals: `1.23 M` for 1234567."""
     for prefix, factor in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= factor:
             return f"{number / factor:,.2f} {prefix}"

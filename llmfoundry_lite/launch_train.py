@@ -78,10 +78,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> TrainConfig | None:
-    """Check the configuration, then train as one rank, or print what a dry run prints.
+    """Check the configuration, then train as one rank of a launch, or print what a dry run prints.
 
-    `arguments` are those of the command line, and `given` is a program's configuration, which they override. Returns
-    the configuration; None after a dry run. Raises UserError, and what `train` raises.
+    Collective: every rank calls it with the same arguments. `arguments` are those of the command line, and `given` is
+    the configuration of a program that calls the library, which they override. Returns the configuration, or None after
+    a dry run. Raises UserError, and what `train` raises.
     """
     is_main = this_rank().rank == 0
     remote_folder.patience_seconds = None  # a command has set it if it runs the launch in its own process
@@ -105,6 +106,7 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
             print(description)
         return None
 
+    # Import torch and Composer only now, because they read the environment, and take seconds.
     prepare_environment(config)
     with refusals_recorded(lambda: Path(config.run_folder)), leaving_during_imports():
         import_lean(*HEAVY)
@@ -115,17 +117,20 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 
 
 def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:
-    """Check all that needs no import that takes long: configuration, packages, data, tokenizer. Every rank does.
+    """Check the configuration, the installed packages, the data and the tokenizer, before torch is imported.
 
-    `given` is a program's configuration, which `arguments` override. Raises UserError. Unless this is a dry run, the
-    error is also recorded in the run folder, if an earlier launch has made one.
+    Every rank does this by itself. `arguments` and `given` are as in `launch`. Raises UserError. Unless this is a dry
+    run, the error is also recorded in the run folder, if an earlier launch has created one.
     """
     is_dry_run = bool(DRY_RUNS.keys() & set(arguments))
     with refusals_recorded(lambda: None if is_dry_run else find_run_folder(arguments, given=given)):
-        if not is_dry_run:  # WORLD_SIZE=16 with --dry-run asks how 16 ranks would divide the run
+        # A dry run may have a WORLD_SIZE without a launcher: WORLD_SIZE=16 shows how 16 ranks would divide the run.
+        if not is_dry_run:
             check_launch()
         invocation = load_train_config(arguments, given=given)
         config = invocation.config
+
+        # Dry runs of the kinds `plan` and `full` describe the launch for any machine.
         is_for_this_machine = invocation.dry_run not in ("plan", "full")
         if is_for_this_machine:
             preflight.check_installed("composer", "streaming")

@@ -104,10 +104,10 @@ def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
 def _arguments_of_launch(
     config: Configuration, overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Turn the arguments of `lf.train` or `lf.evaluate` into those of a launch.
+    """Turn the arguments of `lf.train` or `lf.evaluate` into `given` and `arguments` of a launch.
 
-    Returns the configuration if `config` is a mapping, else None; and the arguments of a command line, which are the
-    paths of YAML files, followed by a `key=value` for each override.
+    `lf.train("mpt-1b", seed=3)` gives (None, ["mpt-1b", "seed=3"]), and `lf.train({"seed": 17, …}, seed=3)` gives
+    ({"seed": 17, …}, ["seed=3"]).
 
     Raises ConfigError for values that YAML cannot hold.
     """

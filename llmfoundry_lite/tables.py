@@ -1,4 +1,9 @@
-"""The type of every table that is shown: on a console, as Markdown, CSV and JSON. Names and numbers stay text."""
+"""Tables of text, which can be printed on a console and written as Markdown, CSV and JSON.
+
+`Table` is the table of every command and report. Cells are text, also numbers, so that they look the same everywhere.
+Names in cells may come from other people, so each output escapes what would be active in it: control characters on a
+console, HTML and links in Markdown, formulas in CSV.
+"""
 
 import csv
 import html
@@ -60,6 +65,7 @@ class Table:
         gap = 1 if keeps_words_whole else 0
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
         for index, heading in enumerate(self.columns):
+            # A column is at least as wide as its longest word.
             min_width = None
             if keeps_words_whole:
                 cells = [heading, *(row[index] for row in self.rows)]
@@ -83,18 +89,20 @@ class Table:
         console.print(table)
 
     def print_blocks(self, console: "Console") -> None:
-        """Print the title, then as many columns as fit on the console.
+        """Print the title and the table, in several blocks of columns if it is wider than the console.
 
-        The others follow in further blocks below, each of which repeats the first column.
+        Each block has as many columns as fit, and repeats the first column, which names the rows.
         """
         from rich.text import Text
 
+        # The width of each column is that of its longest line.
         widths = []
         for cells in zip(self.columns, *self.rows, strict=True):
             widths.append(max(len(line) for cell in cells for line in cell.split("\n")))
         first_column_width = min(widths[0], max(12, console.width // 3))
         available_width = console.width - first_column_width
 
+        # Put each further column into the last block, or into a new one if that is full.
         blocks: list[list[int]] = [[]]  # indices of columns
         for index, width in enumerate(widths[1:], start=1):
             width_so_far = sum(1 + widths[other] for other in blocks[-1])
