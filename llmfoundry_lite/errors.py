@@ -1,7 +1,8 @@
-"""Errors for users, in one line each, and the exit codes of every process.
+"""Errors for users, whose messages are one line each, and the exit codes of all processes.
 
-A user's mistake fails again at every attempt. Other faults may pass: a full disk, a server's 5xx, an expired token, a
-lost link. `is_transient` tells them apart by the cause that an error was raised `from`; `from None` marks a mistake.
+A mistake of the user fails again at every attempt. Other faults may pass: a full disk, a server's 5xx, an expired
+token, a lost connection. `is_transient` tells them apart by the error that another was raised `from`; `raise … from
+None` marks a mistake. The module also masks credentials, which no message may contain, and has helpers for messages.
 """
 
 import difflib
@@ -21,7 +22,7 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 """Ctrl-C twice: the process left at once. It is 128 plus SIGINT's number, as in shells."""
 EXIT_UNREAD = 141
-"""The reader of a command's output has left, as `head` does. It is 128 plus SIGPIPE's number, as in shells."""
+"""The reader of a command's output has ended, as `head` does. It is 128 plus SIGPIPE's number, as in shells."""
 EXIT_MEANINGS = {
     EXIT_DONE: "done",
     EXIT_USER: "a mistake in the configuration or the data",
@@ -57,7 +58,7 @@ SECRET_NAME = re.compile(
 """Pattern of a key or an environment variable whose value is a secret: HF_TOKEN, api_key; not eos_token."""
 
 MIN_SECRET_LENGTH = 4
-"""Characters from which on a secret is masked outside of its URL. A shorter one would hide too much other text."""
+"""Least number of characters of a secret that is masked outside of its URL. Shorter ones would hide too much text."""
 _known_secrets: set[str] = set()
 
 
@@ -86,14 +87,17 @@ def remember_url_secrets(text: str) -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key or an environment variable of this name holds a secret: HF_TOKEN does, eos_token not."""
+    """Return whether a key or an environment variable of this name holds a secret: true for HF_TOKEN, not eos_token."""
     return SECRET_NAME.search(name) is not None
 
 
 def mask_urls(text: str) -> str:
     """Return `text` with `***` for passwords, tokens and signatures in URLs.
 
-    Unlike `mask_credentials`, this leaves secrets outside of URLs alone. It is meant for JSON and other structured
+    >>> mask_urls("s3://user:password@bucket/run")
+    's3://user:***@bucket/run'
+
+    Unlike `mask_credentials`, this does not change secrets outside of URLs. It is meant for JSON and other structured
     records, in which a known secret could happen to be part of a key.
     """
     if "://" not in text:
@@ -143,13 +147,16 @@ def list_names(names: Iterable[object]) -> str:
 
 
 def join_with_or(options: Sequence[object]) -> str:
-    """Return the options as a phrase for a message: `a`, `a or b`, `a, b or c`. There has to be at least one."""
+    """Return one or more options as a phrase for a message: `a`, `a or b`, `a, b or c`."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that is spelt most like `word`, to suggest it in a message; empty if none is similar.
+
+    >>> find_nearest("max_seqlen", ["seed", "max_seq_len"])
+    'max_seq_len'
 
     `cutoff` is the least similarity, from 0 to 1, by `difflib.get_close_matches`.
     """
