@@ -1,4 +1,4 @@
-"""The model of a checkpoint, held against the size of its tensors before it is built. No torch."""
+"""Reads which model a checkpoint has, and compares it with the size of its tensors before it is built. No torch."""
 
 from collections.abc import Sequence
 
@@ -14,19 +14,24 @@ MODEL = "model/"
 
 
 def read_model(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the configuration of a checkpoint's model.
+    """Return the model configuration that a checkpoint's manifest records.
 
-    Raises DataError if the checkpoint does not say what model it is, CheckpointError if that is far larger than its
-    tensors. `evaluation.models.model_config_of` compares names and shapes, too.
+    Only the sizes are compared with the checkpoint's tensors, which prevents that a manifest makes a caller build a
+    model that is far larger than them. `evaluation.models.model_config_of` compares names and shapes, too.
+
+    Raises DataError if the manifest does not say what model it is, or describes an impossible one, and CheckpointError
+    if the model is far larger than the tensors.
     """
     config = checkpoint.manifest.config
     if not isinstance(config, dict) or "model" not in config:
         raise DataError(f"models: {checkpoint.url} does not say what model it is; expected a checkpoint of a run")
+
+    # The manifest may come from a stranger, so its model is checked as a YAML file's is.
     try:
         model = build_block(ModelConfig, config["model"], "model")
         check_model(model)
         problem = find_size_mismatch(model, shapes_in(checkpoint))
-    except (ConfigError, ArithmeticError) as error:  # the second for a width beyond any number
+    except (ConfigError, ArithmeticError) as error:  # ArithmeticError for sizes that overflow
         reason = str(error).removeprefix("configuration: ")
         raise DataError(f"{checkpoint.url}: its manifest describes a model that cannot be: {reason}") from error
     if problem is not None:
@@ -35,13 +40,21 @@ def read_model(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def shapes_in(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
-    """Return the shape of each of the model's tensors in a checkpoint, by name.
+    """Return the shape of each of the model's tensors in a checkpoint, by its name in the model's state dict.
 
-    A tensor that several names share (tied embeddings) is under each of them.
+    The checkpoint's "model/transformer.wte.weight" becomes "transformer.wte.weight". A tensor that several names share
+    (tied embeddings) is under each of them. Tensors of the optimizer are left out.
     """
     manifest = checkpoint.manifest
-    shapes = {name: record.shape for name, record in manifest.tensors.items() if name.startswith(MODEL)}
-    shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items() if name in shapes}
+    shapes: dict[str, Sequence[int]] = {}
+    for name, record in manifest.tensors.items():
+        if name.startswith(MODEL):
+            shapes[name] = record.shape
+
+    # An alias is a further name of a tensor that is stored once.
+    for alias, name in manifest.aliases.items():
+        if name in shapes:
+            shapes[alias] = shapes[name]
     return {name.removeprefix(MODEL): shape for name, shape in shapes.items()}
 
 

@@ -1,7 +1,7 @@
 """The Hugging Face model formats: what each can express, its config.json, and the names of its tensors.
 
-A run's model is exported in one of the six, which its configuration decides (`choose_format`). MPT is read here, too; a
-companion reads the others.
+A run's model is exported in one of the six, depending on its configuration (`choose_format`). MPT folders can also be
+imported here; a companion imports the others.
 
 GPT-2: transformers' `GPT2LMHeadModel`, for models with learned positions or none. Biases and positions that the model
 does not have are written as zeros.
@@ -43,7 +43,7 @@ from llmfoundry_lite.errors import ExportError
 
 
 def gpt2_options(config: ModelConfig) -> Options:
-    """Return the options of a model with this configuration that GPT-2 can express, where it cannot express all."""
+    """Return the values that GPT-2 can express of each option that it restricts, for a model of this configuration."""
     return {
         **common_attention_options(config),
         "attn_config.clip_qkv": (None,),
@@ -92,15 +92,24 @@ GPT2_BLOCK = {
 
 
 def gpt2_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Map the tensors of GPT-2, in its order, to tensors of our model. Linear layers are transposed (Conv1D)."""
+    """Return the source in our model of each tensor of GPT-2, by its name, in the order of transformers.
+
+    For example, "transformer.h.0.mlp.c_fc.weight" is the transposed "transformer.blocks.0.ffn.up_proj.weight", because
+    GPT-2's linear layers are Conv1D modules. Biases and positions that our model does not have become zeros.
+    """
+    # Token and position embeddings have the same names.
     sources = {name: TensorSource((name,)) for name in ("transformer.wte.weight", "transformer.wpe.weight")}
+
+    # In blocks, GPT-2 has one matrix for q, k and v.
     for i in range(config.n_layers):
         for their_module, our_module in GPT2_BLOCK.items():
             for part in ("weight", "bias"):
-                names = qkv_names(f"transformer.blocks.{i}.{our_module}.{part}", config)
+                our_names = qkv_names(f"transformer.blocks.{i}.{our_module}.{part}", config)
                 is_conv1d = part == "weight" and not their_module.startswith("ln")
                 their_name = f"transformer.h.{i}.{their_module}.{part}"
-                sources[their_name] = TensorSource(names, is_transposed=is_conv1d)
+                sources[their_name] = TensorSource(our_names, is_transposed=is_conv1d)
+
+    # The last norm follows the blocks.
     for part in ("weight", "bias"):
         sources[f"transformer.ln_f.{part}"] = TensorSource((f"transformer.norm_f.{part}",))
     return sources
@@ -117,9 +126,10 @@ GPT2 = HFFormat(
 
 
 def mpt_options(config: ModelConfig) -> Options:
-    """Return the options of a model with this configuration that transformers' MPT can express.
+    """Return the values that transformers' MPT can express of each option that it restricts.
 
-    Its feed-forward layers are four times as wide as the model. A width of that size makes any expansion_ratio right.
+    Its feed-forward layers are four times as wide as the model. If the configuration sets the width itself
+    (`ffn_hidden_size`), that must be this width, and `expansion_ratio` has no effect.
     """
     has_width = config.ffn_config.ffn_hidden_size is not None
     return {
@@ -175,8 +185,8 @@ MPT_READ_ONLY_DEFAULTS = {
     "ffn_config.ffn_type": "mptmlp",
     "ffn_config.ffn_hidden_size": None,
 }
-"""Key, the same in config.json and ModelConfig -> LLM Foundry's default: options that transformers' MPT does not
-have."""
+"""Options that transformers' MPT does not have, and LLM Foundry's does: the key, which is the same in config.json and
+ModelConfig -> LLM Foundry's default."""
 MPT_READABLE_VALUES: Options = {
     "architectures": (None, ["MptForCausalLM"], ["MPTForCausalLM"]),
     "attn_config.attn_type": ("multihead_attention", "grouped_query_attention", "multiquery_attention"),
@@ -219,7 +229,10 @@ MPT_ROPE_VALUES: dict[str, Options] = {
 
 
 def mpt_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Map the tensors of transformers' MPT, in its order, to tensors of our model. It has no biases."""
+    """Return the source in our model of each tensor of transformers' MPT, by its name, in the order of transformers.
+
+    The names are the same as ours, except that MPT has one matrix for q, k and v. It has no biases.
+    """
     modules = ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj")
     names = ["transformer.wte.weight"]
     for i in range(config.n_layers):
@@ -229,32 +242,36 @@ def mpt_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def read_mpt_values(values: Values, hf_config: HFConfig, _state: State, location: str) -> Values:
-    """Read the options of an MPT folder that are no plain keys of its config.json.
+    """Read the options of an MPT folder that do not simply follow from one key of its config.json.
 
-    transformers' MPT and LLM Foundry's have the same model_type, and differ in defaults and in what they compute.
-    `values` are those read so far. Returns values to add to them. Raises ExportError, with `location` in front, for a
-    model that cannot be read.
+    values: the options that have been read so far, by dotted keys of ModelConfig.
+    location: the folder, for errors.
+
+    transformers' MPT and LLM Foundry's have the same model_type, but different defaults, and compute different things
+    from the same keys. Returns options to add to `values`. Raises ExportError for a model that cannot be read.
     """
     is_transformers = hf_config.get("architectures") == ["MptForCausalLM"]
     if is_transformers:
         check_values(hf_config, TRANSFORMERS_MPT_VALUES, location)
     check_no_other_code(hf_config, location)
 
+    # Newer keys may only repeat the values of others.
     no_bias = hf_config.get("no_bias", is_transformers)
-    # Newer keys, which may only repeat what others say.
     redundant_keys = {
         "attention_bias": (None, not no_bias),
         "head_dim": (None, values["d_model"] // values["n_heads"]),
     }
     check_values(hf_config, redundant_keys, location)
+
     # transformers has layer_norm_epsilon, and LLM Foundry norm_eps. If both are there, they must be equal.
     default_eps = 1e-5 if is_transformers else hf_config.get("norm_eps", 1e-5)
     norm_eps = hf_config.get("layer_norm_epsilon", default_eps)
     check_values(hf_config, {"norm_eps": (norm_eps,)}, location)
 
+    # Options whose default depends on the library, or that are in a block which may be absent or null.
     activation = (hf_config.get("ffn_config") or {}).get("ffn_act_fn") or {}
     attention = hf_config.get("attn_config") or {}
-    others: Values = {
+    other_values: Values = {
         "no_bias": no_bias,
         "norm_eps": norm_eps,
         "ffn_config.ffn_act_fn": FFNActivation(
@@ -262,28 +279,33 @@ def read_mpt_values(values: Values, hf_config: HFConfig, _state: State, location
         ),
         "attn_config.alibi": attention.get("alibi", is_transformers),
     }
+
+    # Options that are only there for some types of attention.
     if values["attn_config.attn_type"] == "grouped_query_attention":
         attention_location = f"{location}: attn_config"
-        others["attn_config.kv_n_heads"] = read_positive_integer(attention, "kv_n_heads", attention_location)
+        other_values["attn_config.kv_n_heads"] = read_positive_integer(attention, "kv_n_heads", attention_location)
     if attention.get("rope", False):
-        others |= read_mpt_rope(hf_config, location)
-    return others
+        other_values |= read_mpt_rope(hf_config, location)
+    return other_values
 
 
 def read_mpt_rope(hf_config: HFConfig, location: str) -> Values:
-    """Read the rotary embedding of LLM Foundry's MPT, which has two implementations: dail, and hf with scalings.
+    """Read the settings of the rotary embedding (RoPE) from config.json of LLM Foundry's MPT.
 
-    dail ignores the settings of scaling, so they are not read with it. Raises ExportError.
+    LLM Foundry has two implementations: "dail", and "hf", which can scale positions. "dail" ignores the settings of
+    scaling, so they are not read with it. Returns options by dotted keys of ModelConfig. Raises ExportError for an
+    implementation or a value that cannot be read.
     """
     attention = hf_config["attn_config"]
     implementation = attention.get("rope_impl", "dail")
     readable_values = {"attn_config.rope_impl": ("dail", "hf"), **MPT_ROPE_VALUES.get(implementation, {})}
     check_values(hf_config, readable_values, location)
 
+    # A setting that is null counts as absent.
     scaling: dict[str, Any] = {}
     if implementation == "hf":
         scaling = attention.get("rope_hf_config") or {}
-    scaling = {key: value for key, value in scaling.items() if value is not None}
+    scaling = {key: setting for key, setting in scaling.items() if setting is not None}
     return {
         "attn_config.rope": True,
         "attn_config.rope_impl": implementation,
@@ -293,17 +315,21 @@ def read_mpt_rope(hf_config: HFConfig, location: str) -> Values:
 
 
 def check_no_other_code(hf_config: HFConfig, location: str) -> None:
-    """Raise ExportError for a folder that brings its own code, except LLM Foundry's, which is known.
+    """Raise ExportError for a folder whose model is defined by code of its own, except LLM Foundry's, which is known.
 
-    A folder names its classes in `auto_map`. No code of it runs in either case, so another model than MPT cannot be
-    read.
+    The code of a folder never runs here. `auto_map` in config.json maps a class of transformers to the class in the
+    folder's code, such as "AutoConfig": "configuration_mpt.MPTConfig". Of these, only the names of LLM Foundry's MPT
+    are accepted, because other code may compute anything. A tokenizer's class does not matter, because tokenizers are
+    read from their files.
     """
     known_classes = ("MPTConfig", "MPTForCausalLM")
     auto_map = hf_config.get("auto_map") or {}
     if not isinstance(auto_map, dict):
         raise ExportError(f"{location}: auto_map is {json.dumps(auto_map)[:60]} in config.json; expected an object")
+
     for auto_class, reference in auto_map.items():
-        is_known = str(reference).rpartition(".")[2] in known_classes
+        class_name = str(reference).rpartition(".")[2]
+        is_known = class_name in known_classes
         if not is_known and not auto_class.startswith("AutoTokenizer"):
             raise ExportError(
                 f"{location}: auto_map.{auto_class} is {reference!r} in config.json; a folder's own code is not run, "
@@ -337,7 +363,10 @@ MPT = ReadableHFFormat(
 
 
 def rope_options(config: ModelConfig) -> Options:
-    """Return the options of a model with this configuration that formats with RoPE can express."""
+    """Return the values that formats with RoPE can express of each option that they restrict.
+
+    `config` is the model's configuration, on which some of the values depend.
+    """
     return {
         **common_attention_options(config),
         "attn_config.head_dim": (config.attn_config.head_dim,),
@@ -354,13 +383,15 @@ ROPE_TYPES = {"no_scaling": "default", "linear": "linear", "dynamic": "dynamic",
 
 
 def rope_parameters(config: ModelConfig) -> HFConfig:
-    """Return a model's `rope_parameters` of config.json, as transformers 5 reads them.
+    """Return a model's `rope_parameters` of config.json, which transformers 5 reads.
 
-    transformers has no NTK scaling. It is the same as no scaling with a larger theta (see
-    `attention.build_rotation`), so that is written.
+    For linear scaling, that is for instance {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}.
     """
     scaling = config.attn_config.rope_hf_config
     theta = float(config.attn_config.rope_theta)
+
+    # transformers has no NTK scaling. It is the same as a larger theta without scaling (see
+    # `attention.build_rotation`), so that is written.
     if scaling.type == "ntk":
         theta *= scaling.factor ** (config.head_dim / max(config.head_dim - 2, 1))
         scaling = RopeScaling()
@@ -375,7 +406,7 @@ def rope_parameters(config: ModelConfig) -> HFConfig:
 
 
 def rope_scaling(config: ModelConfig) -> HFConfig | None:
-    """Return a model's `rope_scaling` of config.json, as transformers 4 reads it; None without a scaling."""
+    """Return a model's `rope_scaling` of config.json, which transformers 4 reads, or None without a scaling."""
     scaling = rope_parameters(config)
     del scaling["rope_theta"]
     return None if scaling["rope_type"] == "default" else scaling
@@ -413,36 +444,51 @@ LLAMA_BLOCK = {
 
 
 def rope_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Map the tensors of a format with RoPE, in its order, to tensors of our model.
+    """Return the source in our model of each tensor of a format with RoPE, by its name, in the order of transformers.
 
-    All formats with RoPE keep q, k and v apart. If the model has them in one matrix, each is a range of its rows.
+    All formats with RoPE have separate matrices for q, k and v. If our model has them in one matrix, each is a range of
+    its rows: "model.layers.0.self_attn.k_proj.weight" are the rows from `q_dim` to `q_dim + kv_dim` of
+    "transformer.blocks.0.attn.Wqkv.weight".
     """
-    q_end = config.q_dim
-    k_end = q_end + config.kv_dim
-    rows = {"q": (0, q_end), "k": (q_end, k_end), "v": (k_end, k_end + config.kv_dim)}
-    is_fused = config.attn_config.fused_qkv
-    qkv_parts = ("weight", "bias") if config.has_qkv_bias else ("weight",)
-    linear_parts = ("weight",) if config.no_bias else ("weight", "bias")
-
     sources = {"model.embed_tokens.weight": TensorSource(("transformer.wte.weight",))}
     for i in range(config.n_layers):
-        theirs, ours = f"model.layers.{i}", f"transformer.blocks.{i}"
+        theirs = f"model.layers.{i}"
+        ours = f"transformer.blocks.{i}"
         sources[f"{theirs}.input_layernorm.weight"] = TensorSource((f"{ours}.norm_1.weight",))
+
+        # Linear layers have all weights first, then all biases.
         for part in ("weight", "bias"):
-            if part in qkv_parts:
+            if part == "weight" or config.has_qkv_bias:
                 for letter in "qkv":
-                    name = f"{ours}.attn.{'Wqkv' if is_fused else f'W{letter}'}.{part}"
-                    source = TensorSource((name,), rows[letter] if is_fused else None)
-                    sources[f"{theirs}.self_attn.{letter}_proj.{part}"] = source
-            if part in linear_parts:
+                    sources[f"{theirs}.self_attn.{letter}_proj.{part}"] = _qkv_source(config, ours, letter, part)
+            if part == "weight" or not config.no_bias:
                 for their_module, our_module in LLAMA_BLOCK.items():
                     sources[f"{theirs}.{their_module}.{part}"] = TensorSource((f"{ours}.{our_module}.{part}",))
+
+        # Norms of q and k, if any, and the norm before the feed-forward layer follow.
         if config.attn_config.qk_gn:
             for letter in "qk":
                 sources[f"{theirs}.self_attn.{letter}_norm.weight"] = TensorSource((f"{ours}.attn.{letter}_ln.weight",))
         sources[f"{theirs}.post_attention_layernorm.weight"] = TensorSource((f"{ours}.norm_2.weight",))
     sources["model.norm.weight"] = TensorSource(("transformer.norm_f.weight",))
     return sources
+
+
+def _qkv_source(config: ModelConfig, block: str, letter: str, part: str) -> TensorSource:
+    """Return the source of the projection that makes queries, keys or values.
+
+    block: the name of our block, such as "transformer.blocks.0".
+    letter: "q", "k" or "v".
+    part: "weight" or "bias".
+    """
+    if not config.attn_config.fused_qkv:
+        return TensorSource((f"{block}.attn.W{letter}.{part}",))
+
+    # The fused matrix has the rows of q, then those of k, then those of v.
+    q_end = config.q_dim
+    k_end = q_end + config.kv_dim
+    rows = {"q": (0, q_end), "k": (q_end, k_end), "v": (k_end, k_end + config.kv_dim)}
+    return TensorSource((f"{block}.attn.Wqkv.{part}",), rows[letter])
 
 
 def build_rope_format(
@@ -452,8 +498,13 @@ def build_rope_format(
     tensor_sources: Callable[[ModelConfig], dict[str, TensorSource]] = rope_tensor_sources,
     **fields: Any,
 ) -> HFFormat:
-    """Build the format of transformers' `<name>ForCausalLM`. `fields` are its keys of config.json besides
-    ROPE_FIELDS."""
+    """Build the format of transformers' `<name>ForCausalLM`, a class like Llama's.
+
+    title: the format's name in errors.
+    expressible_options: function that returns the values that the format can express of each restricted option.
+    tensor_sources: function that returns the source of each tensor.
+    fields: keys of config.json that the format has besides ROPE_FIELDS.
+    """
     classes = {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()}
     return HFFormat(
         title=title,
@@ -467,10 +518,10 @@ def build_rope_format(
 
 
 def llama_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
-    """Map the tensors of Llama to tensors of our model.
+    """Return the source in our model of each tensor of Llama, by its name.
 
-    Llama has biases of q, k, v and the output, or none of them. If the model has only those of q, k and v, that of the
-    output is zeros.
+    Llama has biases for q, k, v and the output, or for none of them. If our model has biases only for q, k and v, the
+    output's is zeros.
     """
     sources = rope_tensor_sources(config)
     if config.no_bias and config.has_qkv_bias:
@@ -481,7 +532,7 @@ def llama_tensor_sources(config: ModelConfig) -> dict[str, TensorSource]:
 
 
 def mistral_options(config: ModelConfig) -> Options:
-    """Return the options that Mistral can express: no biases, and any sliding window."""
+    """Return the values that Mistral can express of each option that it restricts: no biases, any sliding window."""
     return {
         **rope_options(config),
         "no_bias": (True,),
@@ -490,17 +541,23 @@ def mistral_options(config: ModelConfig) -> Options:
 
 
 def mistral_window(config: ModelConfig) -> int | None:
-    """Return `sliding_window`: a token and those before it that it attends to. Ours counts without it; -1 is none."""
+    """Return `sliding_window` of config.json: the number of tokens that a token attends to, itself included.
+
+    Our `sliding_window_size` does not count the token itself, and is -1 without a window, which becomes None.
+    """
     return config.attn_config.sliding_window_size + 1 or None
 
 
 def qwen2_options(config: ModelConfig) -> Options:
-    """Return the options that Qwen2 can express: biases of q, k and v."""
+    """Return the values that Qwen2 can express of each option that it restricts: biases of q, k and v."""
     return {**rope_options(config), "attn_config.qkv_bias": (True,)}
 
 
 def qwen3_options(config: ModelConfig) -> Options:
-    """Return the options that Qwen3 can express: no biases, and norms of q and k that are like all other norms."""
+    """Return the values that Qwen3 can express of each option that it restricts.
+
+    It has no biases, and its norms of q and k are like all other norms.
+    """
     return {
         **rope_options(config),
         "no_bias": (True,),
@@ -540,7 +597,11 @@ QWEN3 = build_rope_format(
 
 
 def choose_format(config: ModelConfig) -> HFFormat:
-    """Return the format in which a model is exported. Its positions decide, and with RoPE, details of its attention."""
+    """Return the format in which a model is exported.
+
+    It depends on how the model encodes positions, and with RoPE on biases, norms and windows of its attention. Whether
+    the format can express all other options is checked later (`describe_inexpressible_option`).
+    """
     attention = config.attn_config
     if attention.alibi:
         return MPT

@@ -1,4 +1,4 @@
-"""Import of weights that other programs wrote into a portable checkpoint, which every tool here reads.
+"""Imports weights that other programs wrote into a portable checkpoint, which every tool of this library reads.
 
     import_checkpoint("mpt-folder", "imported/mpt")                             Hugging Face: MPT, GPT-2, Llama
     import_checkpoint("hf:owner/name", "imported/mpt")                          the same from the Hub or its cache
@@ -7,7 +7,7 @@
     import_checkpoint("step-1000", "imported/llama", trust_pickle=True)         torchtitan, or any other user of DCP
 
 Only weights are imported. A position in the data or an optimizer's state means nothing without its run. The last three
-kinds are pickles. A companion reads them, and folders of other types than MPT.
+sources are pickles. A companion reads them, and also Hugging Face folders of other types than MPT.
 """
 
 import json
@@ -41,18 +41,20 @@ HUB = "hf:"
 METADATA = ".metadata"
 """File that marks a checkpoint in several files, by Composer or another user of DCP."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes whose every value fp32 has, too."""
+"""Dtypes whose values can all be represented in fp32."""
 
 
 class Weights(NamedTuple):
-    """Model, weights and tokenizer of a source."""
+    """The model, weights and tokenizer that were read from a source."""
 
     kind: str
+    """The kind of source, such as "Hugging Face"."""
     config: ModelConfig
     tensors: Tensors
     tokenizer: dict[str, bytes]
-    """File name -> content; empty if there is none."""
+    """Name of a file -> its content; empty if there is no tokenizer."""
     notes: list[str]
+    """Lines about anything that the user might not expect."""
 
 
 class Imported(NamedTuple):
@@ -60,19 +62,25 @@ class Imported(NamedTuple):
 
     checkpoint: Checkpoint
     kind: str
+    """The kind of source, such as "Hugging Face"."""
     num_parameters: int
     notes: list[str]
     """Lines about anything that the user might not expect."""
 
 
 def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, config: Sequence[str] = ()) -> Imported:
-    """Publish the weights of `source` as `<out>/ba0`, fp32, with the model's configuration in the manifest.
+    """Publish the weights of `source` as the checkpoint `<out>/ba0`, in fp32, with the model's configuration.
 
-    `out` is a folder (or fsspec URL) that holds no checkpoints yet. `config` are YAML files and `key=value`
-    arguments, for checkpoints that do not say what model they are. `trust_pickle` allows reading pickles, which can
-    run code. Raises CheckpointError, ExportError or ConfigError, and then nothing is published.
+    source: a Hugging Face folder, `hf:` and the name of a model on the Hub, or a checkpoint of Composer or DCP.
+    out: a folder or fsspec URL that has no checkpoints yet.
+    trust_pickle: allow reading pickles, which can run code.
+    config: YAML files and `key=value` arguments, for checkpoints that do not say what model they are.
+
+    Raises CheckpointError, ExportError or ConfigError, and then nothing is published.
     """
     store = open_empty_store(out)
+
+    # A companion reads pickled checkpoints.
     path = Path(source)
     is_dcp_folder = is_file(path / METADATA)
     is_pickle = is_file(path) and path.suffix != ".safetensors"
@@ -80,29 +88,35 @@ def import_checkpoint(source: str, out: str, *, trust_pickle: bool = False, conf
         needed_for = f"{source}: checkpoints of Composer and DCP"
         import_pickled = companions.load("llmfoundry_formats.checkpoints:import_pickled", needed_for)
         return import_pickled(path, store, out, trust_pickle, config)
+
     check_source(source)
-    return publish_weights(read_hugging_face_source(source, trust_pickle, config), source, store, out)
+    weights = read_hugging_face_source(source, trust_pickle, config)
+    return publish_weights(weights, source, store, out)
 
 
 def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: str) -> Imported:
     """Save weights as the checkpoint `ba0` of an empty store, with their tokenizer beside it.
 
-    `source` is where they come from, which the manifest records, and `out` is the store's location. Raises
-    CheckpointError for weights that are not finite, and if the checkpoint cannot be written.
+    source: where the weights come from, which the manifest records.
+    out: the location of the store.
+
+    Raises CheckpointError for weights that are not finite, and if the checkpoint cannot be written.
     """
+    # The manifest records only the facts that are known: no data, no optimizer, no hardware, batch 0.
     notes = list(weights.notes)
     origin = source if source.startswith(HUB) else str(Path(source).resolve())
-    # Only what is known: no data, no optimizer, no hardware, batch 0.
     metadata = SaveMetadata(
         timestamp=Timestamp(batch=0),
         config={"model": asdict(weights.config)},
         scalars={"imported_from": {"kind": weights.kind, "source": origin}},
     )
     dtypes = {tensor.dtype for tensor in weights.tensors.values()}
-    narrow_names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype in NARROW_DTYPES)
-    if narrow_names:
-        notes.append(f"{' and '.join(narrow_names)} weights became fp32, which holds each of them exactly")
+    narrow_dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype in NARROW_DTYPES)
+    if narrow_dtypes:
+        notes.append(f"{' and '.join(narrow_dtypes)} weights became fp32, which holds each of them exactly")
 
+    # Save as a training run does, under a lease that keeps other processes from writing to the store. The tokenizer
+    # comes first, because its fingerprint goes into the checkpoint's manifest.
     model = build_model(weights)
     saver = Saver(store)
     saver.take_lease()
@@ -122,9 +136,10 @@ def publish_weights(weights: Weights, source: str, store: CheckpointStore, out: 
 def open_empty_store(out: str) -> CheckpointStore:
     """Open the store of checkpoints at `out`, which must be empty.
 
-    Raises CheckpointError if it has checkpoints, or what may be left of some, if it is a checkpoint itself or lies in
-    one, and if it is a file: an import must not be mistaken for a save of a run that is there.
+    Otherwise an import could be mistaken for a save of the run that has its checkpoints there. Raises CheckpointError
+    if `out` is a file, is a checkpoint or lies in one, and if it has checkpoints or leftovers of some.
     """
+    # Refuse a path that cannot be a store. On object storage there is no local path to check.
     store = CheckpointStore(out)
     path = store.root.path_here
     if path is not None and path.exists() and not path.is_dir():
@@ -133,8 +148,12 @@ def open_empty_store(out: str) -> CheckpointStore:
         raise CheckpointError(f"{out}: a checkpoint itself; give another folder for the imported one")
     if path is not None:
         check_outside_checkpoints(path)
+
+    # Refuse a store that already has checkpoints, and name the first of them.
     for candidate in store.candidates():
         raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder, or remove it")
+
+    # Refuse leftovers: folders that a run has set aside, and files that the import would replace.
     names = store.root.names()
     leftovers = [name for name in names if name.startswith((DAMAGED, REPLACED))]
     if leftovers:
@@ -151,15 +170,17 @@ def open_empty_store(out: str) -> CheckpointStore:
 
 
 def check_source(source: str) -> None:
-    """Raise CheckpointError for a source that is no Hugging Face model, and say what to give instead.
+    """Raise CheckpointError for a source that is not a Hugging Face model, and say what to give instead.
 
-    `source` is a folder, or `hf:` and the name of a model of the Hub. A folder that contains sharded checkpoints of
-    Composer gets the newest of them as a suggestion.
+    `source` is a folder, or `hf:` and the name of a model of the Hub, which is not looked up. For a folder that
+    contains sharded checkpoints of Composer, the error suggests the newest of them.
     """
     if source.startswith(HUB):
         return
     if "://" in source:
         raise CheckpointError(f"{source}: copy it to a local disk first; only local sources and {HUB}NAME are read")
+
+    # Refuse a local path that cannot be read as a Hugging Face folder.
     path = Path(source)
     if is_file(path):
         raise CheckpointError(f"{path}: does not say what model it is; give the folder that has its config.json")
@@ -169,11 +190,13 @@ def check_source(source: str) -> None:
         raise CheckpointError(f"{path}: a portable checkpoint already; use it as it is")
     if (path / "config.json").is_file():
         return
+
+    # The folder may have checkpoints of Composer.
     suggestion = ""
     checkpoints = [(batch_in_name(checkpoint), checkpoint) for checkpoint in path.glob("ep*-ba*")]
-    last_batch, newest = max(checkpoints, default=(-1, path))
+    last_batch, newest_checkpoint = max(checkpoints, default=(-1, path))
     if last_batch >= 0:
-        suggestion = f"; did you mean {newest}?"
+        suggestion = f"; did you mean {newest_checkpoint}?"
     raise CheckpointError(
         f"{path}: neither a Hugging Face folder (config.json) nor a checkpoint of Composer (ep0-ba10-rank0.pt, or a "
         f"folder with .metadata){suggestion}"
@@ -181,7 +204,7 @@ def check_source(source: str) -> None:
 
 
 def batch_in_name(path: Path) -> int:
-    """Return the batch in the name of a checkpoint of Composer, such as 10 of ep0-ba10-rank0.pt; -1 without one."""
+    """Return the batch in the name of a checkpoint of Composer: 10 for ep0-ba10-rank0.pt, or -1 if it has none."""
     match = re.search(r"-ba(\d+)", path.name)
     return int(match[1]) if match else -1
 
@@ -190,23 +213,26 @@ def batch_in_name(path: Path) -> int:
 
 
 def read_hugging_face_source(source: str, trust_pickle: bool = False, config: Sequence[str] = ()) -> Weights:
-    """Read a Hugging Face folder, or with `hf:` in front, a model of the Hub, from its cache if it is there.
+    """Read the weights of a Hugging Face folder, or of a model on the Hub if `source` begins with `hf:`.
 
-    The other parameters are those of `import_checkpoint`. Raises CheckpointError, ExportError and ConfigError.
+    A companion downloads a model of the Hub, or finds it in the local cache. The other parameters are those of
+    `import_checkpoint`. Raises CheckpointError, ExportError and ConfigError.
     """
-    name = source.removeprefix(HUB)
-    is_on_hub = name != source
-    if not is_on_hub:
+    if not source.startswith(HUB):
         return read_hugging_face(Path(source), source, trust_pickle, config)
     fetch = companions.load("llmfoundry_formats.hub_models:fetch_to_import", source)
-    return read_hugging_face(fetch(name, trust_pickle), source, trust_pickle, config)
+    folder = fetch(source.removeprefix(HUB), trust_pickle)
+    return read_hugging_face(folder, source, trust_pickle, config)
 
 
 def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Sequence[str]) -> Weights:
-    """Read the model, weights and tokenizer of a Hugging Face folder. `source` names it in errors.
+    """Read the model, weights and tokenizer of a Hugging Face folder.
 
-    `config` must be empty, because the folder's config.json says what model it is. Raises CheckpointError,
-    ExportError, and ConfigError if a companion is missing.
+    source: the folder as the user named it, for errors.
+    trust_pickle: read pickles if there are no safetensors.
+    config: must be empty, because the folder's config.json says what model it is.
+
+    Raises CheckpointError, ExportError, and ConfigError if a companion is missing.
     """
     if config:
         raise CheckpointError(f"{source}: its config.json says what model it is; leave out --config")
@@ -220,32 +246,41 @@ def read_hugging_face(folder: Path, source: str, trust_pickle: bool, config: Seq
         return tensors
 
     model_config, tensors = import_model(folder, read_pickle if trust_pickle else None)
-    tokenizer: dict[str, bytes] = {}
+
+    # Read the tokenizer. Its other files, with special tokens and settings, are of no use without a vocabulary.
+    tokenizer_files: dict[str, bytes] = {}
     for name in VOCABULARY_FILES:
         if (folder / name).is_file():
-            tokenizer[name] = read_at_most(folder / name, MAX_TOKENIZER_BYTES, "a tokenizer")
+            tokenizer_files[name] = read_at_most(folder / name, MAX_TOKENIZER_BYTES, "a tokenizer")
+    has_tokenizer = bool(tokenizer_files)
     other_files = tokenizers.read_folder(folder)
-    notes += describe_generation(read_json(folder / "config.json"), other_files, has_tokenizer=bool(tokenizer))
-    if tokenizer:
-        tokenizer |= other_files
-    return Weights("Hugging Face", model_config, tensors, tokenizer, notes)
+    notes += describe_generation(read_json(folder / "config.json"), other_files, has_tokenizer=has_tokenizer)
+    if has_tokenizer:
+        tokenizer_files |= other_files
+    return Weights("Hugging Face", model_config, tensors, tokenizer_files, notes)
 
 
 def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *, has_tokenizer: bool) -> list[str]:
-    """Return a note on each setting of text generation in a folder that the import leaves behind.
+    """Return a note on each setting of text generation, such as the temperature, that an import does not take over.
 
-    Settings are imported with the tokenizer, from generation_config.json in `files`. Those in config.json, which
-    older folders have, are not. Raises DataError if `files` cannot be read.
+    hf_config: the content of the folder's config.json. Older folders have such settings there, which are not imported.
+    files: the tokenizer's files, by name. Settings in generation_config.json are imported with the tokenizer.
+    has_tokenizer: whether the folder has a tokenizer.
+
+    Raises DataError if `files` cannot be read.
     """
     file_name = tokenizers.GENERATION_FILE
-    imported = tokenizers.read_generation_settings(files, "to import")
-    if imported and not has_tokenizer:
+    imported_settings = tokenizers.read_generation_settings(files, "to import")
+    if imported_settings and not has_tokenizer:
         return [f"{file_name} and the stop tokens are not carried, as they lie with a tokenizer and there is none"]
 
-    notes = []
-    for key, value in tokenizers.generation_settings_of(hf_config).items():
-        if imported.get(key) != value:
-            text, imported_text = json.dumps(value)[:60], json.dumps(imported.get(key))[:60]
+    # Describe the settings in config.json that differ from the imported ones, or are missing there.
+    notes: list[str] = []
+    for key, setting in tokenizers.generation_settings_of(hf_config).items():
+        imported_setting = imported_settings.get(key)
+        if imported_setting != setting:
+            text = json.dumps(setting)[:60]
+            imported_text = json.dumps(imported_setting)[:60]
             notes.append(
                 f"{key} is {text} in config.json and {imported_text} in {file_name}, which is what generate obeys; "
                 "config.json's is not carried"
@@ -257,12 +292,14 @@ def describe_generation(hf_config: dict[str, Any], files: Mapping[str, bytes], *
 
 
 def build_model(weights: Weights) -> MPT:
-    """Build a model whose parameters are the given tensors, so that a memory-mapped file is not copied.
+    """Build a model whose parameters are the tensors of `weights` themselves, so that a mapped file is not copied.
 
-    bf16 and fp16 become fp32. Raises CheckpointError for a tensor that is not finite, or has no values in memory.
+    bf16 and fp16 become fp32. Raises CheckpointError for a tensor that is not finite, or that is not a dense CPU
+    tensor.
     """
-    with torch.device("meta"):
+    with torch.device("meta"):  # the model takes no memory until the tensors are assigned
         model = MPT(weights.config)
+
     tensors: Tensors = {}
     for name, tensor in weights.tensors.items():
         if tensor.dtype in NARROW_DTYPES:
@@ -279,14 +316,18 @@ def build_model(weights: Weights) -> MPT:
 
 
 def keep_tokenizer(files: dict[str, bytes], out: Folder, metadata: SaveMetadata) -> str:
-    """Write a tokenizer's files beside the checkpoint that is imported into `out`, in the form in which a run keeps
-    them.
+    """Write a tokenizer's files beside an imported checkpoint, in the form in which a run keeps them.
 
-    `files` maps a file's name to its content. The tokenizer's fingerprint and location are added to `metadata`, which
-    is saved with the checkpoint. Returns why the tokenizer was left out; empty if it was written.
+    files: the tokenizer's files: name -> content.
+    out: the folder of the store, in which the folder `tokenizer` is created.
+    metadata: the checkpoint's metadata, to which the tokenizer's fingerprint and location are added.
+
+    Returns why the tokenizer was left out, or an empty text if it was written.
     """
     if out.path_here is None:
         return "its tokenizer is not carried to a URL"
+
+    # Write the files as they were read, and find out whether the tokenizer can be loaded.
     folder = out.path_here.resolve() / TOKENIZER
     templates = folder / tokenizers.NAMED_TEMPLATES
     templates.mkdir(parents=True)
@@ -298,13 +339,15 @@ def keep_tokenizer(files: dict[str, bytes], out: Folder, metadata: SaveMetadata)
         shutil.rmtree(folder)
         return f"its tokenizer is left out: {error}"
 
-    # One file with all special tokens and chat templates, as a run keeps them, instead of several.
+    # A run keeps all special tokens and chat templates in one file. Write that instead of the several files.
     shutil.rmtree(templates)
     (folder / tokenizers.CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
     if tokenizer.config:
         write_json(folder / tokenizers.CONFIG_FILE, tokenizer.config)
     if tokenizer.generation:
         write_json(folder / tokenizers.GENERATION_FILE, tokenizer.generation)
+
+    # Record it, as the manifest of a run's checkpoint does.
     metadata.fingerprints["tokenizer"] = tokenizer.fingerprint
     metadata.config["tokenizer"] = {"name": str(folder)}
     return ""

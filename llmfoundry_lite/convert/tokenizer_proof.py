@@ -1,7 +1,7 @@
-"""Proof that transformers makes of an exported folder's tokenizer what we make of it: the same ids of the same texts.
+"""Checks that transformers tokenises texts with an exported tokenizer as this library does.
 
 `AutoTokenizer` chooses a class by config.json and tokenizer_config.json, and some classes replace the pre-tokenizer or
-the normalizer of tokenizer.json by their own.
+the normalizer of tokenizer.json by their own. So the ids of many sample texts are compared after each export.
 """
 
 import contextlib
@@ -28,35 +28,42 @@ SAMPLES = (
     "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ☕️ – — … “quoted” ‘so’ \u200b\ufeff\u00ad\u00a0\u2028",
     "\x00\x07\x1b[0m\x7f ▁ Ġ <0x0A> <unk> [UNK]",
 )
-"""Texts of several scripts, with digits, spaces, line ends, contractions, code, and what normalizers change."""
+"""Texts of several scripts, with digits, spaces, line ends, contractions, code, and characters that normalizers
+change."""
 TOKENS_OF_A_TEXT = 64
-"""Number of tokens whose texts are joined to a further sample, so that every token of the vocabulary takes part."""
+"""Number of tokens that are decoded together into a further sample. The samples cover the whole vocabulary."""
 MAX_ADDED_TOKENS = 1024
-"""Number of added and special tokens that are tried, each between two words."""
+"""Largest number of added and special tokens that are tried, each between two words."""
 
 
 def find_difference(folder: Path, ours: Tokenizer) -> str | None:
-    """Describe the first text that transformers tokenises differently from `ours`; None if all ids are equal.
+    """Describe the first difference between transformers' tokenizer of an exported folder and `ours`.
 
-    `folder` is an exported model, whose tokenizer `AutoTokenizer` loads as a user's program would. The id that ends a
-    text must be equal, too. Special tokens that a text spells out count as special tokens on both sides. Nothing is
-    downloaded, and no code of the folder runs. A tokenizer that cannot be loaded is a difference.
+    The tokenizer is loaded by `AutoTokenizer`, as a user's program would load it. Nothing is downloaded, and no code of
+    the folder runs. The ids of all sample texts must be equal, and so must the id that ends a text. Special tokens that
+    a text spells out count as special tokens in both tokenizers.
+
+    Returns a clause for an error, such as "GPT2Tokenizer makes 9 tokens of 'I'm sure' and the run 8, or others". A
+    tokenizer that cannot be loaded is a difference. Returns None if there is no difference.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of the class that it did not choose
+    logging.set_verbosity_error()  # transformers warns of the class that it did not choose
     try:
         theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        class_name = type(theirs).__name__
         for text, our_ids in _samples_of(ours):
             their_ids = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
             if their_ids != our_ids:
-                name = type(theirs).__name__
-                return f"{name} makes {len(their_ids)} tokens of {_excerpt(text)} and the run {len(our_ids)}, or others"
+                their_count = f"{class_name} makes {len(their_ids)} tokens of {_excerpt(text)}"
+                return f"{their_count} and the run {len(our_ids)}, or others"
         if theirs.eos_token_id != ours.eos_token_id:
-            return f"{type(theirs).__name__} ends texts with id {theirs.eos_token_id}, the run with {ours.eos_token_id}"
-    except BaseException as error:  # it raises almost anything for files that it cannot read
+            return f"{class_name} ends texts with id {theirs.eos_token_id}, the run with {ours.eos_token_id}"
+    except BaseException as error:
+        # transformers raises almost anything for files that it cannot read, and its Rust code may panic. Interrupts of
+        # the user are passed on.
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
@@ -67,21 +74,26 @@ def find_difference(folder: Path, ours: Tokenizer) -> str | None:
 
 
 def _samples_of(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield texts and the ids that our tokenizer makes of them.
+    """Yield sample texts, each with its token ids by our tokenizer.
 
-    They are SAMPLES, texts that together contain every token of the vocabulary, and each added token between words. A
-    text that the tokenizer cannot encode is left out, because no run has trained on it.
+    The texts are SAMPLES, texts that together contain every token of the vocabulary, and each added token between
+    words. A text that the tokenizer cannot encode is left out, because no run has trained on it.
+
+    While the samples are taken, the tokenizer is changed: special tokens that a text spells out are encoded as special
+    tokens. At the end, or when the generator is closed, it is changed back.
     """
-    added_tokens = tokenizer.backend.get_added_tokens_decoder()
-    ids = sorted(set(tokenizer.backend.get_vocab(with_added_tokens=False).values()) - added_tokens.keys())
+    # Texts of all tokens of the vocabulary, then of the added tokens.
     texts: list[str] = list(SAMPLES)
-    for start in range(0, len(ids), TOKENS_OF_A_TEXT):
-        texts.append(tokenizer.decode(ids[start : start + TOKENS_OF_A_TEXT]))
+    added_tokens = tokenizer.backend.get_added_tokens_decoder()
+    vocabulary_ids = set(tokenizer.backend.get_vocab(with_added_tokens=False).values())
+    ordinary_ids = sorted(vocabulary_ids - added_tokens.keys())
+    for start in range(0, len(ordinary_ids), TOKENS_OF_A_TEXT):
+        texts.append(tokenizer.decode(ordinary_ids[start : start + TOKENS_OF_A_TEXT]))
     for token_id in sorted(added_tokens)[:MAX_ADDED_TOKENS]:
         token = added_tokens[token_id].content
         texts.append(f"a {token} b{token}")
 
-    # Special tokens in a text count as such until the last text is encoded, as in transformers.
+    # transformers encodes special tokens in a text as such, so our tokenizer has to do the same here.
     tokenizer.backend.encode_special_tokens = False
     try:
         for text in texts:
@@ -92,5 +104,5 @@ def _samples_of(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
 
 
 def _excerpt(text: str) -> str:
-    """Return the beginning of a text in quotes, for an error."""
+    """Return a text in quotes for an error. Only its beginning is returned if it has more than 40 characters."""
     return repr(text if len(text) <= 40 else f"{text[:39]}…")

@@ -87,8 +87,9 @@ def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: A
     num_owners = portion.layout.of_parameters.replicate if portion.shares_optimizer else 1
     estimate = replace(estimate, optimizer_bytes=-(-estimate.optimizer_bytes // num_owners))
 
-    # The step. No activations are left, and every parameter has its gradient. The optimizer may need temporary tensors.
-    # ZeRO-1 gathers the new parameters into a buffer for all owners' parts, beside the part that this device sends.
+    # In the step, no activations are left, and every parameter has its gradient. The optimizer may need temporary
+    # tensors. ZeRO-1 gathers the new parameters into a buffer for all owners' parts, beside the part that this device
+    # sends.
     parameters_bytes = estimate.parameters_bytes
     num_scratch_per_parameter = OPTIMIZER_SCRATCH.get(portion.config.optimizer.name, 0)
     scratch_bytes = parameters_bytes * num_scratch_per_parameter // num_owners
@@ -104,15 +105,15 @@ def add_step_and_libraries(portion: Portion, estimate: MemoryEstimate, device: A
     )
     estimate = largest((estimate, in_step))
 
-    # Token ids of a batch and of three microbatches.
+    # Add the token ids of a batch and of three microbatches.
     num_samples = portion.device_batch_size + 3 * portion.microbatch_size
     ids_bytes = portion.config.max_seq_len * num_samples * INT64_BYTES
 
-    # Rounding by torch's allocator. The parameters and each slot of the optimizer's state are rounded up alike.
+    # Add what torch's allocator rounds up. The parameters and each slot of the optimizer's state are rounded up alike.
     rounded_bytes = int(estimate.total_bytes * ROUNDING)
     rounded_bytes += (1 + optimizer_slots(portion.config)[0]) * count_rounding(portion)
 
-    # Workspaces of libraries.
+    # Add the workspaces of libraries.
     workspace_bytes = WORKSPACE_BYTES if device is None else device.workspace_bytes
     libraries_bytes = NUM_PRODUCT_THREADS * workspace_bytes
     if portion.config.compile_config is not None:
@@ -172,7 +173,7 @@ def _settings_to_try(config: TrainConfig, layout: Layout, microbatch_size: int) 
     configuration. It also has settings that the configuration has already, which save nothing. `microbatch_size` is the
     present one, and its half is tried.
     """
-    # Settings of sharding.
+    # Change one setting of sharding at a time.
     fsdp = config.sharding
     changed_fsdp = {"fsdp_config.sharding_strategy: FULL_SHARD": replace(fsdp, sharding_strategy="FULL_SHARD")}
     # A pipeline's schedule that splits the backward pass refuses checkpointing.
@@ -183,7 +184,7 @@ def _settings_to_try(config: TrainConfig, layout: Layout, microbatch_size: int) 
     changed_fsdp["fsdp_config.mixed_precision: PURE"] = replace(fsdp, mixed_precision="PURE")
     changed_configs = {setting: replace(config, fsdp_config=changed) for setting, changed in changed_fsdp.items()}
 
-    # Other settings.
+    # Change the precision, and the size of microbatches.
     changed_configs["precision: amp_bf16"] = replace(config, precision="amp_bf16")
     half_size = microbatch_size // 2
     if half_size > 0:

@@ -161,9 +161,9 @@ def _estimate_without_fsdp(
     num_in_block = count_share(shapes_of_block(portion), 1)
     all_gradients_bytes = in_loss.parameters_bytes // FP32_BYTES * portion.sum_bytes
 
-    # 16-bit copies of parameters, if any. Checkpointing casts a block again when it computes it again, so only one
-    # block's copies exist. At the end of the backward pass, only those of the block in use and of the embeddings are
-    # left, unless they are kept for the next microbatch.
+    # Count 16-bit copies of parameters, if any. Checkpointing casts a block again when it computes it again, so only
+    # one block's copies exist. At the end of the backward pass, only those of the block in use and of the embeddings
+    # are left, unless they are kept for the next microbatch.
     recasts_blocks = bool(portion.fsdp.activation_checkpointing) and not portion.casts_once
     num_copied_blocks = 1 if recasts_blocks else model.n_layers
     num_copied = num_outside_blocks + num_copied_blocks * num_in_block
@@ -179,7 +179,7 @@ def _estimate_without_fsdp(
     embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     hidden_bytes = portion.num_tokens * model.d_model * portion.compute_bytes
 
-    # The three moments.
+    # Put the three moments together.
     loss_with_copies = replace(in_loss, unsharded_bytes=copies_bytes + count_autocast_copies(portion))
     if portion.has_one_microbatch:
         gradients_so_far_bytes = portion.num_embedding_elements * portion.sum_bytes  # from the output embedding
@@ -221,8 +221,9 @@ def _estimate_with_fsdp(
     num_outside_blocks = count_share(shapes_outside_blocks(portion), 1)
     num_in_block = count_share(shapes_of_block(portion), 1)
 
-    # Gathered parameters. FSDP divides rows, and gathers the same number of rows from each device, so the sizes are
-    # padded to multiples of the number of devices. With resharding, a block's parameters exist only while it is in use.
+    # Count gathered parameters. FSDP divides rows, and gathers the same number of rows from each device, so the sizes
+    # are padded to multiples of the number of devices. With resharding, a block's parameters exist only while it is in
+    # use.
     num_padded_outside = portion.shard_degree * count_share(shapes_outside_blocks(portion), portion.shard_degree)
     num_padded_block = portion.shard_degree * count_share(shapes_of_block(portion), portion.shard_degree)
     if portion.reshards:
@@ -237,7 +238,8 @@ def _estimate_with_fsdp(
         if portion.shard_degree > 1 and portion.layout.pipeline == 1:
             num_in_loss += num_padded_block  # torch keeps the buffer of its last gather, beside the block's copy of it
 
-    # Gradients of earlier microbatches. If they are reduced only after the last one, they wait as a whole until then.
+    # Count gradients of earlier microbatches. If they are reduced only after the last one, they wait as a whole until
+    # then.
     waiting_bytes = in_loss.gradients_bytes
     if not portion.config.reduces_every_microbatch and not portion.has_one_microbatch:
         waiting_bytes = (num_outside_blocks + model.n_layers * num_in_block) * portion.sum_bytes
@@ -250,7 +252,7 @@ def _estimate_with_fsdp(
     late_bytes = num_in_block * (exact_copy_bytes(portion) or portion.stream_bytes) + 4 * hidden_bytes
     in_block_bytes = max(early_bytes, late_bytes)
 
-    # The four moments.
+    # Put the four moments together.
     embedding_gradient_bytes = portion.num_embedding_elements * (exact_copy_bytes(portion) or portion.compute_bytes)
     in_loss = replace(
         in_loss,
@@ -336,7 +338,8 @@ def count_activations(portion: Portion) -> int:
     model = portion.model
     d = model.d_model
 
-    # Blocks. With checkpointing, each keeps its input, and with "selective" also the results of its matrix products.
+    # Count the blocks. With checkpointing, each keeps its input, and with "selective" also the results of its matrix
+    # products.
     input_bytes = portion.num_tokens // portion.num_stream_parts * d * portion.stream_bytes
     if portion.fsdp.activation_checkpointing == "selective":
         blocks_bytes = model.n_layers * (input_bytes + portion.num_tokens * count_products_per_token(portion))
@@ -345,7 +348,7 @@ def count_activations(portion: Portion) -> int:
     else:
         blocks_bytes = model.n_layers * portion.num_tokens * count_block_per_token(portion)
 
-    # Outside of blocks. The last norm keeps its input, and the loss keeps the norm's output.
+    # Count tensors outside of blocks. The last norm keeps its input, and the loss keeps the norm's output.
     last_norm_bytes = input_bytes + portion.num_tokens * d * portion.stream_bytes
     dropout_mask_bytes = portion.num_tokens // portion.num_stream_parts * d if model.emb_pdrop else 0
     return (
@@ -419,7 +422,7 @@ def _count_attention_per_token(portion: Portion) -> int:
 
     num_kept = 2 * q_dim + 2 * kv_dim  # queries, keys, values and the output
 
-    # Context parallelism.
+    # Add what context parallelism keeps.
     if context_degree > 1:
         num_kept += q_dim  # the output is rearranged before the next matrix
     if gathers_keys:
@@ -529,7 +532,7 @@ def count_logits(portion: Portion) -> int:
     chunk_tokens = math.ceil(portion.num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     chunk_tokens = min(portion.num_tokens, chunk_tokens)
 
-    # Bytes of one logit in the softmax, with its copies.
+    # Count the bytes of one logit in the softmax, with its copies.
     if portion.layout.tensor > 1:
         logit_bytes = 2 * FP32_BYTES  # logsumexp has an input in fp32, and as much beside it
     elif portion.config.fuses_loss:
@@ -598,7 +601,7 @@ def shapes_of_block(portion: Portion) -> Shapes:
     attn_config = model.attn_config
     tensor_degree = portion.layout.tensor
 
-    # Matrices. Those that read the stream are divided by rows, and those that write to it by columns.
+    # List the matrices. Those that read the stream are divided by rows, and those that write to it by columns.
     if attn_config.fused_qkv:
         qkv_rows = [(q_dim + 2 * kv_dim) // tensor_degree]
     else:
@@ -607,13 +610,13 @@ def shapes_of_block(portion: Portion) -> Shapes:
     shapes = [(rows, d) for rows in (*qkv_rows, *up_rows)]
     shapes += [(d, q_dim // tensor_degree), (d, model.ffn_dim // tensor_degree)]  # out_proj and down_proj
 
-    # Biases.
+    # List the biases.
     if model.has_qkv_bias:
         shapes += [(rows, 1) for rows in qkv_rows]
     if not model.no_bias:
         shapes += [(rows, 1) for rows in (*up_rows, d, d)]
 
-    # Norms: one before attention and one before the feed-forward layer, and those of queries and keys, if any.
+    # List the norms: one before attention, one before the feed-forward layer, and those of queries and keys, if any.
     shapes += _shapes_of_norm(model, d, model.norm_type) * 2
     if attn_config.qk_ln:
         shapes += _shapes_of_norm(model, q_dim, attn_config.norm_type)
