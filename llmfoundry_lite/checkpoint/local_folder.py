@@ -1,6 +1,7 @@
 """A folder of a local disk, or of a network disk that is mounted. No torch.
 
-Files are written past the page cache, synced, and renamed when they are whole.
+`LocalFolder` implements `Folder`; `LocalSink` writes a file and `LocalSource` reads one. Shards are written past the
+page cache and synced. Small files are written under another name, synced, and renamed when they are whole.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from llmfoundry_lite.files import open_regular, sync, write_atomically
 from llmfoundry_lite.retry import T, retry_transient_errors
 
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
-"""Errors that say that there is no file, or no folder, of a name. ELOOP: a link that leads in a circle."""
+"""Errors that mean that there is no file, or no folder, of a name. ELOOP: a link that leads in a circle."""
 MAX_VECTORS = 512
 """Buffers that one readv or writev moves. The kernel takes at most 1024."""
 WRITE: Callable[[int, Any, int], int] = os.pwritev
@@ -84,8 +85,10 @@ class LocalFolder:
         self.path.mkdir(parents=with_parents, exist_ok=True)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most `max_bytes` + 1 bytes of a file. Raises FileNotFoundError, and OSError for anything that is no
-        regular file."""
+        """Return at most `max_bytes` + 1 bytes of a file, so that the caller sees whether there are more.
+
+        Raises FileNotFoundError if there is none, and OSError for anything that is not a regular file, such as a pipe.
+        """
 
         def read_start() -> bytes:
             with open(self.path / name, "rb", opener=open_regular) as file:
@@ -108,12 +111,12 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """Remove this folder and everything in it.
+        """Remove this folder and everything in it, as far as the disk permits. A file of this name is removed, too.
 
-        Of a link, only the link is removed: somebody has moved the checkpoint that it leads to, which is theirs. A file
-        of this name is removed too, before `rmtree`, which never returns from a pipe.
+        If it is a link, only the link is removed: the user has moved the checkpoint elsewhere, and keeps it there.
         """
-        # A link is not followed even to look: it may lead to a disk that does not answer.
+        # A link is not followed, because it may lead to a disk that does not answer. What is not a folder is removed
+        # before `rmtree`, which never returns from a pipe.
         if self.is_link() or (self.path.exists() and not self.path.is_dir()):
             self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -137,8 +140,9 @@ class LocalFolder:
 class LocalSink:
     """A file being written, in any order and from any thread. Aligned buffers go to the disk past the page cache.
 
-    To find and fill pages of that cache takes more processor time than the rest of a save, and training needs that
-    time. Unaligned bytes go through the cache, and so does everything on a disk without direct writes.
+    Finding and filling pages of that cache takes more processor time than the rest of a save, and training needs that
+    time. Unaligned bytes go through the cache, and so does everything on a disk without direct writes. The file is open
+    twice for this, and may be written through both descriptors.
     """
 
     any_order = True
@@ -155,7 +159,8 @@ class LocalSink:
     def write_at(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write the bytes of all buffers, one after the other, from `offset` on. Raises OSError."""
         if self._direct_descriptor is not None and _is_aligned(offset, buffers):
-            # Some file systems cannot write directly, or not from pinned memory. A failing disk fails again below.
+            # Some file systems cannot write directly, or not from pinned memory. The bytes then go through the cache.
+            # If the disk itself fails, that fails, too.
             with contextlib.suppress(OSError):
                 self._write(self._direct_descriptor, offset, buffers)
                 return
@@ -173,7 +178,7 @@ class LocalSink:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file as it is."""
+        """Close the file without making it durable. The caller removes it."""
         os.close(self._descriptor)
         if self._direct_descriptor is not None:
             os.close(self._direct_descriptor)
@@ -193,7 +198,8 @@ class LocalSource:
     """A file open for reading, from any thread. If its descriptor becomes stale, the file is opened again."""
 
     def __init__(self, path: Path, bypass_cache: bool = False):
-        """Open a regular file, and drop what the page cache has of it with `bypass_cache`. Raises OSError."""
+        """Open a regular file. With `bypass_cache`, drop what this machine's page cache has of it, so that reads go to
+        the disk. Raises OSError."""
         self.path = path
         self._descriptor = _retry(lambda: open_regular(path))
         self.num_bytes = os.fstat(self._descriptor).st_size
@@ -201,13 +207,15 @@ class LocalSource:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Fill all buffers, one after the other, from `offset` on. Raises EOFError if the file ends before, and
-        OSError."""
+        """Fill all buffers, one after the other, with the bytes of the file from `offset` on.
+
+        Any thread may call this. Raises EOFError if the file ends before the buffers are full, and OSError.
+        """
         attempts = itertools.count()
 
-        def read() -> None:
-            """Read once. Called again after an error that passes in a moment."""
-            # A stale descriptor stays stale, and other threads read with it. So each further attempt opens its own.
+        def read_once() -> None:
+            """Fill the buffers. Called again after an error that passes in a moment."""
+            # A stale descriptor stays stale, and other threads read with it, so each further attempt opens a new one.
             is_first_attempt = next(attempts) == 0
             descriptor = self._descriptor if is_first_attempt else open_regular(self.path)
             try:
@@ -216,7 +224,7 @@ class LocalSource:
                 if not is_first_attempt:
                     os.close(descriptor)
 
-        _retry(read)
+        _retry(read_once)
 
     def close(self) -> None:
         """Close the file."""
@@ -224,7 +232,8 @@ class LocalSource:
 
 
 def _retry(call: Callable[[], T]) -> T:
-    """Repeat a call a few times after errors that pass in a moment, such as that of a stale network file."""
+    """Call a function, and again a few times after errors that pass in a moment, such as a stale handle of a network
+    file. Returns its result; raises its last error."""
     return retry_transient_errors(call, BRIEF_ERRNOS)
 
 
@@ -235,18 +244,21 @@ def _transfer(
     buffers: Sequence[Buffer],
     error_at_end: Exception,
 ) -> None:
-    """Write or read all buffers, however few bytes each `call` of `os.pwritev` or `os.preadv` moves.
+    """Write or read all buffers, one after the other, from `offset` of a file on.
 
-    Raises `error_at_end` when a call moves no bytes.
+    call: `os.pwritev` or `os.preadv`, which may move fewer bytes than it is asked for. It is called until all are
+    moved.
+    error_at_end: raised when a call moves no bytes, because the disk is full or the file ends.
     """
-    rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    while rest:
-        num_moved = call(descriptor, rest[:MAX_VECTORS], offset)
+    remaining = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    while remaining:
+        num_moved = call(descriptor, remaining[:MAX_VECTORS], offset)
         if num_moved == 0:
             raise error_at_end
-        # Drop the buffers that are done, and the beginning of the one that is partly done.
         offset += num_moved
-        while num_moved and num_moved >= len(rest[0]):
-            num_moved -= len(rest.pop(0))
+
+        # Drop the buffers that are done, and the beginning of one that is partly done.
+        while num_moved and num_moved >= len(remaining[0]):
+            num_moved -= len(remaining.pop(0))
         if num_moved:
-            rest[0] = rest[0][num_moved:]
+            remaining[0] = remaining[0][num_moved:]

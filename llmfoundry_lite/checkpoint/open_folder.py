@@ -1,5 +1,8 @@
-"""Opens the folder of a path or URL that a user gives, and makes errors for its files. No torch, and fsspec for URLs
-alone."""
+"""Opens the folder of a path or URL that a user gives, and makes errors about its files. No torch.
+
+`open_folder` chooses between `LocalFolder` and `RemoteFolder`, and configures fsspec's client for the latter. fsspec is
+imported only for URLs.
+"""
 
 import errno
 import os
@@ -31,11 +34,13 @@ WRONG_IN_URLS = ("::", "?versionId=", "\n", "\r", "\0")
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or URL. Nothing is read, and the folder need not exist.
+    """Return the folder of a path or URL, such as `runs/mpt/checkpoints`, `file:///data/run` or `s3://bucket/run`.
 
-    Raises CheckpointError if the URL has no usable credentials or is spelled so that a client would open another
-    folder, or if a package that its protocol needs is not installed.
+    Nothing is read, and the folder need not exist. Secrets in the URL are remembered, so that no message shows them.
+    Raises CheckpointError if the URL was taken from a record that hides its credentials, if it is spelled so that a
+    client would open another folder, or if a package that its protocol needs is not installed.
     """
+    # A configuration or a report records URLs without their secrets, and somebody may have copied one from there.
     text = os.fspath(url)
     if "${oc." in text:
         raise CheckpointError(
@@ -48,13 +53,15 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
     remember_url_secrets(text)
     check_url_spelling(text)
 
-    protocol, separator, rest = text.partition("://")
+    protocol, separator, path = text.partition("://")
     if not separator:
         return LocalFolder(Path(os.path.expanduser(text)))
     if protocol in ("file", "local"):
-        return LocalFolder(Path(rest))
+        return LocalFolder(Path(path))
+
+    # Some spellings would make a client open another folder without an error.
     wrong_parts = [part for part in WRONG_IN_URLS if part in text]
-    if "//" in rest.strip("/"):  # s3fs writes to such a folder, and lists nothing of it
+    if "//" in path.strip("/"):  # s3fs writes to such a folder, and lists nothing of it
         wrong_parts.append("//")
     if wrong_parts:
         raise CheckpointError(f"{text!r}: {wrong_parts[0]!r} is not possible in the URL of a folder; give another name")
@@ -62,8 +69,11 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
 
 
 def _open_remote_folder(url: str, protocol: str) -> RemoteFolder:
-    """Return the folder of a URL, by fsspec. Raises CheckpointError if fsspec does not know the protocol, or lacks a
-    package for it."""
+    """Return the folder of a URL, by the fsspec client of its protocol.
+
+    Changes the client: its event loop gets a handler for lost connections, and s3fs the number of attempts. Raises
+    CheckpointError if fsspec does not know the protocol or lacks a package for it, or if the client refuses the URL.
+    """
     import fsspec
 
     try:
@@ -85,12 +95,12 @@ def _open_remote_folder(url: str, protocol: str) -> RemoteFolder:
 
 
 def _handle_unawaited(loop: Any, context: dict[str, Any]) -> None:
-    """Handle an error that asyncio reports from fsspec's loop because nobody awaits it. Lost connections are dropped,
-    and all others are printed, as asyncio does by default.
+    """Handle an error that asyncio reports from fsspec's event loop: ignore a lost connection, and print the others.
 
-    aiohttp sends a request in a task of its own (`ClientRequest.write_bytes`). If the server has closed the connection,
-    that task fails too, and nobody awaits it. The request itself raises to its caller, who tries again or reports it.
-    asyncio would print a traceback for each attempt.
+    The arguments are those of asyncio's exception handlers. aiohttp sends a request in a separate task
+    (`ClientRequest.write_bytes`). If the server has closed the connection, that task fails, and nobody awaits it, so
+    that asyncio would print a traceback for each attempt. The request itself raises to its caller, who tries again or
+    reports it.
     """
     is_unawaited = "never retrieved" in context.get("message", "")
     if is_unawaited and is_transient(context.get("exception")):
@@ -102,8 +112,8 @@ def _client_options(protocol: str) -> dict[str, Any]:
     """Return options for fsspec's client of a protocol: for S3, a small number of attempts, unless the user has set
     one.
 
-    s3fs repeats the attempts of botocore, and `retry_transient_errors` those of s3fs. By default all three together
-    make 100, and take minutes to report that a bucket does not answer.
+    botocore repeats a failed request, s3fs repeats the attempts of botocore, and `retry_transient_errors` those of
+    s3fs. By default all three together make 100 attempts, and take minutes to report that a bucket does not answer.
     """
     if protocol not in ("s3", "s3a") or _user_sets_attempts():
         return {}
@@ -131,11 +141,15 @@ def _user_sets_attempts() -> bool:
 
 
 def unreadable_file_error(folder: Folder, name: str, error: OSError) -> UnsoundCheckpointError:
-    """Return the error for a file that is absent (IncompleteCheckpointError), or that this machine cannot read
-    (UnreadableCheckpointError). Neither means that the file is damaged."""
+    """Return the error about a file of a checkpoint that could not be opened or read because of `error`.
+
+    That is IncompleteCheckpointError if the file is absent, and UnreadableCheckpointError, which names this host, if
+    this machine cannot read it. Neither means that the file is damaged. `name` is relative to `folder`.
+    """
     reason = error.strerror or str(error)
-    if error.errno in NO_FILE or isinstance(error, FileNotFoundError):
-        if error.errno in (errno.ENOENT, None):
+    is_absent = error.errno in NO_FILE or isinstance(error, FileNotFoundError)
+    if is_absent:
+        if error.errno in (errno.ENOENT, None):  # other reasons, such as a link in a circle, are shown
             reason = "missing"
         return IncompleteCheckpointError(f"{folder.url}/{name}: {reason}", name)
     host = socket.gethostname()
@@ -143,19 +157,23 @@ def unreadable_file_error(folder: Folder, name: str, error: OSError) -> UnsoundC
 
 
 def check_files(folder: Folder, expected: Mapping[str, int]) -> None:
-    """Check that files are present and have the expected number of bytes. `expected` has the bytes by path in `folder`.
+    """Check that files are present and have the expected number of bytes, without reading them.
 
-    Each folder is listed once. A network disk may list what was there a moment ago, so a file that differs in the
-    listing is opened.
+    `expected` has the number of bytes by path, relative to `folder`, such as `{"shard-00000.safetensors": 8192}`. Each
+    folder is listed once, which is faster than opening each file.
 
     Raises IncompleteCheckpointError for an absent file, DamagedCheckpointError for one of another size, and OSError.
     """
-    parents = {path.rpartition("/")[0] for path in expected}
-    listed_sizes = {parent: (folder.child(parent) if parent else folder).sizes() for parent in parents}
+    sizes_by_parent: dict[str, dict[str, int]] = {}  # "" stands for `folder` itself
     for path, num_bytes in expected.items():
         parent, _, name = path.rpartition("/")
-        if listed_sizes[parent].get(name) == num_bytes:
+        if parent not in sizes_by_parent:
+            parent_folder = folder.child(parent) if parent else folder
+            sizes_by_parent[parent] = parent_folder.sizes()
+        if sizes_by_parent[parent].get(name) == num_bytes:
             continue
+
+        # A network disk may list what was there a moment ago, so a file that differs in the listing is opened.
         try:
             source = folder.source(path, bypass_cache=True)
         except (FileNotFoundError, IsADirectoryError):

@@ -1,4 +1,8 @@
-"""Paths and URLs that users give: a checkpoint, a folder of them, a run directory; the tokenizer there. No torch."""
+"""Paths and URLs that users give: a checkpoint, a folder of checkpoints or a run directory. No torch.
+
+These functions find the checkpoints, refuse what is not a checkpoint or must not be overwritten, and read and write the
+run's tokenizer beside the checkpoints.
+"""
 
 import contextlib
 import os
@@ -20,7 +24,10 @@ TOKENIZER = "tokenizer"
 
 
 def folder_of_checkpoints(url: str) -> str:
-    """Return the folder of checkpoints inside a run directory, or `url` as it is if it is no run directory."""
+    """Return the folder of checkpoints inside a run directory, `<url>/checkpoints`, or `url` itself if there is none.
+
+    Only local run directories are recognised.
+    """
     path = open_folder(url).path_here
     if path is not None and (path / INSIDE_A_RUN).is_dir():
         return str(path / INSIDE_A_RUN)
@@ -28,14 +35,14 @@ def folder_of_checkpoints(url: str) -> str:
 
 
 def check_outside_checkpoints(target: Path) -> None:
-    """Check a path that is about to be written, with and without links resolved.
+    """Raise CheckpointError if a file or folder that is about to be written could damage checkpoints.
 
-    Raises CheckpointError if it lies in a checkpoint or in a run's hidden folders, or if it has the name of a
-    checkpoint in a folder of checkpoints, where a relay or a launch would take it for one. Raises ConfigError for a
-    URL.
+    That is so if `target` lies in a checkpoint or in a run's hidden folders, or if it has the name of a checkpoint in a
+    folder of checkpoints, where a relay or a launch would take it for one. Raises ConfigError for a URL.
     """
     check_is_path(target)
     target = target.absolute()
+    # Look at the path as it was given and with links resolved, and at each folder above it.
     for path in {target, target.resolve()}:
         for folder in (path, *path.parents):
             has_reserved_name = COMMITTED.fullmatch(folder.name) or folder.name.startswith(".")
@@ -47,10 +54,13 @@ def check_outside_checkpoints(target: Path) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Return whether a local folder holds checkpoints, or the leases of a run that saves there."""
+    """Return whether a local folder holds checkpoints, or the leases of a run that saves there. False if it cannot be
+    listed."""
     with contextlib.suppress(OSError):
         names = os.listdir(folder)
-        return LEASES in names or any(COMMITTED.fullmatch(name) and _is_checkpoint(folder / name) for name in names)
+        if LEASES in names:
+            return True
+        return any(COMMITTED.fullmatch(name) and _is_checkpoint(folder / name) for name in names)
     return False
 
 
@@ -62,8 +72,11 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def check_not_foreign(url: str) -> None:
-    """Raise CheckpointError for weights in another format, such as a pickle or a Hugging Face folder. The error says
-    how to import them."""
+    """Raise CheckpointError, which says how to import them, if a path leads to weights in another format.
+
+    Recognised are a single file, checkpoints of Composer and DCP, and Hugging Face folders, all on this machine. Other
+    paths and URLs pass.
+    """
     path = open_folder(url).path_here
     if path is None:
         return
@@ -83,27 +96,33 @@ def check_not_foreign(url: str) -> None:
 
 
 def put_tokenizer(url: str, files: dict[str, bytes], *, last: str) -> None:
-    """Write a tokenizer's files beside the checkpoints in `url`, unless a tokenizer is there.
+    """Write a tokenizer's files beside the checkpoints of a run, unless a tokenizer is there already.
 
-    The file named `last` is written last, so that its presence says that all files are there. Raises OSError.
+    url: the folder of checkpoints. The files go to its folder `tokenizer`.
+    files: the content by file name.
+    last: the name of the file that is written last, so that its presence says that all files are there.
+
+    Raises OSError.
     """
     folder = open_folder(url).child(TOKENIZER)
     if last in folder.names():
         return
     folder.make()
-    for name in sorted(files, key=lambda name: name == last):
+    for name in sorted(files, key=lambda name: name == last):  # False comes before True
         folder.put(name, files[name])
 
 
 def read_tokenizer(checkpoint: Checkpoint, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the files of the tokenizer beside a checkpoint, of those in `names`. Empty if they cannot be read, or if
-    one is larger than MAX_TOKENIZER_BYTES."""
+    """Read the files of the tokenizer beside a checkpoint, which `put_tokenizer` has written.
+
+    Returns the content by name of those files in `names` that are there. Returns nothing if a file cannot be read or is
+    larger than MAX_TOKENIZER_BYTES, so that the caller does not get half a tokenizer.
+    """
     folder = checkpoint.folder.parent().child(TOKENIZER)
     try:
-        present = folder.names()
-        files = {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in present}
+        present_names = folder.names()
+        files = {name: folder.read(name, MAX_TOKENIZER_BYTES) for name in names if name in present_names}
     except (OSError, DamagedCheckpointError):
         return {}
-    if any(len(content) > MAX_TOKENIZER_BYTES for content in files.values()):
-        return {}
-    return files
+    is_too_large = any(len(content) > MAX_TOKENIZER_BYTES for content in files.values())
+    return {} if is_too_large else files

@@ -357,10 +357,10 @@ def divide_over_mesh(
     num_cut_dims = max((placement[0] + 1 for placement in placements if placement), default=0)
 
     # Compute where every rank's part begins and ends, for all places of the mesh at once: [tensor dimension, *mesh].
-    bounds = local_bounds(shape, ranks.shape, placements, list(np.indices(ranks.shape)))
-    begins, ends = (
-        np.array([np.broadcast_to(bound, ranks.shape) for bound in side]).reshape(-1, *ranks.shape) for side in bounds
-    )
+    # Bounds of dimensions that are not cut are the same for all places, and have to be broadcast.
+    dim_begins, dim_ends = local_bounds(shape, ranks.shape, placements, list(np.indices(ranks.shape)))
+    begins = np.array([np.broadcast_to(begin, ranks.shape) for begin in dim_begins]).reshape(-1, *ranks.shape)
+    ends = np.array([np.broadcast_to(end, ranks.shape) for end in dim_ends]).reshape(-1, *ranks.shape)
     is_not_empty = (ends > begins).all(axis=0)  # [*mesh]; boolean indexing by it gives [rank with a part]
 
     # Number the chunks in row-major order, one tensor dimension at a time, and note the number of each rank's part.

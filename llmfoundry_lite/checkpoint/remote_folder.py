@@ -1,6 +1,8 @@
 """A folder behind an fsspec URL, such as a bucket. There are no renames and no syncs: a save commits with its last put.
 
-No torch, and fsspec only when such a folder is opened.
+`RenewingFilesystem` wraps an fsspec file system: it renews expired credentials, and tells the user when there is no
+answer. `RemoteFolder` implements `Folder` with it; `RemoteSink` uploads a file and `RemoteSource` reads one.
+`open_folder` makes them from a URL. No torch, and fsspec only when such a folder is opened.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ MAX_PARTS = 10_000
 """S3's limits on an upload: 10,000 parts of 5 MiB to 5 GiB, the last of any size. 16 MiB are enough up to 156 GiB."""
 
 REMOVALS_AT_ONCE = 16
+"""Keys that are removed at the same time."""
 WAIT_SECONDS = 2.0
 """Time after which the user is told which folder does not answer."""
 WAIT_AGAIN_SECONDS = 30.0
@@ -34,17 +37,18 @@ patience_seconds: float | None = None
 """Time without an answer after which a failed call is not tried again. None: as often as `retry_transient_errors` says,
 which may take many minutes. Programs set it whose user waits at a terminal, but not a launch that trains."""
 LOCAL_METHODS = ("invalidate_cache", "split_path")
-"""Methods of a file system that ask no server, so that their return is no answer."""
+"""Methods of a file system that ask no server, so that their return does not count as an answer."""
 GIVEN_UP_SECONDS = 5.0
 """Time after giving up in which further calls fail at once, because a command may ask again although it got no answer.
 `watch` looks again later than that."""
 
 
 class RenewingFilesystem:
-    """An fsspec file system that is made anew when its credentials have expired; the call is then repeated.
+    """An fsspec file system that renews expired credentials, and tells the user when a server does not answer.
 
-    All attributes and methods are those of the file system. The new one reads the credentials anew; fsspec itself would
-    return a cached one with the old credentials.
+    It has all attributes and methods of the file system that it wraps. If a call fails because the credentials have
+    expired, the file system is made anew, which reads the credentials again, and the call is repeated. fsspec itself
+    would return a cached file system with the old credentials. Several threads may use it.
     """
 
     def __init__(self, filesystem: Any, url: str = ""):
@@ -65,9 +69,12 @@ class RenewingFilesystem:
         """When the user may be told again. Several threads may wait at once."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the file system. A method is wrapped: it is called again after a renewal if the
-        credentials have expired, and the user is told if the answer takes long. It raises NoAnswerError after
-        `patience_seconds` without an answer."""
+        """Return an attribute of the file system; a method is wrapped.
+
+        The wrapped method calls the file system's, and once more after a renewal if the credentials have expired. It
+        tells the user if the answer takes long, and raises NoAnswerError if there was none for `patience_seconds`,
+        counted over all failed calls since the last answer.
+        """
         used_filesystem = self._filesystem
         attribute = getattr(used_filesystem, name)
         if not callable(attribute) or name in LOCAL_METHODS:
@@ -87,43 +94,50 @@ class RenewingFilesystem:
             else:
                 self._silent_since = None
                 return answer
+
+            # The credentials have expired. Another thread may have renewed them meanwhile.
             self.renew(used_filesystem)
             return getattr(self._filesystem, name)(*arguments, **options)
 
         return call
 
     def _check_patience(self, now: float) -> None:
-        """Raise NoAnswerError if a call was given up a moment before `now`."""
+        """Raise NoAnswerError at once if another call was given up less than GIVEN_UP_SECONDS before `now`."""
         if self._given_up_at is not None and now - self._given_up_at < GIVEN_UP_SECONDS:
             raise NoAnswerError(self._given_up_text)
 
     def _note_failure(self, error: Exception, began: float) -> None:
-        """Note that a call failed which had begun at `began`. Raises NoAnswerError if there was no answer for
-        `patience_seconds`. An error that does not pass is an answer."""
+        """Record that a call which began at `began` has failed, and raise NoAnswerError if patience is at its end.
+
+        That is so if no call had an answer for `patience_seconds`. An error that is not transient, such as a missing
+        file, counts as an answer. Changes `_silent_since` and, when giving up, `_given_up_at` and `_given_up_text`.
+        """
         if not is_transient(error):
             self._silent_since = None
             return
         if self._silent_since is None:
             self._silent_since = began
         now = time.monotonic()
-        seconds = now - self._silent_since
-        if patience_seconds is not None and seconds >= patience_seconds:
+        silent_seconds = now - self._silent_since
+        if patience_seconds is not None and silent_seconds >= patience_seconds:
             self._silent_since = None
             self._given_up_at = now
-            self._given_up_text = f"no answer for {seconds:.0f} s"
+            self._given_up_text = f"no answer for {silent_seconds:.0f} s"
             raise NoAnswerError(self._given_up_text) from error
 
     @contextlib.contextmanager
     def _noting_a_wait(self, began: float) -> Iterator[None]:
-        """Tell the user if the `with` block, which began at `began`, takes longer than WAIT_SECONDS, and again every
-        WAIT_AGAIN_SECONDS.
+        """Tell the user if a `with` block takes longer than WAIT_SECONDS, and again every WAIT_AGAIN_SECONDS.
 
-        In a launch that trains, nobody waits for background threads, so only the main thread's calls are told of.
+        `began` is when the block began. Nothing is told if no program has set `note_wait`, or if nobody waits for the
+        block: in a launch that trains, that is so in all threads except the main one.
         """
         is_waited_for = patience_seconds is not None or threading.current_thread() is threading.main_thread()
         if note_wait is None or not is_waited_for:
             yield
             return
+
+        # A second thread tells the user, because this one waits in the block.
         has_ended = threading.Event()
         threading.Thread(target=self._tell_of_wait, args=(has_ended, began), daemon=True).start()
         try:
@@ -132,7 +146,11 @@ class RenewingFilesystem:
             has_ended.set()
 
     def _tell_of_wait(self, has_ended: threading.Event, began: float) -> None:
-        """Tell the user that the folder does not answer, until `has_ended` is set. Runs in a thread of its own."""
+        """Tell the user after a while that the folder does not answer, and again until `has_ended` is set.
+
+        Runs in a separate thread for each call that waits. `_has_noted` and `_next_note_at`, under the lock, make one
+        thread tell for all of them.
+        """
         if has_ended.wait(WAIT_SECONDS):
             return
         with self._lock:
@@ -140,8 +158,9 @@ class RenewingFilesystem:
                 self._has_noted = True
                 self._next_note_at = time.monotonic() + WAIT_AGAIN_SECONDS - WAIT_SECONDS
                 self._tell(f"waiting for {self.url}")
+
+        # If this call repeats one that failed, the time since the first of them counts.
         silent_since = began if self._silent_since is None else self._silent_since
-        # Several threads may wait at once, of which one tells, and a call that was tried again waits on.
         next_note_at = max(self._next_note_at, silent_since + WAIT_AGAIN_SECONDS)
         while not has_ended.wait(max(0.0, next_note_at - time.monotonic())):
             now = time.monotonic()
@@ -157,7 +176,11 @@ class RenewingFilesystem:
             note_wait(line)
 
     def renew(self, used_filesystem: Any = None) -> None:
-        """Make the file system anew, unless another thread has replaced `used_filesystem` already."""
+        """Make the file system anew, so that it reads the credentials again.
+
+        `used_filesystem` is the one that a call has failed with. If another thread has replaced it already, nothing is
+        done. With None, it is made anew in any case.
+        """
         with self._lock:
             if used_filesystem not in (None, self._filesystem):
                 return
@@ -202,7 +225,10 @@ class RemoteFolder:
         return {_name_of(entry): int(entry["size"] or 0) for entry in self._list() if entry["type"] == "file"}
 
     def _list(self) -> list[dict[str, Any]]:
-        """Return fsspec's entries of this folder, past its cache; none if the folder does not exist. Raises OSError."""
+        """List this folder, past fsspec's cache: a dict with `name`, `size` and `type` for each file and folder in it.
+
+        Returns an empty list if the folder does not exist. Raises OSError.
+        """
 
         def list_entries() -> list[dict[str, Any]]:
             self.filesystem.invalidate_cache()
@@ -217,13 +243,16 @@ class RemoteFolder:
         return bool(self.names())
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most `max_bytes` + 1 bytes of a file. Raises FileNotFoundError and OSError."""
+        """Return at most `max_bytes` + 1 bytes of a file, so that the caller sees whether there are more.
+
+        Raises FileNotFoundError if it is absent, and OSError.
+        """
 
         def read_start() -> bytes:
             self.filesystem.invalidate_cache()
             path = f"{self.path}/{name}"
             if "http" in self.filesystem.protocol:
-                # A server may answer with the whole file, however few bytes are asked for.
+                # A server may answer with the whole file, however few bytes are asked for, so the answer is streamed.
                 with self.filesystem.open(path, "rb", block_size=0) as file:
                     return read_up_to(file, max_bytes + 1)
             try:
@@ -236,7 +265,8 @@ class RemoteFolder:
         return retry_transient_errors(read_start)
 
     def put(self, name: str, data: bytes, *, only_if_new: bool = False) -> None:
-        """Write a file, whole or not at all. With `only_if_new`, raises FileExistsError if there is one.
+        """Write a file, whole or not at all. With `only_if_new`, raises FileExistsError if there is one. Raises
+        OSError.
 
         A client or server without conditional puts may overwrite a file that appears at the same moment. The file is
         then read again, and the writer that does not find its own bytes gets the error.
@@ -247,6 +277,9 @@ class RemoteFolder:
             return
         if name in self.names():
             raise FileExistsError(path)
+
+        # Try a conditional put, by which the server decides. It is not repeated: if the answer to a put that succeeded
+        # was lost, a second one would find the file.
         try:
             with as_os_errors():
                 self.filesystem.pipe_file(path, data, mode="create")
@@ -256,6 +289,8 @@ class RemoteFolder:
         except OSError as error:  # a server without conditional put
             if error.errno != errno.ENOSYS:
                 raise
+
+        # Put the file, and see whose bytes are there.
         retry_transient_errors(lambda: self.filesystem.pipe_file(path, data))
         if self.read(name, len(data)) != data:
             raise FileExistsError(path)
@@ -272,12 +307,13 @@ class RemoteFolder:
         return info.get("ETag")
 
     def remove_version(self, name: str, version: str | None) -> bool:
-        """Remove a file if it still has this version. Returns False if it has another one.
+        """Remove a file if it still has the version that `version` returned. Returns False if it has another one.
 
-        If the version is None, or if the server has no conditional removal, the file is removed in any case. Raises
-        OSError.
+        If the version is None, or if the server has no conditional removal, the file is removed in any case. Returns
+        True if the file is gone. Raises OSError.
         """
         if version is not None and hasattr(self.filesystem, "call_s3"):
+            # Only S3 has conditional removals, and fsspec has no method for them.
             bucket, key, _ = self.filesystem.split_path(f"{self.path}/{name}")
             condition = {"Bucket": bucket, "Key": key, "IfMatch": version}
             try:
@@ -287,7 +323,8 @@ class RemoteFolder:
                 return True
             except OSError as error:
                 response = getattr(error.__cause__, "response", None) or {}
-                if response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+                error_code = response.get("Error", {}).get("Code")
+                if error_code in ("PreconditionFailed", "412"):
                     return False
                 has_no_conditions = error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM)
                 if not has_no_conditions:
@@ -296,13 +333,16 @@ class RemoteFolder:
         return True
 
     def abort_uploads(self, is_dead: Callable[[str], bool]) -> None:
-        """Abort unfinished uploads below this folder for whose path in it `is_dead` returns True.
+        """Abort unfinished uploads of files below this folder.
 
-        Only S3 needs this: it keeps, and bills, what they have sent until they are aborted. Other stores drop it after
-        a week. Raises OSError.
+        `is_dead` is called with the path of a file in this folder, and returns whether to abort its upload. Only S3
+        needs this: it keeps, and bills, what an upload has sent until it is aborted. Other stores drop it after a week.
+        Raises OSError.
         """
         if not hasattr(self.filesystem, "call_s3"):
             return
+
+        # S3 lists uploads in pages. fsspec has no method for this.
         bucket, key, _ = self.filesystem.split_path(self.path)
         prefix = f"{key}/" if key else ""
         page_start: dict[str, str] = {}
@@ -321,8 +361,10 @@ class RemoteFolder:
             page_start = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def remove_all(self) -> None:
-        """Remove everything in this folder, key by key. fsspec's `rm` would take `[`, `*` and `?` in a path for a
-        pattern. Raises OSError."""
+        """Remove everything in this folder. Raises OSError.
+
+        Keys are removed one by one, because fsspec's `rm` takes `[`, `*` and `?` in a path for a pattern.
+        """
 
         def remove_keys() -> None:
             with ThreadPoolExecutor(REMOVALS_AT_ONCE, thread_name_prefix="checkpoint-remove") as pool:
@@ -334,12 +376,16 @@ class RemoteFolder:
         retry_transient_errors(remove_keys)
 
     def _find_keys(self, *, with_folders: bool = False) -> list[str]:
-        """Return every key below this folder, or that of a file which has the folder's name."""
+        """Return the paths of all files below this folder, and of folders too `with_folders`.
+
+        If a file has the folder's name, it is the only one. Returns an empty list if there is nothing.
+        """
         self.filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             paths = self.filesystem.find(self.path, withdirs=with_folders)
-            own_path = self.path.strip("/")
-            return [path for path in paths if f"{path.strip('/')}/".startswith(f"{own_path}/")]
+            # Some stores find by prefix, and `ba20` is a prefix of `ba200`.
+            folder_prefix = f"{self.path.strip('/')}/"
+            return [path for path in paths if f"{path.strip('/')}/".startswith(folder_prefix)]
         return []
 
     def _remove_key(self, path: str) -> None:
@@ -359,7 +405,7 @@ class RemoteFolder:
 
 
 class RemoteSink:
-    """An upload in parts. The object appears when it is closed."""
+    """A file being uploaded in parts, from its first byte to its last. The object appears when it is closed."""
 
     any_order = False
 
@@ -386,16 +432,16 @@ class RemoteSink:
             self._file.close()
 
     def abandon(self) -> None:
-        """Abort the upload, as far as the store answers."""
+        """Abort the upload, so that no object appears. Raises nothing, even if the store does not answer."""
         with contextlib.suppress(Exception):
             self._file.discard()
         with contextlib.suppress(Exception):
-            self._file.closed = True  # else fsspec completes the upload when the object is garbage-collected
+            self._file.closed = True  # otherwise fsspec completes the upload when the object is garbage-collected
         self.filesystem.renew()  # an upload belongs to the file system that began it; the next one begins afresh
 
 
 class RemoteSource:
-    """An object that is read by ranges of bytes."""
+    """An object that is read by ranges of bytes, from any thread. Each range is a separate request."""
 
     def __init__(self, filesystem: RenewingFilesystem, path: str):
         """Look up the size of the object at a path. Raises FileNotFoundError and OSError."""
@@ -404,27 +450,34 @@ class RemoteSource:
         self.num_bytes = int(retry_transient_errors(lambda: filesystem.info(path))["size"])
 
     def read_into(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Fill all buffers, one after the other, from `offset` on. Raises EOFError if the object ends before, and
-        OSError."""
+        """Fill all buffers, one after the other, with the bytes of the object from `offset` on.
+
+        Raises EOFError if the object ends before the buffers are full, and OSError.
+        """
         end = offset + sum(len(buffer) for buffer in buffers)
-        data = memoryview(retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=end)))
-        if len(data) != end - offset:
+        received = retry_transient_errors(lambda: self.filesystem.cat_file(self.path, start=offset, end=end))
+        if len(received) != end - offset:
             raise EOFError(f"{self.path}: ends before byte {end}")
+
+        unread = memoryview(received)
         for buffer in buffers:
-            memoryview(buffer).cast("B")[:] = data[: len(buffer)]
-            data = data[len(buffer) :]
+            memoryview(buffer).cast("B")[:] = unread[: len(buffer)]
+            unread = unread[len(buffer) :]
 
     def close(self) -> None:
-        """Do nothing: each range is a request of its own."""
+        """Do nothing, because no connection stays open between requests."""
 
 
 def part_bytes(num_bytes: int) -> int:
-    """Return the size of each part of an upload of `num_bytes`: whole MiB, and as small as MAX_PARTS permits, but at
-    least REMOTE_PART_BYTES."""
+    """Return the size of the parts in which a file of `num_bytes` is uploaded.
+
+    That is REMOTE_PART_BYTES or, if the file would have more than MAX_PARTS parts of this size, the smallest number of
+    whole MiB with which it does not.
+    """
     mebibytes = -(-num_bytes // (MAX_PARTS << 20))
     return max(REMOTE_PART_BYTES, mebibytes << 20)
 
 
 def _name_of(entry: dict[str, Any]) -> str:
-    """Return the last part of the path of one of fsspec's entries."""
+    """Return the name of a file or folder in fsspec's listing: the last part of its path."""
     return str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]

@@ -1,11 +1,12 @@
-"""A run's log: the lines of metrics.jsonl, and the parts of it that lie beside checkpoints. No torch.
+"""A run's log: the lines of metrics.jsonl, and copies of them beside the run's checkpoints. No torch.
 
-Lines are read, merged and printed. The file is append-only. A launch that carries on from batch 100 appends batch 101;
-earlier lines of batches above 100 are then a branch that was given up. So the order of lines decides which count, and a
-merge must keep it.
+The first half reads, merges and prints lines. The file is append-only: a launch that carries on from batch 100 appends
+batch 101, and earlier lines of batches above 100 no longer count. So the order of lines decides which of them count,
+and a merge must keep it.
 
-Parts, `log/<save_id>.jsonl`, are shared by checkpoints. The log is not state: if a part is lost, the others are read,
-and the next launch that has the whole log writes it again.
+The second half reads and writes the copies. Each save writes what is new in the log as a part, `log/<save_id>.jsonl`,
+and its manifest lists all parts, which checkpoints share. The log is not state: if a part is lost, the others are
+read, and the next launch that has the whole log writes it again.
 """
 
 import json
@@ -26,13 +27,13 @@ Record = dict[str, Any]
 
 METRICS = "metrics.jsonl"
 SAVED = "checkpoint/bytes"
-"""Key in the record of the batch after which a save was found to be published."""
+"""Key in the record of the batch after which a save was found to be published: the bytes of its files."""
 FAILED_SAVES, UNSAVED_BATCHES = "checkpoint/failed_saves", "checkpoint/unsaved_batches"
 """Keys in the records of batches while saves fail: the number of failures in a row, and of batches that no save has."""
 POSITIONS = {"ba": "batch", "ep": "time/epoch", "sp": "time/sample", "tok": "time/token"}
-"""Unit of a duration -> key of how many are done."""
+"""Unit of a duration (batches, epochs, samples, tokens) -> key of a record that has how many are done."""
 MAX_NUMBER = 2**128
-"""Limit of numbers, above the range of fp32."""
+"""Numbers of a log are below it; it is just above the range of fp32."""
 METRICS_ON_CONSOLE = {
     "eval/loss": "validation {:.4f}",
     "lr": "lr {:.2e}",
@@ -40,16 +41,17 @@ METRICS_ON_CONSOLE = {
     "throughput/tokens_per_sec": "{:,.0f} tokens/s",
     "throughput/device/mfu": "MFU {:.1%}",
 }
-"""Key -> how `console_line` writes it, for those after the losses."""
+"""Key of a record -> how `console_line` writes its value. These follow the losses, in this order."""
 
 
 # --------------------------------------------------------------------------------------------------------------- lines
 
 
 def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record]]:
-    """Yield each whole line of a log, with its newline, and its record. `content` is the file's bytes, or its lines.
+    """Parse the lines of a log. `content` is the file's bytes, or its lines.
 
-    Lines that are no record are skipped, such as one that a crash has cut off.
+    Yields each line, as bytes with its newline, and its record: a JSON object with a batch number. Lines that are not
+    one are skipped, such as a line that a crash has cut off.
     """
     lines = content.splitlines(keepends=True) if isinstance(content, bytes) else content
     for line in lines:
@@ -67,62 +69,77 @@ def read_lines(content: bytes | Iterable[bytes]) -> Iterator[tuple[bytes, Record
 
 
 def number_of(value: Any) -> float | None:
-    """Return a value of a record as a float, or None if it is no number that fp32 holds.
+    """Return a value of a record as a float, or None if it is not a finite number in the range of fp32.
 
-    Sums and figures of a log then stay finite, whoever wrote it.
+    A log may come from anybody, and its sums and figures must stay finite.
     """
     return float(value) if isinstance(value, int | float) and abs(value) < MAX_NUMBER else None
 
 
 def validation_losses(record: Record) -> dict[str, Any]:
-    """Return label -> validation loss, in the order of the validation sets. A single set has the label ""."""
+    """Return the validation losses in a record, by the label of their validation set and in the order of the sets.
+
+    `eval/books/loss` has the label `books`. If a run has a single set, its key is `eval/loss` and its label is empty.
+    Losses of in-context tasks (`eval/icl/…`) are left out.
+    """
     losses = {}
     for key, value in record.items():
-        is_loss = key.startswith("eval/") and key.endswith("/loss") and not key.startswith("eval/icl/")
-        if is_loss:
-            losses[key[len("eval/") : -len("/loss")]] = value
+        is_in_context = key.startswith("eval/icl/")
+        is_loss = key.startswith("eval/") and key.endswith("/loss")
+        if is_loss and not is_in_context:
+            label = key[len("eval/") : -len("/loss")]
+            losses[label] = value
     return losses
 
 
 def missing_lines(lines: Iterable[bytes], checkpoint_lines: Sequence[bytes]) -> list[bytes]:
-    """Return the lines of a checkpoint's log from the first one on that `lines` lack.
+    """Return the end of a checkpoint's log that a run's log lacks: its lines from the first one on that is not in
+    `lines`. Empty if all of them are.
 
-    A launch appends them to its log when it carries the checkpoint on. That voids the batches from there on that were
-    trained here, and from which the checkpoint does not descend.
+    A launch that carries the checkpoint on appends them to its log. Batches that were trained here, and from which the
+    checkpoint does not descend, no longer count then. If the log has batches 1, 2, 3 and 4, and the checkpoint another
+    batch 3, the checkpoint's lines from batch 3 on are returned.
     """
-    known = set(lines)
+    known_lines = set(lines)
     for i, line in enumerate(checkpoint_lines):
-        if line not in known:
+        if line not in known_lines:
             return list(checkpoint_lines[i:])
     return []
 
 
 def merge_logs(log: bytes, checkpoint_log: bytes) -> list[bytes]:
-    """Return the lines of a log, with those of the newest checkpoint's log that it lacks.
+    """Return the lines of a run's log, with the lines of the newest checkpoint's log that it lacks.
 
-    Lines that were written here after that checkpoint come last, because the run carried on from it here.
+    Both are bytes of metrics.jsonl. The missing lines are inserted behind the checkpoint's last line if the log has it,
+    because what follows was trained from that checkpoint; otherwise they come last.
     """
     lines = log.splitlines(keepends=True)
     checkpoint_lines = [line for line, _ in read_lines(checkpoint_log)]
-    missing = missing_lines(lines, checkpoint_lines)
-    if not missing:
+    lines_to_insert = missing_lines(lines, checkpoint_lines)
+    if not lines_to_insert:
         return lines
-    end = len(lines)
+
+    insert_at = len(lines)
     for i in reversed(range(len(lines))):
         if lines[i] == checkpoint_lines[-1]:
-            end = i + 1
+            insert_at = i + 1
             break
-    return [*lines[:end], *missing, *lines[end:]]
+    return [*lines[:insert_at], *lines_to_insert, *lines[insert_at:]]
 
 
 def console_line(record: Record, max_duration: Duration) -> str:
-    """Write a record for the console, as `batch 20/800 · loss 4.1234 · …`. Metrics that it lacks are left out."""
-    position = POSITIONS[max_duration.unit]
-    if position == "batch":
+    """Format a record of a batch as a line for the console, such as `batch 20/800 · loss 4.1234 · lr 1.00e-03`.
+
+    `max_duration` is the run's. If it is not in batches, its unit is shown as well: `batch 20 · 40960/1000000tok`.
+    Metrics that the record lacks are left out.
+    """
+    position_key = POSITIONS[max_duration.unit]
+    if position_key == "batch":
         parts = [f"batch {record['batch']}/{int(max_duration.value)}"]
     else:
-        parts = [f"batch {record['batch']} · {record.get(position, 0)}/{max_duration}"]
+        parts = [f"batch {record['batch']} · {record.get(position_key, 0)}/{max_duration}"]
 
+    # Losses first, with a template for each labelled validation set.
     templates = {"loss/train/total": "loss {:.4f}"}
     for label in validation_losses(record):
         if label:
@@ -140,7 +157,7 @@ def console_line(record: Record, max_duration: Duration) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write a duration as `1:02:03`, or as `2:03` below an hour."""
+    """Format a duration as hours, minutes and seconds, `1:02:03`, or below an hour as `2:03`. Fractions are cut off."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
@@ -161,15 +178,20 @@ class Log(NamedTuple):
 
 
 def read_log(checkpoint: Checkpoint) -> Log:
-    """Read a checkpoint's log. Parts that are absent, damaged or cannot be read are left out, with a note."""
+    """Read the run's log as a checkpoint has it, from the parts that its manifest lists.
+
+    Parts that are absent, damaged or unreadable are left out, with a note. Raises nothing, because a run can go on
+    without its log.
+    """
     if not checkpoint.manifest.log:
         return Log(None, (), [])
+    run_folder = checkpoint.folder.parent()
     contents = []
     parts_before_loss = []
     notes = []
     for part in checkpoint.manifest.log:
         try:
-            contents.append(_read_part(checkpoint.folder.parent(), part))
+            contents.append(_read_part(run_folder, part))
             if not notes:
                 parts_before_loss.append(part)
         except CheckpointError as error:
@@ -177,46 +199,59 @@ def read_log(checkpoint: Checkpoint) -> Log:
     return Log(b"".join(contents), tuple(parts_before_loss), notes)
 
 
-def _read_part(folder: Folder, part: LogPart) -> bytes:
-    """Return the bytes of a part of the log, from the run's folder. Raises UnsoundCheckpointError if it is absent,
-    damaged or cannot be read."""
+def _read_part(run_folder: Folder, part: LogPart) -> bytes:
+    """Read a part of the log from the folder that the run's checkpoints are in, and verify it by its hashes.
 
-    def read(source: Source) -> bytes:
+    Raises UnsoundCheckpointError if it is absent, damaged or cannot be read.
+    """
+
+    def read_and_verify(source: Source) -> bytes:
         content = read_bytes(source, 0, part.num_bytes)
         if hash_blocks(content, part.block_bytes).hex() != part.block_hashes:
-            raise DamagedCheckpointError(f"{folder.url}/{part.name}: its bytes are not what was written", part.name)
+            raise DamagedCheckpointError(f"{run_folder.url}/{part.name}: its bytes are not what was written", part.name)
         return content
 
-    return read_file(folder, part, read)
+    return read_file(run_folder, part, read_and_verify)
 
 
 def write_log(
     store: CheckpointStore, save_id: str, content: bytes, previous_parts: tuple[LogPart, ...]
 ) -> tuple[LogPart, ...]:
-    """Write the end of a log, `content`, as a new part, and return all parts of the log.
+    """Write what a run's log has beyond the parts of the previous save, and return all parts for the manifest.
 
-    Parts of the previous save are used again as far as `content` begins with them. But the new part absorbs those
-    before it that are not larger than itself, so that a log of a million lines has at most twenty parts. Raises
-    OSError.
+    save_id: the save that the log goes with. It names the new part.
+    content: the whole log so far.
+    previous_parts: the parts of the previous save, of which no bytes are written again if the log still begins with
+        them.
+
+    The new part takes up the parts before it that are not larger than itself. So parts get smaller from first to last,
+    and a log of a million lines has at most twenty. Raises OSError.
     """
-    kept: list[LogPart] = []
+    # Keep the parts with which the log begins.
+    kept_parts: list[LogPart] = []
     num_kept_bytes = 0
     for part in previous_parts:
-        same_bytes = content[num_kept_bytes : num_kept_bytes + part.num_bytes]
-        if hash_blocks(same_bytes, part.block_bytes).hex() != part.block_hashes:
+        bytes_at_part = content[num_kept_bytes : num_kept_bytes + part.num_bytes]
+        if hash_blocks(bytes_at_part, part.block_bytes).hex() != part.block_hashes:
             break
-        kept.append(part)
+        kept_parts.append(part)
         num_kept_bytes += part.num_bytes
-    while kept and kept[-1].num_bytes <= len(content) - num_kept_bytes:
-        num_kept_bytes -= kept.pop().num_bytes
+
+    # Take up small parts at the end.
+    while kept_parts and kept_parts[-1].num_bytes <= len(content) - num_kept_bytes:
+        num_kept_bytes -= kept_parts.pop().num_bytes
 
     new_content = content[num_kept_bytes:]
     if not new_content:
-        return tuple(kept)
-    name = f"{save_id}.jsonl"
+        return tuple(kept_parts)
+    file_name = f"{save_id}.jsonl"
     folder = store.root.child(LOG)
     folder.make()
-    folder.put(name, new_content)
-    hashes = hash_blocks(new_content, BLOCK_BYTES).hex()
-    new_part = LogPart(name=f"{LOG}/{name}", num_bytes=len(new_content), block_bytes=BLOCK_BYTES, block_hashes=hashes)
-    return (*kept, new_part)
+    folder.put(file_name, new_content)
+    new_part = LogPart(
+        name=f"{LOG}/{file_name}",
+        num_bytes=len(new_content),
+        block_bytes=BLOCK_BYTES,
+        block_hashes=hash_blocks(new_content, BLOCK_BYTES).hex(),
+    )
+    return (*kept_parts, new_part)

@@ -7,9 +7,10 @@ MAX_SAVE_FRACTION = 0.02
 
 
 def suggest_save_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Return the seconds of training between two saves with which saves and failures together cost the least time.
+    """Return how many seconds a run should train between two saves, so that saves and failures cost the least time.
 
-    With d the seconds that a save delays training and M the mean time between failures, that is
+    With d the seconds that a save delays training (`save_seconds`) and M the mean time between failures
+    (`seconds_between_failures`), that is
 
         sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d   if d < 2M, else M
 
