@@ -1,4 +1,13 @@
-"""`llmfoundry-lite bench` and `doctor`: how fast is this machine, and is it fit for a run?"""
+"""The command lines of `llmfoundry-lite bench` and `doctor`.
+
+    llmfoundry-lite bench mfu --out measured
+    llmfoundry-lite doctor --folder /scratch
+
+`bench` measures how fast this machine is, and `doctor` checks whether it is fit for a run. Each function is one
+command: typer makes the options from its parameters and the help text from its docstring. A function only parses its
+options; the work is done by `bench/` and `doctor/`. Those are imported inside the functions, because they import torch,
+and `--help` should answer at once.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +20,8 @@ from llmfoundry_lite.errors import ConfigError
 
 bench = typer.Typer(help="Measure the speed and memory of this machine.", no_args_is_help=True, rich_markup_mode=None)
 
-
+# Options that several commands have. Those of `bench block` and `bench seqlen`, which measure one layer, begin with
+# Layer.
 Shape = Annotated[str, typer.Option(help="Size of the model: tiny, 10m, 40m, 125m, 350m, 1b, gpt2-xl, 3b or 7b.")]
 Dtype = Annotated[str, typer.Option(help="Precision: fp32 or bf16.")]
 SampleTokens = Annotated[int, typer.Option(min=2, help="Tokens per sample.")]
@@ -49,7 +59,6 @@ def bench_mfu(
     run(shapes.split(","), seq_len, batch_size, num_steps, minutes, overrides or (), out)
 
 
-# A parameter for each option: typer makes the command from them.
 @bench.command("scaling")
 def bench_scaling(
     context: typer.Context,
@@ -72,6 +81,7 @@ def bench_scaling(
 
     Keeps the batch of all devices fixed (strong scaling), then the batch of each device (weak scaling).
     """
+    # Finished runs have their own settings, so options that describe a launch would be ignored.
     if runs:
         refuse_conflicting(context, "--runs", "finished runs say what they were, nothing is launched", allowed=("out",))
     from llmfoundry_lite.cli.options import parse_counts
@@ -138,13 +148,14 @@ def bench_block(
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import run
 
+    batch_sizes = parse_counts(batches, "--batches")
     run(
         "block",
-        [(batch_size, seq_len) for batch_size in parse_counts(batches, "--batches")],
+        [(batch_size, seq_len) for batch_size in batch_sizes],
         dtypes.split(","),
         d_model=width,
         n_heads=heads,
-        implementations=list(filter(None, attention.split(","))),
+        implementations=_split_names(attention),
         num_repeats=num_repeats,
         minutes=minutes,
         out=out,
@@ -175,13 +186,14 @@ def bench_seqlen(
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_machines.bench.block import all_devices, run
 
+    sample_lengths = parse_counts(lengths, "--lengths")
     run(
         "seqlen",
-        [(batch_size, seq_len) for seq_len in parse_counts(lengths, "--lengths")],
+        [(batch_size, seq_len) for seq_len in sample_lengths],
         dtypes.split(","),
         d_model=width,
         n_heads=heads,
-        implementations=list(filter(None, attention.split(","))),
+        implementations=_split_names(attention),
         devices=parse_counts(devices, "--devices") if devices else all_devices(),
         num_repeats=num_repeats,
         minutes=minutes,
@@ -232,7 +244,7 @@ def bench_memory(
     companions.require("llmfoundry_planner", "rehearse")
     from llmfoundry_machines.bench.memory import run
 
-    raise typer.Exit(run(list(filter(None, models.split(","))), minutes, most, out))
+    raise typer.Exit(run(_split_names(models), minutes, most, out))
 
 
 def doctor_command(
@@ -257,25 +269,36 @@ def doctor_command(
     from llmfoundry_lite.checkpoint.open_folder import open_folder
     from llmfoundry_lite.ranks.rank import adopt_srun, this_rank
     from llmfoundry_machines.doctor.examine import doctor, leave_without_waiting
-    from llmfoundry_machines.doctor.finding import Machine
+    from llmfoundry_machines.doctor.finding import CheckOptions
 
-    place = open_folder(folder)
-    machine = Machine(folder=place.path_here or place.url, num_ranks=num_ranks, quick=quick)
+    checkpoint_folder = open_folder(folder)
+    local_path = checkpoint_folder.path_here  # None for a URL
+    machine = CheckOptions(folder=local_path or checkpoint_folder.url, num_ranks=num_ranks, quick=quick)
+
     if not alone:
-        import llmfoundry_lite.ranks.ending  # noqa: F401 - before torch, of whose words in C++ it leaves the errors
+        # This module sets the log level of torch's C++ code, which reads it when torch is first imported.
+        import llmfoundry_lite.ranks.ending  # noqa: F401
 
         try:
             adopt_srun()
             if this_rank().world_size > 1:
                 from llmfoundry_machines.doctor.nodes import examine_nodes
 
-                why = "it compares the launch's ranks, --alone examines this machine"
-                refuse_conflicting(context, "doctor in a launch", why, only=("folder", "num_ranks"))
+                reason = "it compares the launch's ranks, --alone examines this machine"
+                refuse_conflicting(context, "doctor in a launch", reason, only=("folder", "num_ranks"))
                 raise typer.Exit(examine_nodes(machine, json_file))
         except ConfigError as error:
-            if this_rank().local_rank > 0:  # its node's first rank has the same error
+            # All ranks of a node raise the same ConfigError, so only the node's first rank prints it.
+            if this_rank().local_rank > 0:
                 raise typer.Exit(error.exit_code) from None
             raise
+
+    # Only a process outside a launch, or with --alone, goes on here.
     code = doctor(machine, json_file)
     leave_without_waiting(code)
     raise typer.Exit(code)
+
+
+def _split_names(text: str) -> list[str]:
+    """Split an option's names at their commas: `sdpa,flex` gives ["sdpa", "flex"], and an empty text gives []."""
+    return [name for name in text.split(",") if name]

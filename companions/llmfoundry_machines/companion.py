@@ -1,4 +1,7 @@
-"""Commands that measure and check a machine."""
+"""The commands that this companion adds to `llmfoundry-lite`: `bench` measures a machine, and `doctor` checks it.
+
+The core reads `COMPANION` without importing torch. It imports `commands.py` only if the user calls one of the commands.
+"""
 
 from llmfoundry_lite.companions import Companion
 

@@ -25,8 +25,8 @@ from llmfoundry_lite.devices import device_type, vendor
 from llmfoundry_lite.hardware import MIB
 from llmfoundry_lite.ranks.exchange import all_gather_single
 from llmfoundry_lite.ranks.start import use_loopback
-from llmfoundry_machines.doctor.examine import PRELOAD, describe_end, describe_error, forkserver, start
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge, shorten
+from llmfoundry_machines.doctor.examine import PRELOAD, describe_end, describe_error, forkserver, start_process
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding, shorten
 from llmfoundry_machines.doctor.folder import SET_CLOCK
 from llmfoundry_machines.doctor.speed import measure_seconds
 
@@ -55,7 +55,7 @@ class Report(NamedTuple):
     host: str = ""
 
 
-def check_collectives(machine: Machine) -> Iterator[Finding]:
+def check_collectives(machine: CheckOptions) -> Iterator[Finding]:
     """Yield one finding for each collective; the first that hangs ends the check."""
     is_cpu = device_type() == "cpu"
     most = None if is_cpu else torch.cuda.device_count()
@@ -71,7 +71,7 @@ def check_collectives(machine: Machine) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         limit, ranks = machine.ranks_limit_seconds, range(num_ranks)
         given = (num_ranks, size, folder, limit)
-        processes = [start(run_rank, (r, *given), limit, f"{folder}/{r}.txt", context) for r in ranks]
+        processes = [start_process(run_rank, (r, *given), limit, f"{folder}/{r}.txt", context) for r in ranks]
         wait_for(processes, limit)
         dead = {r: describe_end(processes[r], f"{folder}/{r}.txt") for r in ranks if processes[r].exitcode}
         for process in processes:
@@ -131,7 +131,7 @@ def judge_clocks(clocks: Mapping[int, tuple[str, float]]) -> Finding:
     apart = latest - earliest
     problems = [f"rank {last} on {last_host} is {apart:,.1f} s ahead of rank {first} on {first_host}"]
     problems = problems if apart > MAX_APART_SECONDS else []
-    return judge(CLOCKS, problems, SET_CLOCK, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
+    return make_finding(CLOCKS, problems, SET_CLOCK, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
 
 
 # ------------------------------------------------------------------------------------------------ in a rank

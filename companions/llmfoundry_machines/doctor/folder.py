@@ -24,7 +24,7 @@ import psutil
 from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding
 
 ENOUGH_BYTES = 36e9
 """Three checkpoints of 1 G parameters, at 12 bytes each: fp32 weights and two moments."""
@@ -67,14 +67,16 @@ def is_shared(folder: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------- clocks
 
 
-def check_clock(machine: Machine) -> Iterator[Finding]:
+def check_clock(machine: CheckOptions) -> Iterator[Finding]:
     status = kernel_clock_status()
     if status is None:
         yield Finding("clock", Status.SKIP, detail="the kernel does not say whether it is kept right")
     else:
         problems = ["the kernel says that nothing keeps the clock right"] if status & STA_UNSYNC else []
         value = "not synchronised" if problems else "synchronised"
-        yield judge("clock", problems, SET_CLOCK, Status.WARN, value=value, sound="by the kernel's own account")
+        yield make_finding(
+            "clock", problems, SET_CLOCK, Status.WARN, value=value, pass_detail="by the kernel's own account"
+        )
     yield check_server_clock(machine.folder)
 
 
@@ -108,13 +110,13 @@ def check_server_clock(folder: Path | str) -> Finding:
     detail = f"the file server's time of a new file in {folder.resolve()} against the local clock"
     problems = [f"expected at most {MAX_FILE_SECONDS:.0f} s"] if abs(difference) > MAX_FILE_SECONDS else []
     fix = f"synchronise this machine and the file server: {SET_CLOCK}"
-    return judge(name, problems, fix, Status.WARN, value=difference * 1e3, unit="ms", detail=detail)
+    return make_finding(name, problems, fix, Status.WARN, value=difference * 1e3, unit="ms", detail=detail)
 
 
 # ------------------------------------------------------------------------------------------------------------ disk
 
 
-def check_disk(machine: Machine) -> Iterator[Finding]:
+def check_disk(machine: CheckOptions) -> Iterator[Finding]:
     folder = machine.folder
     if isinstance(folder, str):
         yield from check_bucket(open_folder(folder), machine.quick)
@@ -154,7 +156,7 @@ def check_room(folder: Path, free_bytes: int) -> Finding:
     if kind in MEMORY_SYSTEMS:
         problems.append("it is memory, and gone after a restart")
         fixes.append("name a folder on a disk with --folder")
-    return judge("disk free", problems, "; ".join(fixes), Status.WARN, value=value, unit="GiB", detail=detail)
+    return make_finding("disk free", problems, "; ".join(fixes), Status.WARN, value=value, unit="GiB", detail=detail)
 
 
 def build_block(seed: int, index: int) -> bytes:
@@ -176,7 +178,9 @@ def check_write(descriptor: int, num_blocks: int, seed: int) -> tuple[int, Findi
     rate = count * MIB / seconds
     detail = f"{count} MiB with fsync; 1 G parameters would take {ENOUGH_BYTES / 3 / rate:,.0f} s to save"
     problems = [TOO_SLOW] if rate < SLOW_BYTES_PER_SECOND else []
-    return count, judge("disk write", problems, FASTER, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail)
+    return count, make_finding(
+        "disk write", problems, FASTER, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail
+    )
 
 
 def check_read(descriptor: int, num_blocks: int, seed: int) -> Finding:
@@ -199,10 +203,10 @@ def check_read(descriptor: int, num_blocks: int, seed: int) -> Finding:
     if wrong:
         detail = f"{len(wrong)} of {count} MiB are not what was written"
         fix = "do not save here; look at dmesg, SMART and the file server's log"
-        return judge("disk read", wrong, fix, value=rate, unit=unit, detail=detail)
+        return make_finding("disk read", wrong, fix, value=rate, unit=unit, detail=detail)
     detail, fix = f"{count} MiB, the bytes that were written", f"{FASTER}; a run reads its data and its checkpoints"
     problems = [TOO_SLOW] if rate * 1e6 < SLOW_BYTES_PER_SECOND else []
-    return judge("disk read", problems, fix, Status.WARN, value=rate, unit=unit, detail=detail)
+    return make_finding("disk read", problems, fix, Status.WARN, value=rate, unit=unit, detail=detail)
 
 
 def check_latency(descriptor: int, limit_seconds: float) -> Finding:
@@ -216,7 +220,7 @@ def check_latency(descriptor: int, limit_seconds: float) -> Finding:
     typical = statistics.median(seconds)
     detail = f"of 4 KiB, median of {len(seconds)}; the slowest took {max(seconds) * 1e3:,.1f} ms"
     problems = [f"{SLOW_FSYNC_SECONDS * 1e3:.0f} ms is the most"] if typical > SLOW_FSYNC_SECONDS else []
-    return judge("disk fsync", problems, FASTER, Status.WARN, value=typical * 1e3, unit="ms", detail=detail)
+    return make_finding("disk fsync", problems, FASTER, Status.WARN, value=typical * 1e3, unit="ms", detail=detail)
 
 
 # ---------------------------------------------------------------------------------------------------------- bucket
@@ -240,7 +244,7 @@ def check_bucket(folder: Folder, is_quick: bool) -> Iterator[Finding]:
         left = place.names()
         fix = "let these credentials delete objects: retention and `checkpoint prune` remove old saves"
         problems = [f"{', '.join(left)} is still there"] if left else []
-        yield judge(name, problems, fix, detail=f"what was written to {folder.url} was removed again")
+        yield make_finding(name, problems, fix, detail=f"what was written to {folder.url} was removed again")
     except OSError as error:
         fix = f"check the credentials, and that they may read, write, list and delete in {folder.url}"
         yield Finding(name, Status.FAIL, detail=f"{error.strerror or error}, in {place.url}", fix=fix)
@@ -270,7 +274,7 @@ def check_upload(place: Folder, num_blocks: int, seed: int) -> tuple[int, Findin
     detail = f"{count} MiB in one upload; 1 G parameters would take {ENOUGH_BYTES / 3 / rate:,.0f} s to save"
     problems = [TOO_SLOW] if rate < SLOW_BYTES_PER_SECOND else []
     fix = "name a bucket near this machine with save_folder; each rank uploads its own part, so ranks add up"
-    return count, judge("bucket write", problems, fix, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail)
+    return count, make_finding("bucket write", problems, fix, Status.WARN, value=rate / 1e6, unit="MB/s", detail=detail)
 
 
 def check_download(place: Folder, num_blocks: int, seed: int) -> Finding:
@@ -300,11 +304,11 @@ def check_download(place: Folder, num_blocks: int, seed: int) -> Finding:
     rate = count * MIB / max(seconds, 1e-9) / 1e6
     if wrong:
         detail = f"{len(wrong)} of {count} MiB are not what was written"
-        return judge("bucket read", wrong, "do not save here", value=rate, unit="MB/s", detail=detail)
+        return make_finding("bucket read", wrong, "do not save here", value=rate, unit="MB/s", detail=detail)
     problems = [TOO_SLOW] if rate * 1e6 < SLOW_BYTES_PER_SECOND else []
     detail = f"{count} MiB, the bytes that were written"
     fix = "name a bucket near this machine with save_folder"
-    return judge("bucket read", problems, fix, Status.WARN, value=rate, unit="MB/s", detail=detail)
+    return make_finding("bucket read", problems, fix, Status.WARN, value=rate, unit="MB/s", detail=detail)
 
 
 def check_claim(place: Folder) -> Finding:

@@ -29,7 +29,7 @@ from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_lite.ranks.start import choose_device, start_process_group
 from llmfoundry_machines.doctor.collectives import BACKENDS, COLLECTIVES, OTHER_FIX, contribution, judge_clocks
 from llmfoundry_machines.doctor.examine import check_json_file, exit_code, find_versions, report
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding
 from llmfoundry_machines.doctor.speed import (
     BROKEN,
     NUM_TERMS,
@@ -79,7 +79,7 @@ class Pair(NamedTuple):
     problem: str = ""
 
 
-def examine_nodes(machine: Machine, json_file: Path | None = None) -> int:
+def examine_nodes(machine: CheckOptions, json_file: Path | None = None) -> int:
     """Examine all nodes, on every rank of a launch; rank 0 prints. Returns 0 when nothing failed, else 2.
 
     Raises UserError where the ranks do not find each other and for a JSON file that cannot be written; ConfigError on
@@ -108,7 +108,7 @@ def examine_nodes(machine: Machine, json_file: Path | None = None) -> int:
     return exit_code(findings)
 
 
-def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
+def examine_ranks(machine: CheckOptions, device: torch.device) -> Iterator[Finding]:
     """Yield the same findings on every rank."""
     members = [Member(*member) for member in all_gather_json(measure_rank(machine, device))]
     kinds = Counter(member.device for member in members)
@@ -116,7 +116,7 @@ def examine_ranks(machine: Machine, device: torch.device) -> Iterator[Finding]:
     yield Finding("devices", Status.PASS, f"{len(members)}", detail=detail)
     yield judge_versions(members)
     problems = [f"rank {m.rank} on {m.node}: {m.problem}" for m in members if m.problem]
-    yield judge("products", problems, BROKEN, sound=f"exact on {len(members)} ranks")
+    yield make_finding("products", problems, BROKEN, pass_detail=f"exact on {len(members)} ranks")
     yield judge_rates(members)
     yield judge_clocks({m.rank: (m.node, m.clock) for m in members})
     num_bytes = (4 if machine.quick else 32) * MIB
@@ -152,7 +152,7 @@ def node_name() -> str:
     return f"{socket.gethostname()} (node {number})"
 
 
-def measure_rank(machine: Machine, device: torch.device) -> Member:
+def measure_rank(machine: CheckOptions, device: torch.device) -> Member:
     """Measure this rank; all ranks read their clocks right after a barrier."""
     here = this_rank()
     problem = find_wrong(Product.of_signs(256, NUM_TERMS, 256, torch.bfloat16), device)
@@ -257,7 +257,7 @@ def judge_versions(members: Sequence[Member]) -> Finding:
             problems.append(f"{name} is {other} on {', '.join(nodes)}, {usual} on the others")
     severity = Status.FAIL if any(text.startswith("torch ") for text in problems) else Status.WARN
     sound = ", ".join(f"{name} {value}" for name, value in members[0].versions.items())
-    return judge("versions", problems, SAME, severity, value=f"{len(members)} ranks", sound=sound)
+    return make_finding("versions", problems, SAME, severity, value=f"{len(members)} ranks", pass_detail=sound)
 
 
 def judge_rates(members: Sequence[Member]) -> Finding:
@@ -270,7 +270,9 @@ def judge_rates(members: Sequence[Member]) -> Finding:
     problems += [f"{m.node} is slow: rank {m.rank} has {m.flops_per_second / median:.0%} of the median" for m in slow]
     sound = f"rank {slowest.rank} on {slowest.node}, the slowest; the median is {median / 1e12:.3g}"
     value = slowest.flops_per_second / 1e12
-    return judge("rate of products", problems, THROTTLED, Status.WARN, value=value, unit="TFLOP/s", sound=sound)
+    return make_finding(
+        "rate of products", problems, THROTTLED, Status.WARN, value=value, unit="TFLOP/s", pass_detail=sound
+    )
 
 
 def judge_pairs(pairs: Sequence[Pair], members: Sequence[Member]) -> Iterator[Finding]:
@@ -298,10 +300,12 @@ def judge_pairs(pairs: Sequence[Pair], members: Sequence[Member]) -> Iterator[Fi
     sound = f"the median of {len(pairs)} pairs, {latency}; none is far from it"
     sound = sound if len(pairs) > 1 else f"the only pair, {latency}"
     severity = Status.FAIL if wrong else Status.WARN
-    yield judge("links", problems, fix, severity, value=median / 1e9, unit="GB/s", sound=sound)
+    yield make_finding("links", problems, fix, severity, value=median / 1e9, unit="GB/s", pass_detail=sound)
     for pair in sorted(pairs, key=lambda pair: pair.bytes_per_second):
         names = f"rank {pair.first} on {nodes[pair.first]} and rank {pair.second} on {nodes[pair.second]}"
         detail = f"{names}: {pair.latency_seconds * 1e6:,.0f} us"
         problems = [pair.problem] if pair.problem or pair in bad else []
         severity = Status.FAIL if pair.problem else Status.WARN
-        yield judge("link", problems, fix, severity, value=pair.bytes_per_second / 1e9, unit="GB/s", detail=detail)
+        yield make_finding(
+            "link", problems, fix, severity, value=pair.bytes_per_second / 1e9, unit="GB/s", detail=detail
+        )

@@ -19,7 +19,7 @@ import torch
 
 from llmfoundry_lite.devices import accelerator, device_type
 from llmfoundry_lite.hardware import GIB, MIB
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status, judge
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding
 
 NUM_TERMS = 256
 """Terms of a sum; bf16 counts to 256."""
@@ -78,7 +78,7 @@ def measure_seconds(work: Callable[[], object], device: torch.device, repeats: i
 # -------------------------------------------------------------------------------------------------------- products
 
 
-def check_gemm(machine: Machine) -> Iterator[Finding]:
+def check_gemm(machine: CheckOptions) -> Iterator[Finding]:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -98,13 +98,13 @@ def check_gemm(machine: Machine) -> Iterator[Finding]:
                 found = f"an error of {worst:.3g} times what rounding allows"
             if found:
                 problems.append(f"{device}: {found}")
-        yield judge(
+        yield make_finding(
             f"gemm {NAMES[dtype]}",
             problems,
             TF32 if "TF32" in "".join(problems) else BROKEN,
             value=share,
             unit="of bound",
-            sound=f"{size} x {LONG} x {size}: exact on ±1; bit-equal {repeats} times",
+            pass_detail=f"{size} x {LONG} x {size}: exact on ±1; bit-equal {repeats} times",
         )
 
 
@@ -183,7 +183,7 @@ def find_change(product: Product, device: torch.device, repeats: int, limit_seco
 # ---------------------------------------------------------------------------------------------------------- memory
 
 
-def check_memory(machine: Machine) -> Iterator[Finding]:
+def check_memory(machine: CheckOptions) -> Iterator[Finding]:
     """Write patterns and read them back: a bit may be stuck, flip, or answer to another address.
 
     Each pattern fills the whole buffer before any of it is read: all zeros, all ones, both chequers, a one that walks
@@ -205,7 +205,9 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
             if len(problems) > 3:
                 break
         name, fix = ("memory", CPU_MEMORY) if device.type == "cpu" else (f"memory {device}", DEVICE_MEMORY)
-        yield judge(name, problems, fix, value=len(words) * 8 / GIB, unit="GiB", sound="every pattern came back")
+        yield make_finding(
+            name, problems, fix, value=len(words) * 8 / GIB, unit="GiB", pass_detail="every pattern came back"
+        )
         del words
 
 
@@ -234,7 +236,7 @@ def find_flipped(words: torch.Tensor, pattern: int | None) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- rates
 
 
-def check_bandwidth(machine: Machine) -> Iterator[Finding]:
+def check_bandwidth(machine: CheckOptions) -> Iterator[Finding]:
     """Measure copies within a device, to and from pinned host memory, and products.
 
     Only memory and matrix units have a figure in `hardware.py` to be judged by; the bus depends on the board.
@@ -274,7 +276,7 @@ def judge_rates(
         detail += f"; {rate / figure:.0%} of the datasheet's {figure / scale:,.0f}"
     is_slow = figure is not None and rate < lowest_share * figure
     problems = [f"{lowest_share:.0%} should be reached"] if is_slow else []
-    return judge(name, problems, THROTTLED, Status.WARN, value=rate / scale, unit=unit, detail=detail)
+    return make_finding(name, problems, THROTTLED, Status.WARN, value=rate / scale, unit=unit, detail=detail)
 
 
 def measure_copy(size: int, repeats: int, source: torch.device | None, target: torch.device | None) -> float:

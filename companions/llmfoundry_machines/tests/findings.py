@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status
 
-QUICK = Machine(quick=True)
+QUICK = CheckOptions(quick=True)
 
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:

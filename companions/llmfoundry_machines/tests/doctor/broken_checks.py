@@ -4,24 +4,24 @@ import ctypes
 import signal
 from collections.abc import Iterator
 
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status
 
 
-def answer(machine: Machine) -> Iterator[Finding]:
+def answer(options: CheckOptions) -> Iterator[Finding]:
     yield Finding("fine", Status.PASS)
 
 
-def crash(machine: Machine) -> Iterator[Finding]:
+def crash(options: CheckOptions) -> Iterator[Finding]:
     yield Finding("before", Status.PASS)
     raise ValueError("two\nlines")
 
 
-def segfault(machine: Machine) -> Iterator[Finding]:
+def segfault(options: CheckOptions) -> Iterator[Finding]:
     print("about to read nothing", flush=True)
     ctypes.string_at(0)
     yield Finding("after", Status.PASS)
 
 
-def hang(machine: Machine) -> Iterator[Finding]:
+def hang(options: CheckOptions) -> Iterator[Finding]:
     signal.pause()
     yield Finding("after", Status.PASS)

@@ -19,7 +19,7 @@ from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder, RemoteSource
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_machines.doctor import collectives, folder, speed
 from llmfoundry_machines.doctor.examine import examine
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status
 from llmfoundry_machines.tests.findings import QUICK, by_name
 
 
@@ -175,7 +175,7 @@ def test_a_fault_of_the_memory_is_found_with_its_address(fault, words, monkeypat
 
 
 def check_disk(tmp_path: Path) -> dict[str, Finding]:
-    return by_name(folder.check_disk(Machine(folder=tmp_path, quick=True)))
+    return by_name(folder.check_disk(CheckOptions(folder=tmp_path, quick=True)))
 
 
 def test_a_disk_that_is_slow_to_sync_is_warned_of(tmp_path, monkeypatch):
@@ -260,7 +260,7 @@ def test_a_full_disk_fails_and_says_what_to_do(small_disk):
 
 
 def test_a_folder_that_is_not_there_fails_with_the_command_that_makes_it(tmp_path):
-    (finding,) = folder.check_disk(Machine(folder=tmp_path / "none"))
+    (finding,) = folder.check_disk(CheckOptions(folder=tmp_path / "none"))
     assert finding.status is Status.FAIL and finding.fix.startswith(f"mkdir -p {tmp_path}/none")
 
 
@@ -268,7 +268,7 @@ def test_a_folder_that_is_not_there_fails_with_the_command_that_makes_it(tmp_pat
 
 
 def check_bucket(name: str) -> dict[str, Finding]:
-    return by_name(folder.check_disk(Machine(folder=f"memory://doctor/{name}", quick=True)))
+    return by_name(folder.check_disk(CheckOptions(folder=f"memory://doctor/{name}", quick=True)))
 
 
 def test_a_sound_bucket_passes_and_nothing_stays_in_it():
@@ -368,7 +368,7 @@ def corrupt_one_element(rank: int) -> None:
     dist.all_reduce = all_reduce
 
 
-def check_broken(fault: Callable[[int], None], machine: Machine) -> Iterator[Finding]:
+def check_broken(fault: Callable[[int], None], machine: CheckOptions) -> Iterator[Finding]:
     """Each rank, a fork of this process, meets the fault when its process group stands."""
     real = collectives.read_clock
 
@@ -381,7 +381,7 @@ def check_broken(fault: Callable[[int], None], machine: Machine) -> Iterator[Fin
 
 
 def examine_collectives(fault: Callable[[int], None], **options) -> dict[str, Finding]:
-    return by_name(examine(Machine(quick=True, **options), {"collectives": partial(check_broken, fault)}))
+    return by_name(examine(CheckOptions(quick=True, **options), {"collectives": partial(check_broken, fault)}))
 
 
 @pytest.mark.multiprocess
@@ -415,7 +415,7 @@ def test_ranks_whose_clocks_are_an_hour_apart_are_warned_of():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("fault", "limit_seconds", "words"),
-    [(die, 10 * Machine().limit_seconds, "rank 1 was killed by SIGKILL"), (hang, 4, "")],
+    [(die, 10 * CheckOptions().limit_seconds, "rank 1 was killed by SIGKILL"), (hang, 4, "")],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_check_in_time(fault, limit_seconds, words):
     """A death ends the check long before its limit; a hang ends it at the limit, here 4 s."""
@@ -440,14 +440,14 @@ def test_a_clock_that_is_not_kept_right_and_not_the_file_server_s_is_warned_of(a
     monkeypatch.setattr(time, "time", lambda: real() + ahead)
     monkeypatch.setattr(folder, "kernel_clock_status", lambda: folder.STA_UNSYNC * bool(ahead))
     monkeypatch.setattr(folder, "is_shared", lambda path: True)
-    found = by_name(folder.check_clock(Machine(folder=tmp_path)))
+    found = by_name(folder.check_clock(CheckOptions(folder=tmp_path)))
     assert [finding.status for finding in found.values()] == [status, status]
     assert found["clock of the folder"].value == pytest.approx(-ahead * 1e3, rel=1e-3, abs=100)
 
 
 def test_a_kernel_that_does_not_tell_and_a_local_folder_are_no_reason_to_warn(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "kernel_clock_status", lambda: None)
-    found = by_name(folder.check_clock(Machine(folder=tmp_path)))
+    found = by_name(folder.check_clock(CheckOptions(folder=tmp_path)))
     assert [finding.status for finding in found.values()] == [Status.SKIP, Status.SKIP]
 
 

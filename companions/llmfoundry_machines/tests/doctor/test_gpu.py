@@ -5,7 +5,7 @@ import torch
 
 from llmfoundry_machines.doctor import speed
 from llmfoundry_machines.doctor.examine import examine
-from llmfoundry_machines.doctor.finding import Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Status
 from llmfoundry_machines.tests.findings import QUICK, by_name
 
 pytestmark = [
@@ -18,7 +18,7 @@ EVERY_GPU = range(torch.cuda.device_count())
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_sound_machine_passes(tmp_path, quick):
-    found = by_name(examine(Machine(folder=tmp_path, quick=quick)))
+    found = by_name(examine(CheckOptions(folder=tmp_path, quick=quick)))
     failed = {name: finding.detail for name, finding in found.items() if finding.status is Status.FAIL}
     assert not failed
     measured = {"host to device", "device to host", "memory copy", "gemm rate bf16", "devices", "device memory free"}

@@ -16,7 +16,7 @@ from llmfoundry_lite.hardware import GIB
 from llmfoundry_machines.doctor import examine as examination
 from llmfoundry_machines.doctor import machine
 from llmfoundry_machines.doctor.examine import CHECKS, as_dict, examine, exit_code, print_table
-from llmfoundry_machines.doctor.finding import Finding, Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status
 from llmfoundry_machines.doctor.machine import Build, Device
 from llmfoundry_machines.tests.doctor.broken_checks import answer, crash, hang, segfault
 from llmfoundry_machines.tests.findings import QUICK, by_name
@@ -85,7 +85,7 @@ def test_a_torch_that_is_too_old_fails(torch, status, monkeypatch, tmp_path):
     ],
 )
 def test_devices_that_torch_cannot_use_fail(build, file, content, status, words, monkeypatch, tmp_path):
-    for name in machine.HIDING:
+    for name in machine.VISIBILITY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     found = check_versions(monkeypatch, build, tmp_path, file, content)["torch build"]
     assert found.status is status and words in found.detail
@@ -114,7 +114,7 @@ def test_too_few_open_files_are_warned_of_with_the_command_that_raises_them():
         (finding,) = machine.check_limits(QUICK)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    may_raise = hard == resource.RLIM_INFINITY or hard >= machine.ENOUGH_FILES
+    may_raise = hard == resource.RLIM_INFINITY or hard >= machine.MIN_OPEN_FILES
     assert finding.status is Status.WARN and finding.value == 256
     assert finding.fix.startswith("ulimit -n " if may_raise else "raise nofile ")
 
@@ -137,7 +137,7 @@ def test_a_container_with_docker_s_default_of_shared_memory_is_warned_of(monkeyp
 @pytest.mark.multiprocess
 def test_a_check_that_crashes_dies_or_hangs_is_a_failure_of_that_check(capsys):
     checks = {"crash": crash, "segfault": segfault, "hang": hang, "answer": answer}
-    findings = examine(Machine(limit_seconds=4), checks)
+    findings = examine(CheckOptions(limit_seconds=4), checks)
     found = by_name(findings)
     assert list(found) == ["before", "crash", "segfault", "hang", "fine"]
     assert [finding.status for finding in findings] == ["pass", "fail", "fail", "fail", "pass"]

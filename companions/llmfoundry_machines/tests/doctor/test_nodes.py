@@ -13,7 +13,7 @@ import torch.distributed as dist
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.ranks.rank import this_rank
 from llmfoundry_machines.doctor import nodes
-from llmfoundry_machines.doctor.finding import Machine, Status
+from llmfoundry_machines.doctor.finding import CheckOptions, Status
 from llmfoundry_machines.doctor.nodes import Member, Pair
 from llmfoundry_machines.tests.findings import by_name
 from tests.helpers.launch import launch, start
@@ -92,7 +92,7 @@ def examine(fault: str) -> None:
 
         dist.send = send_wrong
 
-    code = nodes.examine_nodes(Machine(quick=True), Path("doctor.json"))
+    code = nodes.examine_nodes(CheckOptions(quick=True), Path("doctor.json"))
     print(f"exit code {code}")
 
 
@@ -125,7 +125,7 @@ def examine_with_one_that_freezes(frozen: int) -> None:
     if this_rank().rank == frozen:  # when all have met, for which a busy machine has as long
         nodes.measure_pair = lambda *arguments: os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        nodes.examine_nodes(Machine(quick=True, ranks_limit_seconds=10))
+        nodes.examine_nodes(CheckOptions(quick=True, ranks_limit_seconds=10))
     except UserError as error:
         print(f"error: {error}")
 
