@@ -27,7 +27,7 @@ from llmfoundry_lite.ranks.exchange import all_gather_single
 from llmfoundry_lite.ranks.start import use_loopback
 from llmfoundry_machines.doctor.examine import PRELOAD, describe_end, describe_error, forkserver, start_process
 from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding, shorten
-from llmfoundry_machines.doctor.folder import SET_CLOCK
+from llmfoundry_machines.doctor.folder import CLOCK_FIX
 from llmfoundry_machines.doctor.speed import measure_seconds
 
 READY = "process group"
@@ -131,7 +131,7 @@ def judge_clocks(clocks: Mapping[int, tuple[str, float]]) -> Finding:
     apart = latest - earliest
     problems = [f"rank {last} on {last_host} is {apart:,.1f} s ahead of rank {first} on {first_host}"]
     problems = problems if apart > MAX_APART_SECONDS else []
-    return make_finding(CLOCKS, problems, SET_CLOCK, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
+    return make_finding(CLOCKS, problems, CLOCK_FIX, Status.WARN, value=apart * 1e3, unit="ms", detail=detail)
 
 
 # ------------------------------------------------------------------------------------------------ in a rank
