@@ -1,13 +1,18 @@
-"""Speed and soundness of each device: matrix products, patterns in memory, and rates beside the datasheet.
+"""Checks of each device's computing and memory: exact matrix products, patterns in memory, and rates.
 
-Products are compared with float64 on the CPU, and with themselves. *Signs*: entries ±1, 256 terms to a sum. Every
-partial sum is an integer up to 256, which fp32, bf16 and fp16 hold exactly in any order: one right answer, bit for bit.
-The other entries of each long column are 0. In fp32 one side is scaled by 1 + 2^-12, which TF32 has no digits for.
+`check_gemm` compares matrix products with float64 on the CPU and with themselves; `check_memory` writes patterns and
+reads them back; `check_bandwidth` compares rates with the datasheet. Two kinds of products are compared:
 
-*Reals*: magnitudes in [1/2, 1), compared within the bound of a sum of k products (Higham, Accuracy and Stability of
-Numerical Algorithms, §3.1), |C - C64| <= g sum |a||b| + u |C64| with
-g = k v / (1 - k v): products of bf16 and fp16 are exact in fp32, where they are summed; v is 2^-23, since matrix units
-may cut off instead of rounding; u, of the last rounding, is the output's.
+*Signs* have entries of +1 and -1, with 256 terms in each sum. Every partial sum is an integer up to 256, which fp32,
+bf16 and fp16 hold exactly in any order, so only one result is right, bit for bit. The sums are longer than 256, but all
+other terms are 0. In fp32 one side is scaled by 1 + 2^-12, which has more digits than TF32 keeps.
+
+*Reals* have magnitudes in [1/2, 1). They are compared within the bound for a sum of k products (Higham, Accuracy and
+Stability of Numerical Algorithms, §3.1): |C - C64| <= g sum |a||b| + u |C64| with g = k v / (1 - k v). Products of bf16
+and fp16 are exact in fp32, in which they are summed. v is 2^-23, since matrix units may cut off instead of rounding,
+and u is the unit roundoff of the output, which is rounded once.
+
+Suffixes of tensors are their dimensions: m rows and n columns of the result, k terms of each sum.
 """
 
 import math
@@ -22,19 +27,26 @@ from llmfoundry_lite.hardware import GIB, MIB
 from llmfoundry_machines.doctor.finding import CheckOptions, Finding, Status, make_finding
 
 NUM_TERMS = 256
-"""Terms of a sum; bf16 counts to 256."""
-LONG = 3072
-"""Length of the sums of signs: into and out of a feed-forward layer of MPT-125M. Some faults need long sums."""
+"""Number of terms in a sum that are not 0. bf16 holds all integers up to 256."""
+LONG_SUM = 3072
+"""Length of the sums of signs, as in a feed-forward layer of MPT-125M. Some faults need long sums."""
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST_NORMAL = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2.0**-14}
-"""Below it fp16 has fewer digits, or none: some devices flush such numbers to zero."""
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-QUICK_REPEATS, REPEATS = 100, 300
-"""Repeats of real products: a fault in one of 20 escapes 100 of them with a probability of 0.6 %."""
-LONG_REPEATS, LONG_SECONDS = 20, 0.3
-"""Repeats of long sums, and when to stop on a slow device."""
-CHUNK_WORDS = 64 * MIB // 8
+"""Below it, fp16 has fewer digits or none: some devices flush such numbers to zero."""
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+REPEATS = 300
+"""Number of times that a product of reals is computed."""
+QUICK_REPEATS = 100
+"""A fault in one of 20 products escapes 100 of them with a probability of 0.6 %."""
+LONG_REPEATS = 20
+"""Number of times that a product of signs, with its long sums, is computed."""
+LONG_SECONDS = 0.3
+"""Time after which a slow device computes no more long sums."""
+WORD_BYTES = 8
+CHUNK_WORDS = 64 * MIB // WORD_BYTES
 """Words of memory compared at a time."""
+MAX_MEMORY_PROBLEMS = 3
+"""Number of problems after which a device's memory is not tested further."""
 ADDRESS_STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 """Odd, so that its products (modulo 2^64) with two words' indices differ; its bits are spread over the word."""
 LOWEST_SHARE_OF_MEMORY = 0.6
@@ -42,21 +54,27 @@ LOWEST_SHARE_OF_MEMORY = 0.6
 LOWEST_SHARE_OF_PEAK = 0.4
 """Share of the datasheet's FLOP/s; large products reach 0.5 (MI250) to 0.8."""
 
-BROKEN = "take this device out of runs: it does not compute what others do"
-TF32 = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE"
-CPU_MEMORY = "look at `dmesg` and the ECC counters (edac-util), and take it out of runs"
-DEVICE_MEMORY = "look at the ECC counters (`nvidia-smi -q -d ECC`, `rocm-smi --showrasinfo`), and take it out of runs"
-THROTTLED = "look for a device that is hot, shared or limited in power (`nvidia-smi -q -d PERFORMANCE`, `rocm-smi`)"
+BROKEN_FIX = "take this device out of runs: it does not compute what others do"
+TF32_FIX = "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE and NVIDIA_TF32_OVERRIDE"
+CPU_MEMORY_FIX = "look at `dmesg` and the ECC counters (edac-util), and take it out of runs"
+DEVICE_MEMORY_FIX = (
+    "look at the ECC counters (`nvidia-smi -q -d ECC`, `rocm-smi --showrasinfo`), and take it out of runs"
+)
+THROTTLED_FIX = "look for a device that is hot, shared or limited in power (`nvidia-smi -q -d PERFORMANCE`, `rocm-smi`)"
 
 
 def all_devices() -> list[torch.device]:
+    """Return all GPUs of this machine, or the CPU if there is none."""
     if device_type() == "cpu":
         return [torch.device("cpu")]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the fastest of `repeats` calls by the device's own clock, after one call that is not measured."""
+    """Return the seconds of the fastest of `repeats` calls, after one call that is not timed.
+
+    A GPU times the work with its own clock, since calls return before it has done them.
+    """
     work()
     seconds = []
     for _ in range(repeats):
@@ -64,234 +82,335 @@ def measure_seconds(work: Callable[[], object], device: torch.device, repeats: i
             began = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - began)
-            continue
-        with torch.cuda.device(device):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3)
+        else:
+            with torch.cuda.device(device):
+                start = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
+                start.record()
+                work()
+                end.record()
+                end.synchronize()
+                seconds.append(start.elapsed_time(end) / 1e3)
     return min(seconds)
 
 
 # -------------------------------------------------------------------------------------------------------- products
 
 
-def check_gemm(machine: CheckOptions) -> Iterator[Finding]:
+def check_gemm(options: CheckOptions) -> Iterator[Finding]:
+    """Yield a finding for each precision: are all devices' matrix products exact, repeatable, and within the bound?
+
+    The value is the largest error of reals as a share of what rounding allows. Sets torch's switches for precision,
+    which is fine in a process that runs nothing else.
+    """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    is_cpu = device_type() == "cpu"
-    size = 256 if is_cpu else 2048 if machine.quick else 4096
-    repeats = QUICK_REPEATS if machine.quick else REPEATS
+
+    size = 2048 if options.quick else 4096
+    if device_type() == "cpu":
+        size = 256
+    repeats = QUICK_REPEATS if options.quick else REPEATS
     for dtype in UNIT_ROUNDOFF:
-        signs, reals = Product.of_signs(size, LONG, size, dtype), Product.of_reals(size, dtype)
-        problems, share = [], 0.0
+        signs = Product.of_signs(size, LONG_SUM, size, dtype)
+        reals = Product.of_reals(size, dtype)
+        problems = []
+        largest_error = 0.0
         for device in all_devices():
-            found = find_wrong(signs, device) or find_change(signs, device, LONG_REPEATS, LONG_SECONDS)
-            found = found or find_change(reals, device, repeats)
-            worst = reals.error_over_bound(device)
-            share = max(share, worst)
-            if not found and not worst <= 1:  # also where it is not a number
-                found = f"an error of {worst:.3g} times what rounding allows"
-            if found:
-                problems.append(f"{device}: {found}")
+            # Only the first problem of a device is reported.
+            problem = (
+                describe_wrong_sums(signs, device)
+                or describe_changed_sums(signs, device, LONG_REPEATS, LONG_SECONDS)
+                or describe_changed_sums(reals, device, repeats)
+            )
+            error = reals.error_over_bound(device)
+            largest_error = max(largest_error, error)
+            if not problem and not error <= 1:  # also true for NaN
+                problem = f"an error of {error:.3g} times what rounding allows"
+            if problem:
+                problems.append(f"{device}: {problem}")
+
+        has_tf32 = any("TF32" in problem for problem in problems)
         yield make_finding(
-            f"gemm {NAMES[dtype]}",
+            f"gemm {DTYPE_NAMES[dtype]}",
             problems,
-            TF32 if "TF32" in "".join(problems) else BROKEN,
-            value=share,
+            TF32_FIX if has_tf32 else BROKEN_FIX,
+            value=largest_error,
             unit="of bound",
-            pass_detail=f"{size} x {LONG} x {size}: exact on ±1; bit-equal {repeats} times",
+            pass_detail=f"{size} x {LONG_SUM} x {size}: exact on ±1; bit-equal {repeats} times",
         )
 
 
 class Product:
-    """A product with its right answer."""
+    """A matrix product whose right result is known.
+
+    Attributes: `a_mk` and `b_kn`, the factors, and `expected_mn`, their product in float64. All are on the CPU.
+    """
 
     def __init__(self, a_mk: torch.Tensor, b_kn: torch.Tensor):
-        self.a_mk, self.b_kn = a_mk, b_kn
-        self.answer_mn = a_mk.double() @ b_kn.double()
+        self.a_mk = a_mk
+        self.b_kn = b_kn
+        self.expected_mn = a_mk.double() @ b_kn.double()
 
     @classmethod
-    def of_signs(cls, rows: int, length: int, columns: int, dtype: torch.dtype) -> "Product":
-        """Build a product of ±1; `length` is a multiple of NUM_TERMS."""
-        a_mk, signs = random_signs(rows, length, seed=1), random_signs(NUM_TERMS, columns, seed=2)
+    def of_signs(cls, num_rows: int, length: int, num_columns: int, dtype: torch.dtype) -> "Product":
+        """Build a product of +1 and -1 with sums of `length`, a multiple of NUM_TERMS.
+
+        Each column of the second factor is divided into NUM_TERMS stretches. Each stretch has one sign at a random
+        place, and zeros elsewhere, so that the 256 terms of a sum are spread over its whole length.
+        """
+        a_mk = random_signs(num_rows, length, seed=1)
+        signs = random_signs(NUM_TERMS, num_columns, seed=2)
         stretch = length // NUM_TERMS
-        within = torch.randint(0, stretch, signs.shape, generator=torch.Generator().manual_seed(6))
-        places = torch.arange(0, length, stretch)[:, None] + within
-        b_kn = torch.zeros(length, columns).scatter_(0, places, signs)
+        stretch_begins = torch.arange(0, length, stretch)[:, None]
+        offsets = torch.randint(0, stretch, signs.shape, generator=torch.Generator().manual_seed(6))
+        b_kn = torch.zeros(length, num_columns).scatter_(0, stretch_begins + offsets, signs)
+
+        # TF32 would round this factor to 1.
         scale = 1 + 2.0**-12 if dtype == torch.float32 else 1.0
         return cls((a_mk * scale).to(dtype), b_kn.to(dtype))
 
     @classmethod
     def of_reals(cls, size: int, dtype: torch.dtype) -> "Product":
+        """Build a product of random numbers with magnitudes in [1/2, 1), with `size` rows and columns."""
         generator = torch.Generator().manual_seed(3)
-        a_mk = random_signs(size, NUM_TERMS, seed=4) * (0.5 + torch.rand(size, NUM_TERMS, generator=generator) / 2)
-        b_kn = random_signs(NUM_TERMS, size, seed=5) * (0.5 + torch.rand(NUM_TERMS, size, generator=generator) / 2)
+        a_magnitudes_mk = 0.5 + torch.rand(size, NUM_TERMS, generator=generator) / 2
+        b_magnitudes_kn = 0.5 + torch.rand(NUM_TERMS, size, generator=generator) / 2
+        a_mk = random_signs(size, NUM_TERMS, seed=4) * a_magnitudes_mk
+        b_kn = random_signs(NUM_TERMS, size, seed=5) * b_magnitudes_kn
         return cls(a_mk.to(dtype), b_kn.to(dtype))
 
     def error_over_bound(self, device: torch.device) -> float:
-        """Return the largest error; above 1 the result is wrong, and NaN where the result is NaN."""
+        """Compute the product on `device`, and return its largest error as a multiple of the bound in the module's
+        docstring.
+
+        Above 1 the result is wrong. The error is NaN if the result has a NaN.
+        """
         result_mn = torch.matmul(self.a_mk.to(device), self.b_kn.to(device)).cpu().double()
-        dtype, length = self.a_mk.dtype, self.a_mk.shape[1]
+        dtype = self.a_mk.dtype
+        length = self.a_mk.shape[1]
+
         gamma = length * 2.0**-23 / (1 - length * 2.0**-23)
-        sums_mn = self.a_mk.double().abs() @ self.b_kn.double().abs()
-        last_mn = UNIT_ROUNDOFF[dtype] * (1 + gamma) * self.answer_mn.abs()
-        bound_mn = gamma * sums_mn + last_mn + SMALLEST_NORMAL[dtype]
-        return ((result_mn - self.answer_mn).abs() / bound_mn).max().item()
+        magnitude_sums_mn = self.a_mk.double().abs() @ self.b_kn.double().abs()
+        last_rounding_mn = UNIT_ROUNDOFF[dtype] * (1 + gamma) * self.expected_mn.abs()
+        bound_mn = gamma * magnitude_sums_mn + last_rounding_mn + SMALLEST_NORMAL[dtype]
+        error_mn = (result_mn - self.expected_mn).abs()
+        return (error_mn / bound_mn).max().item()
 
 
-def random_signs(rows: int, columns: int, seed: int) -> torch.Tensor:
+def random_signs(num_rows: int, num_columns: int, seed: int) -> torch.Tensor:
+    """Return a matrix of +1 and -1 in fp32, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (rows, columns), generator=generator).float() * 2 - 1
+    return torch.randint(0, 2, (num_rows, num_columns), generator=generator).float() * 2 - 1
 
 
-def find_wrong(signs: Product, device: torch.device) -> str:
-    """Say where a product of signs is not exact; empty if it is."""
+def describe_wrong_sums(signs: Product, device: torch.device) -> str:
+    """Compute a product of signs on `device`, and describe the sums that are not exact. Empty if all are."""
     result_mn = torch.matmul(signs.a_mk.to(device), signs.b_kn.to(device)).cpu().double()
-    wrong = (result_mn != signs.answer_mn).nonzero()
-    if not len(wrong):
+    wrong_indices = (result_mn != signs.expected_mn).nonzero()
+    if not len(wrong_indices):
         return ""
-    if signs.a_mk.dtype == torch.float32 and torch.equal(result_mn, signs.answer_mn.round()):
+
+    # TF32 drops the 2^-12 of the scale, which leaves the nearest integers.
+    if signs.a_mk.dtype == torch.float32 and torch.equal(result_mn, signs.expected_mn.round()):
         return "fp32 products are computed in TF32 although that was forbidden"
-    row, column = wrong[0].tolist()
-    got, right = result_mn[row, column].item(), signs.answer_mn[row, column].item()
-    return f"{len(wrong)} of {result_mn.numel()} sums are wrong, the first at [{row}, {column}]: {got!r}, not {right!r}"
+
+    row, column = wrong_indices[0].tolist()
+    result = result_mn[row, column].item()
+    expected = signs.expected_mn[row, column].item()
+    count = f"{len(wrong_indices)} of {result_mn.numel()} sums are wrong"
+    return f"{count}, the first at [{row}, {column}]: {result!r}, not {expected!r}"
 
 
-def find_change(product: Product, device: torch.device, repeats: int, limit_seconds: float = math.inf) -> str:
-    """Say how repeats of the same product differ; empty if they do not."""
+def describe_changed_sums(product: Product, device: torch.device, repeats: int, limit_seconds: float = math.inf) -> str:
+    """Compute a product `repeats` times or until the time is up, and describe sums that changed. Empty if none did.
+
+    The bits are compared, as integers of the same size, so that NaN equals itself.
+    """
     began = time.perf_counter()
-    a_mk, b_kn = product.a_mk.to(device), product.b_kn.to(device)
-    bits = torch.int32 if a_mk.element_size() == 4 else torch.int16
-    first_mn = torch.matmul(a_mk, b_kn).view(bits)
-    most, num_other, num_again = 0, 0, 0
-    while num_again < repeats - 1 and time.perf_counter() - began < limit_seconds:
-        num_again += 1
-        other_mn = torch.matmul(a_mk, b_kn).view(bits)
-        if not torch.equal(other_mn, first_mn):
-            most, num_other = max(most, int((other_mn != first_mn).sum())), num_other + 1
-    if not num_other:
+    a_mk = product.a_mk.to(device)
+    b_kn = product.b_kn.to(device)
+    integer_dtype = torch.int32 if a_mk.element_size() == 4 else torch.int16
+    first_mn = torch.matmul(a_mk, b_kn).view(integer_dtype)
+
+    most_changed = 0
+    num_different = 0
+    num_repeated = 0
+    while num_repeated < repeats - 1 and time.perf_counter() - began < limit_seconds:
+        num_repeated += 1
+        repeated_mn = torch.matmul(a_mk, b_kn).view(integer_dtype)
+        if not torch.equal(repeated_mn, first_mn):
+            num_different += 1
+            num_changed = int((repeated_mn != first_mn).sum())
+            most_changed = max(most_changed, num_changed)
+
+    if not num_different:
         return ""
-    times = f"({num_other} of {num_again} times)"
-    return f"{most} of {first_mn.numel()} sums changed when the same product was computed again {times}"
+    times = f"({num_different} of {num_repeated} times)"
+    return f"{most_changed} of {first_mn.numel()} sums changed when the same product was computed again {times}"
 
 
 # ---------------------------------------------------------------------------------------------------------- memory
 
 
-def check_memory(machine: CheckOptions) -> Iterator[Finding]:
-    """Write patterns and read them back: a bit may be stuck, flip, or answer to another address.
+def check_memory(options: CheckOptions) -> Iterator[Finding]:
+    """Write patterns into each device's free memory, read them back, and report words that changed.
 
-    Each pattern fills the whole buffer before any of it is read: all zeros, all ones, both chequers, a one that walks
-    through the 64 bits of a word, and last each word's own address, which two words that are one cannot both hold.
+    A bit may be stuck or flip, and an address may reach another word. Each pattern fills the whole buffer before any of
+    it is read: all zeros, all ones, alternating bits, a single one in each of the 64 places, and last each word's own
+    address, which two words cannot both hold if they are the same memory. Stops after MAX_MEMORY_PROBLEMS.
     """
-    walking = [1 << place for place in range(0, 64, 32 if machine.quick else 1)]
-    patterns = [0, 0xFFFFFFFFFFFFFFFF, 0xAAAAAAAAAAAAAAAA, 0x5555555555555555, *walking, None]
+    one_bit_patterns = [1 << bit for bit in range(0, 64, 32 if options.quick else 1)]
+    patterns = [0, 0xFFFFFFFFFFFFFFFF, 0xAAAAAAAAAAAAAAAA, 0x5555555555555555, *one_bit_patterns, None]
     for device in all_devices():
-        # A share of what is free, and never all: others run here, and comparing needs room too.
-        if device.type == "cuda":
-            free, most = torch.cuda.mem_get_info(device)[0], GIB if machine.quick else 16 * GIB
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            most = 64 * MIB if machine.quick else GIB // 8
-        words = torch.empty(max(MIB, min(free // 2, most)) // 8, dtype=torch.int64, device=device)
+        num_words = choose_test_bytes(device, options.quick) // WORD_BYTES
+        words = torch.empty(num_words, dtype=torch.int64, device=device)
         problems: list[str] = []
         for pattern in patterns:
-            problems += find_flipped(words, pattern)
-            if len(problems) > 3:
+            problems += find_changed_words(words, pattern)
+            if len(problems) > MAX_MEMORY_PROBLEMS:
                 break
-        name, fix = ("memory", CPU_MEMORY) if device.type == "cpu" else (f"memory {device}", DEVICE_MEMORY)
+
+        is_cpu = device.type == "cpu"
         yield make_finding(
-            name, problems, fix, value=len(words) * 8 / GIB, unit="GiB", pass_detail="every pattern came back"
+            "memory" if is_cpu else f"memory {device}",
+            problems,
+            CPU_MEMORY_FIX if is_cpu else DEVICE_MEMORY_FIX,
+            value=num_words * WORD_BYTES / GIB,
+            unit="GiB",
+            pass_detail="every pattern came back",
         )
-        del words
+        del words  # before the next device's buffer is allocated
 
 
-def find_flipped(words: torch.Tensor, pattern: int | None) -> list[str]:
-    """Fill `words` (int64) with a pattern, None for each word's address, and describe what comes back wrong."""
+def choose_test_bytes(device: torch.device, is_quick: bool) -> int:
+    """Return how many bytes of a device's memory to test: half of what is free, but at least 1 MiB, and at most a
+    limit.
+
+    The other half stays free for other processes, and for comparing the words.
+    """
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        most_bytes = GIB if is_quick else 16 * GIB
+    else:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most_bytes = 64 * MIB if is_quick else GIB // 8
+    return max(MIB, min(free_bytes // 2, most_bytes))
+
+
+def find_changed_words(words: torch.Tensor, pattern: int | None) -> list[str]:
+    """Fill `words` (int64) with a pattern of 64 bits, and describe what is different when it is read back.
+
+    The pattern None is each word's address. Returns one problem for each chunk that has wrong words.
+    """
+    for start in range(0, len(words), CHUNK_WORDS):
+        chunk = words[start : start + CHUNK_WORDS]
+        chunk.copy_(expected_words(pattern, start, chunk))
+
     problems = []
-    for is_written in (False, True):
-        for start in range(0, len(words), CHUNK_WORDS):
-            chunk = words[start : start + CHUNK_WORDS]
-            if pattern is None:
-                right = torch.arange(start, start + len(chunk), device=chunk.device).mul_(ADDRESS_STRIDE)
-            else:
-                signed = pattern - (1 << 64) if pattern >= 1 << 63 else pattern
-                right = torch.tensor(signed, device=chunk.device).expand(len(chunk))
-            if not is_written:
-                chunk.copy_(right)
-            elif not torch.equal(chunk, right):
-                wrong = (chunk != right).nonzero().flatten()
-                first = int(wrong[0])
-                bits = (int(chunk[first]) ^ int(right[first])) & (1 << 64) - 1
-                where = f"at byte {8 * (start + first):#x} bits {bits:#018x} are flipped"
-                problems.append(f"{len(wrong)} words are wrong; {where}")
+    for start in range(0, len(words), CHUNK_WORDS):
+        chunk = words[start : start + CHUNK_WORDS]
+        expected = expected_words(pattern, start, chunk)
+        if not torch.equal(chunk, expected):
+            wrong_indices = (chunk != expected).nonzero().flatten()
+            first = int(wrong_indices[0])
+            address = WORD_BYTES * (start + first)
+            flipped_bits = (int(chunk[first]) ^ int(expected[first])) & (1 << 64) - 1
+            place = f"at byte {address:#x} bits {flipped_bits:#018x} are flipped"
+            problems.append(f"{len(wrong_indices)} words are wrong; {place}")
     return problems
+
+
+def expected_words(pattern: int | None, start: int, chunk: torch.Tensor) -> torch.Tensor:
+    """Return the words that `chunk`, which begins at word `start` of the buffer, holds after writing a pattern."""
+    if pattern is None:
+        return torch.arange(start, start + len(chunk), device=chunk.device).mul_(ADDRESS_STRIDE)
+    # int64 holds the upper half of the patterns as negative numbers.
+    signed_pattern = pattern - (1 << 64) if pattern >= 1 << 63 else pattern
+    return torch.tensor(signed_pattern, device=chunk.device).expand(len(chunk))
 
 
 # ----------------------------------------------------------------------------------------------------------- rates
 
 
-def check_bandwidth(machine: CheckOptions) -> Iterator[Finding]:
-    """Measure copies within a device, to and from pinned host memory, and products.
+def check_bandwidth(options: CheckOptions) -> Iterator[Finding]:
+    """Measure the rates of copies within each device and to and from pinned host memory, and of matrix products.
 
-    Only memory and matrix units have a figure in `hardware.py` to be judged by; the bus depends on the board.
+    Rates of memory and products are compared with the datasheet, where `hardware.py` has the device. Copies from and to
+    the host are only reported, because their speed depends on the board. On a CPU only its memory is measured.
     """
     is_cpu = device_type() == "cpu"
-    size = (32 if is_cpu else 256) * MIB if machine.quick else GIB // 4
-    repeats = 3 if machine.quick else 10
+    num_bytes = GIB // 4
+    if options.quick:
+        num_bytes = (32 if is_cpu else 256) * MIB
+    repeats = 3 if options.quick else 10
     devices = all_devices()
-    rows = [accelerator(device) for device in devices]
-    rates = [2 * size / measure_copy(size, repeats, device, device) for device in devices]
-    figures = [row and row.memory_bandwidth_bytes_per_second for row in rows]
-    yield judge_rates("memory copy", rates, figures, LOWEST_SHARE_OF_MEMORY)
+    accelerators = [accelerator(device) for device in devices]
+
+    # A copy reads and writes every byte, and the datasheet's bandwidth counts both.
+    rates = [2 * num_bytes / measure_copy(num_bytes, repeats, device, device) for device in devices]
+    datasheet_rates = [row and row.memory_bandwidth_bytes_per_second for row in accelerators]
+    yield compare_with_datasheet("memory copy", rates, datasheet_rates, LOWEST_SHARE_OF_MEMORY)
     if is_cpu:
         return
-    rates = [size / measure_copy(size, repeats, None, device) for device in devices]
-    yield judge_rates("host to device", rates)
-    rates = [size / measure_copy(size, repeats, device, None) for device in devices]
-    yield judge_rates("device to host", rates)
-    rates = [measure_flops(device, 4096 if machine.quick else 8192, repeats) for device in devices]
-    figures = [row and row.peak_flops("bf16") for row in rows]
-    yield judge_rates("gemm rate bf16", rates, figures, LOWEST_SHARE_OF_PEAK, "TFLOP/s", 1e12)
+
+    rates = [num_bytes / measure_copy(num_bytes, repeats, None, device) for device in devices]
+    yield compare_with_datasheet("host to device", rates)
+    rates = [num_bytes / measure_copy(num_bytes, repeats, device, None) for device in devices]
+    yield compare_with_datasheet("device to host", rates)
+
+    rates = [measure_product_flops(device, 4096 if options.quick else 8192, repeats) for device in devices]
+    datasheet_rates = [row and row.peak_flops("bf16") for row in accelerators]
+    yield compare_with_datasheet("gemm rate bf16", rates, datasheet_rates, LOWEST_SHARE_OF_PEAK, "TFLOP/s", 1e12)
 
 
-def judge_rates(
-    name: str,
+def compare_with_datasheet(
+    check: str,
     rates: Sequence[float],
-    figures: Sequence[float | None] = (),
+    datasheet_rates: Sequence[float | None] = (),
     lowest_share: float = 0.0,
     unit: str = "GB/s",
     scale: float = 1e9,
 ) -> Finding:
-    """Compare the slowest device's rate with its datasheet's figure, where there is one."""
+    """Report the slowest device's rate, and warn if it is below `lowest_share` of its datasheet's.
+
+    `rates` and `datasheet_rates` have an entry for each device, in bytes or FLOPs per second. A device without a
+    datasheet has None, and an empty sequence means that there is nothing to compare with. The finding is in `unit`,
+    which is `scale` bytes or FLOPs per second.
+    """
     slowest = min(range(len(rates)), key=rates.__getitem__)
-    rate, figure = rates[slowest], figures[slowest] if figures else None
+    rate = rates[slowest]
+    datasheet_rate = datasheet_rates[slowest] if datasheet_rates else None
+
     detail = f"device {slowest}, the slowest of {len(rates)}" if len(rates) > 1 else "one device"
-    if figure is not None:
-        detail += f"; {rate / figure:.0%} of the datasheet's {figure / scale:,.0f}"
-    is_slow = figure is not None and rate < lowest_share * figure
-    problems = [f"{lowest_share:.0%} should be reached"] if is_slow else []
-    return make_finding(name, problems, THROTTLED, Status.WARN, value=rate / scale, unit=unit, detail=detail)
+    problems = []
+    if datasheet_rate is not None:
+        detail += f"; {rate / datasheet_rate:.0%} of the datasheet's {datasheet_rate / scale:,.0f}"
+        if rate < lowest_share * datasheet_rate:
+            problems.append(f"{lowest_share:.0%} should be reached")
+    return make_finding(check, problems, THROTTLED_FIX, Status.WARN, value=rate / scale, unit=unit, detail=detail)
 
 
-def measure_copy(size: int, repeats: int, source: torch.device | None, target: torch.device | None) -> float:
-    """Return the seconds for `size` bytes; None is pinned host memory."""
+def measure_copy(num_bytes: int, repeats: int, source: torch.device | None, target: torch.device | None) -> float:
+    """Return the seconds that copying `num_bytes` takes. A source or target of None is pinned host memory.
+
+    Pinned memory stays at its physical address, so that the device reads and writes it directly.
+    """
     device = source or target
-    assert device is not None
-    pinned = None in (source, target)
-    there = torch.ones(size, dtype=torch.uint8, device=device)
-    other = torch.ones(size, dtype=torch.uint8, pin_memory=pinned, device=None if pinned else device)
-    a, b = (other, there) if source is None else (there, other)
-    return measure_seconds(lambda: b.copy_(a, non_blocking=True), device, repeats)
+    assert device is not None  # at least one side is a device
+
+    def allocate(place: torch.device | None) -> torch.Tensor:
+        return torch.ones(num_bytes, dtype=torch.uint8, device=place, pin_memory=place is None)
+
+    source_bytes = allocate(source)
+    target_bytes = allocate(target)
+    return measure_seconds(lambda: target_bytes.copy_(source_bytes, non_blocking=True), device, repeats)
 
 
-def measure_flops(device: torch.device, size: int, repeats: int) -> float:
-    """Return the FLOP/s of a square product in bf16."""
+def measure_product_flops(device: torch.device, size: int, repeats: int) -> float:
+    """Return the FLOP/s of a product of two square matrices in bf16, with `size` rows each."""
     matrix = torch.randn(size, size, device=device).to(torch.bfloat16)
-    out = torch.empty_like(matrix)
-    return 2 * size**3 / measure_seconds(lambda: torch.mm(matrix, matrix, out=out), device, repeats)
+    product = torch.empty_like(matrix)
+    seconds = measure_seconds(lambda: torch.mm(matrix, matrix, out=product), device, repeats)
+    return 2 * size**3 / seconds

@@ -15,7 +15,7 @@ from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.hardware import ACCELERATORS, PRODUCTS
 from llmfoundry_machines.bench.frame import tell
-from llmfoundry_machines.doctor.collectives import CLOCKS, Report, judge_step
+from llmfoundry_machines.doctor.collectives import CLOCKS, RankResult, summarise_step
 from llmfoundry_machines.doctor.examine import as_dict as as_report
 from llmfoundry_machines.doctor.finding import Finding, Status
 from llmfoundry_planner.plan.calibrate import calibrate
@@ -114,8 +114,8 @@ def test_two_nodes_alone_promise_no_jitter(tmp_path):
 
 def test_links_give_the_planner_the_time_that_doctor_took(tmp_path):
     """The report is `doctor`'s own; the planner's all-gather then moves as many bytes a second."""
-    reports = {rank: Report(bytes_per_second=rate) for rank, rate in enumerate((301e9, 300e9, 305e9))}
-    collective = judge_step("all_reduce", reports, {}, 3, 64 << 20, 90.0)
+    reports = {rank: RankResult(bytes_per_second=rate) for rank, rate in enumerate((301e9, 300e9, 305e9))}
+    collective = summarise_step("all_reduce", reports, {}, 3, 64 << 20, 90.0)
     assert collective.value == 300 and collective.check != CLOCKS
     across = gathered(16, 40.0, " on 2 nodes")
     node = calibrate(H100, [write_doctor(tmp_path, collective, across)], {}).node

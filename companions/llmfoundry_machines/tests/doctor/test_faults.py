@@ -57,7 +57,7 @@ def test_one_low_bit_that_is_always_flipped_in_one_precision_is_found_there_alon
         return result_mn
 
     found = check_products(monkeypatch, multiply)
-    broken = f"gemm {speed.NAMES[dtype]}"
+    broken = f"gemm {speed.DTYPE_NAMES[dtype]}"
     assert failed(found) == {broken} and "sums are wrong" in found[broken].detail
 
 
@@ -101,7 +101,7 @@ def test_products_that_are_wrong_in_long_sums_or_now_and_then_are_found(dtype, f
         return product_mn
 
     found = check_products(monkeypatch, multiply)
-    broken = f"gemm {speed.NAMES[dtype]}"
+    broken = f"gemm {speed.DTYPE_NAMES[dtype]}"
     assert failed(found) == {broken} and words in found[broken].detail
 
 
@@ -372,7 +372,7 @@ def check_broken(fault: Callable[[int], None], machine: CheckOptions) -> Iterato
     """Each rank, a fork of this process, meets the fault when its process group stands."""
     real = collectives.read_clock
 
-    def read_clock(device: torch.device) -> collectives.Report:
+    def read_clock(device: torch.device) -> collectives.RankResult:
         fault(dist.get_rank())
         return real(device)
 
@@ -427,7 +427,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_check_in_time(fault, limit_seconds, 
 
 
 def test_a_rank_that_dies_before_others_have_come_as_far_is_the_reason():
-    found = collectives.judge_step(collectives.READY, {1: collectives.Report()}, {1: "was killed"}, 2, 1, 1200)
+    found = collectives.summarise_step(collectives.READY, {1: collectives.RankResult()}, {1: "was killed"}, 2, 1, 1200)
     assert found.detail == "2 ranks over gloo: rank 1 was killed"
 
 
@@ -456,7 +456,7 @@ def test_a_kernel_that_does_not_tell_and_a_local_folder_are_no_reason_to_warn(tm
 
 @pytest.mark.parametrize(("slower", "status"), [(4.0e12, Status.PASS), (1.2e12, Status.WARN)])
 def test_a_device_slower_than_its_datasheet_is_warned_of(slower, status):
-    finding = speed.judge_rates("memory copy", [4.1e12, slower], [4.8e12, 4.8e12], 0.6)
+    finding = speed.compare_with_datasheet("memory copy", [4.1e12, slower], [4.8e12, 4.8e12], 0.6)
     assert finding.status is status and bool(finding.fix) == (status is Status.WARN)
     assert finding.detail.startswith(f"device 1, the slowest of 2; {slower / 4.8e12:.0%} of the datasheet's 4,800")
 
