@@ -175,8 +175,7 @@ def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
             return items_by_name
     elif origin in (list, tuple):
         # A tuple has as many items as its type names. All items have the same type.
-        has_right_length = isinstance(value, list) and (origin is list or len(value) == len(parameters))
-        if has_right_length:
+        if isinstance(value, list) and (origin is list or len(value) == len(parameters)):
             item_type = parameters[0]
             items = []
             for index, item in enumerate(value):
