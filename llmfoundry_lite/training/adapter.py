@@ -42,7 +42,12 @@ class LanguageModel(ComposerModel):
         separator_begins: bool = False,
         by_rows: bool = False,
     ):
-        """Wrap `model`, which is parallel already. `sum_loss` has the arguments of `cross_entropy_sum`."""
+        """Wrap `model`, an MPT that is parallel already, for Composer.
+
+        The arguments become attributes, which are explained below. `sum_loss` has the arguments of `cross_entropy_sum`.
+        `dropout_seed`, `exact_sums` and `loss_scale` are set by others after construction: by `DropoutSeed` in each
+        batch, by `build_model` once, and by `GradientStep.begin` in each batch.
+        """
         super().__init__()
         self.model: Any = model
         self.sum_loss = sum_loss
@@ -61,7 +66,7 @@ class LanguageModel(ComposerModel):
         self.exact_sums: ExactSums | None = None
         """Adds up gradients so that they do not depend on the number of ranks; None if that is not asked for."""
         self.loss_scale: float = 1.0
-        """Factor of the gradient, and never of the reported loss. `GradientStep.begin` sets it."""
+        """Factor of the gradient in fp16. The reported loss is not multiplied by it."""
 
     @property
     def context_size(self) -> int:
@@ -101,12 +106,17 @@ class LanguageModel(ComposerModel):
         return seeds_of_rows(tokens_bt, self.dropout_seed)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the loss of a batch, or of a microbatch.
+        """Compute the sum of the losses of a batch, or of a microbatch.
 
-        Returns `loss_sum` in nats, and `num_tokens`, the number of tokens that it is the sum over. With `by_rows` in
-        training, short samples are weighted as if they were full, and `num_tokens` counts them as full. If C ranks
-        divide each sample, each returns C times its part of the sum, so that the mean over ranks is the whole.
+        `batch` has `input_ids`, int64 [b, t], in which ids below 0 are padding. Returns `loss_sum` in nats, and
+        `num_tokens`, the number of tokens that it is the sum over. Both are scalars on the device.
+
+        With `by_rows` in training, a short sample counts as much as a full one: its losses get larger weights, and
+        `num_tokens` counts it as full. If C ranks divide each sample, each returns C times its part of the sum, because
+        gradients and losses are averaged over ranks.
         """
+        # Labels are those of whole samples, before ranks divide them: the label of a part's last token is in the next
+        # part.
         tokens_bt = batch["input_ids"]
         labels_bt = next_token_labels(tokens_bt)
         has_loss_bt = labels_bt != IGNORED
@@ -123,6 +133,9 @@ class LanguageModel(ComposerModel):
         }
         if self.context is not None:
             options |= self.context.options(tokens_bt.size(1), tokens_bt.device)
+
+        # The model calls `head` with its last hidden states and its output embedding, so that no logits of the whole
+        # batch are ever in memory.
         head = partial(sum_loss, labels_bt=self.local_tokens(labels_bt))
         with self._autocast(tokens_bt.device):
             loss_sum = self.model(self.local_tokens(tokens_bt.clamp(min=0)), head=head, **options)
@@ -136,8 +149,9 @@ class LanguageModel(ComposerModel):
     def loss(self, outputs: dict[str, torch.Tensor], batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the mean loss of a microbatch, over its tokens or with `by_rows` over its samples: a scalar in nats.
 
-        `outputs` are what `forward` returns. The gradient of the result is multiplied by `loss_scale`. `trainer.py` has
-        the weights by which microbatches and ranks are added up.
+        `outputs` are what `forward` returns; the other arguments are Composer's, and not used. With fp16, gradients
+        that flow through the result are multiplied by `loss_scale`, but the result itself is not, because it is
+        logged. The table in `trainer.py` shows how microbatches and ranks are weighted.
         """
         mean = outputs["loss_sum"] / outputs["num_tokens"].clamp(min=1)
         scale = self.loss_scale
@@ -148,8 +162,10 @@ class LanguageModel(ComposerModel):
     def weight_of_loss(self, tokens_bt: torch.Tensor, loss_divisor: float) -> float:
         """Return the factor by which a rank multiplies its sum of nats, before ranks are averaged or summed.
 
-        `tokens_bt` are whole samples [b, t]. `loss_divisor` is what one rank's loss is divided by; `trainer.py` has a
-        table.
+        `tokens_bt` are whole samples [b, t]. `loss_divisor` is the number of tokens or samples that one rank's loss is
+        divided by, as in the table in `trainer.py`. With `by_rows` it counts samples, so the factor also divides by the
+        tokens of a full sample. For example, with `loss_divisor` 8 and samples of 2,049 tokens, the factor is
+        1 / (8 * 2,048).
         """
         tokens_of_full_row = 1
         if self.by_rows:

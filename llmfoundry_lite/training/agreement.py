@@ -70,7 +70,11 @@ class Agreement:
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
-        """Begin without a batch. `begin_epoch` reads the first one."""
+        """Begin without a batch. `begin_epoch` reads the first one.
+
+        The public attributes are results of the last sum over ranks, the same on all ranks. Call order in an epoch:
+        `begin_epoch`; `next_batch` and `end_batch` for each batch; `end_epoch`.
+        """
         self.current = NO_BATCH
         """Counts of the global batch that is being trained."""
         self.upcoming = NO_BATCH
@@ -96,9 +100,10 @@ class Agreement:
         self._agree(self._read_ahead())
 
     def next_batch(self) -> Any:
-        """Return this rank's part of the next batch, or None on all ranks at the end of the epoch.
+        """Return this rank's part of the next batch, or None on all ranks at the end of the epoch. Sets `current`.
 
-        If a rank could not read its part, raises its error on all ranks, so that they can save what they have trained.
+        The batch has been read ahead, and the ranks have agreed on it. If a rank could not read its part, raises its
+        error on all ranks, so that they can save what they have trained.
         """
         error = self._error
         self._error = None
@@ -120,17 +125,25 @@ class Agreement:
         Only rank 0's `wants_save` counts, because it follows from a clock. Sets `upcoming`, `all_idle`, `save_is_due`
         and `joules`, and tells `preemption` the highest reason to leave that any rank has.
         """
+        # Find the reason first: it is also where `preemption` measures how long a batch takes.
         reason = self.preemption.find_reason()
+
+        # Other launches may have left or joined, so that this rank reads other rows from now on.
         changed_batches = self.changed_batches()
         if changed_batches is not None:
             self._batches = changed_batches
+
         counted = NO_BATCH if is_last else self._read_ahead()
         is_save_due = wants_save and self.ranks.is_first
         agreed_reason = self._agree(counted, reason, is_busy, is_save_due, self.meter.take())
         self.preemption.set_agreed(agreed_reason)
 
     def _read_ahead(self) -> BatchCounts:
-        """Read this rank's part of the next batch, and return its counts. An error is kept for `next_batch`."""
+        """Read this rank's part of the next batch, and return its counts.
+
+        Keeps the batch in `_batch`, or the loader's error in `_error`, for `next_batch`. At the end of the epoch both
+        are None, and `is_complete` of the result is False.
+        """
         assert self._batches is not None
         try:
             self._batch = next(self._batches, None)
@@ -159,24 +172,30 @@ class Agreement:
         wants_save: bool = False,
         energy: tuple[int, int] = NO_ENERGY,
     ) -> int:
-        """Sum over all ranks what each passes here, and note the sums. Collective.
+        """Sum over all ranks what each passes here, and store the results in attributes. Collective.
 
-        `counted` are this rank's counts of the next batch, `reason` its index into `REASONS`, and `energy` its
-        millijoules and whether it could not measure them. Returns the highest reason to leave that any rank has, 0 if
-        none.
+        `counted` are this rank's counts of the next batch, and `reason` its index into `REASONS`. `energy` is the
+        millijoules that its devices have used, and 1 if it could not measure them, else 0. `is_busy` and `wants_save`
+        are explained by `end_batch`.
+
+        Sets `upcoming`, `all_idle`, `save_is_due` and `joules`. Returns the highest reason to leave that any rank has,
+        0 if none. A sum is enough for that, because each reason has a place of its own in the summed list.
         """
-        counts = [int(count) for count in counted[1:]]
+        # What this rank contributes: integers alone, so that one sum in host memory does for everything.
+        counts = [int(count) for count in counted[1:]]  # all fields but `is_complete`
         if not self.ranks.is_counted:  # another rank has the same samples, and counts them
             counts = [0] * len(counts)
         flags = [int(not counted.is_complete), int(self._error is not None), int(is_busy), int(wants_save)]
         has_reason = [int(reason == index) for index in range(1, len(REASONS))]
 
+        # Take the sums apart in the order in which the list was put together.
         sums = iter(all_reduce_sum([*counts, *flags, *energy, *has_reason]))
         num_samples, num_tokens, num_loss_tokens, num_loss_samples, digest = (next(sums) for _ in counts)
         num_without_batch, num_failed, num_busy, num_wanting_save = (next(sums) for _ in flags)
         millijoules, num_unmeasured = next(sums), next(sums)
         ranks_with_reason = list(sums)  # for each reason from 1 on, the number of ranks that have it
 
+        # Store what all ranks know now.
         is_complete = num_without_batch == 0
         self.upcoming = BatchCounts(
             is_complete, num_samples, num_tokens, num_loss_tokens, num_loss_samples, digest % DIGEST_MODULUS

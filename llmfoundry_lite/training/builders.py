@@ -53,17 +53,22 @@ MIN_TASK_BATCH_TOKENS = 2048
 def build_and_restore(
     config: TrainConfig, run_folder: RunFolder, preemption: Preemption, start: Start, partners: Partners
 ) -> tuple[ParallelTrainer, Checkpointing]:
-    """Build the data, the model, the callbacks and the trainer of a run, and restore it from `start`. Collective.
+    """Build the data, the model, the callbacks and the trainer of a run, and restore it from `start`.
 
-    Composer's Trainer restores while it is constructed: it fires AFTER_LOAD, which `Checkpointing.after_load` answers.
-    Raises UserError on all ranks.
+    Collective. Composer's Trainer restores while it is constructed: it fires AFTER_LOAD, which
+    `Checkpointing.after_load` answers. So the returned trainer is at the batch of the checkpoint, with its weights and
+    optimizer state. `start` is what `find_start` has chosen, and `partners` are the other launches of the run. Raises
+    UserError on all ranks.
     """
+    # Data and model. All ranks with the same data rank read the same rows of each batch.
     layout = layout_here(config)
     ranks = layout.data_ranks(this_rank().rank)
     device_batch_size = config.global_train_batch_size // ranks.size
     train_data = build_data("train_loader", config.train_loader, config, config.global_train_batch_size, layout)
     evaluators = build_evaluators(config, layout)
     model = build_model(config, layout)
+
+    # The parts of our training step and of what happens between two batches.
     gradient_step = GradientStep(
         model=model,
         clipping=config.algorithms.gradient_clipping,
@@ -78,6 +83,9 @@ def build_and_restore(
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
     checkpointing.on_saves = run_folder.note_saves
+
+    # The trainer, which restores the run. At each event, callbacks are called in the order of the list, and then
+    # loggers.
     trainer = ParallelTrainer(
         ranks=ranks,
         agreement=agreement,
@@ -116,9 +124,11 @@ def build_and_restore(
 def build_callbacks(
     config: TrainConfig, layout: Layout, ranks: DataRanks, model: LanguageModel, partners: Partners
 ) -> list[Callback]:
-    """Build the callbacks that come before `Checkpointing`.
+    """Build the callbacks that Composer calls before `Checkpointing` at each event.
 
-    They set the learning rate, log the speed, seed dropout and profile. The user's own are among them.
+    They set the learning rate, log the speed, seed dropout, and profile. The user's own callbacks, which the YAML names
+    with `python:`, are among them, so that what they log is in the record of the batch. Raises ConfigError if one of
+    those cannot be built.
     """
     callbacks: list[Callback] = [
         LearningRate(config.scheduler, config.max_duration),
@@ -130,12 +140,15 @@ def build_callbacks(
             partners,
         ),
     ]
+
+    # Dropout needs a seed in each batch, but seeding takes time that a model without dropout does not have to spend.
     has_dropout = any((config.model.resid_pdrop, config.model.emb_pdrop, config.model.attn_config.attn_pdrop))
     if has_dropout:
         coordinates = layout.coordinates(this_rank().rank)
         callbacks.append(
             DropoutSeed(config.seed, model, ranks, coordinates, sequence_parallel=config.sequence_parallel)
         )
+
     for name, arguments in config.callbacks.extra.items():
         callbacks.append(call_object(name, "callbacks", **arguments))
     if config.callbacks.profiler is not None:
@@ -144,13 +157,13 @@ def build_callbacks(
 
 
 def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -> list[Callback]:
-    """Build LLM Foundry's callbacks that the configuration asks for.
+    """Build those of LLM Foundry's callbacks that the configuration asks for, such as `early_stopper`.
 
-    They come after `Checkpointing`, because they follow the restored run and its saves. Raises ConfigError if the
-    companion that has them is not installed.
+    Composer calls them after `Checkpointing` at each event, because they need the restored run and its saves. A
+    companion implements them. Raises ConfigError if it is not installed.
     """
     wanted = config.callbacks
-    builders: list[Any] = []
+    builders: list[Any] = []  # each takes the configuration and `checkpointing`, and returns a callback
     if wanted.hf_checkpointer is not None:
         key = "callbacks.hf_checkpointer"
         builders.append(companions.load("llmfoundry_ops.after_saves:build_hf_checkpointer", key))
@@ -165,7 +178,7 @@ def build_foundry_callbacks(config: TrainConfig, checkpointing: Checkpointing) -
 
 
 def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel) -> InContext:
-    """Build the evaluation in context of a run: `icl_tasks`, with the data ranks sharing their items."""
+    """Build the evaluation of in-context tasks (`icl_tasks`) during training. The data ranks divide their items."""
     return InContext(
         model=model,
         tokenizer=load_tokenizer(config.tokenizer.name),
@@ -180,10 +193,12 @@ def build_in_context(config: TrainConfig, ranks: DataRanks, model: LanguageModel
 
 
 def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
-    """Build this rank's part of the model, sharded and with its initial weights. Collective.
+    """Build this rank's part of the model, sharded and with its initial weights, as Composer trains it.
 
-    Rank 0 prints how attention is computed. Raises ConfigError if a companion is missing that the layout needs.
+    Collective. `layout` divides the devices. Rank 0 prints which implementation of attention is used and why. Raises
+    ConfigError if the layout needs a companion that is not installed.
     """
+    # What the model needs to know of this machine and of the run.
     fsdp, device_type = config.sharding, devices.device_type()
     precision = PRECISIONS[config.precision, fsdp.mixed_precision]
     mesh = build_mesh(layout, device_type)
@@ -203,29 +218,33 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
         "sequence_parallel": config.sequence_parallel,
         "sums": exact_sums,
     }
+
+    # What the loss needs to know.
     separator, separator_begins = find_separator(config)
     loss_options: dict[str, Any] = {
         "separator": separator,
         "separator_begins": separator_begins,
         "by_rows": not config.accumulate_train_batch_on_tokens,
     }
-    context = None
+    context = None  # the ranks that divide each sample's tokens among them
     if layout.context > 1:
         key = "cp_config.context_parallel_degree"
         build_context = companions.load("llmfoundry_layouts.context:build_context", key)
         context = build_context(config.context, layout, device_type)
 
+    # A rank of a pipeline builds its stages of the model, any other rank its shards of the whole model.
     sum_loss = build_loss(config, layout)
     if layout.pipeline > 1:
         key = "pp_config.pipeline_parallel_degree"
-        build = companions.load("llmfoundry_layouts.language_model:build_language_model", key)
-        language_model: Any = build(
+        build_language_model = companions.load("llmfoundry_layouts.language_model:build_language_model", key)
+        language_model: Any = build_language_model(
             config.model, config.pipeline, sum_loss, context, rows=loss_options, **model_options
         )
     else:
         model = build_parallel_model(config.model, **model_options)
         language_model = LanguageModel(model, precision, context=context, sum_loss=sum_loss, **loss_options)
     language_model.exact_sums = exact_sums
+
     # Composer moves every model to the device, but FSDP needs offloaded parameters on the host.
     if fsdp.offload_optimizer and layout.pipeline == 1:
         language_model.to = lambda *args, **kwargs: language_model
@@ -235,8 +254,9 @@ def build_model(config: TrainConfig, layout: Layout) -> LanguageModel:
 def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tensor]:
     """Build the function that sums the cross-entropy of tokens, with the arguments of `cross_entropy_sum`.
 
-    It is compiled, divided over the ranks that share the vocabulary, or rounded for exact sums, as the configuration
-    needs.
+    Depending on the configuration, its inner step is compiled, the vocabulary is divided over the ranks of a
+    tensor-parallel group, and the gradient of tied embeddings is rounded for exact sums. Raises ConfigError if the
+    vocabulary must be divided and the companion for that is not installed.
     """
     compiled = None
     if config.fuses_loss:
@@ -244,10 +264,13 @@ def build_loss(config: TrainConfig, layout: Layout) -> Callable[..., torch.Tenso
     sum_loss: Callable[..., torch.Tensor] = partial(
         cross_entropy_sum, chunk_bytes=config.loss_chunk_mib * MIB, compiled=compiled
     )
+
     if layout.tensor > 1:
         key = "tp_config.tensor_parallel_degree"
         divide_vocabulary = companions.load("llmfoundry_layouts.tensor:divide_vocabulary", key)
         sum_loss = partial(sum_loss, divide_vocabulary=divide_vocabulary)
+
+    # Tied embeddings get a second gradient at the input. Each of the two is rounded before autograd adds them.
     if config.exact_sums and config.model.tie_word_embeddings:
         sum_loss = round_unembedding_gradient(sum_loss)
     return sum_loss
@@ -272,7 +295,9 @@ def find_separator(config: TrainConfig) -> tuple[int | None, bool]:
 def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout) -> Optimizer:
     """Build the optimizer that the configuration names, for this rank's part of the model's parameters.
 
-    With `sharding_strategy: ZERO_1` each rank has whole parameters, and its optimizer updates only some rows of each.
+    Call it on every rank after the model is sharded. With `sharding_strategy: ZERO_1`, each rank has whole parameters,
+    and its optimizer updates only some rows of each; a companion divides the rows. Raises ConfigError if that is not
+    installed, or if the user's own optimizer cannot be built.
     """
     is_fused = not config.exact_sums  # the last bits of a fused kernel on a CPU depend on where a shard ends
 
@@ -291,6 +316,7 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if config.sharding.sharding_strategy == "ZERO_1":
+        # The companion cuts this rank's rows out of the parameters, and calls `build` with them.
         key = "fsdp_config.sharding_strategy: ZERO_1"
         share_optimizer = companions.load("llmfoundry_layouts.zero:share_optimizer", key)
         return share_optimizer(parameters, build)
@@ -300,9 +326,10 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module, layout: Layout)
 def build_optimizer_of(
     config: OptimizerConfig, parameters: Sequence[torch.nn.Parameter], *, fused: bool = True
 ) -> Optimizer:
-    """Build AdamW, Lion or the user's own optimizer. `fused` asks for AdamW's step in one kernel.
+    """Build AdamW, Lion or the user's own optimizer for `parameters`. `build_muon` builds Muon.
 
-    Raises ConfigError if the user's own cannot be imported, or does not take the keys of the YAML.
+    `fused` asks for AdamW's step in one kernel. The user's own optimizer is called with the parameters, `lr`, and the
+    other keys of the block `optimizer`. Raises ConfigError if it cannot be imported, or does not take these keys.
     """
     if config.name in ("decoupled_adamw", "adamw"):
         return build_adamw(parameters, config, fused=fused)
@@ -315,18 +342,18 @@ def build_optimizer_of(
 
 
 def build_evaluators(config: TrainConfig, layout: Layout) -> list[Evaluator]:
-    """Build Composer's evaluator for each block of validation data, with its label; none if nothing is ever evaluated.
+    """Build Composer's evaluator for each block of validation data. Returns none if the run never evaluates.
 
-    `eval_subset_num_batches` limits samples, so that the subset is the same on any number of devices. A user's own
-    loader gets `device_eval_batch_size` as its `device_batch_size`, and is limited to the batches of that size that
-    hold as many samples.
+    `eval_subset_num_batches` limits the number of samples, so that the subset is the same on any number of devices. Our
+    own loader ends after that many samples itself. A user's loader (`python:`) gets `device_eval_batch_size` as its
+    `device_batch_size`, and Composer stops after as many of its batches as hold that number of samples.
     """
     if not config.evaluates:
         return []
     global_batch_size = config.eval_batch_size * layout.num_data_ranks
     evaluators: list[Evaluator] = []
     for key, loader in config.validation.items():
-        num_batches = -1  # all that the loader has; our own loader limits samples itself
+        num_batches = -1  # all that the loader has
         if config.eval_subset_samples is not None and loader.name != "text":
             num_batches = math.ceil(config.eval_subset_samples / global_batch_size)
         evaluators.append(
@@ -349,11 +376,13 @@ def build_data(
     *,
     evaluation: bool = False,
 ) -> DataSpec:
-    """Build this rank's batches from the block of the YAML at `key`, which is `loader`, as Composer takes them.
+    """Build this rank's data loader from a block of the YAML, wrapped as Composer takes it.
 
-    `global_batch_size` counts samples over all ranks. `evaluation` says that these are validation data. Raises
-    UserError.
+    `key` names the block, such as "train_loader", for errors, and `loader` is its content. `global_batch_size` counts
+    samples over all ranks. `evaluation` says that these are validation data, which are read in order and may be limited
+    to a subset. The wrapper counts the tokens of a batch without padding. Raises UserError.
     """
+    # A loader of the user's own.
     if loader.name.startswith("python:"):
         batches = call_object(
             loader.name,
@@ -365,6 +394,8 @@ def build_data(
         )
         return DataSpec(batches, get_num_tokens_in_batch=count_tokens)
 
+    # Our loader. The ranks of a tensor-parallel, context-parallel or pipeline group have one data rank, and read the
+    # same rows.
     ranks = layout.data_ranks(this_rank().rank)
     dataset = TextDataset(
         loader.dataset,
@@ -393,23 +424,30 @@ def build_data(
 
 
 def call_object(name: str, key: str, /, *arguments: Any, **options: Any) -> Any:
-    """Import the object that `name` names, as `python:package.module:Thing`, and call it. Returns its result.
+    """Import one of the user's own objects, which the YAML names, and call it. Returns its result.
 
-    `key` is the block of the YAML that has `name`, and `options` are that block's keys. Raises ConfigError if the name
-    has another form, if the module or its attribute is missing, or if the object does not take these keys.
+    `name` has the form `python:package.module:Thing`. `key` is the block of the YAML that has the name, for errors, and
+    `options` are the block's other keys. For example, `call_object("python:mine.callbacks:Beep", "callbacks", every=5)`
+    returns `mine.callbacks.Beep(every=5)`.
+
+    Raises ConfigError if the name has another form, if the module or its attribute is missing, or if the object does
+    not take these keys.
     """
+    # Callbacks are named by the keys of their block, other objects by a key `name` in it.
     key_of_name = f"{key}.name" if key != "callbacks" else key
     module_name, _, attribute = name.removeprefix("python:").partition(":")
     if not attribute:
         raise ConfigError(f"{key_of_name}: {name!r} given, expected python:package.module:Thing")
+
     allow_working_directory_for(module_name)
     try:
-        thing = getattr(importlib.import_module(module_name), attribute)
+        user_object = getattr(importlib.import_module(module_name), attribute)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{key_of_name}: {name}: {error}; is its folder on PYTHONPATH?") from None
     except AttributeError:
         raise ConfigError(f"{key_of_name}: {name}: module {module_name} has no {attribute}") from None
+
     try:
-        return thing(*arguments, **options)
+        return user_object(*arguments, **options)
     except TypeError as error:
         raise ConfigError(f"{key}: {name} does not take these keys: {error}") from error

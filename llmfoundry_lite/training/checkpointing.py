@@ -79,13 +79,20 @@ class Checkpointing(Callback):
     """Tasks in context that are evaluated during training; None if there are none."""
 
     def __post_init__(self) -> None:
-        """Prepare without any I/O. `after_load` makes `saver`, and `begin` sets `first_batch` and `started_at`."""
+        """Prepare without any I/O, before the model is restored. Other methods change these attributes:
+
+        `after_load` creates `saver` and restores the run; `begin` sets where this launch begins in the run; a save
+        changes `begun_batch`, `published_batch`, `newest_url` and `failed_saves`; `batch_checkpoint` sets
+        `was_preempted_by` and `was_stopped`, which `train` reads after the loop.
+        """
         self.store = CheckpointStore(self.config.checkpoint_folder)
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
         self.carries_on = self.start.is_run_folder or not self.config.load_weights_only
         """This launch continues the checkpoint's run. Otherwise it begins a new run with the checkpoint's weights."""
         self.saver: Saver
+
+        # Where this launch is in the run.
         self.first_batch: int
         """The first batch that this launch trains."""
         self.started_at: core.Timestamp
@@ -100,10 +107,16 @@ class Checkpointing(Callback):
         """On rank 0: the tokenizer is beside the checkpoints."""
         self.wandb_run_id: str | None = None
         """Id of the run at wandb that this launch continues."""
+        self.microbatch_of_run: int | None = None
+        """Size of the run's microbatches, if exact sums require this launch to have the same; else None."""
+
+        # How this launch ends.
         self.was_stopped = False
         """This launch ends before the run does, because `stop_after`, `stop_at` or a callback said so."""
         self.was_preempted_by = ""
         """Why this launch leaves early; empty if it does not."""
+
+        # What is saved.
         self.begun_batch = -1
         """The newest batch whose save has begun; -1 if none has."""
         self.published_batch = -1
@@ -115,8 +128,6 @@ class Checkpointing(Callback):
         """Metrics with the digest of a published save, for the next record that has no digest of its own."""
         self.has_failed_save = False
         """The launch ends because a save has failed, so it tries no other save."""
-        self.microbatch_of_run: int | None = None
-        """Size of the run's microbatches, if exact sums require this launch to have the same; else None."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
         self.failed_saves = FailedSaves(self.config.max_unsaved)
@@ -128,9 +139,10 @@ class Checkpointing(Callback):
     # -------------------------------------------------------------------------------------------------- restore
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Take the run's lease and restore the run. Composer calls this while its Trainer is constructed.
+        """Take the lease of the checkpoint folder, and restore the run. Collective.
 
-        Raises CheckpointError on all ranks, after giving the lease back.
+        Composer calls this while its Trainer is constructed. The lease lets no other launch write into the folder.
+        Creates `saver`. Raises CheckpointError on all ranks, after giving the lease back.
         """
         self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
         self.preemption.release_lease = self.saver.release_lease
@@ -143,34 +155,41 @@ class Checkpointing(Callback):
             raise
 
     def _begin_from_start(self, state: State, logger: Logger) -> None:
-        """Restore the checkpoint that this launch starts from, if there is one, and print where it starts."""
-        optimizer = state.optimizers[0]
+        """Restore the checkpoint that this launch starts from, if there is one, and print where it starts.
+
+        Collective. Changes the model, the optimizer and Composer's `state`; sets `changes`, `newest_url` and what
+        `begin` and `_restore_run_state` set. Logs how long it took. Raises CheckpointError on all ranks.
+        """
         # Restoring overwrites the optimizer's options, some of which the configuration may have changed.
+        optimizer = state.optimizers[0]
         configured = [chosen_options(group) for group in optimizer.param_groups]
-        began = time.monotonic()
+        restore_began_at = time.monotonic()
         restored = self._restore(state)
+
         if restored is not None and restored.manifest is not None:
             manifest = restored.manifest
-            logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - began})
+            logger.log_metrics({"checkpoint/restore_seconds": time.monotonic() - restore_began_at})
             self._compare_configurations(restored, manifest)
             action = "carrying on from" if self.carries_on else "starting from the weights of"
             differences = self._describe_differences(manifest, state)
             self.print_on_rank_0(*restored.notes, f"{action} {restored.url}{differences}")
+
             if self.carries_on:
                 for group, options in zip(optimizer.param_groups, configured, strict=True):
                     group.update(options)
                 self._restore_run_state(restored.url, manifest, state)
             self.saver.parent_save_id = manifest.save_id
             self.newest_url = restored.url
+
         if self.start.note:
             self.print_on_rank_0(self.start.note)
         self.begin(state)
 
     def _compare_configurations(self, restored: Restored, manifest: Manifest) -> None:
-        """Note how the configuration differs from the checkpoint's.
+        """Find how this launch's configuration differs from the one that `manifest` records.
 
-        If this launch carries on the run, sets `changes`. If a new run takes weights of another model, adds a line to
-        the notes of `restored`, which are printed.
+        If this launch carries on the run, sets `changes`, which the log and later checkpoints record. If it begins a
+        new run with the weights of another model, adds a line to the notes of `restored`, which are printed.
         """
         saved_config = manifest.config or {}
         config = as_dict(self.config)
@@ -182,21 +201,31 @@ class Checkpointing(Callback):
             restored.notes.append(f"the checkpoint's model differs: {', '.join(map(str, model_changes))}")
 
     def begin(self, state: State) -> None:
-        """Note that this launch trains from the batch after `state.timestamp` on. The ranks exchange nothing."""
+        """Set where in the run this launch begins: at the batch after `state.timestamp`.
+
+        Call this once the state is restored, and again if newer state of another launch replaces it. Sets
+        `first_batch`, `begun_batch`, `published_batch` and `started_at`, and starts the clock of the save interval. The
+        ranks exchange nothing.
+        """
         last_batch = int(state.timestamp.batch)
         self.first_batch = last_batch + 1
-        self.begun_batch = last_batch if last_batch > 0 else -1
-        self.published_batch = self.begun_batch if self.start.is_run_folder else -1
         self.started_at = state.timestamp
         self.policy.start(state.timestamp)
+
+        # The restored batch needs no save. It is in the run's folder only if it was restored from there.
+        self.begun_batch = last_batch if last_batch > 0 else -1
+        self.published_batch = self.begun_batch if self.start.is_run_folder else -1
+
+        # From now on, exit messages and status.json can tell what is saved.
         self.preemption.describe_saves = partial(self.describe_remaining, state)
         self.preemption.describe_failed_save = self.failed_saves.describe
         self.on_saves(self.describe_saves())
 
     def announce_stop(self, state: State) -> bool:
-        """Print why this launch has nothing to train, if so. The ranks exchange nothing.
+        """Print on rank 0 why this launch has nothing to train, if that is so, right after the restore.
 
-        Returns whether it stops before the end of the run, because `stop_at` is reached. A run that is done is no stop.
+        Returns whether the launch ends before the run does, because `stop_at` is reached. If the run itself is done,
+        that is printed too, but returns False. The ranks exchange nothing.
         """
         batch = int(state.timestamp.batch)
         if self.policy.is_last(state):
@@ -215,42 +244,52 @@ class Checkpointing(Callback):
     def describe_remaining(self, state: State) -> str:
         """Return which batches no save holds, and which checkpoint remains, if this process ends now.
 
-        For an exit message of rank 0. It may be called from any thread, because the main thread may hang.
+        It is a part of rank 0's exit message, such as "batches 5 to 8 are in no save; ba4 stands". It may be called
+        from any thread, because the main thread may hang.
         """
         if not self.partners.writes_checkpoints:
             return "what was saved stands"
-        newest = max(self.published_batch, self.durable_batch)
-        if newest <= 0:
+
+        # A save that is published during a batch is in `durable_batch` first.
+        newest_batch = max(self.published_batch, self.durable_batch)
+        if newest_batch <= 0:
             again = "" if self.config.autoresume else " with autoresume=true"
             return f"nothing was saved yet, and the same command{again} starts over"
-        unsaved = self._describe_unsaved(state, max(newest, self.first_batch - 1))
-        return f"{unsaved}; ba{newest} stands" if unsaved else f"ba{newest} stands"
+        unsaved = self._describe_unsaved(state, max(newest_batch, self.first_batch - 1))
+        return f"{unsaved}; ba{newest_batch} stands" if unsaved else f"ba{newest_batch} stands"
 
     def _describe_unsaved(self, state: State, saved_batch: int) -> str:
-        """Return which batches after `saved_batch` are lost; empty if none are.
+        """Return in words which batches after `saved_batch` have been trained; empty if none have.
 
-        For example, `batches 5 to 8 are in no save`.
+        For example, "batches 5 to 8 are in no save" or "batch 5 is in no save".
         """
-        first, last = saved_batch + 1, int(state.timestamp.batch)
-        if first > last:
+        first_unsaved = saved_batch + 1
+        last_trained = int(state.timestamp.batch)
+        if first_unsaved > last_trained:
             return ""
-        return f"batch {last} is in no save" if first == last else f"batches {first} to {last} are in no save"
+        if first_unsaved == last_trained:
+            return f"batch {last_trained} is in no save"
+        return f"batches {first_unsaved} to {last_trained} are in no save"
 
     def _restore(self, state: State) -> Restored | None:
-        """Restore model and, if this launch carries on the run, optimizer from the checkpoint that `start` names.
+        """Restore the model from the checkpoint that `start` names, and the optimizer too to carry on the run.
 
-        Returns None if this launch starts at batch 1. Raises CheckpointError on all ranks if no checkpoint is intact.
+        Collective. A folder of checkpoints is searched for its newest intact one. Returns which checkpoint it was, with
+        its manifest and notes for the user, or None if this launch starts at batch 1. Raises CheckpointError on all
+        ranks if no checkpoint is intact, or if it does not fit.
         """
         url, is_run_folder = self.start.url, self.start.is_run_folder
         if url is None:
             return None
+
+        # Weights alone may be cast, and some of them ignored. To carry on, everything must fit.
         options: dict[str, Any] = {}
         optimizer = None
         if self.carries_on:
             optimizer = state.optimizers[0]
             options["check"] = partial(check_fit, self.config, self.start.fingerprints)
         if is_run_folder:
-            options["lease"] = self.saver.lease
+            options["lease"] = self.saver.lease  # lets it move damaged checkpoints away
         else:
             options["cast"] = self.config.load_cast
             options["ignore_keys"] = tuple(self.config.load_ignore_keys)
@@ -271,11 +310,13 @@ class Checkpointing(Callback):
     def _restore_run_state(self, url: str, manifest: Manifest, state: State) -> None:
         """Restore what a run has besides weights and optimizer state, from its checkpoint at `url`.
 
-        That is the clocks, the position in the data, the log, the segments (which devices and settings trained which
-        batches), the microbatch size of exact sums and the run's id at wandb. Collective: rank 0 reads the log. Raises
-        CheckpointError on all ranks if it cannot be read.
+        Collective. Sets clocks, loss scale and the position in the data, in Composer's `state`, the data set and the
+        gradient step. Sets `history` on rank 0 (the log), `segments` (which devices and settings trained which
+        batches), `microbatch_of_run` and `wandb_run_id`. Raises CheckpointError on all ranks if the log cannot be read.
         """
         self.run_state.restore(manifest.scalars, state)
+
+        # Only rank 0 writes the log, so only rank 0 reads it.
         log: Log | None = None
         with raising_on_all_ranks(CheckpointError):
             if dist.get_rank() == 0:
@@ -285,16 +326,23 @@ class Checkpointing(Callback):
             self.print_on_rank_0(*log.notes)
             if self.start.is_run_folder:  # later checkpoints in this folder may refer to parts of the log
                 self.saver.log_parts = log.parts
+
+        # A run under another name is a copy, which gets a run of its own at wandb.
         if manifest.run_name == self.config.run_name:
             self.wandb_run_id = manifest.scalars.get("wandb_run_id")
         self.segments = with_references(manifest.segments, self.config)
         self.microbatch_of_run = find_microbatch(self.config, manifest)
 
     def _describe_differences(self, manifest: Manifest, state: State) -> str:
-        """Return how this launch differs from the one that made the checkpoint, in parentheses; empty if it does
-        not."""
+        """Return in parentheses how this launch differs from the one that made the checkpoint; empty if it does not.
+
+        For example, " (optimizer.lr 0.001 -> 0.0005, devices 8 -> 4)": changed keys of the configuration, and what may
+        change the last digits of results. It is printed after the checkpoint's address.
+        """
         if not manifest.segments:
             return ""
+
+        # The microbatch size is compared only if it is configured: `auto` chooses it after the restore.
         microbatch_size = None
         if self.config.device_train_microbatch_size != "auto":
             microbatch_size = int(state.device_train_microbatch_size or 0)
@@ -319,9 +367,10 @@ class Checkpointing(Callback):
         self.agreement.meter.take()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Agree with the other ranks on what comes next, and evaluate the tasks in context if they are due.
+        """Agree with the other ranks on what comes next, and evaluate the in-context tasks if they are due.
 
-        Composer evaluates the validation sets next, and then calls `batch_checkpoint`.
+        Collective. Composer calls this when it has counted a batch. It evaluates the validation sets next, and then
+        calls `batch_checkpoint`, which acts on what the ranks agree on here: a save that is due, a reason to leave.
         """
         assert state.max_duration is not None
         timer = self.policy.timer
@@ -331,6 +380,7 @@ class Checkpointing(Callback):
             is_busy=self.saver.is_busy,
             wants_save=is_save_due or self.failed_saves.wants_save(),
         )
+
         if self.agreement.joules:  # 0 comes from counters that stand still, as those of some cards do
             logger.log_metrics({"energy/joules": self.agreement.joules})
         if self.evaluates_now(state):
@@ -361,8 +411,11 @@ class Checkpointing(Callback):
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Move the save in progress on, decide whether to save this batch and whether to end the launch, and do so.
 
-        Composer calls this after a batch and its evaluation, before the loggers write the batch's record.
+        Collective. Composer calls this after a batch and its evaluation, before the loggers write the batch's record.
+        Sets `was_preempted_by` and `was_stopped`. If the launch ends, Composer's loop ends after this event. Raises
+        CheckpointError on all ranks if saves have failed for longer than `max_unsaved`.
         """
+        # Publish a save that all ranks have written meanwhile.
         num_failed_before = self.failed_saves.count
         self._advance_save(partial(self.saver.poll, all_idle=self.agreement.all_idle), state, logger)
         is_digest_due = self.policy.digest_span is not None and has_passed(state, self.policy.digest_span)
@@ -371,8 +424,9 @@ class Checkpointing(Callback):
             metrics: dict[str, Any] = {"state/digest": digest, "state/batch": int(state.timestamp.batch)}
             logger.log_metrics(metrics)
 
+        # Decide what follows this batch, and save it.
         decision = self.partners.decide(self.policy.decide(state))
-        self.run_state.owes_evaluation = decision.owes_evaluation
+        self.run_state.owes_evaluation = decision.owes_evaluation  # the save records it
         ends_launch = decision.stops or bool(decision.preempted_by)
         is_last_batch = ends_launch or self.policy.is_last(state)
         if decision.saves:
@@ -380,13 +434,15 @@ class Checkpointing(Callback):
             waits = is_last_batch or not self.failed_saves.count
             self._save(state, logger, waits=waits)
 
+        # Report failed saves in the batch's record, or give up.
         if self.failed_saves.count > num_failed_before and not is_last_batch:
             self._leave_if_unsaved_for_too_long(state)
         if self.failed_saves.count:
             num_unsaved = int(state.timestamp.batch) - self.saved_batch
             logger.log_metrics({FAILED_SAVES: self.failed_saves.count, UNSAVED_BATCHES: num_unsaved})
-        if not is_digest_due:
+        if not is_digest_due:  # a record has one digest, and this batch's own comes first
             self._log_digest_of_save(logger)
+
         self.was_preempted_by = decision.preempted_by
         self.was_stopped = decision.stops
         if ends_launch:
@@ -395,7 +451,8 @@ class Checkpointing(Callback):
     def leave_if_asked(self, state: State, logger: Logger) -> None:
         """Leave during an evaluation if any rank is asked to: record and save the batch, then raise Preempted.
 
-        The next launch repeats the evaluation. All ranks call this at the same places.
+        Collective: all ranks call this between the same two batches of an evaluation. The next launch repeats the
+        evaluation. If this launch has trained nothing yet, there is nothing to record or to save.
         """
         preempted_by = self.preemption.agree_on_reason()
         if not preempted_by:
@@ -403,6 +460,7 @@ class Checkpointing(Callback):
         self.was_preempted_by = preempted_by
         has_trained = int(state.timestamp.batch) >= self.first_batch
         if has_trained:
+            # The exception skips Composer's remaining events, so the loggers are told here to write the record.
             self.partners.leave_early()
             for destination in logger.destinations:
                 destination.batch_checkpoint(state, logger)
@@ -413,19 +471,25 @@ class Checkpointing(Callback):
         raise Preempted(self.preempted_text(state), orderly=True)
 
     def save_unsaved_batches(self, error: Exception, trainer: ParallelTrainer, run_folder: RunFolder) -> None:
-        """Record and save the batches that no save holds yet, before the launch ends with `error`.
+        """Record and save the batches that no save holds yet, before the launch ends with `error`, if that is possible.
 
-        This is possible if every rank has met an error while the state was that of a whole batch: a task's file has
+        It is possible if every rank has met an error while the state was that of a whole batch: a task's file has
         changed, validation data or the next shard are missing, a callback has failed. A rank that fails alone saves
         nothing, because the other ranks wait for it in a collective. Nothing is saved if the weights may be the cause.
+
+        A failure of the save is printed, and not raised, so that the launch ends with its original error.
         """
         state = trainer.state
         batch = int(state.timestamp.batch)
         is_unsaved = self.first_batch <= batch and self.published_batch < batch
         is_between_batches = trainer.last_stepped_batch <= batch and self.config.trains_alone
         is_possible = not (self.has_failed_save or isinstance(error, DivergedError) or is_lost_peer(error))
-        if not (is_unsaved and is_between_batches and is_possible) or not all_ranks_fail(batch):
+        if not (is_unsaved and is_between_batches and is_possible):
             return
+        if not all_ranks_fail(batch):
+            return
+
+        # All ranks are here, so they can save together.
         try:
             with suppress(UserError):  # the log may be the cause, or its disk
                 run_folder.write_unless_written(state)
@@ -437,7 +501,11 @@ class Checkpointing(Callback):
             self.print_on_rank_0(f"warning: batch {batch} was not saved: {one_line(failure)}")
 
     def preempted_text(self, state: State) -> str:
-        """Return the exit message of a launch that leaves early. The ranks exchange nothing."""
+        """Return the exit message of a launch that leaves early: why, at which batch, what is saved, how to carry on.
+
+        For example, "preempted by SIGTERM at batch 12, saved as ba12; run the same command again". The ranks exchange
+        nothing.
+        """
         saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
         if not self.partners.writes_checkpoints:
             saved = self.partners.instead_of_saving
@@ -478,8 +546,10 @@ class Checkpointing(Callback):
     def _save(self, state: State, logger: Logger, *, waits: bool = True) -> None:
         """Begin to save this batch, once the save before it is published.
 
-        With `waits` false, skip this save if the one before is not published yet. Returns once the state is copied to
-        the host.
+        Collective. Returns when the state is copied to the host; writing goes on in the background, and
+        `batch_checkpoint` or `finish_saves` publishes. Sets `begun_batch`. With `waits` false, this save is skipped if
+        the one before is not published yet. It is also skipped if another launch saves, or if the lease cannot be
+        taken. A failure of the save before is counted and printed, and does not prevent this one.
         """
         timer = self.policy.timer
         if self.saver.has_save_in_flight and not waits:
@@ -503,11 +573,12 @@ class Checkpointing(Callback):
             timer.note_begun()
 
     def _advance_save(self, step: Callable[[], Saved | None], state: State, logger: Logger) -> UserError | None:
-        """Call `step`, which takes a step of a save and returns a save that has been published meanwhile.
+        """Call `step`, a method of the saver that moves a save on, and record a save that is published or has failed.
 
-        If `step` raises an error that may pass, or that somebody can mend meanwhile with new credentials or
-        permissions, prints and returns it: the run carries on, and the next save tries again. Raises any other error.
-        Returns None if there was none.
+        `step` returns the save that has been published meanwhile, or None. Returns the error of a failed save that the
+        run survives, and None if there was none. A run survives an error that may pass, or that somebody can mend
+        meanwhile with new credentials or permissions: it is counted in `failed_saves` and printed, and the next save
+        tries again. Any other error is raised, and ends the launch.
         """
         try:
             saved = step()
@@ -537,14 +608,20 @@ class Checkpointing(Callback):
         return f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
 
     def _describe_failed_saves(self) -> str:
-        """Return why the last save has failed, which checkpoint remains, and how many saves have failed in a row."""
+        """Return why the last save has failed, which checkpoint remains, and how many saves have failed in a row.
+
+        For example, "disk full; ba200 stands; 3 saves in a row have failed".
+        """
         parts = [self.failed_saves.describe(), self._describe_newest_save()]
         if self.failed_saves.count > 1:
             parts.append(f"{self.failed_saves.count} saves in a row have failed")
         return "; ".join(parts)
 
     def _leave_if_unsaved_for_too_long(self, state: State) -> None:
-        """Raise CheckpointError on all ranks if saves have failed for longer than `max_unsaved`, by rank 0's clock."""
+        """Raise CheckpointError on all ranks if the run has trained for longer than `max_unsaved` since saves fail.
+
+        Collective: rank 0 decides by its clock, and broadcasts the decision.
+        """
         if not broadcast_json(self.failed_saves.is_over_limit(state)):
             return
         num_unsaved = int(state.timestamp.batch) - self.saved_batch
@@ -573,10 +650,12 @@ class Checkpointing(Callback):
     def finish_saves(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. If it fails and the fault may pass, save again for up to `retry_for`.
 
-        Raises CheckpointError on all ranks if it has not succeeded by then.
+        Collective. Each attempt saves the state of the moment, so nothing may train meanwhile. Raises CheckpointError
+        on all ranks if no attempt has succeeded by then.
         """
         budget = Budget(RETRY_PAUSES_SECONDS, seconds=self.config.retry_for.seconds, began=time.monotonic())
         while self._advance_save(self.saver.wait, state, logger) is not None:
+            # Rank 0's clock decides, so that all ranks pause equally long and give up together.
             pause_seconds = broadcast_json(budget.pause(time.monotonic()))  # None once `retry_for` is over
             if pause_seconds is None:
                 raise self._give_up_saving(self.failed_saves.reason)
@@ -599,12 +678,18 @@ class Checkpointing(Callback):
         )
 
     def _note_published(self, saved: Saved, logger: Logger) -> None:
-        """Print that a save is published, log what it cost, and adapt `save_interval: auto` to that."""
+        """Record that a save is published: print it, log what it cost, and adapt `save_interval: auto` to the cost.
+
+        All ranks call this; the ranks exchange nothing. Sets `published_batch`, `newest_url` and `unlogged_digest`, and
+        resets `failed_saves`.
+        """
         self.print_on_rank_0(f"saved {saved.name}")
         self.published_batch = int(saved.name.removeprefix("ba"))
         self.newest_url = f"{self.store.root.url}/{saved.name}"
         self.failed_saves.note_published()
         self.on_saves(self.describe_saves())
+
+        # Stall: training waited for the copy to the host. Durable: from the beginning of the save to its publication.
         self.unlogged_digest = {"state/digest": saved.state_digest, "state/batch": self.published_batch}
         metrics: dict[str, Any] = {
             "checkpoint/stall_seconds": saved.stall_seconds,
@@ -627,12 +712,20 @@ class Checkpointing(Callback):
             self.unlogged_digest = {}
 
     def _save_metadata(self, state: State) -> SaveMetadata:
-        """Return what the manifest of a save of this batch holds besides tensors. The ranks exchange nothing."""
+        """Return what a checkpoint of this batch holds besides tensors: clocks, configuration, segments, and the log.
+
+        The ranks exchange nothing.
+        """
         timestamp = state.timestamp
         batch = int(timestamp.batch)
+
+        # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published, because
+        # loggers write this batch's record after this callback.
         run_folder = Path(self.config.run_folder)
         local_path = self.store.root.path_here
         is_beside_log = local_path is not None and local_path.resolve().is_relative_to(run_folder.resolve())
+        read_log_until_batch = None if is_beside_log else partial(log_until, run_folder / METRICS, batch)
+
         return SaveMetadata(
             timestamp=Timestamp(
                 epoch=int(timestamp.epoch), batch=batch, sample=int(timestamp.sample), token=int(timestamp.token)
@@ -642,13 +735,15 @@ class Checkpointing(Callback):
             config=as_dict(self.config),
             segments=self.segments_until(state),
             scalars=self.run_state.collect(state),
-            # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published,
-            # because loggers write this batch's record after this callback.
-            log=None if is_beside_log else partial(log_until, run_folder / METRICS, batch),
+            log=read_log_until_batch,
         )
 
     def segments_until(self, state: State) -> tuple[Segment, ...]:
-        """Return where earlier launches have run, and this one until now. The ranks exchange nothing."""
+        """Return where the run has been trained until now: a segment for each launch, this one last.
+
+        A segment records the batches, the devices and the settings of a launch, so that a report can tell where results
+        come from. The ranks exchange nothing.
+        """
         seconds = (state.timestamp.total_wct - self.started_at.total_wct).total_seconds()
         num_tokens = int(state.timestamp.token) - int(self.started_at.token)
         timer = self.policy.timer
@@ -678,7 +773,11 @@ class Checkpointing(Callback):
         self.remove_old(lease)
 
     def _copy_tokenizer(self) -> None:
-        """Copy the tokenizer beside the checkpoints once, for evaluation or export elsewhere. A failure is printed."""
+        """Copy the tokenizer beside the checkpoints, so that they can be evaluated or exported on another machine.
+
+        Called after each save until it has succeeded once. Does nothing if the tokenizer is not on this machine. A
+        failure is printed, and the next save tries again.
+        """
         if self.has_copied_tokenizer or not self.start.fingerprints:
             return
         try:

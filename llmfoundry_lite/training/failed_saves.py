@@ -56,9 +56,10 @@ class FailedSaves:
         return f"{self.reason}; renew the credentials" if self.needs_credentials else self.reason
 
     def wants_save(self) -> bool:
-        """Return whether to save now, before the next `save_interval`, by this rank's clock.
+        """Return whether to save now, before the next `save_interval`, because saves have failed. Not collective.
 
-        That is so some time after a failed save, and once more when `max_unsaved` is reached.
+        This rank's clock decides: some time after the last failure, and once more when `max_unsaved` is reached, as the
+        last attempt before the launch has to leave.
         """
         if self._first_seconds is None:
             return False
@@ -68,17 +69,20 @@ class FailedSaves:
         if self.limit.seconds is None:
             return False
         deadline = self._first_seconds + self.limit.seconds
-        return self._last_seconds < deadline <= now
+        has_failed_since_deadline = self._last_seconds >= deadline
+        return now >= deadline and not has_failed_since_deadline
 
     def is_over_limit(self, state: State) -> bool:
         """Return whether the run has trained for longer than `max_unsaved` since the first failed save.
 
-        If that limit is in seconds, this rank's clock decides, so the answer may differ between ranks.
+        Not collective. If that limit is in seconds, this rank's clock decides, so the answer may differ between ranks.
         """
         if self._first_seconds is None:
             return False
         if self.limit.seconds is not None:
             return time.monotonic() - self._first_seconds >= self.limit.seconds
+
         assert self.limit.span is not None
         unit = self.limit.span.unit
-        return elapsed(state, unit) - elapsed(state, unit, self._first_timestamp) >= self.limit.span.value
+        trained = elapsed(state, unit) - elapsed(state, unit, self._first_timestamp)
+        return trained >= self.limit.span.value

@@ -54,10 +54,11 @@ class LossScaler:
     """Finite batches in a row after which the scale doubles."""
 
     def update(self, is_finite: bool) -> bool:
-        """Adapt the scale to a batch whose gradient `is_finite` or not.
+        """Halve the scale after a gradient that is not finite, or double it after enough finite ones in a row.
 
-        Returns whether the batch has overflowed: its gradient is not finite, and a lower scale may prevent that next
-        time.
+        Call this once a batch, with the same `is_finite` on all ranks. Changes `scale` and `num_sound_batches`. Returns
+        whether the batch has overflowed: its gradient is not finite, and a lower scale may prevent that next time. At a
+        scale of 1 nothing is lower, so the cause must be another one.
         """
         if not is_finite:
             has_overflowed = self.scale > 1.0
@@ -114,10 +115,11 @@ class GradientStep:
     """This batch's norm and loss as several launches have measured them together; None if `finish` must measure."""
 
     def begin(self, num_microbatches: int, device: torch.device, *, num_ranks: int = 1) -> None:
-        """Begin a batch of `num_microbatches`, whose losses are on `device`.
+        """Begin a batch of `num_microbatches`, whose losses are on `device`. Call it before the first forward pass.
 
-        FSDP2 averages an unscaled gradient over its `num_ranks` ranks, but sums a scaled one, so the scale is divided
-        by `num_ranks`. `trainer.py` has a table.
+        Resets the counts of bad losses and of microbatches left, sets the model's `loss_scale`, and renews the 16-bit
+        copies of a model on one device. FSDP2 averages an unscaled gradient over its `num_ranks` ranks, but sums a
+        scaled one, so the scale is divided by `num_ranks`.
         """
         self.bad_losses = torch.zeros((), device=device)
         self.model.loss_scale = 1.0
@@ -141,11 +143,12 @@ class GradientStep:
         self.exact_sums.begin_batch(parameters, num_microbatches)
 
     def before_forward(self) -> None:
-        """Tell FSDP2 whether to sum this microbatch's gradients over devices; by default it would after each one.
+        """Tell FSDP2 whether to sum the gradients of the next microbatch over devices. Call it before each one.
 
-        Gradients are all-reduced over replicas after the batch's last microbatch, and reduce-scattered over shards
-        after it or, with `reduces_every_microbatch`, after each. A reduction in 16 bits does both each time, because
-        FSDP2 would otherwise add up the microbatches in 16 bits.
+        By default FSDP2 would communicate after every microbatch. Here gradients are all-reduced over replicas after
+        the batch's last microbatch only. They are reduce-scattered over shards after the last one too, or after each
+        one with `reduces_every_microbatch`, so that no rank has to hold whole gradients. Counts down
+        `num_microbatches_left`.
         """
         self.num_microbatches_left -= 1
         model = self.model.model
@@ -153,6 +156,8 @@ class GradientStep:
             return
         is_last = self.num_microbatches_left == 0
         model.set_requires_gradient_sync(self.reduces_every_microbatch or is_last)
+        # FSDP2 would add up the microbatches in the dtype of the reduction. In 16 bits that loses precision, so each
+        # microbatch's gradient is reduced completely, and then added in fp32.
         reduces_in_16_bits = self.exact_sums is None and self.model.precision.reduction != torch.float32
         model.set_requires_all_reduce(is_last or reduces_in_16_bits)
 
@@ -163,10 +168,13 @@ class GradientStep:
     def finish(self, state: State, logger: Logger, loss: torch.Tensor, digest: str) -> float:
         """Unscale and clip the gradient, or drop it if it is not finite, and log loss, norm and learning rate.
 
-        Collective. `loss` is this rank's weighted loss, a scalar on the device. `digest` identifies the batch's data in
-        messages. Returns the global batch's loss. Raises NonFiniteError on all ranks if the batch is not finite and
-        must not be skipped.
+        Collective: all ranks call this after the last backward pass of a batch, and before the optimizer's step. `loss`
+        is this rank's weighted loss, a scalar on the device. `digest` identifies the batch's data in messages.
+
+        Returns the global batch's loss. Changes the loss scale and `num_skipped_batches`. Raises NonFiniteError on all
+        ranks if the batch is not finite and must not be skipped.
         """
+        # Loss and norm over all ranks. If several launches train together, they have measured them already.
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         measured = self.measured_by_partners
         if measured is None:
@@ -179,6 +187,7 @@ class GradientStep:
         if is_finite and self.clipping is not None:
             clip([local(parameter.grad) for parameter in parameters], norm, self.clipping)
 
+        # Adapt fp16's loss scale, and count a batch that is dropped for another reason than an overflow.
         has_overflowed = False
         if self.scaler:
             metrics["loss_scale"] = self.scaler.scale
@@ -191,6 +200,7 @@ class GradientStep:
             metrics["skipped_batches"] = self.num_skipped_batches
         logger.log_metrics(metrics)
 
+        # The metrics are logged first, so that they are in the record also if the run ends here.
         if not is_finite:
             batch = f"batch {int(state.timestamp.batch) + 1} (data/digest {digest})"
             self._skip_or_stop(batch, self._describe_fault(measured), has_overflowed)
@@ -202,9 +212,11 @@ class GradientStep:
         return self.full_weight / max(self.weight, 1)
 
     def measure(self, parameters: list[torch.nn.Parameter], loss: torch.Tensor) -> Measured:
-        """Unscale the gradient, or finish its exact sums, and measure it over all ranks. Collective.
+        """Bring the gradient to its final values, except for clipping, and measure norm and loss over all ranks.
 
-        `parameters` are those that have a gradient, `loss` is this rank's.
+        Collective. `parameters` are those of this rank that have a gradient, and `loss` is this rank's weighted loss, a
+        scalar on the device. Changes gradients in place: with exact sums it replaces them by the finished sums, and
+        with fp16 it divides them by the loss scale.
         """
         model = self.model
         if self.exact_sums:
@@ -214,7 +226,7 @@ class GradientStep:
         if not self.exact_sums:
             return measure(parameters, loss, self.bad_losses, model.num_stages, model.shared_parameters)
 
-        # Two pipeline stages have tied embeddings. The first stage counts them.
+        # Two pipeline stages have the tied embeddings. Their squares are counted once, by the first stage.
         counted_elsewhere: set[int] = set()
         if not model.has_first_stage:
             counted_elsewhere = {id(parameter) for parameter in model.shared_parameters}
@@ -231,9 +243,11 @@ class GradientStep:
         return f"the gradient's norm is {measured.norm}"
 
     def _skip_or_stop(self, batch: str, fault: str, has_overflowed: bool) -> None:
-        """Print that a batch was skipped, on rank 0, or raise NonFiniteError. An overflow of fp16 never ends the run.
+        """Print on rank 0 that a batch was skipped, or raise NonFiniteError on all ranks.
 
-        `batch` names the batch and its data, and `fault` says what is wrong with it.
+        `batch` names the batch and its data, and `fault` says what is wrong with it. The run ends if `on_non_finite` is
+        "stop", or if more than `max_skipped_batches` were skipped. An overflow of fp16 (`has_overflowed`) never ends
+        the run, because it is how dynamic loss scaling finds its scale.
         """
         if has_overflowed:
             assert self.scaler is not None
@@ -259,13 +273,19 @@ def measure(
     num_stages: int = 1,
     shared: Sequence[torch.nn.Parameter] = (),
 ) -> Measured:
-    """Sum norm, loss and bad losses over all ranks. Collective. The host waits for the device here, once a batch.
+    """Return the whole gradient's norm, the loss and the number of bad losses, over all ranks.
 
-    `loss` and `bad_losses` are this rank's, scalars on the device. Each rank adds up the squares of its shards, and
-    divides those of a shard that r ranks hold by r. A parameter is on all ranks of a pipeline stage, replicated or
-    sharded. Of `num_stages` stages one has the losses, and two have the `shared` parameters. The ranks of a
-    tensor-parallel group each count the same bad loss.
+    Collective. This is where the host waits for the device, once a batch: all three numbers go through one all-reduce.
+
+    `parameters` are those of this rank that have a gradient. `loss` and `bad_losses` are this rank's, scalars on the
+    device. A pipeline has `num_stages` stages, each with its own parameters, except for the `shared` ones (tied
+    embeddings), which two stages have. Only one stage computes losses.
+
+    Several ranks may hold the same part of a gradient. Each adds its squares divided by the number of such copies, so
+    that every element counts once. For example, on 8 ranks a replicated gradient has 8 copies, one that is sharded over
+    all ranks has 1, and one that is sharded over 4 ranks and replicated over 2 has 2.
     """
+    # Group the gradients by the number of ranks that hold the same part, to add up their squares with few kernels.
     stage_size = dist.get_world_size() // num_stages
     shared_ids = {id(parameter) for parameter in shared}
     gradients_by_copies: dict[int, list[torch.Tensor]] = {}
@@ -288,22 +308,26 @@ def measure(
         squares = norms.float().square().sum().to(total.device)  # offloaded gradients are on the host
         total += squares / num_copies
 
+    # One exchange for all three numbers. `tolist` waits for the device.
     sums = torch.stack([total, loss.float(), bad_losses])
     dist.all_reduce(sums)
     sum_of_squares, loss_sum, num_bad_losses = sums.tolist()
-    norm = math.sqrt(sum_of_squares) if sum_of_squares >= 0 else sum_of_squares
+    norm = math.sqrt(sum_of_squares) if sum_of_squares >= 0 else sum_of_squares  # NaN stays NaN
     return Measured(norm, loss_sum / stage_size, int(num_bad_losses))
 
 
 def measure_exactly(
     parameters: list[torch.nn.Parameter], loss: torch.Tensor, bad_losses: torch.Tensor, num_too_large: torch.Tensor
 ) -> Measured:
-    """Measure like `measure`, but with sums whose bits do not depend on any order of summation. Collective.
+    """Return norm, loss and number of bad losses over all ranks, whose bits do not depend on the order of summation.
 
-    `parameters` are those that this rank counts; `loss`, `bad_losses` and `num_too_large`, the elements that exact sums
-    cannot hold, are this rank's scalars. The squares are added as integers. Their unit follows from the largest element
-    on any rank, which needs a collective of its own.
+    Collective, with two exchanges. It is `measure` for runs with exact sums: their results must be the same on any
+    number of ranks, so the squares are added as integers.
+
+    `parameters` are those that this rank counts. `loss`, `bad_losses` and `num_too_large`, the number of elements that
+    exact sums cannot hold, are this rank's scalars on the device. The norm is NaN if a gradient is not finite.
     """
+    # Of several ranks that hold the same part of a gradient, only the first one counts it.
     device = bad_losses.device
     gradients: list[torch.Tensor] = []
     for parameter in parameters:
@@ -311,6 +335,7 @@ def measure_exactly(
         if is_first_copy(parameter.grad) and gradient.numel():
             gradients.append(gradient)
 
+    # The largest element on any rank decides the unit in which squares become integers: all ranks need the same unit.
     largest = torch.zeros((), device=device)
     if gradients:
         largest_of_each = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, math.inf)])
@@ -320,6 +345,7 @@ def measure_exactly(
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     exponent = torch.frexp(largest).exponent
 
+    # Each sum of squares is split into limbs, float64 numbers that are small enough for additions without rounding.
     limbs = split_sum(sum_squares(gradients, exponent))
     counts = torch.stack([loss.double(), bad_losses.double(), num_too_large.to(device), (~is_finite).double()])
     sums = torch.cat([limbs, counts])

@@ -34,9 +34,11 @@ class InContext:
     ranks: DataRanks
 
     def evaluate(self, state: State, logger: Logger, leave_if_asked: Callable[[State, Logger], None]) -> None:
-        """Run the tasks, and log their scores as `eval/icl/...`. Collective.
+        """Run the in-context tasks with the model that is being trained, and log their scores as `eval/icl/...`.
 
-        All ranks call `leave_if_asked` together before each batch. It raises Preempted if this launch must leave.
+        Collective. For each task, the metrics are its score, the score's standard error, and the perplexity if the task
+        has one; `eval/icl/average` is the mean of the tasks. All ranks call `leave_if_asked` together before each
+        batch. It raises Preempted if this launch must leave.
         """
         was_training = self.model.training
         self.model.eval()

@@ -37,20 +37,24 @@ class LogFile:
         return os.fstat(self.file.fileno()).st_size
 
     def mend(self) -> str:
-        """Make sure that the next line goes into the file at `path`, after all lines before it.
+        """Make sure that the next line goes into the file at `path`, after all lines that were appended before.
 
-        A removed file can be read as long as it is open, so none of its lines are lost. Lines that were cut off are.
-        Returns a sentence about what was wrong with the file; empty if nothing was.
+        Somebody may have removed, renamed or replaced the file while it is open, or put a link in its place. Then this
+        opens the file at `path`, or creates it, and writes all lines again. A removed file can be read as long as it is
+        open, so none of its lines are lost. Lines that were cut off the open file are lost.
+
+        Call it before `append`. Returns a sentence for the user about what was wrong; empty if nothing was.
         """
         if self.path.is_symlink():  # records would go through it, perhaps into any file of this user
             return self._write_again("replaced by a link")
         try:
-            is_ours = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+            is_open_file = os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return self._write_again("removed or renamed")
-        if not is_ours:
+        if not is_open_file:
             return self._write_again("replaced")
 
+        # The file is the same one. It can only have become shorter.
         num_bytes_cut = self.num_bytes - self._size()
         if num_bytes_cut <= 0:
             return ""
@@ -58,11 +62,14 @@ class LogFile:
         return f"{self.path}: {num_bytes_cut:,} bytes were cut off while the run trained; their records are lost"
 
     def _write_again(self, what_happened: str) -> str:
-        """Append our lines that the file at `path` lacks, and continue with that file. Create it if it is not there.
+        """Open the file at `path` instead of the one that is open, and append the lines of that one that it lacks.
 
-        `what_happened` to the old file is "replaced", "replaced by a link" or "removed or renamed". A link in its
-        place is removed. Returns a sentence for the user. It is empty if the file there has all our lines, or if the
-        folder is still gone.
+        The file is created if it is not there, and a link in its place is removed. `what_happened` to the old file is
+        "replaced", "replaced by a link" or "removed or renamed", for the message. Changes `file`, `num_bytes` and
+        `has_lost_folder`.
+
+        Returns a sentence for the user. It is empty if the file there has all lines already, or if the folder is still
+        gone, which was reported before.
         """
         try:
             self.path.parent.mkdir(exist_ok=True)
@@ -71,6 +78,8 @@ class LogFile:
             is_reported = self.has_lost_folder
             self.has_lost_folder = True
             return "" if is_reported else f"{self.path}: its folder is gone; records are written when it is back"
+
+        # Read our lines from the old file, which the operating system keeps while it is open.
         try:
             self.file.seek(0)
             our_lines = [line for line, _ in read_lines(self.file.read())]
@@ -79,6 +88,7 @@ class LogFile:
             our_lines = []
             outcome = "its records are lost"
 
+        # Go on with the new file. The old one is closed only after that, because it may have the only copy.
         if self.path.is_symlink():
             self.path.unlink()
         old_file = self.file
@@ -87,15 +97,17 @@ class LogFile:
             old_file.close()
         self.num_bytes = self._size()
         self.has_lost_folder = False
+
         # The file may be a copy of ours, or the file system may have given our file another number.
         is_same = what_happened == "replaced" and num_missing == 0
         return "" if is_same else f"{self.path} was {what_happened} while the run trained; {outcome}"
 
     def _open_with(self, our_lines: list[bytes]) -> tuple[BinaryIO, int]:
-        """Open the file at `path`, and append those of `our_lines` that it lacks.
+        """Open the file at `path` for appending, and append those of `our_lines` that it lacks.
 
-        Returns the file and the number of these. If that fails, the file at `path` is left as it was, and `self.file`
-        stays open, so that the next attempt can read all lines again.
+        Returns the new file and the number of lines that it lacked. Does not change `self.file`. If this fails, the
+        file at `path` is cut off to its length before, and OSError is raised. The next attempt can then read all lines
+        again from `self.file`, which is still open.
         """
         file = open(self.path, "a+b", opener=open_no_link)  # noqa: SIM115 (becomes self.file)
         original_size = os.fstat(file.fileno()).st_size
@@ -104,7 +116,7 @@ class LogFile:
             missing = missing_lines(file.read().splitlines(keepends=True), our_lines)
             file.writelines(missing)
             file.flush()
-        except OSError:
+        except OSError:  # the disk is full, for example
             with suppress(OSError):
                 file.close()
             with suppress(OSError):

@@ -46,10 +46,10 @@ def next_token_labels(tokens_bt: torch.Tensor) -> torch.Tensor:
 
 
 def row_weights(labels_bt: torch.Tensor) -> torch.Tensor:
-    """Return weights [b, t] of tokens with which each sample counts as much as a full one, whose weights are 1.
+    """Return weights [b, t] of tokens with which a short sample counts as much in a sum of losses as a full one.
 
-    `labels_bt` are the labels of b samples of t tokens. A sample with half as many labels as a full one has weights of
-    2.
+    `labels_bt` are the labels of b samples of t tokens, IGNORED where there is none. A full sample has t - 1 labels,
+    because its last token has none, and weights of 1. A sample with half as many labels has weights of 2.
     """
     num_labels_b1 = (labels_bt != IGNORED).sum(dim=1, keepdim=True)
     num_labels_of_full_row = labels_bt.size(1) - 1
@@ -84,11 +84,13 @@ def cross_entropy_sum(
             then. All ranks return the whole sum, and each its part of the hidden states' gradient, which the model adds
             up.
     """
-    vocabulary = None
+    vocabulary = None  # this rank's part of the vocabulary, if ranks divide it
     if divide_vocabulary is not None:
         unembedding_vd, vocabulary = divide_vocabulary(unembedding_vd)
     if vocabulary is not None:
         compiled = None
+
+    # From here on, the tokens of all samples are in one dimension.
     weights_n = None if weights_bt is None else weights_bt.flatten()
     return _ChunkedCrossEntropy.apply(  # type: ignore
         hidden_btd.flatten(0, 1),
@@ -114,8 +116,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ):
         """Return the sum of the losses, and keep the gradients of hidden states and embedding for the backward pass.
 
+        For one chunk of c tokens after the other, this computes the logits [c, v], the losses, and the gradients of the
+        chunk, and then releases the logits. So only one chunk's logits are in memory at a time. The gradients are those
+        of the sum; `backward` multiplies them by the gradient that arrives there.
+
         `vocabulary` is this rank's part of a divided vocabulary, or None. The other arguments are those of
-        `cross_entropy_sum`. A chunk's logits are released before the next chunk's are computed.
+        `cross_entropy_sum`, with the n tokens of all samples in one dimension.
         """
         needs_gradient = hidden_nd.requires_grad or unembedding_vd.requires_grad
         num_tokens = hidden_nd.size(0)
@@ -129,9 +135,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_size):
             chunk = slice(start, start + chunk_size)
             hidden_cd, labels_c = hidden_nd[chunk], labels_n[chunk]
+
+            # A token without a label has weight 0, which removes its loss and its gradient.
             weights_c1 = (labels_c != IGNORED)[:, None]
             if weights_n is not None:
                 weights_c1 = weights_c1 * weights_n[chunk][:, None]
+
             log_p_c, grad_cv = _log_p_of_chunk(
                 hidden_cd, unembedding_vd, labels_c, vocabulary, compiled, needs_gradient
             )
@@ -139,13 +148,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden_nd is None or grad_cv is None:  # an evaluation
                 continue
 
-            # The logits' gradient is not weighted yet, because the products that follow are much smaller than it is.
+            # Gradients of the two factors of the logits, hidden states and embedding. `grad_cv` is not weighted yet,
+            # because it is much larger than what the weights are applied to here.
             grad_cv = grad_cv.to(hidden_nd.dtype)
             grad_hidden_nd[chunk] = matmul_transposed(grad_cv, unembedding_vd.T) * weights_c1
             if grad_unembedding_vd is None:  # not before the first chunk's logits have been released
                 grad_unembedding_vd = torch.zeros_like(unembedding_vd, dtype=torch.float32)
             _add_unembedding_gradient(grad_unembedding_vd, grad_cv, (hidden_cd * weights_c1).to(hidden_nd.dtype))
-            del grad_cv
+            del grad_cv  # before the next chunk's logits need the memory
+
         ctx.save_for_backward(grad_hidden_nd, grad_unembedding_vd)
         ctx.scale = torch.Tensor.mul_ if backward_runs_once else torch.Tensor.mul
         return total
@@ -165,13 +176,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def choose_chunk_size(num_tokens: int, vocabulary_size: int, chunk_bytes: int) -> int:
-    """Return how many tokens to compute at once, so that their fp32 logits take about `chunk_bytes`.
+    """Return how many of `num_tokens` tokens to compute at once, so that their fp32 logits take about `chunk_bytes`.
 
-    Chunks are equal, but for the last one, and multiples of CHUNK_MULTIPLE.
+    All chunks have that size, except for the last one, which may be shorter. The size is a multiple of CHUNK_MULTIPLE,
+    and the chunks are about equal. For example, 256 MiB hold the logits of 1,310 tokens with a vocabulary of 51,200;
+    4,096 tokens then take four chunks of 1,024.
     """
     bytes_per_token = 4 * vocabulary_size
-    largest = max(CHUNK_MULTIPLE, chunk_bytes // bytes_per_token)
-    num_chunks = math.ceil(num_tokens / largest)
+    max_chunk_size = max(CHUNK_MULTIPLE, chunk_bytes // bytes_per_token)
+    num_chunks = math.ceil(num_tokens / max_chunk_size)
     return math.ceil(num_tokens / num_chunks / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
@@ -183,12 +196,13 @@ def _log_p_of_chunk(
     compiled: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None,
     needs_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities [c] of a chunk's c labels, and the gradient [c, v] of its logits, softmax - one_hot.
+    """Return the log-probabilities [c] of a chunk's c labels, and the gradient [c, v] of -log p by the logits.
 
-    The gradient is None unless it `needs_gradient`. Tokens whose label is IGNORED have values without a meaning. Eager,
-    the gradient is computed in the memory of the logits. The arguments are those of `_ChunkedCrossEntropy.forward`.
+    The gradient is softmax - one_hot, not weighted, or None unless the caller `needs_gradient`. Values of tokens whose
+    label is IGNORED have no meaning; the caller gives them the weight 0. `vocabulary` is this rank's part of a divided
+    vocabulary, or None. `compiled` is a compiled `log_p_and_gradient`, or None to compute step by step.
     """
-    columns_c = labels_c.clamp(min=0)
+    columns_c = labels_c.clamp(min=0)  # IGNORED is negative, and is no index
     if compiled is not None and needs_gradient:
         logits_cv = matmul_transposed(hidden_cd, unembedding_vd)
         for tensor in (logits_cv, columns_c):  # the last chunk is shorter, and would be compiled again
@@ -200,11 +214,15 @@ def _log_p_of_chunk(
     if vocabulary is None:
         log_p_cv = torch.log_softmax(matmul_transposed(hidden_cd, unembedding_vd), dim=-1, dtype=torch.float32)
         log_p_c = log_p_cv[rows_c, columns_c]
-    else:  # other ranks have the other columns, and normalise with this one
+    else:
+        # Other ranks have the other columns, and each label's column is on one rank. The ranks exchange two numbers for
+        # each token: the logsumexp of their logits, and the label's logit.
         log_p_cv = matmul_transposed(hidden_cd, unembedding_vd).float()
         log_p_c, columns_c, is_on_this_rank_c = vocabulary.normalise(log_p_cv, columns_c)
     if not needs_gradient:
         return log_p_c, None
+
+    # softmax - one_hot, in the memory of the logits.
     grad_cv = log_p_cv.exp_()
     grad_cv[rows_c, columns_c] -= is_on_this_rank_c
     return log_p_c, grad_cv
@@ -215,22 +233,28 @@ def _add_unembedding_gradient(
 ) -> None:
     """Add the part of the embedding's gradient [v, d] that comes from a chunk of c tokens, in place.
 
-    `grad_cv` is the gradient of their logits, and `hidden_cd` their weighted hidden states.
+    That part is the product of `grad_cv`, the gradient of the chunk's logits, transposed, and `hidden_cd`, the chunk's
+    hidden states times the weights of their tokens. On a CPU it is computed for CPU_ROWS rows of the vocabulary after
+    the other.
     """
     rows_at_once = CPU_ROWS if hidden_cd.device.type == "cpu" else grad_unembedding_vd.size(0)
     parts = zip(grad_cv.split(rows_at_once, dim=1), grad_unembedding_vd.split(rows_at_once), strict=True)
-    for grad_cr, sum_rd in parts:
+    for grad_cr, sum_rd in parts:  # r rows of the vocabulary
         sum_rd += matmul_transposed(grad_cr.T, hidden_cd.T)
 
 
 def log_p_and_gradient(logits_cv: torch.Tensor, columns_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities [c] of c labels in fp32, and the gradients [c, v] of their logits.
+    """Return the log-probabilities [c] of c labels in fp32, and the gradient [c, v] of -log p by the logits.
 
-    The gradients are softmax - one_hot. `columns_c` are the labels as columns of the vocabulary. A compiler makes one
-    pass of this. Eager, it would take more memory than steps in place.
+    `columns_c` are the labels as columns of the vocabulary, from 0 on. The gradient is softmax - one_hot, in the dtype
+    of the logits. This function is written for a compiler, which makes one pass over the logits of it. Without one it
+    needs several tensors of their size, so `_log_p_of_chunk` then computes the same in place.
     """
     log_p_cv = torch.log_softmax(logits_cv, dim=-1, dtype=torch.float32)
+
+    # A comparison instead of an indexed write, which a compiler could not fuse with the other steps.
     is_label_cv = torch.arange(logits_cv.size(1), device=logits_cv.device) == columns_c[:, None]
     grad_cv = (log_p_cv.exp() - is_label_cv.float()).to(logits_cv.dtype)
+
     log_p_c = log_p_cv.gather(1, columns_c[:, None])[:, 0]
     return log_p_c, grad_cv

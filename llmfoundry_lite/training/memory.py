@@ -42,12 +42,14 @@ MARGIN = 0.95
 def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Optimizer) -> int:
     """Return the number of samples in a microbatch: the configured one, or with `auto` the most that fit on every rank.
 
-    Collective. Call it when the model and, after a restore, the optimizer's state are in place. Raises ConfigError if
-    not even one sample fits.
+    Collective. Call it when the model and, after a restore, the optimizer's state are in place, because `auto`
+    measures what they leave. Rank 0 prints the result of `auto`. Raises ConfigError if not even one sample fits.
     """
     layout = layout_here(config)
     is_main = dist.get_rank() == 0
     device_batch_size = config.global_train_batch_size // layout.num_data_ranks
+
+    # A configured size, or none, which means all samples of a rank at once.
     configured = config.device_train_microbatch_size
     if configured != "auto":
         size = config.first_microbatch_size(device_batch_size)
@@ -61,11 +63,13 @@ def choose_microbatch(config: TrainConfig, model: LanguageModel, optimizer: Opti
             )
         return size
 
+    # Exact sums need microbatches of one size, and a pipeline's schedule takes certain numbers of microbatches.
     sizes: Sequence[int] = range(1, device_batch_size + 1)
     if config.exact_sums:
         sizes = divisors(device_batch_size)
     if layout.pipeline > 1:
         sizes = [size for size in sizes if config.pipeline.takes_microbatches(math.ceil(device_batch_size / size))]
+
     advise = partial(advise_less_memory, config, layout, devices.device_type())
     accumulates = not config.reduces_every_microbatch
     search = Search(model, optimizer, device_batch_size, sizes, config.max_seq_len, accumulates, advise)
@@ -100,49 +104,64 @@ class Search:
     def run(self, num_optimizer_slots: Sequence[int]) -> tuple[int, str]:
         """Return the number of samples in a microbatch, and what was measured, in words.
 
-        Both are the same on every rank. `num_optimizer_slots` are the numbers that the optimizer keeps for a parameter,
-        by group; the last one counts for all later groups too. Raises ConfigError if not even the smallest size fits.
+        Collective. The size is the same on every rank, and the text has this rank's numbers. `num_optimizer_slots` says
+        how many numbers the optimizer keeps for a parameter, by group; the last one counts for all later groups too.
+        Sets `peaks`, `meter` and `available_bytes`, and leaves the gradients cleared. Raises ConfigError if not even
+        the smallest size fits.
         """
         self.peaks: dict[int, int] = {}
         """Size -> peak in bytes, as it was measured."""
         self.meter = device_meter()
         self.available_bytes = self.meter.limit_bytes()
-        # Offloaded parameters and optimizer state are in the host's memory, which is not measured here.
+
+        # Memory that does not depend on the size. Offloaded parameters and optimizer state are in the host's memory,
+        # which is not measured here. After a restore the optimizer has its state; otherwise its first step allocates
+        # it, later than these measurements.
         is_offloaded = devices.device_type() == "cuda" and next(self.model.parameters()).device.type == "cpu"
         parameter_bytes = 0 if is_offloaded else _bytes(self.model.parameters())
         state_bytes = 0 if is_offloaded else _state_bytes(self.optimizer, num_optimizer_slots)
-        missing_state_bytes = 0 if self.optimizer.state else state_bytes  # allocated in the optimizer's first step
+        missing_state_bytes = 0 if self.optimizer.state else state_bytes
 
+        # The first step also allocates what stays: gradients, communication buffers. So its peak is not used, and the
+        # limit is read again after it, without NCCL's buffers, which torch does not count.
         smallest = self.sizes[0]
-        self.measure(smallest)  # the first step also allocates what stays: gradients, communication buffers
-        if dist.is_initialized():  # and so does the collective that a batch has beside the model's own
+        self.measure(smallest)
+        if dist.is_initialized():  # a batch has this collective beside the model's own
             dist.all_reduce(torch.zeros(1, device=_device()))
-        # By now without NCCL's buffers, which torch does not count.
         self.available_bytes = min(self.available_bytes, self.meter.limit_bytes())
         limit = int(self.available_bytes * MARGIN) - missing_state_bytes
-        # Without a sample there would be parameters, gradients and optimizer state at least.
+
+        # Measure. Without a sample there would be parameters, gradients and optimizer state at least.
         bytes_without_sample = 2 * parameter_bytes + state_bytes - missing_state_bytes
         self.peaks = {0: bytes_without_sample, smallest: self.measure(smallest)}
         self._measure_larger_sizes(limit)
         clear_gradients(self.optimizer)
 
-        largest_here = max((size for size in self.sizes if self.expect(size) <= limit), default=0)
-        largest = -all_reduce_max([-largest_here])[0]  # the least of all ranks
+        # Choose the largest size that every rank expects to fit.
+        largest_on_this_rank = max((size for size in self.sizes if self.expect(size) <= limit), default=0)
+        largest = -all_reduce_max([-largest_on_this_rank])[0]  # the least of all ranks
         if largest < 1:
             self.available_bytes = int(self.available_bytes * MARGIN)
             raise self.refuse(f"{(self.peaks[smallest] + missing_state_bytes) / GIB:.2f} GiB")
         num_microbatches = math.ceil(self.device_batch_size / largest)
         size = math.ceil(self.device_batch_size / num_microbatches)  # microbatches of about equal size
+
         expected_bytes = self.expect(size) + missing_state_bytes
         total_bytes = (limit + missing_state_bytes) / MARGIN
         return size, f"{expected_bytes / GIB:.2f} of {total_bytes / GIB:.2f} GiB expected at the peak"
 
     def _measure_larger_sizes(self, limit: int) -> None:
-        """Measure sizes, each about twice the one before, while every rank expects a peak of at most `limit` bytes."""
+        """Measure sizes, each about twice the one before, while every rank expects a peak of at most `limit` bytes.
+
+        Collective. Adds to `peaks`, from which `expect` predicts the next size. For example, with sizes from 1 to 12
+        it measures 2, 4, 8 and 12, if they fit.
+        """
         size = self.sizes[0]
         while size < self.sizes[-1]:
+            # The largest permitted size up to twice this one, or else the next one.
             larger = [candidate for candidate in self.sizes if candidate > size]
             next_size = max((candidate for candidate in larger if candidate <= 2 * size), default=larger[0])
+
             is_too_large = self.expect(next_size) > limit
             if all_reduce_max([is_too_large])[0]:
                 return
@@ -152,7 +171,8 @@ class Search:
     def measure(self, num_samples: int) -> int:
         """Compute a gradient with microbatches of `num_samples`. Return the peak of this rank's memory in bytes.
 
-        Raises ConfigError, on this rank alone, if it runs out of memory.
+        Collective. Raises ConfigError, on this rank alone, if it runs out of memory. That should not happen, because
+        only sizes are measured that are expected to fit.
         """
         num_microbatches = math.ceil(self.device_batch_size / num_samples)
         accumulates = self.accumulates and self.device_batch_size > 1
@@ -173,9 +193,10 @@ class Search:
         return self.meter.peak_bytes()
 
     def expect(self, size: int) -> int:
-        """Return the peak in bytes for a size: as measured, or on the line through the last two measurements.
+        """Return the peak in bytes for microbatches of `size` samples, as measured or as predicted. Not collective.
 
-        This is not collective.
+        A size that was not measured is predicted by the line through the last two measurements. For example, after
+        3 GiB for 1 sample and 4 GiB for 2, 4 samples are expected to take 6 GiB.
         """
         if size in self.peaks:
             return self.peaks[size]
@@ -192,10 +213,12 @@ class Search:
 
 
 def run_step(model: LanguageModel, num_samples: int, num_microbatches: int, seq_len: int, *, accumulates: bool) -> None:
-    """Compute a gradient of made-up samples, to measure its memory. Collective.
+    """Compute a gradient of made-up samples, so that its peak of memory can be measured. Collective.
 
-    A pipeline computes all microbatches of a batch, because its stages hold several at once; otherwise one microbatch
-    of `num_samples` is enough. If gradients stay whole between microbatches (`accumulates`), two are computed.
+    A microbatch has `num_samples` samples of `seq_len` tokens. One microbatch is enough, with two exceptions. If
+    gradients stay whole between microbatches (`accumulates`), the second one finds those of the first in memory. A
+    pipeline computes all `num_microbatches`, because its stages hold several at once. The gradients stay in
+    `parameter.grad`; the caller clears them.
     """
     model.train()
     if model.exact_sums:
@@ -295,29 +318,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(error: BaseException, config: TrainConfig, when: str, size: int) -> OutOfMemoryError:
     """Return an error that says what was asked for, how much memory there is, and which settings need less.
 
-    `when` names the moment, such as "in batch 3", and `size` is the number of samples in a microbatch.
+    `error` is torch's, NumPy's or Python's. `when` names the moment, such as "in batch 3", and `size` is the number of
+    samples in a microbatch. Not collective: a rank may run out of memory alone.
     """
+    # What the estimate says of the run as it is, with the microbatch size that `auto` may have chosen.
     layout = layout_here(config)
     as_run = replace(config, device_train_microbatch_size=size)
     if devices.device_type() == "cpu":
         as_run = with_cpu_attention(as_run)
-        used, free = psutil.Process().memory_info().rss, devices.available_memory_bytes()
+        used_bytes, free_bytes = psutil.Process().memory_info().rss, devices.available_memory_bytes()
     else:
-        used, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+        used_bytes, free_bytes = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
     estimated_bytes = estimate_training_memory(as_run, layout).total_bytes
+
     return OutOfMemoryError(
         f"out of memory on rank {this_rank().rank} {when}: {_asked_for(str(error))} asked for with "
-        f"{used / GIB:.2f} of {(used + free) / GIB:.2f} GiB in use; by the estimate {size} x {config.max_seq_len} "
-        f"tokens at a time take {estimated_bytes / GIB:.2f} GiB"
+        f"{used_bytes / GIB:.2f} of {(used_bytes + free_bytes) / GIB:.2f} GiB in use; by the estimate {size} x "
+        f"{config.max_seq_len} tokens at a time take {estimated_bytes / GIB:.2f} GiB"
         f"{advise_less_memory(config, layout, devices.device_type(), size)}"
     )
 
 
 def _asked_for(text: str) -> str:
-    """Return the amount that could not be allocated, with a verb, as in `2.00 GiB more were`.
+    """Return the amount that could not be allocated, with a verb, for a sentence about memory.
 
-    `text` is torch's error, with "tried to allocate 2.00 GiB" or "8192 bytes", or numpy's, with "unable to allocate 2
-    GiB".
+    `text` is the message of an out-of-memory error. torch's "tried to allocate 2.00 GiB" becomes "2.00 GiB more were",
+    "allocate 8388608 bytes" becomes "8.00 MiB more were", and a message without an amount becomes "more was".
     """
     match = re.search(r"(?:ried|nable) to allocate ([\d.]+) ([A-Za-z]+)", text)
     if match is None:

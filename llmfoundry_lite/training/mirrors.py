@@ -41,9 +41,12 @@ MAX_EXPONENT = 700.0
 
 
 def foundry_names(record: Record, optimizer: str) -> Record:
-    """Return the numbers of a record under LLM Foundry's names, and the perplexities that it logs beside losses.
+    """Return the numbers of a record under LLM Foundry's names and in its units, with its perplexities.
 
-    `optimizer` is our name of the run's optimizer, which is a part of some names.
+    `optimizer` is our name of the run's optimizer, which is a part of some names. For example, with "decoupled_adamw"
+    the metric "lr" becomes "lr-DecoupledAdamW/group0", and "eval/c4/loss" becomes
+    "metrics/eval/c4/LanguageCrossEntropy" and "metrics/eval/c4/LanguagePerplexity". A metric that LLM Foundry does not
+    have keeps its name.
     """
     optimizer_name = OPTIMIZERS.get(optimizer, optimizer)
     named: Record = {}
@@ -54,7 +57,7 @@ def foundry_names(record: Record, optimizer: str) -> Record:
             label = key.removesuffix("/loss")
             name = f"metrics/{label}/LanguageCrossEntropy"
             named[f"metrics/{label}/LanguagePerplexity"] = math.exp(min(value, MAX_EXPONENT))
-        named[name.format(optimizer=optimizer_name)] = value if unit == 1 else value / unit
+        named[name.format(optimizer=optimizer_name)] = value if unit == 1 else value / unit  # an integer stays one
     return named
 
 
@@ -80,17 +83,21 @@ class Mirror:
 
 
 def build_mirrors(config: TrainConfig, progress: Callable[[], float]) -> list[Mirror]:
-    """Build the mirrors of a run. `progress` returns the fraction of the run that is done.
+    """Build what shows a run's records besides metrics.jsonl: a line or bar on the console, wandb and TensorBoard.
 
-    Raises ConfigError if wandb cannot be reached.
+    Only rank 0 calls this. `progress` returns the fraction of the run that is done. Begins or continues the run at
+    wandb, if it is configured; raises ConfigError if wandb cannot be reached.
     """
     run_folder = Path(config.run_folder)
     converters = {"ours": numbers_of, "llm_foundry": partial(foundry_names, optimizer=config.optimizer.name)}
     mirrors: list[Mirror] = []
+
+    # A bar needs a terminal. Without one, lines take its place.
     if config.progress_bar and has_width(sys.stdout):
         mirrors.append(ProgressBar(config.max_duration, progress))
     elif config.log_to_console or config.progress_bar:
         mirrors.append(ConsoleLine(config.max_duration, config.console_log_interval))
+
     if config.loggers.wandb is not None:
         wandb_mirror = WandbMirror(config.loggers.wandb, config.run_name, run_folder, as_dict(config))
         wandb_mirror.named = converters[config.loggers.wandb.names]
@@ -212,12 +219,13 @@ class WandbMirror(Mirror):
     """
 
     def __init__(self, config: WandbConfig, run_name: str, run_folder: Path, settings: dict[str, Any]):
-        """Begin or continue the run at wandb. `settings` is the configuration that it shows.
+        """Begin a run at wandb, or continue the one whose id is in the run folder. `settings` is shown as its config.
 
-        Raises ConfigError if wandb refuses the arguments or cannot be reached.
+        Writes the id into the run folder. Raises ConfigError if wandb refuses the arguments or cannot be reached.
         """
         import wandb
 
+        # The id is written before the run begins, so that a launch that is killed meanwhile continues the same run.
         known_id = wandb_run_id(run_folder)
         arguments = init_arguments(config, run_name, str(run_folder), known_id)
         arguments["id"] = arguments["id"] or known_id or secrets.token_hex(4)
@@ -225,10 +233,12 @@ class WandbMirror(Mirror):
         unused = dict(describe_unused_variables(arguments))
         if RUN_ID in unused:  # preflight has printed the others
             print(printable(unused[RUN_ID]), flush=True)
+
         sys.argv[1:] = map(mask_urls, sys.argv[1:])  # wandb records them
         # wandb would read wandb/settings in the working directory. That may be somebody else's folder, and a `base_url`
         # there would receive this user's API key. The user's own settings in ~/.config/wandb and the environment stay.
         wandb.Settings.settings_workspace = property(lambda self: os.devnull)  # type: ignore[assignment]
+
         try:
             self.run = wandb.init(**{"config": settings, **arguments})
         except (wandb.Error, TypeError, ValueError) as error:  # the last two are of an argument's value
@@ -239,16 +249,18 @@ class WandbMirror(Mirror):
             raise ConfigError(
                 f"loggers.wandb: {reason}; set WANDB_API_KEY, or WANDB_MODE=offline, or loggers.wandb=null"
             ) from (TransientError(reason) if is_transient else error)
+
         self.last_step = -1
         """The last step that wandb has from earlier launches; -1 if none."""
         self.lost: list[Record] = []
         """Records of earlier launches that wandb lacks, in order of batch."""
 
     def begin(self, log: Path, missed: list[Record]) -> None:
-        """Find the records of earlier launches that wandb lacks.
+        """Find the records of earlier launches that wandb lacks, for the first call. Sets `last_step` and `lost`.
 
-        A server knows its next step. Offline, the files of a launch begin with all records that this machine has
-        logged, and another machine's files have what it has trained (`missed`). `wandb sync` takes each step once.
+        `log` is metrics.jsonl, and `missed` are its records that another machine has trained. A server knows its next
+        step, so wandb lacks all records from there on. Offline, a launch begins new files, which get all records that
+        this machine has logged; the other machine's files have `missed`. `wandb sync` takes each step once.
         """
         self.last_step = self.run.step - 1
         batches_elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
@@ -260,12 +272,16 @@ class WandbMirror(Mirror):
         self.lost = in_order(lost)
 
     def __call__(self, record: Record) -> None:
-        """Log a record. Before this launch's first record, log those of earlier batches that wandb lacks."""
+        """Log a record. Before this launch's first record, log those of earlier batches that wandb lacks.
+
+        Lost records from this batch on were trained again, or will be, so they are dropped.
+        """
         earlier = [lost for lost in self.lost if lost["batch"] < record["batch"]]
         self.lost = []
-        for known in (*earlier, record):
-            if known["batch"] > self.last_step:
-                self.run.log(self.named(known), step=known["batch"], commit=True)
+        for record_to_log in (*earlier, record):
+            step = record_to_log["batch"]
+            if step > self.last_step:
+                self.run.log(self.named(record_to_log), step=step, commit=True)
 
     def close(self) -> None:
         """Send what has not been sent, and end the run at wandb until the next launch."""

@@ -44,11 +44,17 @@ class DropoutSeed(Callback):
     """The ranks of a tensor-parallel group have different tokens."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Seed this batch's dropout: that of the residual stream in the model, and attention's in torch's generator."""
+        """Seed this batch's dropout, on every rank, so that a restored run drops the same values.
+
+        Sets `model.dropout_seed`, with which the model drops values of the residual stream by sample, and seeds torch's
+        generator, from which attention draws. The first is the same on all ranks. The second differs between ranks that
+        compute different values, because each draws for its own.
+        """
         batch_name = f"{self.seed}/{int(state.timestamp.batch)}"
         self.model.dropout_seed = _hash_name(batch_name) % (1 << 31)
 
-        # These names are hashed, so changing one would change the dropout of every run.
+        # These names are hashed, so changing one would change the dropout of every run. Ranks that hold different heads
+        # of the same samples (tensor parallelism) share a name, because `parallel` tells their heads apart.
         name = f"{batch_name}/{self.ranks.rank}"
         if self.place.pipeline:
             name += f"/{self.place.pipeline}"
@@ -98,15 +104,25 @@ class RunMonitor(Callback):
         self.peak_flops = accelerator.peak_flops(self.compute_dtype) if accelerator else None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Start the clocks. Rank 0 prints if the device's peak rate is not known."""
+        """Start the clocks of rates and of the remaining time. Rank 0 prints if a GPU's peak rate is not known.
+
+        Sets `launched_at` and `first_progress`, and adds the point before the first batch to `history`.
+        """
         self.launched_at = time.monotonic()
         self.first_progress = progress_of(state, self.max_duration)
         self.history.append(self._measure_progress(state))
-        if self.peak_flops is None and dist.get_rank() == 0 and devices.device_type() == "cuda":
+        is_unknown_gpu = self.peak_flops is None and devices.device_type() == "cuda"
+        if is_unknown_gpu and dist.get_rank() == 0:
             print(f"{devices.device_name()} is not in the table of accelerators: no MFU is reported", flush=True)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Log the rates over the last `window_size` batches, and the run's elapsed and remaining time."""
+        """Log the rates over the last `window_size` batches, and the run's elapsed and remaining time.
+
+        Tokens per second of the whole run include those that other launches have trained. Rates of a device, and MFU,
+        count the tokens of this launch alone, because they are divided by its number of devices. MFU is model FLOP/s
+        over the device's peak; it is not logged for a device that is not in the table of accelerators.
+        """
+        # `history` has one more point than the window has batches.
         self.history.append(self._measure_progress(state))
         first, before, last = self.history[0], self.history[-2], self.history[-1]
         seconds = max(last.seconds - first.seconds, MIN_SECONDS)
@@ -124,6 +140,8 @@ class RunMonitor(Callback):
         }
         if self.peak_flops is not None:
             metrics["throughput/device/mfu"] = flops_per_device / self.peak_flops
+
+        # The rest takes as long, in proportion, as what this launch has trained.
         progress = progress_of(state, self.max_duration)
         if progress > self.first_progress:
             remaining_seconds = elapsed_seconds * (1 - progress) / (progress - self.first_progress)
@@ -154,19 +172,27 @@ class Profiler(Callback):
         """None unless this rank is being traced."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Start the profiler on rank 0, or with `all_ranks` on each rank."""
+        """Start torch's profiler on rank 0, or with `all_ranks` on each rank. Sets `profile`.
+
+        It waits until the batches that the configuration's schedule names: `skip_first`, `wait`, `warmup`, `active` and
+        `repeat`, as in `torch.profiler.schedule`.
+        """
         if not self.config.all_ranks and dist.get_rank() != 0:
             return
         activities = [ProfilerActivity.CPU]
         if devices.device_type() == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        options = asdict(self.config)
-        del options["folder"], options["all_ranks"]
-        profile_options = {name: options.pop(name) for name in ("record_shapes", "profile_memory", "with_stack")}
+
+        # The configuration has torch's names. Three options are of the profile, and the others of its schedule.
+        schedule_options = asdict(self.config)
+        del schedule_options["folder"], schedule_options["all_ranks"]
+        profile_options = {
+            name: schedule_options.pop(name) for name in ("record_shapes", "profile_memory", "with_stack")
+        }
         self.profile = profile(
             activities=activities,
             on_trace_ready=partial(self._write, state),
-            schedule=schedule(**options),
+            schedule=schedule(**schedule_options),
             **profile_options,
         )
         self.profile.start()
@@ -188,9 +214,10 @@ class Profiler(Callback):
             running.stop()
 
     def _write(self, state: State, finished: profile) -> None:
-        """Write the trace of a `finished` profile to a file that is named for this rank and its last batch.
+        """Write the trace of a finished profile to a file that is named for this rank and its last batch.
 
-        Rank 0 prints where.
+        torch calls this when its schedule ends a trace. For example, rank 0 writes `rank0.ba12.json` if batch 12 is the
+        last one that has ended, and prints where.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank{dist.get_rank()}.ba{int(state.timestamp.batch)}.json"

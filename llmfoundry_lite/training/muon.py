@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Matrix(NamedTuple):
-    """A parameter of two dimensions that Muon updates."""
+    """A parameter of two dimensions that Muon updates, which may hold several matrices, one below the other."""
 
     parameter: Parameter
     heights: tuple[int, ...]
@@ -55,17 +55,18 @@ def build_muon(
     *,
     fused: bool = True,
 ) -> "Muon":
-    """Build Muon for `named`, all parameters by name, or this rank's rows of them.
+    """Build Muon, which updates the matrices of the model's blocks itself and all other parameters by AdamW.
 
-    `group` are the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which ranks
-    have a parameter's rows, if it is not the parameter's own. `fused` is an option of AdamW, as in `build_adamw`.
+    `named` are the model's parameters by name, as this rank has them: whole, sharded, or some rows of each. `group` are
+    the ranks that have the same blocks; None for all. `row_orders` has, by name, the order in which ranks have a
+    parameter's rows, if it is not the parameter's own. `fused` asks for AdamW's step in one kernel.
     """
     matrices: list[Matrix] = []
     other_parameters: list[Parameter] = []
     for name, parameter in named.items():
         is_matrix_of_block = "blocks" in name.split(".") and parameter.ndim == 2
         if is_matrix_of_block:
-            heights = model.stacked_rows(name) or (parameter.size(0),)
+            heights = model.stacked_rows(name) or (parameter.size(0),)  # of q, k and v, if one parameter holds them
             matrices.append(Matrix(parameter, heights, row_orders.get(name)))
         else:
             other_parameters.append(parameter)
@@ -84,16 +85,17 @@ class Muon(Optimizer):
         *,
         fused: bool = True,
     ):
-        """Prepare to update `matrices` by Muon and `others` by AdamW; see `build_muon`.
+        """Prepare to update `matrices` by Muon and `others` by AdamW. `build_muon` sorts a model's parameters so.
 
-        The first group of parameters is Muon's.
+        `group` are the ranks that divide the matrices among them; None for all. The first of `param_groups` is Muon's,
+        and those after it are AdamW's, which shares this optimizer's `param_groups` and `state`.
         """
         self.matrices = matrices
         self.dtype = DTYPES[config.ns_dtype or "bf16"]
         self.group = group
         self._owners: Owners | None = None
         """None before the first step, because building it is collective."""
-        options = {
+        muon_options = {
             "lr": config.lr,
             "weight_decay": config.decay,
             "momentum": MOMENTUM if config.momentum is None else config.momentum,
@@ -106,26 +108,31 @@ class Muon(Optimizer):
             betas=config.betas or ADAMW_BETAS,
             eps=config.eps,
             weight_decay=config.decay,
-            fused=fused or None,
+            fused=fused or None,  # None lets torch choose another fast implementation; False would not
         )
-        parameters = [matrix.parameter for matrix in matrices]
-        super().__init__([{"params": parameters, **options}, *self.adamw.param_groups], {})
+        muon_group = {"params": [matrix.parameter for matrix in matrices], **muon_options}
+        super().__init__([muon_group, *self.adamw.param_groups], {})
         # Both see the same options and moments, so that schedules and checkpoints need to know one optimizer.
         self.adamw.param_groups = self.param_groups[1:]
         self.adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters.
+        """Update all parameters. Collective over the group.
 
-        Collective over the group. Without gradients, as after a skipped batch, does nothing.
+        Without gradients, as after a batch that was skipped because it was not finite, this changes nothing.
         """
         if any(matrix.parameter.grad is not None for matrix in self.matrices):
             self._step_matrices()
         self.adamw.step()
 
     def _step_matrices(self) -> None:
-        """Update all matrices by Muon. Collective over the group."""
+        """Update the momentum and the weights of all matrices by Muon. Collective over the group.
+
+        All of them have gradients. Each rank adds its part of the gradient to its part of the momentum. The rank that
+        owns a matrix receives all parts of its momentum, orthogonalises the whole, and sends each rank its part of the
+        update. Every rank then applies its parts to its weights.
+        """
         options = self.param_groups[0]
         if self._owners is None:
             self._owners = Owners([matrix.parameter for matrix in self.matrices], self.group)
@@ -135,6 +142,7 @@ class Muon(Optimizer):
             _, heights, row_order = self.matrices[index]
             if row_order is not None:
                 momentum = to_parameter_order(momentum, row_order)
+            # A parameter that holds q, k and v is orthogonalised as three matrices.
             updates = [
                 newton_schulz(part, options["ns_steps"]) * scale_of(part, options["adjust_lr_fn"])
                 for part in momentum.split(heights)
@@ -148,42 +156,47 @@ class Muon(Optimizer):
             weight.mul_(1 - lr * options["weight_decay"]).add_(update, alpha=-lr)
 
     def _update_momentum(self, index: int) -> torch.Tensor:
-        """Add the gradient to the momentum of matrix `index`.
+        """Add the gradient of matrix `index` to its momentum, in place, and return what is to be orthogonalised.
 
-        Return this rank's part of it, with Nesterov's look-ahead.
+        The momentum is an exponential moving average of gradients. With m its coefficient, the result is (1 - m) times
+        the gradient plus m times the new momentum: Nesterov's look-ahead by one step. Gradient, momentum and result are
+        this rank's parts of the matrix. The result has the dtype of the Newton-Schulz iteration.
         """
         momentum = self.param_groups[0]["momentum"]
         parameter = self.matrices[index].parameter
         assert parameter.grad is not None
-        if not self.state[parameter]:
+        if not self.state[parameter]:  # the first step
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         gradient = local(parameter.grad)
-        moment = local(self.state[parameter]["momentum_buffer"])
-        moment.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(moment, momentum).to(self.dtype)
+        moving_average = local(self.state[parameter]["momentum_buffer"])
+        moving_average.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(moving_average, momentum).to(self.dtype)
 
 
 def newton_schulz(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """Return a matrix near U V^T, given U S V^T, the singular value decomposition of `matrix`.
+    """Approximate the nearest matrix whose singular values are all 1, by `num_steps` Newton-Schulz iterations.
 
-    It has the dtype of `matrix`. `num_steps` are the iterations of Newton and Schulz, with the polynomial a x + b (x
-    x^T) x + c (x x^T)^2 x.
+    If U S V^T is the singular value decomposition of `matrix`, that is U V^T. The result has the same dtype. Each
+    iteration applies the polynomial a x + b (x x^T) x + c (x x^T)^2 x, which changes singular values alone: it moves
+    those between 0 and 1 towards 1. It needs matrix products only, which GPUs compute fast in bf16.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if is_tall else matrix  # so that x x^T is the smaller product
-    x = x / x.norm().clamp(min=EPS)
+    x = x / x.norm().clamp(min=EPS)  # no singular value is larger than the Frobenius norm, so all are at most 1 now
     for _ in range(num_steps):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b (x x^T) + c (x x^T)^2
+        x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
 
 
 def scale_of(matrix: torch.Tensor, adjust_lr_fn: str) -> float:
-    """Return the factor of a matrix's update, as torch.optim.Muon does.
+    """Return the factor by which the update of a matrix is multiplied, as torch.optim.Muon does.
 
-    `original` is Jordan's. With `match_rms_adamw`, updates are as large as AdamW's, so that its learning rate and
-    weight decay can be used (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    An orthogonalised matrix has singular values of about 1, so the size of its elements depends on its shape.
+    `original` is Jordan's factor for that. With `match_rms_adamw`, updates are as large as AdamW's, so that its
+    learning rate and weight decay can be used (Liu et al. 2025, "Muon is Scalable for LLM Training").
     """
     num_rows, num_columns = matrix.shape
     if adjust_lr_fn == "match_rms_adamw":
@@ -199,14 +212,20 @@ class Owners:
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: dist.ProcessGroup | None):
-        """Exchange which part of each parameter every rank of the group has. Collective over the group."""
+        """Gather which part of each matrix every rank of the group holds, and assign the matrices to ranks.
+
+        Collective over the group. `parameters` are the matrices, in the same order on all ranks.
+        """
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         self.boxes: list[list[Box]] = []
-        """For each rank, the part that it has of each parameter."""
+        """`boxes[rank][index]` is the part of matrix `index` that a rank holds."""
         for boxes in all_gather_json([box_of(parameter) for parameter in parameters], group):
             self.boxes.append([Box(tuple(offset), tuple(lengths)) for offset, lengths in boxes])
+
+        # Matrices of one round are computed at the same time, so they should be about equally large. The index decides
+        # between equal ones, so that all ranks have the same order.
         indices = range(len(parameters))
         largest_first = sorted(indices, key=lambda index: (-math.prod(self.shapes[index]), index))
         self.rounds = [largest_first[begin : begin + self.size] for begin in indices[:: self.size]]
@@ -215,15 +234,21 @@ class Owners:
     def apply(
         self, read_part: Callable[[int], torch.Tensor], compute: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Compute a function of each whole matrix, on the rank that owns it. Yield this rank's part of each result.
+        """Compute a function of each whole matrix on the rank that owns it, and return every rank its part.
 
-        Collective over the group. `read_part` returns this rank's part of the matrix with an index, and `compute` the
-        result for an index and a whole matrix. Yields pairs of an index and a part.
+        Collective over the group: every rank must exhaust the iterator. `read_part(index)` returns this rank's part of
+        a matrix. `compute(index, whole)` returns the result, of the same shape as the whole matrix.
+
+        Yields, for each matrix, its index and this rank's part of the result. With 2 ranks and 5 matrices, there are
+        three rounds: in each of the first two, both ranks own a matrix, and in the last one only rank 0 does.
         """
         for indices in self.rounds:
+            # Send this rank's part of each matrix to its owner.
             parts = [read_part(index) for index in indices]
-            owned = indices[self.rank] if self.rank < len(indices) else None
+            owned = indices[self.rank] if self.rank < len(indices) else None  # None in the last round, on some ranks
             pieces = self._send_parts(indices, parts, owned)
+
+            # The owner puts the parts together, computes the result, and cuts it into the parts of all ranks.
             empty = parts[0].new_empty(0)
             results_to_send = [empty] * self.size
             if owned is not None:
@@ -233,6 +258,7 @@ class Owners:
                 result = compute(owned, whole)
                 results_to_send = [_view_box(result, boxes[owned]) for boxes in self.boxes]
 
+            # Receive this rank's part of each result. Ranks that own no matrix have sent nothing.
             results = self._exchange(results_to_send, [part.numel() for part in parts])
             for index, part, result_part in zip(indices, parts, results, strict=False):
                 yield index, result_part.view_as(part)
@@ -240,23 +266,29 @@ class Owners:
     def _send_parts(
         self, indices: Sequence[int], parts: Sequence[torch.Tensor], owned: int | None
     ) -> list[torch.Tensor]:
-        """Send this rank's parts of the matrices `indices` to their owners.
+        """Send this rank's parts of a round's matrices to their owners, and receive the parts of the owned matrix.
 
-        Returns, by rank, the parts of matrix `owned`. Of several ranks that hold the same part, the first one sends it.
-        Collective over the group.
+        Collective over the group. `indices` are the matrices of the round, `parts` this rank's parts of them, and
+        `owned` the matrix that this rank owns, or None. If several ranks hold the same part, only the first of them
+        sends it. Returns the parts of matrix `owned` by the rank that has sent them, flat; empty from other ranks.
         """
-        to_send: list[torch.Tensor] = []
+        parts_to_send: list[torch.Tensor] = []
         for index, part in zip(indices, parts, strict=True):
             is_sender = self.rank in self._find_senders(index)
-            to_send.append(part if is_sender else part[:0])
-        counts = [0] * self.size
+            parts_to_send.append(part if is_sender else part[:0])
+
+        num_elements_by_rank = [0] * self.size
         if owned is not None:
             for rank, box in self._find_senders(owned).items():
-                counts[rank] = math.prod(box.lengths)
-        return self._exchange(to_send, counts)
+                num_elements_by_rank[rank] = math.prod(box.lengths)
+        return self._exchange(parts_to_send, num_elements_by_rank)
 
     def _find_senders(self, index: int) -> dict[int, Box]:
-        """Return, for each different part of a matrix, the first rank that holds it, and the part."""
+        """Return which ranks send a part of matrix `index` to its owner, and which part.
+
+        Several ranks may hold the same part, if parameters are replicated. The first of them sends it. A rank whose
+        part is empty sends nothing.
+        """
         first_ranks: dict[Box, int] = {}
         for rank, boxes in enumerate(self.boxes):
             box = boxes[index]
@@ -265,12 +297,15 @@ class Owners:
         return {rank: box for box, rank in first_ranks.items()}
 
     def _exchange(self, pieces: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Send `pieces[r]` to rank r, and receive `counts[r]` elements from it. Returns what was received, by rank.
+        """Send `pieces[r]` to rank r, and receive `counts[r]` elements from it, for each rank r of the group.
 
-        Both may end before the last rank, which then sends or receives nothing. Collective over the group (all-to-all).
+        Collective over the group (all-to-all). Both lists may be shorter than the group; the ranks after their end are
+        sent nothing, or send nothing. Returns what was received, by rank, as flat tensors.
         """
         if self.size == 1:
             return [piece.flatten() for piece in pieces]
+
+        # torch takes one tensor with all pieces, and a number of elements for each rank.
         counts_received = [*counts, *[0] * (self.size - len(counts))]
         counts_sent = [piece.numel() for piece in pieces]
         counts_sent += [0] * (self.size - len(counts_sent))
@@ -288,9 +323,11 @@ def _view_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def to_parameter_order(tensor: torch.Tensor, row_ranges: RowRanges) -> torch.Tensor:
-    """Return a whole tensor with its rows in the parameter's order, given one with rows in the ranks' order.
+    """Return a tensor with its rows in the parameter's own order, given one with rows in the order of the ranks.
 
-    `row_ranges` are ranges of the parameter's rows, (first, count), in the order in which ranks have them.
+    Tensor parallelism gives each rank its heads' rows of q, k and v, so a tensor that is put together from the ranks'
+    parts has another order. `row_ranges` are ranges of the parameter's rows, (first, count), in the order of the ranks.
+    For example, with [(0, 2), (4, 2), (2, 2), (6, 2)], rows 2 and 3 of `tensor` become rows 4 and 5 of the result.
     """
     result = torch.empty_like(tensor)
     begin = 0
@@ -301,5 +338,8 @@ def to_parameter_order(tensor: torch.Tensor, row_ranges: RowRanges) -> torch.Ten
 
 
 def to_rank_order(tensor: torch.Tensor, row_ranges: RowRanges) -> torch.Tensor:
-    """Undo `to_parameter_order`."""
+    """Return a tensor with its rows in the order of the ranks, given one with rows in the parameter's own order.
+
+    This undoes `to_parameter_order`, which explains `row_ranges`.
+    """
     return torch.cat([tensor[first : first + count] for first, count in row_ranges])

@@ -48,13 +48,18 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Each rank updates its shards, and exchanges nothing."""
+        """Update all parameters that have a gradient. Each rank updates its own shards, and exchanges nothing.
+
+        The update is the sign of beta1 * moment + (1 - beta1) * gradient. Afterwards the moment becomes
+        beta2 * moment + (1 - beta2) * gradient. All parameters of a group go through each kernel together.
+        """
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
+
             for parameter in parameters:
-                if not self.state[parameter]:
+                if not self.state[parameter]:  # the first step
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
             weights = [local(parameter) for parameter in parameters]
             gradients = [local(parameter.grad) for parameter in parameters]
@@ -66,14 +71,14 @@ class Lion(Optimizer):
             torch._foreach_sign_(updates)
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-lr)
-            torch._foreach_lerp_(moments, gradients, 1 - beta2)
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)  # after the update, which uses the old moments
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """Drop the gradients of all parameters, and of the whole parameters of which a ZeRO-1 optimizer has rows.
+    """Set the gradients of all parameters that an optimizer updates to None.
 
-    The optimizer is asked, and not the model, because after a forward pass without a gradient FSDP shows other
-    parameters.
+    The parameters are the optimizer's and not the model's, because after a forward pass without a gradient FSDP shows
+    other parameters in the model. A ZeRO-1 optimizer has only rows of them, so the whole parameters are cleared too.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -50,7 +50,8 @@ class Partners:
     def join_run(self, run: RunHandle) -> None:
         """Join the run once this launch has restored its checkpoint, and take over newer state if others train already.
 
-        Without outer steps, removes their momentum, which a checkpoint may have from an earlier launch.
+        This base class has nobody to join. A checkpoint may have the momentum of outer steps, from a launch that took
+        them; if this launch does not, it is removed from the optimizer's state and rank 0 prints that.
         """
         slots_with_momentum = [slots for slots in run.optimizer.state.values() if OUTER_MOMENTUM in slots]
         if slots_with_momentum and not self.takes_outer_steps:

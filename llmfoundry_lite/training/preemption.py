@@ -90,7 +90,11 @@ class Preemption:
     """Lets another launch take over the run at once. Called just before the process is ended."""
 
     def __post_init__(self) -> None:
-        """Set the deadline of `max_wall_seconds`, and the state that the threads share."""
+        """Set the deadline of `max_wall_seconds`, and the state that the main thread shares with two others.
+
+        `listen` starts the threads. Any thread may set `reason`, `leave_by` and `failure`. Once set, they stay as they
+        are, except that Ctrl-C replaces another reason.
+        """
         self.stop_file = self.run_folder / STOP_FILE
         self.deadline: float | None = None
         """When `max_wall_seconds` is over, by the monotonic clock."""
@@ -114,17 +118,22 @@ class Preemption:
     # ---------------------------------------------------------------------------------------------- the main thread
 
     def listen(self) -> None:
-        """Start the two threads.
+        """Start to listen for signals, the file STOP, the deadline, and other ranks' reasons, in two threads.
 
-        Call this once, after Composer has installed its signal handlers: these replace them.
+        Call this once, from the main thread, after Composer has installed its signal handlers: these replace them. From
+        here on, a signal only notes a reason to leave, and does not interrupt the main thread.
         """
         self._is_main = dist.get_rank() == 0
+
+        # The interpreter's C handler writes the number of each signal into this pipe, even while the main thread is in
+        # a collective, where no Python handler runs.
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A forked child must end when it is terminated, and must not write into its parent's pipe.
         os.register_at_fork(after_in_child=_reset_signals_in_child)
         handle_leaving_signals(lambda number, frame: None)  # the thread reads the signal from the pipe
+
         threading.Thread(target=self._watch, name="preemption", daemon=True).start()
         threading.Thread(target=self._poll_other_ranks, name="preemption-of-others", daemon=True).start()
 
@@ -134,9 +143,10 @@ class Preemption:
         return self.set_agreed(highest)
 
     def find_reason(self) -> int:
-        """Return the reason that this rank knows of, 0 if none.
+        """Return the reason that this rank knows of, as an index into `REASONS`; 0 if none.
 
-        Call it at the end of each batch, or of each batch of an evaluation: it also measures how long they take.
+        Call it once at the end of each batch, or of each batch of an evaluation: it also measures how long batches
+        take, because the file STOP extends the grace period by the longest one.
         """
         now = time.monotonic()
         if self._batch_ended_at is not None:
@@ -146,9 +156,9 @@ class Preemption:
         return self.reason
 
     def set_agreed(self, reason: int) -> str:
-        """Note the reason that all ranks have agreed on, 0 if none, and return it in words.
+        """Note the reason that all ranks have agreed on, an index into `REASONS`, and return it in words.
 
-        A rank that knew of no reason itself starts its grace period here.
+        Without a reason (0), returns an empty text. A rank that knew of no reason itself starts its grace period here.
         """
         self.agreed_reason = reason
         if self.agreed_reason and not self.reason:
@@ -195,12 +205,18 @@ class Preemption:
     # -------------------------------------------------------------------------------------------------- the threads
 
     def _watch(self) -> None:
-        """Handle signals, the file STOP and the deadlines until the process ends. Runs in a thread of its own."""
+        """Handle signals, the file STOP and the two deadlines until the process ends. Runs in a thread of its own.
+
+        The deadlines are `deadline`, after which the launch should leave, and `leave_by`, at which the process is ended
+        although the main thread has not left.
+        """
         while True:
+            # Wait for a signal, but not longer than until the next deadline.
             ready, _, _ = select.select([self._pipe], [], [], self._seconds_to_next_check())
             if ready:
                 for number in os.read(self._pipe, SIGNALS_PER_READ):
                     self._handle_signal(number)
+
             self._look_for_stop_file()
             now = time.monotonic()
             self._leave_if_late(now)
@@ -218,22 +234,26 @@ class Preemption:
         return min(max(0.0, next_deadline - time.monotonic()), POLL_SECONDS)
 
     def _handle_signal(self, number: int) -> None:
-        """Note the reason that a signal stands for. A second Ctrl-C ends the process."""
+        """Note the reason that a signal stands for; a second Ctrl-C ends the process at once instead.
+
+        `number` is a signal's number, read from the pipe. A launcher also sends SIGTERM when another rank has failed.
+        So before the first reason, this looks for a failure of another rank and sets `failure`, and the launch then
+        counts as failed. Signals that do not ask to leave are ignored.
+        """
         if number == signal.SIGINT and self._ctrl_c.is_second_press():
             text = f"interrupted by Ctrl-C a second time: nothing more was saved; {self.describe_saves()}"
             self._leave("failed", text, EXIT_INTERRUPTED)
         if number not in LEAVING_SIGNALS:
             return
         if number != signal.SIGINT and not self.reason:
-            # Perhaps the launcher sends the signal because another rank has failed.
             self.failure = find_failure_of_other_rank()
         self._note_reason(REASONS.index(signal.Signals(number).name))
 
     def _leave_if_late(self, now: float) -> None:
         """End the process if the grace period is over. `now` is the monotonic time in seconds.
 
-        The exit code is that of the other rank's failure if there was one, 1 if saves fail, because 75 would promise
-        that the state is saved, and otherwise 75.
+        The exit code tells a launcher what to do next. It is the other rank's code if one has failed; 1 if saves fail;
+        and otherwise 75, which promises that the same command carries on from a save.
         """
         if self.leave_by is None or now < self.leave_by:
             return
@@ -245,6 +265,7 @@ class Preemption:
         seconds = f"{self._grace_seconds:.3g} s"
         save_error = self.describe_failed_save()
         if self.saved is not None:
+            # The main thread has saved in time, and hangs in what follows, such as closing wandb.
             text = f"{because}: saved as {self.saved}; closing the run took more than the rest of {seconds}"
         elif save_error:
             text = f"{because}, but saves fail: {save_error}; {self.describe_saves()}"
@@ -278,11 +299,11 @@ class Preemption:
             self._note_reason(STOP_FILE_REASON)
 
     def _note_reason(self, reason: int) -> None:
-        """Note a reason to leave, start the clock, and announce the reason to the other ranks.
+        """Note a reason to leave, start the grace period, and announce the reason to the other ranks.
 
-        It may be called from any thread. The first reason counts, with one exception. A launcher answers Ctrl-C by
-        sending SIGTERM, and the kernel runs the handler of the later of two waiting signals first. So Ctrl-C replaces
-        another reason.
+        `reason` is an index into `REASONS`. It may be called from any thread, and more than once: the first reason
+        counts, with one exception. A launcher answers Ctrl-C by sending SIGTERM, and the kernel runs the handler of the
+        later of two waiting signals first. So Ctrl-C replaces another reason. Sets `reason` and `leave_by`.
         """
         is_later_ctrl_c = reason == SIGINT_REASON and self.reason != SIGINT_REASON
         if self.reason and not is_later_ctrl_c:
@@ -292,18 +313,25 @@ class Preemption:
         if self.leave_by is None:
             self.leave_by = time.monotonic() + self._grace_seconds
         self.reason = reason
-        if self.failure is not None:  # the launch has failed, so nobody is to call it preempted
+
+        # Tell the run folder and the other ranks, unless a rank has failed: then nobody is to call the launch
+        # preempted.
+        if self.failure is not None:
             return
         with suppress(Exception):
             self.on_reason(REASONS[reason])
         announce_preemption(REASONS[reason])
 
     def _leave(self, status: str, text: str, exit_code: int) -> None:
-        """Record how this launch ends, and end the process without waiting for the main thread."""
+        """Record how this launch ends, give back the lease, and end the process without waiting for the main thread.
+
+        Does not return. `status` is "failed" or "preempted", and `text` explains it. Errors are ignored on the way,
+        because the process must end.
+        """
         with suppress(Exception):
             self.on_leave(status, text)
             if self._is_main and status == "preempted" and self.reason == STOP_FILE_REASON:
-                self.stop_file.unlink(missing_ok=True)
+                self.stop_file.unlink(missing_ok=True)  # so that the next launch does not find it
         with suppress(Exception):
             self.release_lease()
         exit_now(exit_code)
@@ -319,14 +347,16 @@ def age_of_launch() -> float:
 
 
 def _reset_signals_in_child() -> None:
-    """Give signals their default meaning in a forked child, such as a loader's worker.
+    """Give signals their default meaning in a forked child, such as a data loader's worker. Runs in the child.
 
-    SIGINT and SIGHUP are ignored instead. A terminal sends them to children too, but a worker must serve its parent
-    until that has saved and left.
+    Otherwise a child would write the signals that it gets into its parent's pipe, and would not end when it is
+    terminated. SIGINT and SIGHUP are ignored instead. A terminal sends them to children too, but a worker must serve
+    its parent until that has saved and left.
     """
     with suppress(ValueError):  # a child that another thread has forked has no Python handlers
         signal.set_wakeup_fd(-1)
         for number in LEAVING_SIGNALS:
+            # Leave handlers alone that the child, or a library, has installed.
             handler: Any = signal.getsignal(number)
             is_ours = callable(handler) and getattr(handler, "__module__", "") == __name__
             if not is_ours:

@@ -44,7 +44,11 @@ class RunFolder(LoggerDestination):
     """
 
     def __init__(self, config: TrainConfig):
-        """Create the folder, on rank 0. Nothing else is written before `start`. Raises UserError if that fails."""
+        """Create the folder, on rank 0. Raises UserError if that fails.
+
+        Nothing is written into it before `start`, except by `fail` and `leave`. Call order: `start`, then the methods
+        that write records and the status, then `finish` or `fail`.
+        """
         self.config = config
         self.folder = Path(config.run_folder)
         self.log_path = self.folder / METRICS
@@ -52,6 +56,8 @@ class RunFolder(LoggerDestination):
         """This is rank 0, which writes."""
         self.trainer: Trainer | None = None
         """None until the run has been restored."""
+
+        # The status.
         self.leave_reason: str | None = None
         """Why the launch is asked to leave; None if it is not."""
         self.saves: dict[str, Any] = {}
@@ -62,6 +68,12 @@ class RunFolder(LoggerDestination):
         """On rank 0: the launch has begun and not ended, so status.json may be updated."""
         self.is_done = False
         """The launch has recorded an orderly end."""
+        self._status_lock = threading.Lock()
+        """Held while status.json is updated, from any thread."""
+        self._status_updated_at = 0.0
+        """Monotonic time of the last update."""
+
+        # The log.
         self.launch = 0
         """Number of this launch in the log. The first launch of a run has 1."""
         self.metrics: Record = {}
@@ -72,10 +84,7 @@ class RunFolder(LoggerDestination):
         self.initial_files: dict[str, bytes] = {}
         """Name -> content, of files that a launch writes only at its beginning."""
         self.mirrors: list[Mirror] = []
-        self._status_lock = threading.Lock()
-        """Held while status.json is updated, from any thread."""
-        self._status_updated_at = 0.0
-        """Monotonic time of the last update."""
+
         if self.is_main:
             with disk_errors_as_user_errors(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,24 +95,28 @@ class RunFolder(LoggerDestination):
         return int(self.trainer.state.timestamp.batch) if self.trainer is not None else 0
 
     def start(self, trainer: Trainer, wandb_run_id: str | None, history: bytes | None) -> None:
-        """Open the log and its mirrors, on rank 0, and record that the launch has begun.
+        """Open the log and its mirrors, on rank 0, and record in status.json that the launch has begun.
 
         `history` is the log that the checkpoint holds, whose missing lines are appended to the log here first, and
         `wandb_run_id` the run at wandb to continue; both may be None. Metrics logged before this call go into the first
-        record. Raises UserError.
+        record. Sets `trainer`, `launch`, `mirrors`, `log_file` and `is_running`. Raises UserError.
         """
         if self.is_main:
             with disk_errors_as_user_errors(self.folder):
+                # Files that are written once.
                 if wandb_run_id is not None:
                     write_atomically(self.folder / WANDB_ID, wandb_run_id + "\n")
                 config_text = dump_record(as_dict(self.config)).encode()
                 write_atomically(self.folder / CONFIG, config_text)
+
+                # The log gets what another machine has logged. Its last launch decides this one's number.
                 restored_records = append_missing_records(self.log_path, history) if history else []
                 self.launch = 1 + last_launch(self.log_path)
                 batch = int(trainer.state.timestamp.batch)
                 write_status(self.folder, "running", batch, self.leave_reason, launch=self.launch, **self.saves)
                 self.initial_files = {CONFIG: config_text, LAUNCHES: (self.folder / LAUNCHES).read_bytes()}
 
+                # Mirrors first see the log as it was before this launch.
                 max_duration = self.config.max_duration
                 self.mirrors = build_mirrors(self.config, lambda: progress_of(trainer.state, max_duration))
                 for mirror in self.mirrors:
@@ -115,10 +128,10 @@ class RunFolder(LoggerDestination):
     # ------------------------------------------------------------------------------------------------------- the log
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Collect metrics for the next record, on rank 0.
+        """Collect metrics for the next record, on rank 0. Later values of a metric replace earlier ones.
 
-        Composer calls this many times in a batch, with its own `step`. Composer's own clocks are dropped, because it
-        logs them before it counts the batch.
+        Composer calls this many times in a batch, with its own `step`, which is not used. Composer's own clocks are
+        dropped, because it logs them before it counts the batch. Reading a tensor's value waits for its device.
         """
         if not self.is_main:
             return
@@ -126,7 +139,7 @@ class RunFolder(LoggerDestination):
             is_composers_clock = key.startswith(("time/", "trainer/")) and not key.endswith("_seconds")
             if is_composers_clock:
                 continue
-            name = key.replace("metrics/eval/", "eval/")
+            name = key.replace("metrics/eval/", "eval/")  # Composer's name of our validation losses
             self.metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -139,7 +152,10 @@ class RunFolder(LoggerDestination):
             self._update_status()
 
     def write(self, state: State) -> None:
-        """Write the collected metrics as the record of the last batch, or of batch 0 before the first."""
+        """Write the collected metrics as the record of the last batch, or of batch 0 before the first.
+
+        Only rank 0 writes. Sets `last_record`, and begins to collect for the next record.
+        """
         timestamp = state.timestamp
         self.last_record = {
             "batch": int(timestamp.batch),
@@ -163,9 +179,10 @@ class RunFolder(LoggerDestination):
         return records[-1] if records else {"batch": batch, "launch": self.launch}
 
     def add_to(self, batch: int) -> None:
-        """Write the record of a batch that an earlier launch has trained again, with the collected metrics.
+        """Write the record of a batch again, with the collected metrics in addition. Only rank 0 calls this.
 
-        Only rank 0 calls this.
+        An earlier launch has trained that batch and written its record. A reader of the log takes the last record of a
+        batch.
         """
         self._publish({**self.record_of(batch), **self.metrics})
 
@@ -198,18 +215,18 @@ class RunFolder(LoggerDestination):
                 mirror(record)
 
     def _append(self, record: Record) -> None:
-        """Append a record to the log as a line of JSON, with null for NaN and infinity.
+        """Append a record to the log as a line of JSON, with null for NaN and infinity. Only rank 0 calls this.
 
-        Raises UserError if the disk fails.
+        Writes a log that was removed meanwhile again first. Raises UserError if the disk fails.
         """
         assert self.log_file is not None
-        plain: Record = {}
+        json_record: Record = {}
         for key, value in record.items():
-            is_json = not isinstance(value, float) or isfinite(value)
-            plain[key] = value if is_json else None
+            has_json_value = not isinstance(value, float) or isfinite(value)
+            json_record[key] = value if has_json_value else None
         with disk_errors_as_user_errors(self.log_path):
             self._mend_files()
-            self.log_file.append(mask_urls(json.dumps(plain, allow_nan=False)))
+            self.log_file.append(mask_urls(json.dumps(json_record, allow_nan=False)))
 
     def _mend_files(self) -> None:
         """Write files again that somebody has removed while the run trains, and print that.
@@ -223,13 +240,18 @@ class RunFolder(LoggerDestination):
             self._write_lost_files(self.log_file)
 
     def _write_lost_files(self, log_file: LogFile) -> None:
-        """Do the work of `_mend_files`. Raises OSError."""
+        """Write the log, status.json, config.yaml and the list of launches again, if somebody has removed them.
+
+        Prints a warning for each. Does nothing while the folder itself is missing, except that the log may create it.
+        Raises OSError.
+        """
         note = log_file.mend()
         if note:
             print(printable(f"warning: {note}"), flush=True)
         if not self.folder.is_dir():
             return
 
+        # Look before the status is updated, because that may write the list of launches, too.
         lost = [name for name in self.initial_files if not (self.folder / name).exists()]
         if self.is_running and not (self.folder / STATUS).exists():
             self._update_status()
@@ -313,14 +335,17 @@ class RunFolder(LoggerDestination):
     def _write_reason(self, status: str, reason: str, *, may_pass: bool = False) -> None:
         """Write to status.json that the launch has "failed" or was "preempted", why, and whether to try again.
 
-        Only rank 0 calls this.
+        Only rank 0 calls this. `may_pass` says that the fault may be gone for the next launch.
         """
+        # Before the run is restored, nothing is known of batches and saves.
         if self.trainer is None:
             write_ended_early(self.folder, "preempted" if may_pass else status, reason)
             return
         if self.is_done and status == "failed":
             return  # the run is done, whatever fails in its export; a preempted launch is repeated, and exports again
 
+        # A launcher may try again if the fault may pass. If this launch has saved nothing, another one would not get
+        # further.
         fields = dict(self.saves)
         may_pass = may_pass or bool(self.saves.get("failed_saves"))
         if status == "failed" and may_pass and self.has_saved:
@@ -330,9 +355,10 @@ class RunFolder(LoggerDestination):
 
 @contextlib.contextmanager
 def disk_errors_as_user_errors(path: Path) -> Iterator[None]:
-    """Raise UserError instead of OSError in a block that writes to `path`.
+    """Raise UserError instead of OSError in a block that writes to `path`, with what the user can do.
 
-    The disk is full, read-only or missing, or the file is a link, which somebody else may have put there.
+    The disk may be full, read-only or missing, or the user may lack the right to write. If the file is a link, somebody
+    else may have put it there, so the error names it and advises nothing.
     """
     try:
         yield

@@ -57,7 +57,11 @@ class RunHandle:
     """
 
     def __init__(self, trainer: Trainer, saving: Saving, leave: Callable[[str, str], None]):
-        """Wrap a run that has been restored. `leave` prints and records, with a status, why this process ends."""
+        """Wrap a run that has been restored, for the other launches of it.
+
+        `saving` is the run's `Checkpointing`. `leave` prints and records, with a status and a text, why this process
+        ends. The public attributes may be read by the other launches' code; the private ones are the training loop's.
+        """
         self._state = trainer.state
         self._logger = trainer.logger
         self._saving = saving
@@ -137,10 +141,13 @@ class RunHandle:
         return " ".join(order.fingerprint for order in self._dataset.stages.orders)
 
     def read(self, row_indices: Sequence[int], again: Sequence[int] = (), back: int = 0) -> Iterator[Any]:
-        """Return batches with this rank's part of `row_indices`, the rows of each batch that this launch trains.
+        """Return the batches of the rest of the epoch, with those rows that this launch trains.
 
-        The first one is the run's next batch. If `again` is given, each batch also has this rank's part of those rows
-        of the batch that is `back` batches earlier.
+        `row_indices` are the rows of each global batch that all data ranks of this launch train, and each batch that is
+        returned has this rank's part of them. The first one is the run's next batch. If `again` is given, each batch
+        also has this rank's part of those rows of the batch that is `back` batches earlier.
+
+        For example, with rows 4 to 7 and 2 data ranks, rank 0 gets rows 4 and 5 of every batch.
         """
         loader = self.config.train_loader
         sample_in_epoch = self.batch_in_epoch * self._dataset.global_batch_size
@@ -157,7 +164,10 @@ class RunHandle:
         )
 
     def _part_of(self, row_indices: Sequence[int]) -> Sequence[int]:
-        """Return this data rank's part of rows that are divided over all data ranks, in order."""
+        """Return this data rank's part of rows that are divided over all data ranks, in order.
+
+        The parts differ by one row at most. For example, 3 ranks get 3, 3 and 4 of 10 rows.
+        """
         ranks = self._agreement.ranks
         begin = ranks.rank * len(row_indices) // ranks.size
         end = (ranks.rank + 1) * len(row_indices) // ranks.size
@@ -166,7 +176,8 @@ class RunHandle:
     def on_gradients(self, parameters: Mapping[str, Parameter], take: Callable[[str, Parameter], None]) -> None:
         """Call `take` with the name and the parameter as soon as a gradient is final, in each batch from now on.
 
-        The calls come during the backward pass of the batch's last microbatch. Two kinds of parameters are not
+        `parameters` are this rank's, by name. The calls come during the backward pass of the batch's last microbatch,
+        so that gradients can be sent to other launches while others are still computed. Two kinds of parameters are not
         reported, and the caller has to read their gradients after the backward pass:
 
         - all parameters of a pipeline, unless FSDP shards every stage, because their hooks run after every microbatch
@@ -176,7 +187,7 @@ class RunHandle:
         model = step.model
 
         def after_accumulation(name: str, parameter: Parameter) -> None:
-            if step.num_microbatches_left == 0:
+            if step.num_microbatches_left == 0:  # otherwise more will be added to this gradient
                 take(name, parameter)
 
         if model.num_stages > 1 and not all(isinstance(stage, FSDPModule) for stage in self.model.stages):
@@ -207,7 +218,10 @@ class RunHandle:
         clear_gradients(self.optimizer)
 
     def add_counts(self, samples: int, tokens: int) -> None:
-        """Add samples and tokens that other launches have trained to the run's clock. The ranks exchange nothing."""
+        """Add samples and tokens that other launches have trained to the run's clock. The ranks exchange nothing.
+
+        Batches are not added. Replaces `state.timestamp`.
+        """
         timestamp = self._state.timestamp
         additions = dict.fromkeys(("sample", "sample_in_epoch"), samples)
         additions |= dict.fromkeys(("token", "token_in_epoch", "token_in_iteration"), tokens)

@@ -49,7 +49,11 @@ class RunState:
     """Id of the run at wandb, as it was read last; None if there is none."""
 
     def collect(self, state: State) -> dict[str, Any]:
-        """Return the state besides tensors, as values that a manifest can hold."""
+        """Return the state of a run besides tensors, as values that a checkpoint's manifest can hold.
+
+        `restore` takes the result. The timestamp holds counts as integers and wall-clock times in seconds. Call it
+        between two batches; the ranks exchange nothing.
+        """
         timestamp: dict[str, float] = {name: int(getattr(state.timestamp, name)) for name in COUNTS}
         timestamp |= {name: getattr(state.timestamp, name).total_seconds() for name in CLOCKS}
         scaler = self.gradient_step.scaler
@@ -64,16 +68,24 @@ class RunState:
         }
 
     def restore(self, scalars: dict[str, Any], state: State) -> None:
-        """Set Composer's state, the data set and the users' callbacks to what `collect` has returned."""
-        saved = scalars["timestamp"]
-        clocks = {name: datetime.timedelta(seconds=saved[name]) for name in CLOCKS}
-        counts = {name: saved[name] for name in COUNTS}
+        """Set Composer's state, the data set, the loss scaler and the users' callbacks to what `collect` has returned.
+
+        Changes `owes_evaluation`, too. The state of a callback that this launch does not have is ignored, and a
+        callback that the checkpoint does not have keeps its own. The ranks exchange nothing.
+        """
+        # The run's clock.
+        saved_timestamp = scalars["timestamp"]
+        clocks = {name: datetime.timedelta(seconds=saved_timestamp[name]) for name in CLOCKS}
+        counts = {name: saved_timestamp[name] for name in COUNTS}
         state.timestamp = Timestamp(**counts, **clocks)  # pyright: ignore[reportArgumentType]
+
+        # The place in the data. A user's own loader may have no state.
         dataset = getattr(state.train_dataloader, "dataset", None)
         if scalars["data"] is not None and hasattr(dataset, "load_state_dict"):
             dataset.load_state_dict(scalars["data"])  # type: ignore[union-attr]
             # Otherwise Composer's Trainer would skip again the batches that the data set has skipped.
             state.dataset_resumption["train"] = True
+
         self.owes_evaluation = scalars["owes_evaluation"]
         if self.gradient_step.scaler is not None and scalars["loss_scaler"] is not None:
             self.gradient_step.scaler.load_state_dict(scalars["loss_scaler"])
@@ -91,20 +103,26 @@ class RunState:
         return self._wandb_run_id
 
     def _user_callbacks(self, state: State) -> dict[str, Callback]:
-        """Return the callbacks that the YAML names with `python:module:Class`, by `module:Class`."""
+        """Return the user's own callbacks, by the name `module:Class` under which checkpoints keep their state.
+
+        They are those of Composer's callbacks whose class the YAML names with `python:module:Class`. The module in the
+        result is the one that defines the class, which may be another one than the YAML names.
+        """
         class_names = {name.rsplit(":", 1)[-1] for name in self.config.callbacks.extra}
-        found: dict[str, Callback] = {}
+        callbacks: dict[str, Callback] = {}
         for callback in state.callbacks:
             cls = type(callback)
             if cls.__name__ in class_names:
-                found[f"{cls.__module__}:{cls.__qualname__}"] = callback
-        return found
+                callbacks[f"{cls.__module__}:{cls.__qualname__}"] = callback
+        return callbacks
 
 
 def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of those options of an optimizer's group that the configuration decides, and not a checkpoint.
+    """Return copies of the options of an optimizer's group that the configuration decides, not a checkpoint.
 
-    These are the learning rate and the weight decay; `config.changes` lets them change during a run.
+    These are the learning rate, also as `initial_lr`, which schedules multiply, and the weight decay. `config.changes`
+    lets them change during a run. Call it before the optimizer is restored, and update its group with the result
+    afterwards.
     """
     options: dict[str, Any] = {}
     for key in ("lr", "weight_decay"):
@@ -116,7 +134,10 @@ def chosen_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect_data_state(state: State) -> dict[str, Any] | None:
-    """Return the place in the training data, as the data set describes it; None if it has no state."""
+    """Return the place in the training data, as the data set describes it; None if it has no state.
+
+    The place is the number of samples that the run has taken from this epoch, over all ranks.
+    """
     dataset = getattr(state.train_dataloader, "dataset", None)
     if not hasattr(dataset, "state_dict"):
         return None
@@ -152,9 +173,11 @@ DIGITS_DEPEND_ON = {
 def build_segment(
     config: TrainConfig, model: LanguageModel, first_batch: int, last_batch: int, **measured: Any
 ) -> Segment:
-    """Describe where this launch runs, for the manifest of a checkpoint.
+    """Describe where and how this launch has trained batches `first_batch` to `last_batch`, for a manifest.
 
-    `measured` are fields of the segment that the configuration does not determine. The ranks exchange nothing.
+    A checkpoint has such a segment for each launch of its run: devices, software, layout, precision, and other settings
+    that change the last digits of results. `measured` are fields of the segment that the configuration does not
+    determine, such as `tokens_per_second`. The ranks exchange nothing.
     """
     fsdp, layout = config.sharding, layout_here(config)
     if config.exact_sums:
@@ -163,6 +186,8 @@ def build_segment(
         reduction = "each microbatch"
     else:
         reduction = "each batch"
+
+    # A field is None if it does not apply, so that it makes no difference between two launches.
     return Segment(
         first_batch=first_batch,
         last_batch=last_batch,
@@ -191,9 +216,9 @@ def build_segment(
 def recorded_variable(name: str, value: str) -> str:
     """Return the value of a configured environment variable as checkpoints record it.
 
-    `value` is the configured one. The process may have another, because the shell goes first, and that one is recorded.
-    A reference to a variable stays a reference, and the value of a variable that holds a secret, by its name, is not
-    recorded.
+    `value` is the configured one. A reference, such as `${oc.env:HOME}`, stays a reference. A secret, which is known by
+    its variable's name, is hidden. Otherwise the process's own value is recorded, which differs from the configured one
+    if the shell has set the variable.
     """
     if isinstance(value, FromEnvironment):
         return value.written
@@ -203,9 +228,10 @@ def recorded_variable(name: str, value: str) -> str:
 
 
 def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[Segment, ...]:
-    """Return the segments of earlier launches, with references to variables where `config` has references.
+    """Return segments of earlier launches without the values of variables that `config` takes from the environment.
 
-    Earlier releases recorded the values, which may be secrets.
+    Such values may be secrets. A checkpoint of an earlier release may have recorded them, so they are replaced by the
+    references that `config` has, such as `${oc.env:TOKEN}`, before they go into the next checkpoint.
     """
     references: dict[str, str] = {}
     for name, value in config.environment.items():
@@ -220,18 +246,27 @@ def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[S
 
 
 def find_differences(before: Segment, now: Segment) -> list[str]:
-    """List what may change the last digits of results between two launches, such as `devices 8 -> 4`."""
+    """List what may change the last digits of results between two launches, in words.
+
+    For example, `["devices 8 -> 4", "attention sdpa -> flash"]`. Compares the fields in DIGITS_DEPEND_ON and the
+    configured environment variables. A microbatch size of None in `now` was not chosen yet, and is not compared.
+    """
     pairs = {name: (getattr(before, field), getattr(now, field)) for name, field in DIGITS_DEPEND_ON.items()}
-    if now.device_train_microbatch_size is None:  # not chosen yet
+    if now.device_train_microbatch_size is None:
         del pairs["microbatch"]
+
     for name in sorted({*before.environment, *now.environment}):
-        pair = (before.environment.get(name), now.environment.get(name))
+        values = (before.environment.get(name), now.environment.get(name))
         # If one launch has only a reference, nobody can tell whether the values differ.
-        if not any("${oc." in str(value) for value in pair):
-            pairs[name] = pair
-    return [
-        f"{name} {_describe_value(old)} -> {_describe_value(new)}" for name, (old, new) in pairs.items() if old != new
-    ]
+        has_reference = any("${oc." in str(value) for value in values)
+        if not has_reference:
+            pairs[name] = values
+
+    differences: list[str] = []
+    for name, (old, new) in pairs.items():
+        if old != new:
+            differences.append(f"{name} {_describe_value(old)} -> {_describe_value(new)}")
+    return differences
 
 
 def _describe_value(value: Any) -> str:

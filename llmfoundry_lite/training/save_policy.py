@@ -69,30 +69,40 @@ class SavePolicy:
         return progress_of(state, self.config.max_duration) >= 1
 
     def is_launch_over(self, state: State) -> bool:
-        """Return whether this launch has reached `stop_after` or `stop_at`, or a callback has asked for its end."""
+        """Return whether this launch ends after the last batch, although the run may not be done.
+
+        It does if it has reached `stop_at`, which counts from the beginning of the run, or `stop_after`, which counts
+        from the beginning of the launch, or if a callback has set `stop_reason`.
+        """
         if self.stop_reason:
             return True
-        point = self.config.stop_at  # counted from the beginning of the run
-        if point is not None and elapsed(state, point.unit) >= point.value:
+        stop_at = self.config.stop_at
+        if stop_at is not None and elapsed(state, stop_at.unit) >= stop_at.value:
             return True
-        span = self.config.stop_after  # counted from the beginning of the launch
-        if span is None:
+        stop_after = self.config.stop_after
+        if stop_after is None:
             return False
-        return elapsed(state, span.unit) - elapsed(state, span.unit, self.started_at) >= span.value
+        trained = elapsed(state, stop_after.unit) - elapsed(state, stop_after.unit, self.started_at)
+        return trained >= stop_after.value
 
     def decide(self, state: State) -> Decision:
-        """Return what follows the last batch.
+        """Decide what follows the last batch: a save, the end of this launch, or neither.
 
-        All ranks have the same numbers, so they decide the same without an exchange.
+        Call it after `Agreement.end_batch`. All ranks have the same numbers by then, so they decide the same without an
+        exchange.
         """
         is_last = self.is_last(state)
         is_launch_over = self.is_launch_over(state)
+
+        # A save is due by rank 0's clock, on which the ranks have agreed, or because the run has reached a multiple of
+        # the interval.
         is_save_due = self.agreement.save_is_due
         if self.span is not None and has_passed(state, self.span):
             is_save_due = True
+
+        # A run that ends with this batch is done, and not preempted, unless its last evaluation is missing.
         reason = REASONS[self.preemption.agreed_reason]
         owes_evaluation = bool(reason) and is_evaluation_due(self.config, state)
-        # A run that ends with this batch is done, and not preempted, unless its last evaluation is missing.
         is_preempted = bool(reason) and (not is_last or owes_evaluation)
         return Decision(
             saves=is_save_due or is_last or is_launch_over or is_preempted,
@@ -111,7 +121,10 @@ class SaveTimer:
     """
 
     def __init__(self, seconds: float | None):
-        """Start a timer whose interval is `seconds`, or None for `auto`."""
+        """Start a timer whose interval is `seconds`, or None for `auto`.
+
+        With `auto`, the first save comes after FIRST_SECONDS, and `note_published` sets `seconds` from then on.
+        """
         self.is_auto = seconds is None
         self.seconds = FIRST_SECONDS if seconds is None else seconds
         """The interval between saves."""
@@ -122,6 +135,7 @@ class SaveTimer:
         self._disturbed: list[float] = []
         """Seconds of the batches during the current save."""
         self._costs: deque[float] = deque(maxlen=NUM_COSTS)
+        """Cost in seconds of the newest saves."""
         self._has_only_first_cost = True
         """`_costs` has no save but the launch's first."""
         self._printed_seconds: float | None = None
@@ -134,9 +148,10 @@ class SaveTimer:
         self._batch_ended_at = self._began_at
 
     def note_batch_end(self, is_saving: bool) -> bool:
-        """Note the length of the batch that ends, during which a save was in progress or not.
+        """Note the length of the batch that ends now, and return whether a save is due. Call it once a batch.
 
-        Return whether a save is due.
+        `is_saving` says that a save was in progress during the batch. Those batches take longer, and how much longer is
+        the cost of the save.
         """
         now = time.monotonic()
         batch_seconds = now - self._batch_ended_at
@@ -154,13 +169,17 @@ class SaveTimer:
     def note_published(self, stall_seconds: float, durable_seconds: float) -> str | None:
         """Update the cost of a save and, with `auto`, the interval, after a save was published.
 
-        `stall_seconds` is how long training waited for it, and `durable_seconds` how long it took to be published.
-        Returns a line for the user if the interval has changed much, else None.
+        `stall_seconds` is how long training waited for it, and `durable_seconds` how long it took from its beginning to
+        its publication. With `auto`, the interval is so long that saves cost MAX_SAVE_FRACTION of the time. Sets
+        `cost_seconds` and `seconds`. Returns a line for the user if the interval has changed much, else None.
         """
+        # The cost is how much longer the batches during the save took than usual.
         usual_seconds = statistics.median(self._undisturbed) if self._undisturbed else float("inf")
-        lost_seconds = sum(seconds - usual_seconds for seconds in self._disturbed)
+        lost_seconds = sum(batch_seconds - usual_seconds for batch_seconds in self._disturbed)
         self._disturbed = []
-        if self._has_only_first_cost and self._costs:  # that save also planned and allocated buffers
+
+        # The first save also planned and allocated buffers. Its cost is forgotten once there is another one.
+        if self._has_only_first_cost and self._costs:
             self._costs.clear()
             self._has_only_first_cost = False
         self._costs.append(max(stall_seconds, lost_seconds))

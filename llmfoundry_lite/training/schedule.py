@@ -21,6 +21,10 @@ def learning_rate_multiplier(
 ) -> float:
     """Return the factor of the learning rate for the next batch, by the formulas of Composer and LLM Foundry.
 
+    `elapsed(unit)` returns what has been trained, and `batches_per_epoch` converts batches and epochs. All durations of
+    the schedule are counted in the unit of `max_duration`, the length of the run; `config.check` checks that they can
+    be.
+
     All schedules rise linearly during t_warmup. Then, with f the fraction of the time between t_warmup and t_max
     that has passed:
 
@@ -29,8 +33,8 @@ def learning_rate_multiplier(
     cosine_with_warmup: alpha_f + (1 - alpha_f) (1 + cos(pi f)) / 2
     inv_sqrt_with_warmup and warmup_stable_decay: see `_inverse_square_root` and `_stable_then_decayed`
 
-    `elapsed` returns what has been trained, and `batches_per_epoch` converts batches and epochs. All durations of the
-    schedule are counted in the unit of `max_duration`; `config.check` checks that they can be.
+    For example, cosine_with_warmup with t_warmup 10ba, t_max 110ba and alpha_f 0.1 gives 0.5 after 5 batches, 1 after
+    10, 0.55 after 60 and 0.1 after 110.
     """
 
     def convert(duration: Duration, *, is_whole: bool = True) -> float:
@@ -40,6 +44,8 @@ def learning_rate_multiplier(
     t_warmup = convert(schedule.t_warmup)
     t_max = convert(schedule.t_max)
     is_warming_up = t < t_warmup
+
+    # Two schedules do not follow from f alone.
     if schedule.name == "inv_sqrt_with_warmup":
         if is_warming_up:
             return t / t_warmup
@@ -48,12 +54,14 @@ def learning_rate_multiplier(
     if schedule.name == "warmup_stable_decay" and not is_warming_up:
         return _stable_then_decayed(schedule, t, t_max, convert(schedule.t_decay))
 
+    # The warm-up ends at the value that the schedule begins with.
     peak = 1.0
     if schedule.name == "linear_decay_with_warmup":
         peak = schedule.alpha_i
     if is_warming_up:
         return peak * t / t_warmup
-    fraction = 1.0
+
+    fraction = 1.0  # f; a warm-up may take the whole run
     if t_max > t_warmup:
         fraction = min(1.0, (t - t_warmup) / (t_max - t_warmup))
     if schedule.name == "cosine_with_warmup":
@@ -66,52 +74,62 @@ def learning_rate_multiplier(
 def convert_duration(
     duration: Duration, max_duration: Duration, batches_per_epoch: int, *, is_whole: bool = True
 ) -> float:
-    """Return the length of `duration` in the unit of `max_duration`, the run's.
+    """Convert a duration of a schedule to the unit of `max_duration`, which is the length of the run.
+
+    For example, with a run of 4ep of 250 batches each, 500ba are 2 epochs and 0.1dur are 0.4 epochs; with a run of
+    1000ba, 1ep is 250 batches and 0.1dur are 100.
 
     A fraction of the run (`dur`) is cut to a whole number of units, or of batches if the unit is epochs, as Composer's
-    `_convert_time` does. It stays a fraction if it need not be `is_whole`, as `t_scale`, which is no time.
+    `_convert_time` does. With `is_whole` False it stays a fraction: `t_scale` is a parameter of a curve, not a time.
     """
     if duration.unit == max_duration.unit:
         return duration.value
     if duration.unit == "ep" and max_duration.unit == "ba":
         return duration.value * batches_per_epoch
+
+    # What remains is batches in a run of epochs, or a fraction of any run.
     steps_per_unit = batches_per_epoch if max_duration.unit == "ep" else 1
     if duration.unit != "dur":
         return duration.value / steps_per_unit
-    length = duration.value * steps_per_unit * max_duration.value
+    num_steps = duration.value * steps_per_unit * max_duration.value
     if is_whole:
-        length = int(length)
-    return length / steps_per_unit
+        num_steps = int(num_steps)
+    return num_steps / steps_per_unit
 
 
 def _inverse_square_root(
     schedule: SchedulerConfig, t: float, t_warmup: float, t_max: float, t_scale: float, t_cooldown: float
 ) -> float:
-    """Return the multiplier of LLM Foundry's inverse square root schedule after the warm-up.
+    """Return the learning rate's factor in LLM Foundry's inverse square root schedule, after the warm-up.
 
-    It decays, then cools down linearly. `t` is the time trained; all times are in the unit of the run. The decay falls
-    from 1 to `alpha_f_decay` as 1 / sqrt((t - t_warmup + t_scale) / t_scale). The cooldown takes the last `t_cooldown`
-    before `t_max`, and ends at `alpha_f_cooldown`.
+    The factor first decays from 1 towards `alpha_f_decay`, as 1 / sqrt((t - t_warmup + t_scale) / t_scale) goes from 1
+    to 0. During the last `t_cooldown` before `t_max`, it falls linearly from where the decay has got to, and ends at
+    `alpha_f_cooldown`. `t` is the time trained. All times are in the unit of the run's length.
     """
 
     def decayed(t: float) -> float:
         root = 1.0 / math.sqrt((t - t_warmup + t_scale) / t_scale)
         return schedule.alpha_f_decay + (1.0 - schedule.alpha_f_decay) * root
 
+    # Before the cooldown. Without one, the factor stays where it was at the end.
     cooldown_start = max(t_warmup, t_max - t_cooldown)
     if t < cooldown_start or t_cooldown == 0:
         return decayed(min(t, cooldown_start))
+
     fraction = min(1.0, (t - cooldown_start) / t_cooldown)
     start = decayed(cooldown_start)
     return start + fraction * (schedule.alpha_f_cooldown - start)
 
 
 def _stable_then_decayed(schedule: SchedulerConfig, t: float, t_max: float, t_decay: float) -> float:
-    """Return the multiplier of MiniCPM's schedule (Hu et al. 2024) after the warm-up.
+    """Return the learning rate's factor in MiniCPM's schedule (Hu et al. 2024), after the warm-up.
 
-    It is 1, and decays to `alpha_f` at the end. `t` is the time trained, `t_max` the length of the run and `t_decay`
-    that of its decay, in one unit. The decay `1-sqrt` is that of Hägele et al. 2024. Before t_max - t_decay nothing
-    depends on when the run ends. So any checkpoint from before it can be carried on with another end, or decay at once.
+    It is 1 until t_max - t_decay, and then decays to `alpha_f` at t_max: linearly, as a cosine, or as 1 - sqrt(f)
+    (Hägele et al. 2024), where f is the fraction of the decay that has passed. `t` is the time trained. All times are
+    in the unit of the run's length.
+
+    Before the decay, nothing depends on when the run ends. So a checkpoint from before it can be carried on with
+    another end, or decayed at once.
     """
     if t_decay:
         fraction = min(1.0, max(0.0, (t - (t_max - t_decay)) / t_decay))
@@ -137,10 +155,14 @@ class LearningRate(Callback):
     max_duration: Duration
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Raise ConfigError if the schedule needs the number of batches in an epoch, and the data does not have it."""
+        """Raise ConfigError if the schedule needs the number of batches in an epoch, and the data does not have it.
+
+        A user's own loader, for example, may have no length. Then durations in epochs and in batches cannot be
+        converted into each other.
+        """
         if state.dataloader_len is not None:
             return
-        units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))
+        units_to_convert = (("ep", "ba"), ("ep", "dur"), ("ba", "ep"))  # of the run, and of a duration of the schedule
         keys = ("t_warmup", "t_max")
         if self.schedule.name == "constant_with_warmup":  # which does not use t_max
             keys = ("t_warmup",)
@@ -153,7 +175,11 @@ class LearningRate(Callback):
                 )
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Set the learning rate of each group of parameters for the batch that begins."""
+        """Set the learning rate of each group of parameters for the batch that begins.
+
+        A group's rate is its `initial_lr`, which is set here in the first batch if a checkpoint has not restored it,
+        times the schedule's factor.
+        """
         batches_per_epoch = int(state.dataloader_len or 1)
         multiplier = learning_rate_multiplier(
             self.schedule, self.max_duration, lambda unit: elapsed(state, unit), batches_per_epoch
@@ -183,13 +209,15 @@ def has_passed(state: State, span: Duration) -> bool:
 
 
 def elapsed(state: State, unit: str, at: Timestamp | None = None) -> float:
-    """Return how much has been trained, in `unit` (ba, ep, sp or tok): until now, or until `at`, a time of the run.
+    """Return how much has been trained until now, or until `at`, an earlier time of the run.
 
-    Epochs are counted in fractions, if the number of their batches is known.
+    `unit` is ba, ep, sp or tok: batches, epochs, samples or tokens. Epochs are counted in fractions, such as 1.5 in the
+    middle of the second one, if the number of their batches is known.
     """
     timestamp = at or state.timestamp
     if unit != "ep":
         return int(timestamp.get(unit))
+
     epoch = int(timestamp.epoch)
     num_batches = state.dataloader_len
     if num_batches is None:  # each epoch of a run with stages has a length of its own

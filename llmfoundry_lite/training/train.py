@@ -71,23 +71,26 @@ class Launch:
 def train(config: TrainConfig, partners: Partners | None = None) -> None:
     """Train as `config` says, from the run's newest checkpoint or from batch 1. Then export the model.
 
-    Every rank of a launch calls this once, in a process of its own. `partners` are the other launches that train the
-    same run; None selects those that the configuration names. `docs/getting-started.md` lists the files in the run
-    folder.
+    Collective: every rank of a launch calls this once, in a process of its own. `partners` are the other launches that
+    train the same run; None selects those that the configuration names. `docs/getting-started.md` lists the files in
+    the run folder.
 
-    Raises UserError for an error that the user can fix, Preempted if this launch has to leave before the run is done,
-    and torch's communication errors if another rank has failed. All of them are recorded in status.json first.
+    Returns when the run is done, or when this launch has reached `stop_at` or `stop_after`. Raises UserError for an
+    error that the user can fix, Preempted if this launch has to leave before the run is done, and torch's communication
+    errors if another rank has failed. All of them are recorded in status.json first.
     """
     launch = start_launch(config, partners)
     preemption, run_folder = launch.preemption, launch.run_folder
     try:
+        # Build the run and restore it. From here on, an error may find batches that can still be saved.
         launch.partners.connect()
         start = find_start(launch.config, takes_lease=launch.partners.takes_lease_at_start)
         trainer, checkpointing = build_and_restore(launch.config, run_folder, preemption, start, launch.partners)
         launch.trainer = trainer
         launch.checkpointing = checkpointing
-        preemption.listen()
+        preemption.listen()  # after Composer, whose signal handlers it replaces
 
+        # Prepare to train, if the restored run is not at its end already.
         set_microbatch_size(launch.config, trainer, checkpointing)
         checkpointing.was_stopped = checkpointing.announce_stop(trainer.state)
         is_run_done = progress_of(trainer.state, launch.config.max_duration) >= 1
@@ -97,6 +100,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         with user_errors_on_all_ranks():  # only rank 0 opens the log and the loggers
             run_folder.start(trainer, checkpointing.wandb_run_id, checkpointing.history)
 
+        # Train. Composer's loop calls the callbacks; docs/one-batch.md lists them.
         run_missed_evaluation(trainer, run_folder, checkpointing)
         if has_batches_to_train:
             evaluate_first(launch.config, trainer, run_folder, checkpointing)
@@ -104,6 +108,7 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         if checkpointing.was_preempted_by:
             raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
 
+        # Record the end before the export, which may fail without failing the run.
         run_folder.finish("stopped" if checkpointing.was_stopped else "done")
         if launch.config.export_at_end and not checkpointing.was_stopped:
             export(launch.config, run_folder, checkpointing)
@@ -121,18 +126,22 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
 
 
 def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
-    """Choose this rank's device and kernels, connect it to the other ranks, and prepare to be asked to leave.
+    """Choose this rank's device and kernels, connect it to the other ranks, and create the objects of a launch.
 
-    Collective. `partners` None selects those that `config` names. An error is recorded in status.json, and raised as
-    UserError if the user can fix it.
+    Collective. `partners` are the other launches of the run; None selects those that `config` names. The returned
+    `Launch` has no trainer yet: `train` sets `trainer` and `checkpointing` when it has built them. An error is recorded
+    in status.json, and raised as UserError if the user can fix it.
     """
-    raise_when_interrupted()  # again, because Composer has installed its own signal handlers while it was imported
+    # Composer installed its own signal handlers while it was imported. Until `Preemption.listen`, when there is a run
+    # to save, a signal to leave raises Preempted.
+    raise_when_interrupted()
     devices.keep_freed_memory()
     with refusals_recorded(lambda: Path(config.run_folder)):
         config = choose_kernels(config, devices.device_type())
         choose_device(devices.device_type())
         start_process_group(devices.device_type(), config.dist_timeout)
 
+    # `RunFolder` and `Preemption` need the rank, so the process group comes first.
     run_folder = RunFolder(config)
     if partners is None:
         partners = find_partners(config)
@@ -150,15 +159,18 @@ def start_launch(config: TrainConfig, partners: Partners | None) -> Launch:
 
 
 def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Switch torch to deterministic kernels if the run asks for them.
+    """Switch torch to deterministic kernels if the configuration asks for them.
 
-    With those, a repetition on the same devices computes the same bits. Returns the configuration with `deterministic`
-    true then, and else unchanged. `device_type` is "cuda" or "cpu". Raises ConfigError if CUBLAS_WORKSPACE_CONFIG has a
-    value that torch refuses with deterministic kernels.
+    With deterministic kernels, a repetition on the same devices computes the same bits. `device_type` is "cuda" or
+    "cpu". Sets CUBLAS_WORKSPACE_CONFIG in the environment, and options of torch for the whole process.
+
+    Returns the configuration with `deterministic` set to true, or unchanged if the run does not need such kernels.
+    Raises ConfigError if CUBLAS_WORKSPACE_CONFIG has a value that torch refuses with deterministic kernels.
     """
     if not config.is_deterministic_on(device_type):
         return config
 
+    # cuBLAS adds in a fixed order only with these workspaces. The user may have chosen one of them.
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACES[0])
     uses_cublas = device_type == "cuda" and bool(torch.version.cuda)
     if uses_cublas and workspace not in DETERMINISTIC_WORKSPACES:
@@ -166,12 +178,15 @@ def choose_kernels(config: TrainConfig, device_type: str) -> TrainConfig:
             f"CUBLAS_WORKSPACE_CONFIG: {workspace} given, but deterministic kernels need "
             f"{join_with_or(DETERMINISTIC_WORKSPACES)}; unset it"
         )
+
     torch.use_deterministic_algorithms(True)
     # torch 2.11 does not pass that on to its compiler, which would choose the kernel that was fastest in a measurement.
     inductor_config.deterministic = True
     # Filling new memory finds reads of uninitialised values. It takes time and changes no result.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - a property of a module
-    if config.deterministic is None and this_rank().rank == 0:
+
+    is_implied_by_exact_sums = config.deterministic is None
+    if is_implied_by_exact_sums and this_rank().rank == 0:
         print(
             f"deterministic: true, as exact_sums needs on {devices.device_name()}; its kernels are slower", flush=True
         )
@@ -194,14 +209,16 @@ def set_microbatch_size(config: TrainConfig, trainer: ParallelTrainer, checkpoin
 
 
 def run_missed_evaluation(trainer: ParallelTrainer, run_folder: RunFolder, checkpointing: Checkpointing) -> None:
-    """Evaluate the checkpoint's batch now, if the previous launch was asked to leave during that evaluation.
+    """Run the evaluation that the previous launch left midway, or did not start, because it was preempted.
 
-    Collective. Rank 0 adds the metrics to the record that the log has of that batch.
+    Collective. Does nothing unless the restored state has `owes_evaluation`, which this function clears. Rank 0 adds
+    the metrics to the record that the log already has of that batch.
     """
     if not checkpointing.run_state.owes_evaluation:
         return
-    # The state of a finished run says so for ever. If the run is launched again, the log already has the evaluation's
-    # last metric.
+
+    # The checkpoint of a finished run keeps `owes_evaluation`, also after a later launch has run the evaluation. So
+    # look into the log: if it has the metric that an evaluation logs last, nothing is missing.
     evaluators = trainer.state.evaluators
     last_metric = "eval/icl/"
     if evaluators:
@@ -211,6 +228,7 @@ def run_missed_evaluation(trainer: ParallelTrainer, run_folder: RunFolder, check
         record = run_folder.record_of(run_folder.batch)
         is_logged = any(key.startswith(last_metric) for key in record)
 
+    # Only rank 0 has the log.
     if not broadcast_json(is_logged):
         has_evaluated = evaluate(trainer, checkpointing)
         if has_evaluated and run_folder.is_main:
@@ -247,10 +265,11 @@ def evaluate(trainer: ParallelTrainer, checkpointing: Checkpointing) -> bool:
 
 
 def end_with_error(error: BaseException, launch: Launch) -> BaseException:
-    """Save what can be saved, record in status.json how the launch ends, and release what it holds.
+    """Save what can be saved, record in status.json how the launch ends, and release the lease and the partners.
 
-    Returns what to raise. Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for
-    other ranks only where they are known to be there, and only for a limited time. Signals are ignored from here on.
+    `error` is what has interrupted `train` on this rank. Returns the error to raise instead, which may be the same one.
+    Every rank that meets an error calls this, but perhaps not all ranks do. So it waits for other ranks only where they
+    are known to be there, and only for a limited time. Signals are ignored from here on.
     """
     ignore_leaving_signals()
     trainer, checkpointing = launch.trainer, launch.checkpointing
@@ -262,6 +281,8 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
         launch.preemption.release_lease()
         return reported
 
+    # A preempted launch is continued by another one, which must not find this one's STOP file. The trainer is closed
+    # only if all ranks leave together, because callbacks may use collectives in their `close`.
     launch.preemption.remove_stop_file()
     if reported.is_orderly and trainer is not None:
         trainer.close()
@@ -271,10 +292,11 @@ def end_with_error(error: BaseException, launch: Launch) -> BaseException:
 
 
 def record_end(error: BaseException, launch: Launch) -> BaseException:
-    """Decide what `error` means for the user, and let rank 0 write it to status.json. Returns what to raise for it.
+    """Decide what `error` means for the user, and let rank 0 write it to status.json. Returns the error to raise.
 
-    A connection that breaks while ranks leave becomes Preempted. Running out of memory becomes an OutOfMemoryError with
-    advice. A UserError learns whether trained batches are lost (`has_lost`).
+    A connection that breaks while other ranks leave becomes Preempted. Running out of memory becomes an
+    OutOfMemoryError with advice. A UserError keeps its text, and its `has_lost` is set to whether trained batches are
+    lost. Any other error is returned unchanged.
     """
     reported = error
     preempted_by = find_preemption_elsewhere(error, launch)
@@ -290,6 +312,7 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
         launch.run_folder.fail("preempted", str(reported))
         return reported
 
+    # Everything else is a failure of this launch.
     is_transient = False
     if isinstance(reported, UserError):
         reported.has_lost = has_lost_work(launch)
@@ -302,11 +325,13 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
 
 
 def has_lost_work(launch: Launch) -> bool:
-    """Return whether batches were trained that no save holds.
+    """Return whether the run has trained batches that no save holds, as this rank knows. Not collective.
 
-    They are this launch's, or those of an earlier one that has failed, if this launch has not carried on.
+    Once this launch has restored the run, its own batches count. Before that, the answer is what status.json says of
+    the previous launch.
     """
-    if launch.run_folder.trainer is None:
+    is_restored = launch.run_folder.trainer is not None
+    if not is_restored:
         return has_lost_batches(read_status(launch.run_folder.folder) or {})
     if launch.trainer is None or launch.checkpointing is None:
         return False
@@ -314,12 +339,17 @@ def has_lost_work(launch: Launch) -> bool:
 
 
 def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:
-    """Return why another rank was leaving when this rank lost its connection to it, which is `error`.
+    """Return why another rank was leaving when this rank lost its connection to it; empty if that is not the case.
 
-    Returns an empty text for any other error, and also if a rank has failed or saves fail: the launch then ends with
-    that failure.
+    Ranks that leave early may close their connections while this rank is still in a collective. The collective then
+    fails with `error`, although the launch is preempted and has not failed. The returned reason is one of `REASONS`,
+    such as "SIGTERM".
+
+    Returns an empty text for any other kind of error, and also if a rank has failed or if saves fail, because the
+    launch then ends with that failure.
     """
-    if launch.preemption.failure is not None or not is_lost_peer(error):
+    has_rank_failed = launch.preemption.failure is not None
+    if has_rank_failed or not is_lost_peer(error):
         return ""
     if launch.checkpointing is not None and launch.checkpointing.failed_saves.count > 0:
         return ""
@@ -327,14 +357,22 @@ def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:
 
 
 def explain_memory(error: BaseException, launch: Launch) -> OutOfMemoryError:
-    """Return an error that says when this rank ran out of memory, and which settings take less."""
+    """Return an error that says when this rank ran out of memory, and which settings take less. Not collective.
+
+    `error` is torch's, NumPy's or Python's own out-of-memory error. The time is "in batch 12" while the run trains,
+    and otherwise "while the run was built".
+    """
     config, trainer = launch.config, launch.trainer
-    when = "while the run was built"
-    microbatch_size = config.first_microbatch_size(config.global_train_batch_size // layout_here(config).num_data_ranks)
-    if trainer is not None:
+    if trainer is None:
+        when = "while the run was built"
+    else:
         when = f"in batch {int(trainer.state.timestamp.batch) + 1}"
-        if isinstance(trainer.state.device_train_microbatch_size, int):
-            microbatch_size = trainer.state.device_train_microbatch_size
+
+    # With `auto`, the trainer knows the chosen size. Before that, the search begins with the first size.
+    device_batch_size = config.global_train_batch_size // layout_here(config).num_data_ranks
+    microbatch_size = config.first_microbatch_size(device_batch_size)
+    if trainer is not None and isinstance(trainer.state.device_train_microbatch_size, int):
+        microbatch_size = trainer.state.device_train_microbatch_size
     return explain_out_of_memory(error, config, when, microbatch_size)
 
 
@@ -344,19 +382,20 @@ def explain_memory(error: BaseException, launch: Launch) -> OutOfMemoryError:
 def export(config: TrainConfig, run_folder: RunFolder, checkpointing: Checkpointing) -> None:
     """Write the last checkpoint's weights for plain transformers into the run folder, on rank 0. Every rank calls this.
 
-    The run is done by then, so a failure prints one line, and `checkpoint export` can repeat it. The other ranks wait
-    for rank 0 at torch's store. They would time out in a collective, because a large model takes longer than
-    `dist_timeout`.
+    The run is done by then, so a failure prints one line and does not raise; `checkpoint export` can repeat it. Ranks
+    other than 0 return when rank 0 has finished, or after `MAX_EXPORT_WAIT`.
     """
     checkpoint_url = checkpointing.newest_url
     if checkpoint_url is not None:  # a signal that comes during the export finds the run saved
         checkpointing.preemption.saved = checkpoint_url.rsplit("/", 1)[-1]
     if run_folder.is_main:
-        reason = describe_export_problem(config.model)
-        if reason is None and not checkpointing.partners.writes_checkpoints:
-            reason = "another launch of this run has its last save"
-        export_on_rank_0(config, run_folder, checkpoint_url, reason)
+        refusal = describe_export_problem(config.model)
+        if refusal is None and not checkpointing.partners.writes_checkpoints:
+            refusal = "another launch of this run has its last save"
+        export_on_rank_0(config, run_folder, checkpoint_url, refusal)
 
+    # The other ranks wait at torch's store. They would time out in a collective, because exporting a large model takes
+    # longer than `dist_timeout`.
     key = "llmfoundry_lite/exported"
     store = dist.distributed_c10d._get_default_store()
     with contextlib.suppress(RuntimeError):  # rank 0, which keeps the store, is gone and has printed why
@@ -371,13 +410,15 @@ def export_on_rank_0(
 ) -> None:
     """Export the checkpoint at `checkpoint_url` to `huggingface` in the run folder, and print the outcome.
 
-    `refusal` says why the run cannot be exported; None if it can. A run without a checkpoint exports nothing.
+    `refusal` says why the run cannot be exported; None if it can. A run without a checkpoint exports nothing. An error
+    of the export is printed with the command that repeats it, and not raised.
     """
     folder = run_folder.folder / "huggingface"
-    note = None
+    note = None  # what the exported model lacks or does differently, if anything
     if refusal is None and checkpoint_url is not None:
         try:
             with tempfile.TemporaryDirectory() as tokenizer_folder:
+                # Without a copy at hand, the model is exported without tokenizer rather than downloading one.
                 if is_local_or_cached(config.tokenizer.name):
                     load_tokenizer(config.tokenizer.name).save(tokenizer_folder)
                 tensors = load_full_tensors(checkpoint_url)

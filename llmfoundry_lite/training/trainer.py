@@ -97,37 +97,42 @@ class ParallelTrainer(Trainer):
     def _iter_dataloader(self, trainer_mode: Any) -> Iterator[Any]:
         """Yield this rank's part of each batch of an epoch, or of a validation set if `trainer_mode` is not TRAIN.
 
-        Composer's loop calls this. All ranks end after the same batch, and fail together. Collective.
+        Overrides Composer's method, which its loop calls once an epoch and once a validation set. All ranks end after
+        the same batch, and fail together. Collective.
         """
         if trainer_mode.name != "TRAIN":
             yield from self._read_validation()
             return
+
         self._begin_epoch()
         try:
             while True:
                 self.engine.run_event(Event.BEFORE_DATALOADER)
                 batch = self.agreement.next_batch()
-                if batch is None:
+                if batch is None:  # the epoch has ended on all ranks
                     self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
                     return
                 yield batch
         finally:
+            # The loop leaves this generator early when training stops in the middle of an epoch.
             self.agreement.end_epoch()
 
     def _read_validation(self) -> Iterator[Any]:
         """Yield this rank's part of each batch of a validation set, until one rank has no more. Collective.
 
-        An error of one rank's loader is raised on all ranks, so that they can save what they have trained. Composer
-        would let the others wait.
+        Before each batch, the ranks exchange whether they have one. If a loader raises an error on one rank, it is
+        raised on all ranks, so that they can save what they have trained. Composer would let the others wait.
         """
         batches = self._loader_batches()
         while True:
-            batch, error = None, None
+            batch = None
+            error = None
             try:
                 batch = next(batches, None)
             except Exception as caught:
                 error = caught
             is_finished = batch is None and error is None
+
             any_error, any_finished = all_reduce_max([int(error is not None), int(is_finished)])
             if any_error:
                 raise_on_all_ranks(error)
@@ -136,30 +141,40 @@ class ParallelTrainer(Trainer):
             yield batch
 
     def _begin_epoch(self) -> None:
-        """Begin to read the rest of an epoch: the rows that the partners choose, or the loader's. Collective."""
+        """Let `agreement` read the epoch's remaining batches, of which it reads the first one now. Collective.
+
+        They contain the rows that the partners have assigned to this launch, or without partners all that the data
+        loader yields.
+        """
         batches = self.partners.batches()
         if batches is None:
             batches = self._loader_batches()
         self.agreement.begin_epoch(batches)
 
     def _loader_batches(self) -> Iterator[Any]:
-        """Return the batches of Composer's current data loader, as many as Composer has been told, if it has."""
+        """Return an iterator over Composer's current data loader, which is that of training or of a validation set.
+
+        It ends after `dataloader_len` batches if Composer has been given a limit, such as `eval_subset_num_batches`.
+        """
         assert self.state.dataloader is not None
-        length = self.state.dataloader_len
-        return islice(self.state.dataloader, None if length is None else int(length))
+        num_batches = self.state.dataloader_len
+        if num_batches is None:
+            return islice(self.state.dataloader, None)
+        return islice(self.state.dataloader, int(num_batches))
 
     def _train_batch(self, use_grad_scaling: bool) -> None:  # type: ignore[override]
-        """Train on this rank's rows of a batch, `state.batch`. Collective. `Checkpointing.batch_end` comes next.
+        """Train on one batch: add the microbatches' gradients, sum them over ranks, clip, and step the optimizer.
 
-        Adds the gradients of the microbatches, sums them over ranks and launches, clips, and steps the optimizer.
+        Overrides Composer's training step. Collective. This rank's rows are in `state.batch`, on the host. The loss is
+        the mean over the global batch's tokens or samples, however ranks, microbatches and pipeline stages divide them.
 
-        The loss is the mean over the global batch's tokens or samples, however ranks, microbatches and pipeline stages
-        divide them. `use_grad_scaling` is Composer's, and not used. Returns None, so that Composer's loop does not sum
-        the loss over ranks: `GradientStep.finish` has done that.
+        Sets `state.total_loss_dict` and `last_stepped_batch`. Returns None, so that Composer's loop does not sum the
+        loss over ranks again: `GradientStep.finish` has done that. `use_grad_scaling` is Composer's, and not used.
         """
         state, step = self.state, self.gradient_step
         is_final = False
         while not is_final:
+            # Add up the gradients of this rank's microbatches. Composer's callbacks see each one in `state.batch`.
             rows = state.batch
             loss_sum = torch.zeros((), device=state.device._device)
             microbatches, loss_divisor = self._begin_batch(rows)
@@ -169,32 +184,39 @@ class ParallelTrainer(Trainer):
                 loss_sum = loss_sum + self._add_gradient(microbatch, loss_divisor)
             state.batch = rows
 
+            # Sum the gradient over other launches of this run, if there are any.
             is_final = self.partners.exchange_gradient(loss_sum)
             if not is_final:  # another launch has left, so this one computes the batch again with other rows
                 self._begin_epoch()
                 state.batch = self.agreement.next_batch()
 
+        # From here until Composer counts the batch, weights and clock do not belong together.
         self.last_stepped_batch = int(state.timestamp.batch) + 1
         digest = format_digest(self.agreement.current.digest)
         metrics: dict[str, Any] = {**self.partners.metrics(), "data/digest": digest}
         self.logger.log_metrics(metrics)
+
+        # Measure, clip or drop the gradient. The host waits for the device here.
         state.total_loss_dict = {LOSS: step.finish(state, self.logger, loss_sum, digest)}
         self.engine.run_event(Event.AFTER_TRAIN_BATCH)
         state.optimizers[0].step()
         self.first_train_batch_complete = True
 
     def _begin_batch(self, rows: Any) -> tuple[list[Any], float]:
-        """Divide this rank's `rows` into microbatches, clear the gradients, and prepare the gradient step.
+        """Divide this rank's `rows` of a batch into microbatches, clear the gradients, and prepare the gradient step.
 
-        Returns the microbatches, and the `loss_divisor` of the table at the top of this file. A pipeline divides its
-        rows itself, so it gets one microbatch. They stay on the host, where counting their tokens does not wait for the
-        device.
+        Returns the microbatches and the `loss_divisor`, the number that this rank divides its nats by; see the table
+        at the top of this file. A pipeline divides its rows itself, so it gets one microbatch. Microbatches stay on the
+        host, where counting their tokens does not wait for the device.
+
+        For example, if 4 data ranks share a batch that has 8,000 tokens with a loss, `loss_divisor` is 2,000, because
+        FSDP then averages over the 4 ranks.
         """
         state, step, model = self.state, self.gradient_step, cast(Any, self._original_model)
         microbatch_size, device = state.device_train_microbatch_size, state.device._device
         assert self._train_data_spec is not None and isinstance(microbatch_size, int) and device is not None
         by_tokens = self.accumulate_train_batch_on_tokens
-        weight = self.agreement.current.weight(by_tokens=by_tokens)
+        weight = self.agreement.current.weight(by_tokens=by_tokens)  # tokens or samples with a loss, of all ranks
         loss_divisor = max(weight, 1) / self.ranks.size  # of several launches, one may have rows of padding alone
 
         self.partners.begin_batch()
@@ -207,36 +229,46 @@ class ParallelTrainer(Trainer):
 
         if step.exact_sums:
             # The divisor must not depend on the padding, which is in the rows of other launches too.
+            # `ExactSums.finish_batch` multiplies the sums by full_weight / weight.
             num_rows = self.device_batch_size * self.ranks.size
             full_weight = num_rows
             if by_tokens:
-                full_weight = num_rows * max(rows["input_ids"].size(1) - 1, 1)
+                tokens_of_full_row = max(rows["input_ids"].size(1) - 1, 1)  # the last token of a row has no label
+                full_weight = num_rows * tokens_of_full_row
             parameters = whole_parameters(state.optimizers[0])
             step.begin_exact_sums(full_weight, weight, parameters, num_rows // microbatch_size)
             loss_divisor = full_weight
         return microbatches, loss_divisor
 
     def _add_gradient(self, microbatch: Any, loss_divisor: float) -> torch.Tensor:
-        """Compute a microbatch, and add its gradient to the parameters'.
+        """Run the forward and backward pass of a microbatch, which adds its gradient to `parameter.grad`.
 
-        `microbatch` is on the host, and `state.batch` is the same on the device. `loss_divisor` is explained by the
-        table at the top of this file. Fires Composer's events where Composer's own step does. Returns a scalar, this
-        rank's weighted loss. Its mean over ranks, or its sum with exact sums, is the global batch's loss.
+        `microbatch` is on the host, and `state.batch` is the same on the device. This rank's nats are divided by
+        `loss_divisor`; see the table at the top of this file. Fires Composer's events where Composer's own step does,
+        and sets `state.outputs` and `state.loss`, because callbacks may read them.
+
+        Returns a scalar, this rank's weighted loss. Its mean over ranks, or its sum with exact sums, is the global
+        batch's loss.
         """
         state, step, run_event = self.state, self.gradient_step, self.engine.run_event
         model: Any = self._original_model
         if model.num_stages > 1:
             return self._add_pipeline_gradient(loss_divisor)
 
+        # Forward pass. `state.model` may be a wrapper of `model`, so it is the one that is called.
         run_event(Event.BEFORE_FORWARD)
         outputs: Any = state.model(state.batch)
         state.outputs = outputs
         run_event(Event.AFTER_FORWARD)
+
+        # The mean over the microbatch, which callbacks see. A loss that is not finite is counted on the device.
         run_event(Event.BEFORE_LOSS)
         mean_loss = model.loss(outputs, state.batch)
         state.loss = mean_loss
         step.after_loss(mean_loss)
         run_event(Event.AFTER_LOSS)
+
+        # Weight the microbatch by its part of the global batch, and add its gradient.
         run_event(Event.BEFORE_BACKWARD)
         if step.exact_sums:  # the product that a pipeline computes, so that both give the same bits
             loss = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
@@ -250,14 +282,17 @@ class ParallelTrainer(Trainer):
         return round_loss(loss.detach()) if step.exact_sums else loss.detach()
 
     def _add_pipeline_gradient(self, loss_divisor: float) -> torch.Tensor:
-        """Compute all microbatches of `state.batch` in one pass through the pipeline's stages, and add up their
-        gradients.
+        """Compute all microbatches of `state.batch` in one pass through the pipeline's stages, and add their gradients.
 
-        Forward and backward passes alternate within one call, so Composer's events before and after them say nothing of
-        their time. See `_add_gradient` for `loss_divisor` and for the scalar that is returned.
+        `loss_divisor` is the number that nats are divided by; see the table at the top of this file. Sets
+        `state.loss`. Returns a scalar, the sum of the microbatches' weighted losses on this rank. It is 0 on ranks
+        whose stage does not compute the loss.
         """
         state, step, run_event = self.state, self.gradient_step, self.engine.run_event
         model: Any = self._original_model
+
+        # Forward and backward passes alternate within one call. So Composer's events fire in their order, but before
+        # and after it, and the time between two of them does not tell how long a pass takes.
         for event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BEFORE_LOSS):
             run_event(event)
         losses_m = model.train_on(state.batch, state.device_train_microbatch_size, loss_divisor)  # one per microbatch
@@ -266,6 +301,8 @@ class ParallelTrainer(Trainer):
         step.after_loss(loss_sum)
         for event in (Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD):
             run_event(event)
+
+        # Exact sums add losses that are rounded one by one, so that their order does not matter.
         losses_m = losses_m.detach()
         return (round_loss(losses_m) if step.exact_sums else losses_m).sum()
 
