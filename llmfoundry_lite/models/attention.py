@@ -46,10 +46,11 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 def choose_implementation(model: ModelConfig, device_type: str, precision: torch.dtype) -> tuple[str, str]:
-    """Choose the implementation for training on a device. Returns its name and the reason, in words for the user.
+    """Choose the implementation of attention for training on a device.
 
-    That is the one that `attn_impl` names, or the fastest one for `auto`. `flash` means `auto` where flash-attn is not
-    installed, because LLM Foundry's files name it throughout. `precision` is the dtype of matrix products.
+    Returns its name, such as "flex", and the reason in words for the user. It is the one that `attn_impl` names, or the
+    fastest one for `auto`. `flash` means `auto` where flash-attn is not installed, because LLM Foundry's files name it
+    throughout. `precision` is the dtype of matrix products.
 
     Raises ConfigError for an implementation that cannot train on this device. `config.check` has refused those that
     cannot train this model on any device.
@@ -63,6 +64,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
         and importlib.util.find_spec("flash_attn") is not None
     )
 
+    # The user has asked for one.
     if requested == "torch":
         return "sdpa", "LLM Foundry's torch"
     if requested == "flash" and can_use_flash:
@@ -72,6 +74,7 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
     if requested not in ("auto", "flash"):
         return requested, "asked for"
 
+    # Otherwise take the fastest one that can compute this model here.
     prefix = "flash-attn cannot be used here; " if requested == "flash" else ""
     if device_type == "cpu" and precision == torch.bfloat16 and not model.attn_config.attn_pdrop:
         return "blocked", f"{prefix}the fastest on a cpu in bf16"
@@ -179,6 +182,8 @@ def build_mask(
             key_documents=key_documents,
         )
 
+    # The others compute plain causal attention without a bias, sdpa also while decoding on a GPU. Everything else is
+    # put into one.
     if is_plain_causal and num_queries == num_keys:
         return Mask(implementation=implementation)
     if is_plain_causal and implementation == "sdpa" and positions_bt.is_cuda:
@@ -195,10 +200,14 @@ def _build_bias(
     attention_mask_bts: Tensor | None,
     documents_bs: Tensor | None,
 ) -> Tensor:
-    """Compute what is added to the scores: ALiBi's bias, and -inf where masked. [b, h, t, s], where b and h may be 1.
+    """Compute what is added to the scores of attention: ALiBi's bias, and -inf where a query must not see a key.
 
-    The arguments are those of `build_mask`.
+    Returns [b, h, t, s], where b and h may be 1. A query sees the keys at or before its own position, or those that
+    `attention_mask_bts` (bool) names; of these, those that are at most `window` positions before it, unless `window`
+    is below 0; and of these, those with the same document number in `documents_bs`. `slopes_h` are ALiBi's, or None.
+    The queries are the last of the `num_keys` keys, at `positions_bt`.
     """
+    # Without an explicit mask, keys stand at positions 0, 1, ..., and attention is causal.
     device = positions_bt.device
     if attention_mask_bts is None:
         key_positions_bs = torch.arange(num_keys, device=device)[None]
@@ -247,14 +256,18 @@ def number_documents(tokens_bt: Tensor, separator: int, *, begins: bool = False)
 def _attend_reference(
     q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, mask: Mask, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Compute attention by its definition, in fp32, with all scores in memory."""
+    """Compute attention by its definition, softmax(q k^T * scale + bias) v, in fp32 and with all scores in memory.
+
+    It is what tests compare the other implementations with. The arguments and the result [b, t, h, k] are those of
+    `Mask.attend`.
+    """
     scale = scale or 1.0 / math.sqrt(q_bthk.size(-1))
     num_sharing = q_bthk.size(2) // k_bsgk.size(2)  # heads of queries for each head of keys and values
     k_bshk = k_bsgk.repeat_interleave(num_sharing, dim=2).float()
     v_bshk = v_bsgk.repeat_interleave(num_sharing, dim=2).float()
 
     scores_bhts = torch.einsum("bthk,bshk->bhts", q_bthk.float(), k_bshk) * scale
-    if mask.bias_bhts is None:
+    if mask.bias_bhts is None:  # causal
         is_hidden_ts = torch.ones_like(scores_bhts[0, 0], dtype=torch.bool).triu(1)
         scores_bhts = scores_bhts.masked_fill(is_hidden_ts, float("-inf"))
     else:
@@ -266,11 +279,14 @@ def _attend_reference(
 def _attend_sdpa(
     q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, mask: Mask, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Compute attention by `scaled_dot_product_attention`, which takes heads before positions."""
+    """Compute attention by PyTorch's `scaled_dot_product_attention`, which chooses the fastest kernel it has.
+
+    The arguments and the result [b, t, h, k] are those of `Mask.attend`. PyTorch takes heads before positions.
+    """
     q_bhtk = q_bthk.transpose(1, 2)
     k_bgsk = k_bsgk.transpose(1, 2)
     v_bgsk = v_bsgk.transpose(1, 2)
-    if mask.is_lower_right_causal:
+    if mask.is_lower_right_causal:  # decoding: fewer queries than keys
         return _sdpa_lower_right_causal(q_bhtk, k_bgsk, v_bgsk, scale, dropout_p).transpose(1, 2)
     return F.scaled_dot_product_attention(
         q_bhtk,
@@ -288,22 +304,26 @@ def _attend_sdpa(
 def _sdpa_lower_right_causal(
     q_bhtk: Tensor, k_bgsk: Tensor, v_bgsk: Tensor, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Compute causal attention for queries that stand at the positions of the last keys.
+    """Compute causal attention for queries that stand at the positions of the last keys, as in decoding.
 
-    `scaled_dot_product_attention` aligns its causal mask to the upper left corner. The kernels behind it can align it
-    to the lower right one, so this calls the first kernel that supports these tensors. `torch.nn.attention.bias` has
-    `CausalBias` for the same purpose, but its objects do not survive a dispatch mode.
+    With 2 queries and 5 keys, the first query sees 4 keys and the second one all 5. Returns [b, h, t, k].
+
+    `scaled_dot_product_attention` aligns its causal mask to the upper left corner, where the first query sees one key.
+    The kernels behind it can align it to the lower right one, so this calls the first kernel that supports these
+    tensors. `torch.nn.attention.bias` has `CausalBias` for the same purpose, but its objects do not survive a dispatch
+    mode.
     """
     num_queries, num_keys = q_bhtk.size(2), k_bgsk.size(2)
     num_sharing = q_bhtk.size(1) // k_bgsk.size(1)  # heads of queries for each head of keys and values
 
+    # The flash kernel, which takes fewer heads of keys and values than of queries.
     flash_params = SDPAParams(q_bhtk, k_bgsk, v_bgsk, None, dropout_p, False, num_sharing > 1)
     is_multiple_of_8 = q_bhtk.size(-1) % 8 == 0  # the operation asks for it; only sdpa pads other widths
     if is_multiple_of_8 and can_use_flash_attention(flash_params):
         flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
         return flash_attention(q_bhtk, k_bgsk, v_bgsk, dropout_p, True, scale=scale)[0]
 
-    # The other kernels take as many heads of keys and values as of queries.
+    # The memory-efficient kernel. It and the one after it take as many heads of keys and values as of queries.
     k_bhsk = k_bgsk if num_sharing == 1 else k_bgsk.repeat_interleave(num_sharing, dim=1)
     v_bhsk = v_bgsk if num_sharing == 1 else v_bgsk.repeat_interleave(num_sharing, dim=1)
     if can_use_efficient_attention(SDPAParams(q_bhtk, k_bhsk, v_bhsk, None, dropout_p, False, False)):
@@ -317,6 +337,7 @@ def _sdpa_lower_right_causal(
         )
         return out_bthk.transpose(1, 2)
 
+    # Any other kernel, with a mask in memory.
     is_visible_ts = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_bhtk.device)
     is_visible_ts = is_visible_ts.tril(num_keys - num_queries)
     return F.scaled_dot_product_attention(
@@ -349,7 +370,11 @@ def _attend_flex(
 def _attend_flash(
     q_bthk: Tensor, k_bsgk: Tensor, v_bsgk: Tensor, mask: Mask, scale: float | None, dropout_p: float
 ) -> Tensor:
-    """Compute attention by flash-attn. With documents, all rows become one sequence of documents of several lengths."""
+    """Compute attention by the package flash-attn, which needs no bias in memory for ALiBi, windows and documents.
+
+    The arguments and the result [b, t, h, k] are those of `Mask.attend`. If tokens attend to their own documents only,
+    the rows of the batch are joined, and each document is passed as a sequence of its own.
+    """
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 
     options = {
@@ -363,7 +388,7 @@ def _attend_flash(
     if mask.query_documents is None or mask.key_documents is None:
         return flash_attn_func(q_bthk, k_bsgk, v_bsgk, **options)
 
-    out_nhk = flash_attn_varlen_func(
+    out_nhk = flash_attn_varlen_func(  # n tokens of all rows
         q_bthk.flatten(0, 1),
         k_bsgk.flatten(0, 1),
         v_bsgk.flatten(0, 1),
@@ -398,9 +423,13 @@ class DocumentBounds:
 
 
 def _find_document_bounds(documents_bs: Tensor, num_queries: int) -> tuple[DocumentBounds, DocumentBounds]:
-    """Return the bounds of documents among the queries, the last `num_queries` tokens of each row, and among all keys.
+    """Find where documents begin in a batch whose rows are joined, among its queries and among its keys.
 
-    Both list the same documents in the same order. A document that ends before the first query has no queries.
+    `documents_bs` numbers the document of each key. The queries are the last `num_queries` tokens of each row. Returns
+    the bounds among the queries, and among the keys. Both list the same documents in the same order; a document that
+    ends before the first query has no queries, and a length of 0 there.
+
+    For example, the row 0, 0, 0, 1, 1 with 3 queries has keys from 0, 3 to 5, and queries from 0, 1 to 3.
     """
     num_keys = documents_bs.size(1)
     is_key_bs = torch.ones_like(documents_bs, dtype=torch.bool)
@@ -408,9 +437,10 @@ def _find_document_bounds(documents_bs: Tensor, num_queries: int) -> tuple[Docum
 
     begins_document_bs = torch.ones_like(is_key_bs)  # at the first token of each row in any case
     begins_document_bs[:, 1:] = documents_bs[:, 1:] != documents_bs[:, :-1]
-    first_tokens_n = begins_document_bs.flatten().nonzero().flatten()
+    first_tokens_n = begins_document_bs.flatten().nonzero().flatten()  # of each of n documents, in the joined rows
 
     def bounds_among(is_counted_bs: Tensor) -> DocumentBounds:
+        """Count the tokens of one kind, queries or keys, before the first token of each document."""
         num_before = F.pad(is_counted_bs.flatten().cumsum(0), (1, 0))  # of each token, and of the end
         starts_n = torch.cat([num_before[first_tokens_n], num_before[-1:]]).int()
         return DocumentBounds(starts_n, int(starts_n.diff().max()))

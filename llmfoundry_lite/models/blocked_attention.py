@@ -35,6 +35,8 @@ def blocked_attention(
     num_heads = q_bthk.size(2)
     out_bthk = torch.empty_like(q_bthk, memory_format=torch.contiguous_format)
     causal_bias_ts = _build_causal_bias(q_bthk)
+
+    # One sample and one block of queries at a time, so that its scores stay in the cache.
     for b in range(q_bthk.size(0)):
         q_htk = _expand_heads(q_bthk[b], num_heads)
         k_hsk = _expand_heads(k_bsgk[b], num_heads)
@@ -56,9 +58,10 @@ def blocked_attention_backward(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v from the gradient of the output. The bias has none.
+    """Compute the gradients of q, k and v from `grad_bthk`, the gradient of the output. The bias has none.
 
-    Attention weights are computed again, block by block. Keys and values get gradients from several blocks, which are
+    The arguments after it are those of `blocked_attention`. Attention weights are computed again, block by block, as in
+    the forward pass, which has kept none. Keys and values get gradients from several blocks of queries, which are
     summed in fp32.
     """
     num_heads = q_bthk.size(2)
@@ -75,12 +78,15 @@ def blocked_attention_backward(
         grad_v_hsk = torch.zeros_like(v_hsk, dtype=torch.float32)
 
         for queries, keys in _iterate_blocks(q_htk.size(1), window):
+            # The block's attention weights again: w = softmax(q k^T * scale + bias).
             grad_block_htk = grad_htk[:, queries]
             q_block_htk = q_htk[:, queries]
             k_block_hsk = k_hsk[:, keys]
             bias_hts = _bias_of_block(bias_bhts, causal_bias_ts, b, queries, keys)
             weights_hts = _compute_weights(q_block_htk, k_block_hsk, bias_hts, scale)
 
+            # The output is w v, so dv = w^T dout and dw = dout v^T. The softmax turns dw into the scores' gradient,
+            # from which q and k get theirs.
             grad_v_hsk[:, keys] += torch.bmm(weights_hts.transpose(1, 2), grad_block_htk)
             grad_weights_hts = torch.bmm(grad_block_htk, v_hsk[:, keys].transpose(1, 2))
             grad_scores_hts = torch._softmax_backward_data(grad_weights_hts, weights_hts, -1, weights_hts.dtype)

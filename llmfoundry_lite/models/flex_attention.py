@@ -163,6 +163,7 @@ def _find_causal_blocks(window: int, num_queries: int, num_keys: int, device: to
     smallest_distance_ts = q_first_t[:, None] + num_past - k_last_s
     largest_distance_ts = q_last_t[:, None] + num_past - k_first_s
 
+    # Some query sees some key if the largest distance is not in the future, and the smallest is not beyond the window.
     is_computed_ts = largest_distance_ts >= 0
     is_full_ts = smallest_distance_ts >= 0
     if window >= 0:

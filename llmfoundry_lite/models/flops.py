@@ -29,13 +29,17 @@ def count_parameters(model: ModelConfig) -> int:
     elif model.attn_config.qk_gn:
         attention += qk_norm_vectors * 2 * model.head_dim
 
+    # The feed-forward layer: one matrix or, with a gate, two that widen, and one that narrows.
     num_up = 2 if model.ffn_config.ffn_type == "mptglu" else 1
     feed_forward = (num_up + 1) * d * model.ffn_dim + has_bias * (num_up * model.ffn_dim + d)
 
-    embeddings = model.vocab_size * d * (1 if model.tie_word_embeddings else 2)
+    # Input and output embeddings, which are one matrix if they are tied, and learned positions.
+    num_embeddings = 1 if model.tie_word_embeddings else 2
+    embeddings = num_embeddings * model.vocab_size * d
     if model.uses_learned_positions:
         embeddings += model.max_seq_len * d
 
+    # Two norms in each block, and one after the last.
     norm = _count_norm_vectors(model.norm_type, has_bias) * d
     return embeddings + model.n_layers * (attention + feed_forward + 2 * norm) + norm
 

@@ -37,8 +37,10 @@ def generate(
     max_context = model.config.max_seq_len
     tokens_t = prompt_t[-max_context:]
     cache = KeyValueCache(model, 1, min(max_context, tokens_t.numel() + max_new_tokens))
-    uncached_t = tokens_t
+    uncached_t = tokens_t  # first the prompt, then the token that was chosen last
+
     for _ in range(max_new_tokens):
+        # The context is full: empty the cache, and compute the newest tokens again at new positions.
         if cache.length + uncached_t.numel() > max_context:
             cache.length = 0
             uncached_t = tokens_t[-max_context:]
@@ -72,16 +74,18 @@ def check_finite(logits: Tensor) -> None:
 def sample_token(
     logits_v: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """Choose the next token, int64 [], on the device of the logits. The options are those of `generate`.
+    """Choose the next token from its logits [v]. Returns its id, int64 [], on the device of the logits.
 
-    It is drawn on the host, so that a seed means the same on every device.
+    Temperature 0 takes the likeliest token. Otherwise logits are divided by the temperature, all tokens but the `top_k`
+    likeliest are excluded, then all but the fewest likeliest whose probabilities add up to `top_p`, and one of the
+    remaining tokens is drawn. It is drawn on the host, so that a seed means the same on every device.
     """
     if temperature == 0:
         return logits_v.argmax()
 
     scaled_v = logits_v.cpu() / temperature
     if top_k is not None:
-        threshold = scaled_v.topk(min(top_k, scaled_v.numel())).values[-1]
+        threshold = scaled_v.topk(min(top_k, scaled_v.numel())).values[-1]  # the k-th largest logit
         scaled_v = scaled_v.masked_fill(scaled_v < threshold, float("-inf"))
     if top_p is not None:
         sorted_v, order_v = scaled_v.softmax(-1).sort(descending=True)

@@ -37,7 +37,7 @@ def initialise_weights(model: MPT, seed: int) -> None:
 
     The parameters must have memory, and may be sharded (DTensors). Ranks do not communicate: each fills its own part.
     """
-    num_threads = max(1, count_usable_cores() // this_rank().local_world_size)
+    num_threads = max(1, count_usable_cores() // this_rank().local_world_size)  # the ranks of a node share its cores
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, Norm):
@@ -62,8 +62,10 @@ def _fill_shard(
     rows in the order in which ranks hold them. Without it, ranks hold the rows in their own order.
     """
     lengths, offsets = _local_shape_and_offset(parameter)
-    if 0 in lengths:
+    if 0 in lengths:  # this rank has no part of the parameter
         return
+
+    # For each range of rows that this rank holds: its first row in the parameter, and its first row on this rank.
     row_size = math.prod(parameter.shape[1:])
     row_order: RowRanges = getattr(module, "row_order", [(0, parameter.size(0))])
     for first_row, num_rows, local_row in ranges_between(row_order, offsets[0], offsets[0] + lengths[0]):
@@ -84,18 +86,24 @@ def _fill_shard(
 def draw_range(
     distribution: Distribution, seed: int, name: str, start: int, out: np.ndarray, num_threads: int = 1
 ) -> None:
-    """Fill `out` (fp32, contiguous) with values `start`, `start` + 1, ... of the endless sequence of (seed, name)."""
+    """Fill `out` with values `start`, `start` + 1, ... of the endless sequence that belongs to (seed, name).
+
+    `out` is fp32 and contiguous. The sequence is drawn in blocks of BLOCK_SIZE values, each by a generator of its own,
+    so that any range of it can be drawn alone and by several threads. With BLOCK_SIZE 65,536, a range of 10,000 values
+    from 60,000 on takes the end of block 0 and the beginning of block 1.
+    """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype="<u8")
     first_block = start // BLOCK_SIZE
     end_block = math.ceil((start + out.size) / BLOCK_SIZE)
     num_threads = min(num_threads, end_block - first_block)
 
-    def draw_share(thread: int) -> None:
+    def draw_blocks_of_thread(thread: int) -> None:
+        """Draw every `num_threads`-th block, and write what `out` takes of it."""
         for block in range(first_block + thread, end_block, num_threads):
             # Drawing raises the lowest word of Philox's 256-bit counter. Blocks differ in the highest one.
             generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, block]))
-            offset = block * BLOCK_SIZE - start  # of the block in `out`
+            offset = block * BLOCK_SIZE - start  # of the block in `out`; below 0 if it begins before `start`
             part = out[max(offset, 0) : offset + BLOCK_SIZE]
             if part.size == BLOCK_SIZE:
                 distribution(generator, part)
@@ -107,10 +115,10 @@ def draw_range(
             part[:] = whole[num_skipped : num_skipped + part.size]
 
     if num_threads <= 1:
-        draw_share(0)
+        draw_blocks_of_thread(0)
         return
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(draw_share, range(num_threads)))  # a list, so that an exception in a thread is raised here
+        list(pool.map(draw_blocks_of_thread, range(num_threads)))  # a list raises here what a thread has raised
 
 
 def _local_shape_and_offset(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
@@ -134,7 +142,12 @@ def _remove_wrappers(name: str) -> str:
 
 
 def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config: ModelConfig) -> Distribution:
-    """Return the distribution of the parameter `name` of a linear layer or an embedding, with all ranks' `shape`."""
+    """Return the distribution from which a weight of a linear layer or an embedding is drawn, as LLM Foundry does.
+
+    `name` is the parameter's full name and `shape` that of the whole parameter, over all ranks. `init_config` names the
+    scheme. An embedding may have a distribution of its own (`emb_init_std`, `emb_init_uniform_lim`); otherwise the
+    scheme decides its standard deviation too.
+    """
     init = config.init_config
     if init.name == "default_":
         return _torch_default(module)
@@ -157,13 +170,13 @@ def _choose_distribution(module: nn.Module, name: str, shape: torch.Size, config
         std /= _residual_divisor(config)
 
     if init.name.endswith("uniform_"):
-        limit = math.sqrt(3.0) * std
+        limit = math.sqrt(3.0) * std  # U(-limit, limit) has this standard deviation
         return _uniform(-limit, limit)
     return _normal(std)
 
 
 def _scheme_std(init: InitConfig, fan_in: int, fan_out: int, d_model: int) -> float:
-    """Return the standard deviation of a scheme.
+    """Return the standard deviation of a weight with `fan_in` inputs and `fan_out` outputs, by the scheme's formula.
 
     kaiming: He et al. 2015, "Delving Deep into Rectifiers". xavier: Glorot and Bengio 2010, "Understanding the
     Difficulty of Training Deep Feedforward Neural Networks". small_init and neox_init: sqrt(2 / (5 d)), Nguyen and
@@ -177,7 +190,7 @@ def _scheme_std(init: InitConfig, fan_in: int, fan_out: int, d_model: int) -> fl
     if init.name == "baseline_":
         assert init.init_std is not None, "refused when the configuration is checked"
         return init.init_std
-    return math.sqrt(2.0 / (5.0 * d_model))
+    return math.sqrt(2.0 / (5.0 * d_model))  # small_init_ and neox_init_
 
 
 def _residual_divisor(config: ModelConfig) -> float:

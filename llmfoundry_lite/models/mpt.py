@@ -48,6 +48,7 @@ class MPT(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, attn_impl: str = "sdpa"):
+        """Build the modules that `config` describes, with uninitialised weights."""
         super().__init__()
         self.config = config
         self.transformer = Transformer(config, attn_impl)
@@ -88,6 +89,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, attn_impl: str):
+        """Build all blocks of the model. `attn_impl` names the implementation of attention; see `MPT`."""
         super().__init__()
         self.config = config
         self.attn_impl = attn_impl
@@ -99,6 +101,7 @@ class Transformer(nn.Module):
         """Number of the first block in the whole model; above 0 in the later stages of a pipeline."""
         self.norm_f = Norm(config.d_model, config, has_bias=not config.no_bias)
 
+        # A list and not a tensor, because the model may be built without memory, on the meta device.
         self.alibi_slopes: list[float] | None = None
         """One slope for each head of this rank; None without ALiBi."""
         if config.attn_config.alibi:
@@ -127,6 +130,7 @@ class Transformer(nn.Module):
             knows the tokens of the other ranks, and `documents_bt` are then those of whole rows.
         dropout_seeds_b: in training, decide what each row drops (`dropout.py`). Without them torch's generator does.
         """
+        # Where these tokens stand in their rows, and how many keys they may attend to.
         config = self.config
         num_past_tokens = 0 if cache is None else cache.length
         if positions_bt is None:
@@ -134,6 +138,7 @@ class Transformer(nn.Module):
             positions_bt = torch.arange(num_past_tokens, end, device=tokens_bt.device)[None]
         num_keys = num_past_tokens + positions_bt.size(1)
 
+        # Embed them. With sequence parallelism, this rank has only some of the tokens from here on.
         dropout_seeds_bt = None
         if dropout_seeds_b is not None:
             dropout_seeds_bt = self.slice_stream(seeds_of_tokens(dropout_seeds_b, positions_bt))
@@ -154,6 +159,7 @@ class Transformer(nn.Module):
         if config.attn_config.rope:
             rotation = build_rotation(config.attn_config, config.head_dim, config.max_seq_len, positions_bt)
 
+        # The blocks, each of which adds to the residual stream `x_btd`.
         for layer, block in enumerate(self.blocks, self.first_block):
             append_to_cache = None if cache is None else partial(cache.append, layer)
             block_seeds_bt = seeds_of_site(dropout_seeds_bt, layer + 1)  # the embeddings used the seeds themselves
@@ -199,6 +205,7 @@ class Block(nn.Module):
     """One layer of attention and one feed-forward layer, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig):
+        """Build the two layers and the norms of their inputs."""
         super().__init__()
         self.norm_1 = Norm(config.d_model, config, has_bias=not config.no_bias)
         self.attn = Attention(config)
@@ -234,12 +241,14 @@ class Attention(nn.Module):
     """The projections, norms and positions around attention; `Mask.attend` computes attention itself."""
 
     def __init__(self, config: ModelConfig):
+        """Build the projections, with queries, keys and values in one matrix or in three, and the norms of q and k."""
         super().__init__()
         self.attn_config = config.attn_config
         self.head_dim = config.head_dim
         self.kv_dim = config.kv_dim
         """Width of all keys, and of all values. Tensor parallelism sets it to the width that this rank computes."""
 
+        # The attributes' names are parameter names in checkpoints.
         if self.attn_config.fused_qkv:
             self.Wqkv = Linear(config.d_model, config.q_dim + 2 * config.kv_dim, bias=config.has_qkv_bias)
         else:
@@ -264,6 +273,7 @@ class Attention(nn.Module):
         `rotation` has RoPE's angles, or is None without RoPE. While decoding, `append_to_cache` adds the new keys and
         values to this layer's cache, and returns those of all tokens so far.
         """
+        # Project, normalise all heads together if `qk_ln` asks for it, and divide the width into heads.
         q, k, v = self.project(x_btd)
         # LLM Foundry calls the norms q_ln and k_ln whether they normalise all heads together (qk_ln) or each (qk_gn).
         if self.attn_config.qk_ln:
@@ -272,6 +282,8 @@ class Attention(nn.Module):
         q_bthk = q.unflatten(-1, (-1, self.head_dim))
         k_btgk = k.unflatten(-1, (-1, self.head_dim))
         v_btgk = v.unflatten(-1, (-1, self.head_dim))
+
+        # What is done to each head: its norm, and its rotation by position.
         if self.attn_config.qk_gn:
             q_bthk = self.q_ln(q_bthk)
             k_btgk = self.k_ln(k_btgk)
@@ -279,6 +291,7 @@ class Attention(nn.Module):
             q_bthk = rotate(q_bthk, rotation)
             k_btgk = rotate(k_btgk, rotation)
 
+        # Attend to these tokens, and while decoding to those in the cache.
         k_bsgk, v_bsgk = k_btgk, v_btgk
         if append_to_cache is not None:
             k_bsgk, v_bsgk = append_to_cache(k_btgk, v_btgk)
@@ -287,12 +300,13 @@ class Attention(nn.Module):
         return self.out_proj(out_bthk.flatten(-2))
 
     def project(self, x_btd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute clamped queries, keys and values, [b, t, width of all heads] each."""
+        """Compute queries, keys and values, [b, t, width of all heads] each, clamped if `clip_qkv` is set."""
         if not self.attn_config.fused_qkv:
             q = self.clamp(self.Wq(x_btd))
             k = self.clamp(self.Wk(x_btd))
             v = self.clamp(self.Wv(x_btd))
             return q, k, v
+
         qkv = self.clamp(self.Wqkv(x_btd))
         # Not `config.q_dim`, because with tensor parallelism this rank's matrix has fewer rows.
         q_dim = qkv.size(-1) - 2 * self.kv_dim
@@ -369,18 +383,21 @@ class Norm(nn.Module):
         return self.normalise(x, self.weight, self.bias)
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Normalise the last dimension of x by the given weight and bias.
+        """Normalise the last dimension of x by the given weight and bias. Returns the dtype and shape of x.
 
-        Tensor parallelism calls this with local tensors, because its parameters are DTensors.
+        `forward` passes the norm's own parameters. Tensor parallelism calls this with local tensors instead, because
+        its parameters are DTensors.
         """
         dtype = x.dtype
         if self.in_fp32:
             x = x.float()
             weight = weight.float()
             bias = None if bias is None else bias.float()
+
+        width = x.shape[-1:]
         if self.is_rms:
-            return F.rms_norm(x, x.shape[-1:], weight, self.eps).to(dtype)
-        return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(dtype)
+            return F.rms_norm(x, width, weight, self.eps).to(dtype)
+        return F.layer_norm(x, width, weight, bias, self.eps).to(dtype)
 
 
 class KeyValueCache:
@@ -395,7 +412,11 @@ class KeyValueCache:
         self._values_lbsgk: Tensor
 
     def append(self, layer: int, k_btgk: Tensor, v_btgk: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a layer's keys and values of t new tokens, and return those of all tokens, [b, s, g, k] each."""
+        """Append a layer's keys and values of t new tokens, and return those of all tokens, [b, s, g, k] each.
+
+        Does not change `length`, because the layers after this one append to the same place. The result is a view of
+        the cache. The first layer of an empty cache allocates the memory of all layers.
+        """
         # The dtype and the number of heads are not known before: autocast or a precision policy may change the dtype,
         # and tensor parallelism leaves this rank some of the heads. An emptied cache may be used in another dtype.
         is_empty = layer == 0 and self.length == 0

@@ -42,20 +42,22 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def find_mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Name the first difference between a model's parameters and some tensors; None if there is none.
+    """Describe the first difference between a model's parameters and the tensors of a file; None if there is none.
 
-    `shapes` maps the tensors' names to their shapes. The time that this takes depends on the number of tensors alone,
-    whatever sizes the configuration has.
+    `shapes` maps the tensors' names to their shapes. For example, "lm_head.weight is missing". A file of a stranger may
+    claim any size, so the time that this takes depends on the number of tensors alone.
     """
     problem = find_size_mismatch(config, shapes)
     if problem is not None:
         return problem
+
     expected = parameter_shapes(config)
     for name in expected:
         if name not in shapes:
             return f"{name} is missing"
         if tuple(shapes[name]) != tuple(expected[name]):
             return f"{name} is {list(shapes[name])}, and the configuration says {list(expected[name])}"
+    # All expected tensors are there. Others must not be.
     for name in shapes:
         if name not in expected:
             return f"{name} has no place in the configuration"

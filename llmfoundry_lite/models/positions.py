@@ -49,6 +49,7 @@ def build_rotation(config: AttentionConfig, head_dim: int, max_seq_len: int, pos
     llama3: low frequencies, those with few turns within the original length, are divided by the factor; high ones are
         kept, and those between are blended (The Llama 3 Herd of Models, 2024; Llama 3.1's reference code).
     """
+    # Scalings of positions, or of theta.
     scaling = config.rope_hf_config
     theta = config.rope_theta
     positions_bt = positions_bt.float()
@@ -61,9 +62,12 @@ def build_rotation(config: AttentionConfig, head_dim: int, max_seq_len: int, pos
         length = max(float(positions_bt.max()) + 1, float(max_seq_len))  # waits for the device to reach this point
         theta = theta * (scaling.factor * length / max_seq_len - (scaling.factor - 1)) ** ntk_exponent
 
+    # The angle by which each pair of dimensions turns from one position to the next.
     exponents_j = torch.arange(0, head_dim, 2, device=positions_bt.device).float() / head_dim
     frequencies_j = 1.0 / theta**exponents_j
     if scaling.type == "llama3":
+        # A pair keeps its frequency if it turns often within the original length. From `high` to `low` turns, the share
+        # that is kept falls from 1 to 0.
         turns_j = scaling.original_max_position_embeddings * frequencies_j / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept_share_j = ((turns_j - low) / (high - low)).clamp(0, 1)

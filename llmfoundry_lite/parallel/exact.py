@@ -38,6 +38,7 @@ class ExactSums:
     """
 
     def __init__(self) -> None:
+        """Begin without a batch. `begin_batch` sets both attributes anew."""
         self.element_limit = 0.0
         """No element of a microbatch's gradient may reach this, or the batch's sum might not be exact. Set by
         `begin_batch`."""
@@ -199,17 +200,21 @@ def is_first_copy(gradient: Tensor | None) -> bool:
 
 
 def sum_squares(gradients: Iterable[Tensor], exponent: Tensor) -> Tensor:
-    """Add up the squares of fp32 gradients exactly, as two limbs: int64, [2].
+    """Add up the squares of fp32 gradients exactly, so that the sum does not depend on the order of additions.
 
     `exponent` is an integer on the device, such that every number is smaller than 2^exponent. A square is counted in
     units of 2^(2 * exponent - 52), and what is below the unit is dropped. fp32 has 24 significant bits, so that float64
-    holds its squares, of 48 bits, without rounding. The limbs may exceed 26 bits; `split_sum` divides them.
+    holds its squares, of 48 bits, without rounding.
+
+    Returns the sum in units as two limbs, int64 [2]: it is high * 2^26 + low. The limbs may exceed 26 bits; `split_sum`
+    divides them.
     """
     total = torch.zeros(2, dtype=torch.int64, device=exponent.device)
-    unit = torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), -exponent)
+    scale = torch.ldexp(torch.ones((), dtype=torch.float64, device=exponent.device), -exponent)  # 2^-exponent
     for gradient in gradients:
         for chunk in split_into_chunks(gradient.reshape(-1)):
-            squares = (chunk.to(exponent.device).double() * unit).square_().mul_(2.0**LIMB_BITS)
+            # Squares below 1, times 2^26. What is before the point is the high limb, and the next 26 bits the low one.
+            squares = (chunk.to(exponent.device).double() * scale).square_().mul_(2.0**LIMB_BITS)
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**LIMB_BITS).floor_()
             total += torch.stack([high.sum(), low.sum()]).long()

@@ -45,8 +45,10 @@ def build_parallel_model(
 ) -> Model:
     """Build an initialised, sharded model on this rank's device. No rank ever holds more than its shards.
 
-    Collective: every rank of `mesh` calls this together. The arguments from `compile_config` on are those of
-    `shard_model`. `model_class` builds the model from `config` and `attn_impl`; a stage of a pipeline has its own.
+    Collective: every rank of `mesh` calls this together. `fsdp` and `precision` say how parameters are sharded and
+    computed with, `seed` decides the initial weights, and `attn_impl` the implementation of attention.
+    `compile_config`, `sequence_parallel` and `sums` are explained by `shard_model`. `model_class` builds the model from
+    `config` and `attn_impl`; a stage of a pipeline has its own.
 
     Raises ConfigError for a compiler that torch does not know.
     """
@@ -56,6 +58,7 @@ def build_parallel_model(
         common = ", ".join(torch.compiler.list_backends())
         raise ConfigError(f"compile_config.backend: {backend!r} given, expected one of {common}")
 
+    # On the meta device, parameters have shapes but no memory, so a model that no rank could hold can be built.
     with torch.device("meta"):
         model = model_class(config, attn_impl)
     shard_model(model, fsdp, precision, mesh, compile_config, sequence_parallel, sums)
@@ -95,20 +98,21 @@ def shard_model(
     if sums is not None and model.config.tie_word_embeddings and hasattr(model.transformer, "wte"):
         round_embedding_gradient(model.transformer.wte)
 
+    # On one device, use plain parameters instead of FSDP2, with three exceptions.
     # A compiler may leave a block to be recomputed eagerly, when the parameters that it sees are the fp32 ones again.
     is_recomputed_and_compiled = compile_config is not None and bool(fsdp.activation_checkpointing)
     casts_once = fsdp.plain_on_one_device and not is_pipeline and not is_recomputed_and_compiled
+    can_compile = compile_config is None or casts_once
     # Exact sums round the gradient of each use of a parameter. Gradients of a copy are those of all uses, added up.
     sums_gradients_of_copies = sums is not None and precision.parameters != torch.float32
-    can_be_plain = (
-        (compile_config is None or casts_once) and not fsdp.offload_optimizer and not sums_gradients_of_copies
-    )
+    can_be_plain = can_compile and not fsdp.offload_optimizer and not sums_gradients_of_copies
     if stage_mesh.size() == 1 and can_be_plain:
         prepare_for_one_device(model, fsdp, precision, compile_config, casts_once=casts_once)
         if sums is not None:
             sums.attach(model)
         return
 
+    # Tensor parallelism divides the layers first. FSDP2 then shards what each rank of a tensor group has.
     data_mesh = stage_mesh
     if is_divided:
         data_mesh = mesh_of_stage(mesh, without=("tensor",))
@@ -127,6 +131,7 @@ def shard_model(
     offload_policy = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
     shard = partial(fully_shard, mesh=data_mesh, mp_policy=policy, offload_policy=offload_policy)
 
+    # Shard each block, and then what is left: the embeddings and the last norm.
     # SHARD_GRAD_OP keeps parameters whole between forward and backward: more memory, one gather less. Pipelines do the
     # same: their parameters stay whole from the first backward pass on, and zero-bubble schedules, which compute the
     # gradients of weights apart, need whole parameters in autograd's graph.

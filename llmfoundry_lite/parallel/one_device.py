@@ -46,16 +46,18 @@ def prepare_for_one_device(
     # The order matters. torch cannot compile the code that swaps parameters for their copies, so that code wraps the
     # compiled block. Checkpointing runs the block again in the backward pass, when the fp32 parameters are back in
     # place. It therefore wraps the swap, so that the second run swaps them, too.
-    in_blocks: set[nn.Module] = set()
+    modules_in_blocks: set[nn.Module] = set()
     for block in model.transformer.blocks:
-        in_blocks.update(block.modules())
+        modules_in_blocks.update(block.modules())
         if compile_config is not None:
             block.forward = torch.compile(block.forward, **compile_config)
         all_copies += _compute_with_copies(block, block.modules(), dtype, casts_once)
         if fsdp.activation_checkpointing:
             checkpoint_activations(block, fsdp)
-    outside_blocks = [module for module in model.modules() if module not in in_blocks]
-    all_copies += _compute_with_copies(model, outside_blocks, dtype, casts_once)
+
+    # The embeddings and the last norm are swapped around the forward pass of the whole model.
+    modules_outside_blocks = [module for module in model.modules() if module not in modules_in_blocks]
+    all_copies += _compute_with_copies(model, modules_outside_blocks, dtype, casts_once)
     cast(Any, model).parameter_copies = all_copies  # `renew_copies` reads this
 
 
@@ -114,6 +116,8 @@ class ParameterCopies:
         """
         if not torch.is_grad_enabled():
             return _cast(self.dtype, masters)
+
+        # Not in the constructor, because the parameters have no memory yet when the model is prepared.
         if not self.copies:
             self.masters = masters
             self.copies = [torch.empty_like(master, dtype=self.dtype, requires_grad=False) for master in masters]
@@ -150,14 +154,16 @@ class _UseCopies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Cast the first gradient of each parameter to fp32, in which it becomes the batch's sum.
+        """Return the gradients of the copies as those of the masters, which autograd adds to `master.grad`.
 
-        Later ones stay in 16 bits: autograd adds them to the sum without a copy in fp32.
+        A batch's first gradient of a parameter becomes its sum, so it is cast to fp32 here. Later ones stay in 16 bits:
+        autograd adds them to the fp32 sum without a copy in fp32. None stands for a parameter that was not used.
         """
         ctx.copies.has_gradients = True
         results: list[Tensor | None] = [None]  # for the argument `copies`
         for gradient, master in zip(gradients, ctx.copies.masters, strict=True):
-            if gradient is not None and master.grad is None:
+            is_first_of_batch = master.grad is None
+            if gradient is not None and is_first_of_batch:
                 gradient = gradient.to(master.dtype)
             results.append(gradient)
         return tuple(results)
@@ -172,21 +178,24 @@ def _replace_parameters_in_forward(module: nn.Module, owners: Iterable[nn.Module
     """Make `module.forward` compute with what `cast_parameters` returns for the parameters of `owners`. In place.
 
     `owners` are modules that the forward pass calls. Their parameters are replaced while it runs, and put back after
-    it, also if it fails.
+    it, also if it fails. So the optimizer and checkpoints only ever see the parameters themselves.
     """
     forward = module.forward
-    places: list[tuple[nn.Module, str]] = []
+    owners_and_names: list[tuple[nn.Module, str]] = []
     for owner in owners:
-        places += [(owner, name) for name, parameter in owner._parameters.items() if parameter is not None]
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners_and_names.append((owner, name))
 
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        masters = [cast(nn.Parameter, owner._parameters[name]) for owner, name in places]
+        # Read the parameters in each call, because `to_empty` replaces them after the model is prepared.
+        masters = [cast(nn.Parameter, owner._parameters[name]) for owner, name in owners_and_names]
         try:
-            for (owner, name), replacement in zip(places, cast_parameters(masters), strict=True):
+            for (owner, name), replacement in zip(owners_and_names, cast_parameters(masters), strict=True):
                 owner._parameters[name] = cast(Any, replacement)
             return forward(*args, **kwargs)
         finally:
-            for (owner, name), master in zip(places, masters, strict=True):
+            for (owner, name), master in zip(owners_and_names, masters, strict=True):
                 owner._parameters[name] = master
 
     module.forward = cast_forward

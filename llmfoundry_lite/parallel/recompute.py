@@ -16,7 +16,10 @@ from llmfoundry_lite.config.sharding_schema import FSDPConfig
 
 
 def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
-    """Make a block recompute its activations in the backward pass, as `fsdp` says. In place.
+    """Make a block recompute its activations in the backward pass instead of keeping them, as `fsdp` says. In place.
+
+    `activation_checkpointing` is true to recompute all of them, or "selective" to keep the results of matrix products
+    and attention. With `activation_cpu_offload`, the block's input waits on the host meanwhile.
 
     This replaces `block.forward`, because wrapping the block in a module would change the names of its parameters.
     """
@@ -28,7 +31,7 @@ def checkpoint_activations(block: nn.Module, fsdp: FSDPConfig) -> None:
     is_pinned = torch.cuda.is_available()  # the copy from pageable memory would be synchronous
 
     def checkpointed_forward(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation keeps no activations
             return forward(*args)
         # What checkpointing keeps, the block's input, can move to the host until the backward pass.
         offload = save_on_cpu(pin_memory=is_pinned) if fsdp.activation_cpu_offload else nullcontext()
