@@ -51,16 +51,20 @@ class LanguageModel(ComposerModel):
         super().__init__()
         self.model: Any = model
         self.sum_loss = sum_loss
+        self.precision = precision
+
+        # How a batch becomes a loss.
         self.context = context
         """The ranks that divide each sample's tokens among them (`cp_config`), as a companion builds it; None if none
         do."""
-        self.precision = precision
         self.separator = separator
         """Token id that separates documents in a sample, if they must not see each other; else None."""
         self.separator_begins = separator_begins
         """The separator is the first token of a document. Otherwise it is the last one."""
         self.by_rows = by_rows
         """In training, the loss is a mean over samples. Otherwise it is a mean over tokens."""
+
+        # Set from outside.
         self.dropout_seed: int | None = None
         """Seed of this batch's dropout on the residual stream; None if nothing is dropped."""
         self.exact_sums: ExactSums | None = None

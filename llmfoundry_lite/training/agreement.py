@@ -75,6 +75,7 @@ class Agreement:
         The public attributes are results of the last sum over ranks, the same on all ranks. Call order in an epoch:
         `begin_epoch`; `next_batch` and `end_batch` for each batch; `end_epoch`.
         """
+        # What the ranks have agreed on.
         self.current = NO_BATCH
         """Counts of the global batch that is being trained."""
         self.upcoming = NO_BATCH
@@ -85,6 +86,7 @@ class Agreement:
         """Rank 0 asked for a save at the last sum."""
         self.joules: float | None = None
         """Energy of all devices between the last two ends of batches; None if a device has no counter."""
+        # What this rank has read ahead.
         self._batches: Iterator[Any] | None = None
         """This epoch's batches on this rank; None between epochs."""
         self._batch: Any = None
@@ -204,7 +206,8 @@ class Agreement:
         self.all_idle = num_busy == 0
         self.save_is_due = num_wanting_save > 0
         self.joules = None if num_unmeasured else millijoules / 1000
-        return max((index for index, num_ranks in enumerate(ranks_with_reason, 1) if num_ranks), default=0)
+        known_reasons = [index for index, num_ranks in enumerate(ranks_with_reason, 1) if num_ranks > 0]
+        return max(known_reasons, default=0)
 
 
 def count_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:

@@ -228,7 +228,7 @@ class Checkpointing(Callback):
         that is printed too, but returns False. The ranks exchange nothing.
         """
         batch = int(state.timestamp.batch)
-        if self.policy.is_last(state):
+        if self.policy.is_last(state):  # the run is done, which comes first
             max_duration = self.config.max_duration.written
             self.print_on_rank_0(
                 f"nothing is trained: the run is done at batch {batch}, with max_duration={max_duration}"
@@ -590,6 +590,8 @@ class Checkpointing(Callback):
                 self.has_failed_save = True
                 self._warn_of_unsaved_batches(state)
                 raise
+
+            # The save is lost, so the newest batch whose save has begun is the one that is published.
             self.failed_saves.note_failure(error, state.timestamp)
             self.print_on_rank_0(f"warning: {self._describe_failed_saves()}, and the next save tries again")
             self.begun_batch = self.published_batch
@@ -747,6 +749,8 @@ class Checkpointing(Callback):
         seconds = (state.timestamp.total_wct - self.started_at.total_wct).total_seconds()
         num_tokens = int(state.timestamp.token) - int(self.started_at.token)
         timer = self.policy.timer
+
+        # What the configuration does not tell: what `auto` has chosen, the speed, and which keys were changed.
         this_segment = build_segment(
             self.config,
             self.model,

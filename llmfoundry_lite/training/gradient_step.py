@@ -262,6 +262,8 @@ class GradientStep:
                 f"{batch}: {fault}, and {self.num_skipped_batches} batches of this launch were skipped for that; "
                 "max_skipped_batches allows no more"
             )
+
+        # The gradients have been dropped by now, so that the optimizer changes nothing.
         if dist.get_rank() == 0:
             print(f"{batch}: {fault}; skipped", flush=True)
 

@@ -138,7 +138,8 @@ class Search:
         clear_gradients(self.optimizer)
 
         # Choose the largest size that every rank expects to fit.
-        largest_on_this_rank = max((size for size in self.sizes if self.expect(size) <= limit), default=0)
+        sizes_that_fit = [size for size in self.sizes if self.expect(size) <= limit]
+        largest_on_this_rank = max(sizes_that_fit, default=0)
         largest = -all_reduce_max([-largest_on_this_rank])[0]  # the least of all ranks
         if largest < 1:
             self.available_bytes = int(self.available_bytes * MARGIN)
@@ -182,6 +183,7 @@ class Search:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            # The smallest size does not fit at all, or memory did not grow as predicted.
             if num_samples == self.sizes[0]:
                 peak = self.meter.peak_bytes() / GIB
                 raise self.refuse(f"more than the {peak:.2f} GiB that it got") from None
@@ -351,6 +353,8 @@ def _asked_for(text: str) -> str:
     amount, unit = match.groups()
     if unit != "bytes":
         return f"{amount} {unit} more were"
+
+    # torch's allocator of the CPU gives plain bytes.
     num_bytes = int(amount)
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:,.2f} GiB more were"

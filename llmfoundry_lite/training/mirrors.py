@@ -262,6 +262,7 @@ class WandbMirror(Mirror):
         step, so wandb lacks all records from there on. Offline, a launch begins new files, which get all records that
         this machine has logged; the other machine's files have `missed`. `wandb sync` takes each step once.
         """
+        # A new run at wandb, and every offline one, is at step 0.
         self.last_step = self.run.step - 1
         batches_elsewhere = {record["batch"] for record in missed} if self.run.offline else set()
         content = log.read_bytes() if log.exists() else b""

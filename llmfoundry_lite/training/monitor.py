@@ -179,7 +179,7 @@ class Profiler(Callback):
         """
         if not self.config.all_ranks and dist.get_rank() != 0:
             return
-        activities = [ProfilerActivity.CPU]
+        activities = [ProfilerActivity.CPU]  # what is traced
         if devices.device_type() == "cuda":
             activities.append(ProfilerActivity.CUDA)
 

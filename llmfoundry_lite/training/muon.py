@@ -221,8 +221,9 @@ class Owners:
         self.shapes = [tuple(parameter.shape) for parameter in parameters]
         self.boxes: list[list[Box]] = []
         """`boxes[rank][index]` is the part of matrix `index` that a rank holds."""
-        for boxes in all_gather_json([box_of(parameter) for parameter in parameters], group):
-            self.boxes.append([Box(tuple(offset), tuple(lengths)) for offset, lengths in boxes])
+        own_boxes = [box_of(parameter) for parameter in parameters]
+        for boxes_of_rank in all_gather_json(own_boxes, group):
+            self.boxes.append([Box(tuple(offset), tuple(lengths)) for offset, lengths in boxes_of_rank])
 
         # Matrices of one round are computed at the same time, so they should be about equally large. The index decides
         # between equal ones, so that all ranks have the same order.
@@ -259,7 +260,8 @@ class Owners:
                 results_to_send = [_view_box(result, boxes[owned]) for boxes in self.boxes]
 
             # Receive this rank's part of each result. Ranks that own no matrix have sent nothing.
-            results = self._exchange(results_to_send, [part.numel() for part in parts])
+            num_elements_by_owner = [part.numel() for part in parts]
+            results = self._exchange(results_to_send, num_elements_by_owner)
             for index, part, result_part in zip(indices, parts, results, strict=False):
                 yield index, result_part.view_as(part)
 
@@ -272,11 +274,13 @@ class Owners:
         `owned` the matrix that this rank owns, or None. If several ranks hold the same part, only the first of them
         sends it. Returns the parts of matrix `owned` by the rank that has sent them, flat; empty from other ranks.
         """
+        # The r-th matrix of a round is owned by rank r.
         parts_to_send: list[torch.Tensor] = []
         for index, part in zip(indices, parts, strict=True):
             is_sender = self.rank in self._find_senders(index)
             parts_to_send.append(part if is_sender else part[:0])
 
+        # How much this rank receives as an owner.
         num_elements_by_rank = [0] * self.size
         if owned is not None:
             for rank, box in self._find_senders(owned).items():

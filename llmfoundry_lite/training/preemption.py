@@ -95,6 +95,7 @@ class Preemption:
         `listen` starts the threads. Any thread may set `reason`, `leave_by` and `failure`. Once set, they stay as they
         are, except that Ctrl-C replaces another reason.
         """
+        # When this launch leaves, and whether it has failed.
         self.stop_file = self.run_folder / STOP_FILE
         self.deadline: float | None = None
         """When `max_wall_seconds` is over, by the monotonic clock."""
@@ -104,6 +105,7 @@ class Preemption:
         """When the process is ended, by the monotonic clock; None while there is no reason to leave."""
         self.failure: FirstError | None = None
         """The failure of another rank, because of which the launcher has sent SIGTERM to this one."""
+        # How much time there is, and what the threads need.
         self._ctrl_c = CtrlC()
         self._grace_seconds = self.grace_seconds
         """Time between the reason and `leave_by`, including what the file STOP adds."""

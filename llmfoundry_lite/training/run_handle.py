@@ -62,6 +62,7 @@ class RunHandle:
         `saving` is the run's `Checkpointing`. `leave` prints and records, with a status and a text, why this process
         ends. The public attributes may be read by the other launches' code; the private ones are the training loop's.
         """
+        # The training loop's own objects, which the other launches reach by methods alone.
         self._state = trainer.state
         self._logger = trainer.logger
         self._saving = saving
@@ -70,6 +71,8 @@ class RunHandle:
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
         self._newest_lease: int | None = None
         """On rank 0: number of the newest lease when `note_newest_lease` was called."""
+
+        # What the other launches read, and functions that they call.
         self.config = saving.config
         """The configuration, with the values that this launch has chosen itself."""
         self.model: Any = saving.gradient_step.model.model
@@ -149,6 +152,7 @@ class RunHandle:
 
         For example, with rows 4 to 7 and 2 data ranks, rank 0 gets rows 4 and 5 of every batch.
         """
+        # Tell the data set which rows to read from here on. New workers then read them.
         loader = self.config.train_loader
         sample_in_epoch = self.batch_in_epoch * self._dataset.global_batch_size
         epoch = int(self._state.timestamp.epoch)

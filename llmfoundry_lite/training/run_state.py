@@ -238,6 +238,7 @@ def with_references(segments: Iterable[Segment], config: TrainConfig) -> tuple[S
         if isinstance(value, FromEnvironment):
             references[name] = value.written
 
+    # A segment is frozen, so each is copied with another environment.
     replaced: list[Segment] = []
     for segment in segments:
         environment = {name: references.get(name, value) for name, value in segment.environment.items()}

@@ -128,6 +128,7 @@ class SaveTimer:
         self.is_auto = seconds is None
         self.seconds = FIRST_SECONDS if seconds is None else seconds
         """The interval between saves."""
+        # Measurements, from which the cost of a save follows.
         self.cost_seconds: float | None = None
         """Median cost of the newest saves; None before the first."""
         self._undisturbed: deque[float] = deque(maxlen=NUM_BATCHES)

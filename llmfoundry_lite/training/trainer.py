@@ -133,6 +133,7 @@ class ParallelTrainer(Trainer):
                 error = caught
             is_finished = batch is None and error is None
 
+            # An error counts more than the end of the data. Ranks that have a batch drop it in either case.
             any_error, any_finished = all_reduce_max([int(error is not None), int(is_finished)])
             if any_error:
                 raise_on_all_ranks(error)
@@ -274,9 +275,11 @@ class ParallelTrainer(Trainer):
             loss = outputs["loss_sum"] * model.weight_of_loss(microbatch["input_ids"], loss_divisor)
         elif self.accumulate_train_batch_on_tokens:
             spec = cast(DataSpec, self._train_data_spec)
-            loss = mean_loss * (spec.get_num_tokens_in_batch(microbatch, "loss_generating") / loss_divisor)
+            num_tokens = spec.get_num_tokens_in_batch(microbatch, "loss_generating")
+            loss = mean_loss * (num_tokens / loss_divisor)
         else:
-            loss = mean_loss * (count_rows(microbatch) / loss_divisor)
+            num_samples = count_rows(microbatch)
+            loss = mean_loss * (num_samples / loss_divisor)
         loss.backward()
         run_event(Event.AFTER_BACKWARD)
         return round_loss(loss.detach()) if step.exact_sums else loss.detach()
@@ -304,7 +307,9 @@ class ParallelTrainer(Trainer):
 
         # Exact sums add losses that are rounded one by one, so that their order does not matter.
         losses_m = losses_m.detach()
-        return (round_loss(losses_m) if step.exact_sums else losses_m).sum()
+        if step.exact_sums:
+            losses_m = round_loss(losses_m)
+        return losses_m.sum()
 
     def _accumulate_time_across_ranks(
         self, num_samples: int | float, num_tokens: int, batch_time: datetime.timedelta
