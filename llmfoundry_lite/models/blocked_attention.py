@@ -85,8 +85,8 @@ def blocked_attention_backward(
             bias_hts = _bias_of_block(bias_bhts, causal_bias_ts, b, queries, keys)
             weights_hts = _compute_weights(q_block_htk, k_block_hsk, bias_hts, scale)
 
-            # The output is w v, so dv = w^T dout and dw = dout v^T. The softmax turns dw into the scores' gradient,
-            # from which q and k get theirs.
+            # The output is o = w v, so dv = w^T do and dw = do v^T. The softmax turns dw into the gradient of the
+            # scores, from which q and k get theirs.
             grad_v_hsk[:, keys] += torch.bmm(weights_hts.transpose(1, 2), grad_block_htk)
             grad_weights_hts = torch.bmm(grad_block_htk, v_hsk[:, keys].transpose(1, 2))
             grad_scores_hts = torch._softmax_backward_data(grad_weights_hts, weights_hts, -1, weights_hts.dtype)
