@@ -1,8 +1,8 @@
 """Describe what a launch would do: the output of `--dry-run`, in lines of a heading and a value.
 
-`describe_launch` is the top function, and each `_describe_…` function returns the text of one heading. They read the
-manifest of the checkpoint from which the launch would start, but no tensor. `preflight.py` has made the checks whose
-results are printed here.
+`describe_launch` is the top function, and each `_describe_…` function returns the text of one heading. Nothing is
+checked here: `preflight.py` has made the checks, and its findings are printed. `_describe_start` reads the manifests of
+the checkpoints from which the launch could start, but no tensor.
 """
 
 import os
@@ -33,13 +33,13 @@ from llmfoundry_lite.models.flops import count_flops_per_token, count_parameters
 from llmfoundry_lite.preflight import Preflight, count_epoch_samples
 
 MANY_EPOCHS = 100
-"""Number of epochs from which a dry run warns."""
+"""A dry run warns of a run with more epochs than this, which memorises its text instead of learning from it."""
 MAX_LISTED = 8
-"""Most streams, stages or ranks of a context group that a dry run lists."""
+"""Maximum number of streams, stages or ranks of a context group that a dry run lists one by one."""
 
 
 def describe_launch(
-    config: TrainConfig, layout: Layout, result: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
+    config: TrainConfig, layout: Layout, findings: Preflight, *, is_for_here: bool = False, with_yaml: bool = False
 ) -> str:
     """Return the output of `--dry-run`: what a launch would do, in lines of a heading and a value.
 
@@ -47,15 +47,23 @@ def describe_launch(
         start          batch 1, from initial weights
         …
 
-    `result` is the result of `preflight.check`. `is_for_here` says whether this machine has been checked too. With
-    `with_yaml`, the resolved configuration comes first, as YAML.
+    findings: what `preflight.check` has returned for the same configuration and layout.
+    is_for_here: whether `preflight.check_here` has checked this machine too, as for `--dry-run=here`.
+    with_yaml: whether the resolved configuration comes first, as YAML, as for `--dry-run=full`.
+
+    Raises CheckpointError, only with `is_for_here`, if the launch would be refused because of a checkpoint.
     """
+    # Describe what needs more than the configuration.
     model = config.model
     tokens_per_batch = config.global_train_batch_size * config.max_seq_len
     flops_per_token = count_flops_per_token(model, config.max_seq_len)
-    flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_token * tokens_per_batch)} per batch"
+    flops_per_batch = flops_per_token * tokens_per_batch
+    flops = f"{_with_prefix(flops_per_token)} per token, {_with_prefix(flops_per_batch)} per batch"
     start, not_checked_at_start = _describe_start(config, is_for_here=is_for_here)
-    other_launches = "".join(block.describe(config) for block in given_blocks(config.blocks).values())
+    blocks_of_companions = given_blocks(config.blocks).values()
+    other_launches = "".join(block.describe(config) for block in blocks_of_companions)
+
+    # Lines without a value, such as those of a layout that divides nothing, are left out by `_with_heading`.
     lines = [
         f"run            {config.run_name} in {config.run_folder}{other_launches}",
         f"start          {start}",
@@ -65,8 +73,8 @@ def describe_launch(
         *_with_heading("batch", _describe_batch(config, layout)),
         *_with_heading("samples", describe_division("samples", config, layout)),
         *_with_heading("stages", describe_division("stages", config, layout)),
-        f"duration       {config.max_duration.written}{_describe_duration(config, result)}",
-        *_describe_data(config, result),
+        f"duration       {config.max_duration.written}{_describe_duration(config, findings)}",
+        *_describe_data(config, findings),
         f"precision      {_describe_precision(config)}",
         f"optimizer      {_describe_optimizer(config)}",
         *_with_heading("memory", _describe_memory(config, layout)),
@@ -76,8 +84,8 @@ def describe_launch(
     lines += [f"warning        {text}" for text in describe_division("warning", config, layout)]
     lines += [f"environment    {_describe_variable(name, value)}" for name, value in config.environment.items()]
 
-    # Name what a real launch may still find wrong.
-    not_checked = [*result.not_checked, *not_checked_at_start]
+    # Name what a launch may still find wrong, because it was not checked.
+    not_checked = [*findings.not_checked, *not_checked_at_start]
     if not is_for_here:
         not_checked.append("the memory of this machine's devices; --dry-run=here also checks that, data, tokenizer")
     lines += [f"not checked    {note}" for note in not_checked]
@@ -91,9 +99,11 @@ def describe_launch(
 def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, list[str]]:
     """Describe where a launch begins: at a save of this run, at `load_path`, or at batch 1. Reads no tensor.
 
-    Returns the description, and a line for each thing that could not be checked. If a launch would be refused, the
-    description says why; with `is_for_here`, raises CheckpointError instead.
+    Returns the description, such as `carries on from runs/mpt-1b/checkpoints/ba400`, and a line for each thing that
+    could not be checked. If a launch would be refused, the description is `refused: ` and the reason. With
+    `is_for_here`, that raises CheckpointError instead.
     """
+    # Without a save of this run, a launch begins with these weights.
     folder = config.checkpoint_folder
     load_path = config.load_path
     beginning = "batch 1, from initial weights"
@@ -101,7 +111,7 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         state = "weights" if config.load_weights_only else "whole state"
         beginning = f"the {state} of {load_path}"
 
-    # A remote folder is not opened.
+    # A remote folder is not opened, because a dry run needs no network and no credentials.
     is_remote = "://" in folder
     if is_remote:
         not_checked = [f"{folder}: what it holds, and whether that fits this configuration"]
@@ -109,10 +119,13 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         return description, not_checked
 
     # Choose the start as the launch would.
-    is_missing = load_path is not None and not os.path.exists(os.path.expanduser(load_path.removeprefix("file://")))
+    load_path_is_missing = False
+    if load_path is not None:
+        local_path = os.path.expanduser(load_path.removeprefix("file://"))
+        load_path_is_missing = not os.path.exists(local_path)
     try:
-        # A load_path of another machine is left out, so that the saves of this run can be looked at.
-        config_here = replace(config, load_path=None) if is_missing else config
+        # Without a load_path that is on another machine, or at a URL, the saves of this run can still be looked at.
+        config_here = replace(config, load_path=None) if load_path_is_missing else config
         start = choose_start(config_here, find_fingerprints(config.tokenizer.name))
         if start.is_run_folder and not start.checkpoint_name:
             raise CheckpointError(f"{folder}: no checkpoint can be read; `llmfoundry-lite checkpoint ls` says why")
@@ -126,12 +139,17 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
             f"the tensors and the data of {start.checkpoint_name}: the launch compares them with what is here"
         ]
         return f"carries on from {folder}/{start.checkpoint_name}{_describe_end(config, start)}", not_checked
-    not_checked = [f"load_path: {load_path}, and whether it fits this configuration"] if is_missing else []
-    return beginning, not_checked
+
+    if load_path_is_missing:
+        return beginning, [f"load_path: {load_path}, and whether it fits this configuration"]
+    return beginning, []
 
 
 def _describe_end(config: TrainConfig, start: Start) -> str:
-    """Say that a launch trains nothing, if the checkpoint is already at the run's end or at `stop_at`; else empty."""
+    """Return the end of the start's description: that a launch trains nothing, or empty text if it trains.
+
+    A launch trains nothing if its checkpoint, `start`, is already at `max_duration` or at `stop_at`.
+    """
     for key, words in {"max_duration": "where the run is done", "stop_at": "where stop_at ends this launch"}.items():
         span = getattr(config, key)
         if span is not None and has_reached(span, start.training_done):
@@ -140,7 +158,13 @@ def _describe_end(config: TrainConfig, start: Start) -> str:
 
 
 def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
-    """Return two lines for a dry run: the size of a batch, and how devices and microbatches divide it."""
+    """Return two lines: the size of a batch, and how it is divided between devices and then into microbatches.
+
+        512 samples x 2048 tokens = 1,048,576 tokens
+        8 device(s) x 64 samples in 4 microbatch(es) of up to 16
+
+    Devices that divide the model or a sample between them see the same samples, and count as one group.
+    """
     batch_size = config.global_train_batch_size
     length = config.max_seq_len
     num_groups = layout.num_data_ranks
@@ -160,34 +184,43 @@ def _describe_batch(config: TrainConfig, layout: Layout) -> list[str]:
     ]
 
 
-def _describe_data(config: TrainConfig, result: Preflight) -> list[str]:
-    """Return a line for each data set for a dry run: its samples, its folders, and how they are used."""
+def _describe_data(config: TrainConfig, findings: Preflight) -> list[str]:
+    """Return a line for each data set, with its heading: its samples, its folders, and how they are used.
+
+    train data     131,072 samples, data/c4/train, 0 of them left out of each epoch
+    eval data      2,048 samples, data/c4/val, every 1000ba
+    """
     batch_size = config.global_train_batch_size
     lines = []
     for key, loader in config.loaders.items():
         label = data_label(key)
         facts = _describe_source(loader)
-        if label in result.num_samples:
-            facts.insert(0, f"{result.num_samples[label]:,} samples")
+        if label in findings.num_samples:
+            facts.insert(0, f"{findings.num_samples[label]:,} samples")
 
         if label != "train":
             facts.append(_describe_evaluation_interval(config))
         else:
-            num_samples = count_epoch_samples(config, result)
+            # With drop_last, the samples of an epoch that do not fill a batch are left out.
+            num_samples = count_epoch_samples(config, findings)
             if num_samples is not None and loader.drop_last:
                 facts.append(f"{num_samples % batch_size} of them left out of each epoch")
         if loader.dataset.stages:
-            begins = first_batches(
+            first_batch_of_stages = first_batches(
                 loader.dataset, f"{key}.dataset", config.max_duration, batch_size, config.max_seq_len
             )
-            numbers = " and ".join(f"{begin + 1:,}" for begin in begins)
-            facts.append(f"{len(begins)} stages, from batches {numbers}")
+            # They count from 0, and users count batches from 1.
+            batch_numbers = " and ".join(f"{batch + 1:,}" for batch in first_batch_of_stages)
+            facts.append(f"{len(first_batch_of_stages)} stages, from batches {batch_numbers}")
         lines.append(f"{label + ' data':<14} {', '.join(facts)}")
     return lines
 
 
 def _describe_source(loader: LoaderConfig) -> list[str]:
-    """Return the folders of a loader's data set, their number if there are many, or the name of a user's own loader."""
+    """Return a text for each folder of a loader's data set, such as `data/c4/train`.
+
+    With more than MAX_LISTED folders, the only text is their number. For a user's own loader, it is the loader's name.
+    """
     if loader.name != "text":
         return [loader.name]
     dataset = loader.dataset
@@ -196,13 +229,13 @@ def _describe_source(loader: LoaderConfig) -> list[str]:
         return [f"{len(streams)} streams"]
     folders = []
     for stream in streams:
-        parts = (stream.local or stream.remote, stream.split or dataset.split)
-        folders.append("/".join(part for part in parts if part))
+        root_and_split = (stream.local or stream.remote, stream.split or dataset.split)
+        folders.append("/".join(part for part in root_and_split if part))
     return folders
 
 
 def _describe_evaluation_interval(config: TrainConfig) -> str:
-    """Say how often the validation loss is computed, and on how many samples if not on all."""
+    """Return how often the validation loss is computed, and on how many samples if not on all of them."""
     if not config.evaluates:
         return "never evaluated"
     subset = f", the first {config.eval_subset_samples:,} samples" if config.eval_subset_samples else ""
@@ -210,7 +243,7 @@ def _describe_evaluation_interval(config: TrainConfig) -> str:
 
 
 def _describe_precision(config: TrainConfig) -> str:
-    """Describe the precision, mixed precision and exactness of a run, for a dry run."""
+    """Describe the precision and exactness of a run: `amp_bf16, mixed_precision PURE, deterministic kernels`."""
     facts = [config.precision, f"mixed_precision {config.sharding.mixed_precision}"]
     if config.exact_sums:
         facts.append("exact sums")
@@ -222,12 +255,16 @@ def _describe_precision(config: TrainConfig) -> str:
 
 
 def _describe_optimizer(config: TrainConfig) -> str:
-    """Describe the optimizer, the learning rate and its schedule, and gradient clipping, for a dry run."""
+    """Describe the optimizer, the schedule of its learning rate, and gradient clipping.
+
+    decoupled_adamw, lr 0.0002, weight decay 1e-05, cosine_with_warmup, warm-up 100ba, gradients clipped at 1
+    """
     optimizer = config.optimizer
     facts = [f"{optimizer.name}, lr {optimizer.lr:g}"]
     if optimizer.adamw_lr is not None:
         facts.append(f"adamw_lr {optimizer.adamw_lr:g}")
     if optimizer.name.startswith("python:"):
+        # Arguments as they are recorded, without secrets.
         arguments = as_dict(config)["optimizer"]["kwargs"]
         facts += [f"{key} {value}" for key, value in arguments.items()]
         facts.append("its own defaults for all else")
@@ -244,7 +281,7 @@ def _describe_optimizer(config: TrainConfig) -> str:
 
 
 def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
-    """Return lines for a dry run with the estimated memory of a device, and what the estimate assumes."""
+    """Return the estimated memory of a device and what the estimate assumes, in one or two lines."""
     is_measured_later = config.device_train_microbatch_size == "auto"
     assumption = " (microbatches of 1 sample)" if is_measured_later else ""
     lines = [f"{estimate_training_memory(config, layout)}{assumption}"]
@@ -257,7 +294,7 @@ def _describe_memory(config: TrainConfig, layout: Layout) -> list[str]:
 
 
 def _describe_saves(config: TrainConfig) -> str:
-    """Describe for a dry run where and how often a run saves, how many saves stay, and when failing saves end it."""
+    """Describe where and how often a run saves, how many saves it keeps, and when failing saves end it."""
     interval = config.save_interval
     num_kept = config.save_num_checkpoints_to_keep
     frequency = "as often as costs 2 %" if interval.is_auto else f"every {interval.span or interval.written}"
@@ -267,7 +304,7 @@ def _describe_saves(config: TrainConfig) -> str:
 
 
 def _describe_logs(config: TrainConfig) -> str:
-    """List for a dry run where a run logs: its metrics.jsonl, the terminal, and trackers."""
+    """List where a run logs: its metrics.jsonl, the terminal (as a progress bar or as lines), and trackers."""
     names = [f"{config.run_folder}/metrics.jsonl"]
     if config.progress_bar:
         names.append("progress bar")
@@ -280,15 +317,23 @@ def _describe_logs(config: TrainConfig) -> str:
 
 
 def _with_heading(heading: str, lines: Sequence[str]) -> list[str]:
-    """Indent lines by 15 columns, the width of a dry run's headings, and write the heading before the first line."""
-    return [f"{'' if number else heading:<15}{line}" for number, line in enumerate(lines)]
+    """Return the lines of a heading: the heading is before the first line, and further lines are indented as far.
+
+    Headings are 15 columns wide. Without any lines, the heading is left out.
+    """
+    texts = []
+    for index, line in enumerate(lines):
+        text_before = heading if index == 0 else ""
+        texts.append(f"{text_before:<15}{line}")
+    return texts
 
 
 def describe_division(topic: str, config: TrainConfig, layout: Layout) -> list[str]:
-    """Describe how ranks that see the same samples divide the work; empty if there are none.
+    """Describe how ranks that see the same samples divide the work, in lines; empty if every rank has its own samples.
 
-    The topic `samples` says which tokens each rank has, `stages` which blocks, and `warning` warns of ranks that
-    exchange data across nodes in every block.
+    The topic "samples" says which tokens each rank has, and "stages" which blocks of the model. "warning" warns of
+    ranks that exchange data in every block and are on different nodes. The companion llmfoundry_layouts, which divides
+    models and samples, has the texts.
     """
     if layout.ranks_per_data_rank == 1:
         return []
@@ -298,12 +343,15 @@ def describe_division(topic: str, config: TrainConfig, layout: Layout) -> list[s
 
 
 def _describe_variable(name: str, value: str) -> str:
-    """Describe an environment variable that the configuration sets to `value`, as NAME=VALUE, secrets hidden.
+    """Describe an environment variable that the configuration sets to `value`, as NAME=VALUE.
 
-    A variable that the shell has set keeps the shell's value, which the description then says.
+    A variable that the shell has set keeps the shell's value, which the description then says. The values of secrets
+    are hidden.
     """
+    # A value that the YAML takes from another variable is described as it was written: ${oc.env:NAME}.
     if isinstance(value, FromEnvironment):
         return f"{name}={value.written}"
+
     value_in_effect = os.environ.get(name, value)
     is_as_configured = value_in_effect == value
     if is_secret_name(name):
@@ -314,36 +362,43 @@ def _describe_variable(name: str, value: str) -> str:
     return f"{name}={value_in_effect}, as the shell has it, not {value}"
 
 
-def _describe_duration(config: TrainConfig, result: Preflight) -> str:
+def _describe_duration(config: TrainConfig, findings: Preflight) -> str:
     """Return max_duration in other units, to be appended to its own text: ` = 4,800 batches, 10.07 G tokens, …`.
 
     Epochs are included if the samples could be counted, and hours if the YAML has a variable tokens_per_second. The
     text is empty if the number of batches is unknown, as for epochs of data that is not on this machine.
     """
-    # Convert to batches, rounded up.
+    # Convert to batches. A last batch that is not full counts as one, so quotients are rounded up: -(-a // b).
     duration = config.max_duration
     batch_size = config.global_train_batch_size
     tokens_per_batch = batch_size * config.max_seq_len
-    num_samples = count_epoch_samples(config, result) or 0
-    batches_per_epoch = num_samples // batch_size if config.train_loader.drop_last else -(-num_samples // batch_size)
-    num_batches = {
+    num_samples = count_epoch_samples(config, findings) or 0
+    if config.train_loader.drop_last:
+        batches_per_epoch = num_samples // batch_size
+    else:
+        batches_per_epoch = -(-num_samples // batch_size)
+    num_batches_by_unit = {
         "ba": duration.value,
         "sp": -(-duration.value // batch_size),
         "tok": -(-duration.value // tokens_per_batch),
         "ep": duration.value * batches_per_epoch,
-    }[duration.unit]
+    }
+    num_batches = num_batches_by_unit[duration.unit]
     if not num_batches:
         return ""
 
-    description = f" = {int(num_batches):,} batches, {_with_prefix(num_batches * tokens_per_batch)} tokens"
+    num_tokens = num_batches * tokens_per_batch
+    description = f" = {int(num_batches):,} batches, {_with_prefix(num_tokens)} tokens"
     if num_samples:
         num_epochs = num_batches * batch_size / num_samples
         description += f", {num_epochs:,.2f} epochs"
         if num_epochs > MANY_EPOCHS:
             description += ", which learn this text by heart: it is too short for the run"
-    tokens_per_second = config.variables.get("tokens_per_second")  # `init --hours` has measured it
+
+    # `llmfoundry-lite init --hours` measures the speed, and writes it into the YAML. Users may write anything there.
+    tokens_per_second = config.variables.get("tokens_per_second")
     if isinstance(tokens_per_second, int | float) and tokens_per_second > 0:
-        num_hours = num_batches * tokens_per_batch / tokens_per_second / 3600
+        num_hours = num_tokens / tokens_per_second / 3600
         description += f", {num_hours:,.2g} hours at {tokens_per_second:,} tokens per second"
     return description
 

@@ -1,6 +1,9 @@
-"""Checks that are possible before a process group exists. `dry_run.py` prints what they find.
+"""Check a training configuration against this machine and its files, before a process group exists.
 
-This reads index files and JSON, never a shard, and imports neither Composer nor streaming, so it answers quickly.
+`check` is the top function. A launch and every dry run call it, and `check_here` is the further check of this machine
+for `--dry-run=here`. `config/check.py` has compared the keys with each other before, and `dry_run.py` prints what is
+found here. Data sets are checked by their index files and JSON, never by a shard, and neither Composer nor streaming is
+imported, so that an error is reported within a second or two.
 """
 
 import importlib.util
@@ -54,10 +57,13 @@ FAST_MULTIPLE = 128
 
 @dataclass(kw_only=True)
 class Preflight:
-    """Findings of the checks of a configuration, for a launch and for the output of a dry run."""
+    """Findings of the checks of a configuration, for a launch and for the output of a dry run.
+
+    The checks below add to it while they run. Errors are not collected here: the first one is raised.
+    """
 
     num_samples: dict[str, int] = field(default_factory=dict)
-    """Data set (`train`, `eval` or `eval/<label>`) -> its number of samples, if all of it is on this disk."""
+    """Data set (`train`, `eval` or `eval/<label>`) -> its number of samples, if all its folders are on this disk."""
     text_keys: list[str] = field(default_factory=list)
     """Keys of data sets that hold text rather than tokens, so that reading them needs the tokenizer."""
     not_checked: list[str] = field(default_factory=list)
@@ -67,10 +73,14 @@ class Preflight:
 
 
 def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight:
-    """Check the configuration against this machine and its files. Raises ConfigError or DataError, in one line.
+    """Check the configuration against this machine and its files, and return what a launch or a dry run prints of it.
 
-    With `must_exist` (a launch) missing data are an error. Without it (a dry run) they are noted as not checked.
+    With `must_exist` (a launch, or `--dry-run=here`) missing data are an error, and so is a missing compiler. Without
+    it (other dry runs) missing data are noted as not checked.
+
+    Raises ConfigError or DataError, in one line.
     """
+    # Check what the configuration asks for by itself, before any file is read.
     _check_companions(config, layout)
     check_batch(config, layout)
     if must_exist:
@@ -80,15 +90,17 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
             check_compiler()
     _check_import_paths(config)
 
-    result = Preflight()
+    # Check the files that the configuration names. Data comes first, because text needs the tokenizer.
+    findings = Preflight()
     for key, loader in config.loaders.items():
-        if loader.name == "text":
-            _check_data(key, loader, config, result, must_exist=must_exist)
-    _check_tokenizer(config, result, must_exist=must_exist)
-    _check_tasks(config, result, must_exist=must_exist)
-    _check_loggers(config, result, must_exist=must_exist)
+        if loader.name == "text":  # a user's own loader is not checked
+            _check_data(key, loader, config, findings, must_exist=must_exist)
+    _check_tokenizer(config, findings, must_exist=must_exist)
+    _check_tasks(config, findings, must_exist=must_exist)
+    _check_loggers(config, findings, must_exist=must_exist)
 
-    num_samples = count_epoch_samples(config, result)
+    # With drop_last, an epoch of less than one batch would train nothing.
+    num_samples = count_epoch_samples(config, findings)
     batch_size = config.global_train_batch_size
     has_no_batch = num_samples is not None and num_samples < batch_size and config.train_loader.drop_last
     if has_no_batch:
@@ -96,11 +108,15 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
             f"train_loader.dataset: {num_samples} samples do not make one batch of {batch_size} "
             "(global_train_batch_size); use more data or a smaller batch"
         )
-    return result
+    return findings
 
 
 def _check_companions(config: TrainConfig, layout: Layout) -> None:
-    """Raise ConfigError, which names the key, if the run needs a companion that is not installed."""
+    """Raise ConfigError, which names the key, if the run needs a companion that is not installed.
+
+    Companions are optional packages (`companions.py`): one has the layouts that divide a model or a sample between
+    devices, another has callbacks.
+    """
     for dimension, key in DEGREE_KEYS.items():
         if getattr(layout, dimension) > 1:
             companions.require("llmfoundry_layouts", key)
@@ -111,7 +127,10 @@ def _check_companions(config: TrainConfig, layout: Layout) -> None:
 
 
 def check_installed(*packages: str) -> None:
-    """Raise ConfigError for Composer or mosaicml-streaming, which a plain installation leaves out."""
+    """Raise ConfigError unless all packages can be imported. Nothing is imported.
+
+    The packages are `composer` and `streaming`, which training needs and a plain `pip install` leaves out.
+    """
     missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise ConfigError(
@@ -130,16 +149,20 @@ def check_compiler() -> None:
 
     Triton needs a C compiler, which the environment variable CC may name, and the header files of Python.
     """
-    missing = []
+    missing = []  # each with the way to install it
+
+    # CC takes precedence over the compilers on PATH, even if it names one that does not exist.
     chosen_compiler = os.environ.get("CC")
     if chosen_compiler:
         if not shutil.which(chosen_compiler):
             missing.append(f"a C compiler (CC: {chosen_compiler} is none)")
     elif not any(map(shutil.which, C_COMPILERS)):
         missing.append(f"a C compiler on PATH ({join_with_or(C_COMPILERS)}; `apt-get install gcc`)")
+
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
         missing.append(f"{header} (`apt-get install python3-dev`)")
+
     if missing:
         raise ConfigError(
             f"compile_config: torch.compile needs {' and '.join(missing)}; install it, or leave compiling out: "
@@ -148,15 +171,18 @@ def check_compiler() -> None:
 
 
 def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -> None:
-    """Check that this machine has the tokenizer and the memory that a launch needs. Raises ConfigError.
+    """Check that this machine has the tokenizer, the devices and the memory that a launch needs. Raises ConfigError.
 
     `devices` are this machine's, in order. Each rank of this machine takes one. Without accelerators there is a single
     device, the RAM, which all of its ranks share.
+
+    The memory needed is an estimate, and is compared with the memory that is free now on the fullest device.
     """
     name = config.tokenizer.name
     if not is_local_or_cached(name):
         raise ConfigError(f"{_describe_missing_tokenizer(name)}; {_fetch_advice(name)}")
 
+    # Estimate how many bytes a device needs. Ranks on CPUs share the RAM, so their needs add up.
     is_cpu = devices[0].is_shared
     num_ranks_here = layout.node_size
     if is_cpu:
@@ -171,6 +197,7 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
                 f"{num_ranks_here} ranks given, and this machine has {len(devices)} devices; start that many"
             )
 
+    # If one device runs out of memory, the whole run ends, so the one with the least free memory decides.
     fullest = min(devices[:num_ranks_here], key=lambda device: device.free_bytes)
     if needed_bytes > fullest.free_bytes:
         raise ConfigError(
@@ -180,29 +207,31 @@ def check_here(config: TrainConfig, layout: Layout, devices: Sequence[Device]) -
         )
 
 
-def count_epoch_samples(config: TrainConfig, result: Preflight) -> int | None:
-    """Return the number of training samples of an epoch, or None if it cannot be told by counting samples on disk.
+def count_epoch_samples(config: TrainConfig, findings: Preflight) -> int | None:
+    """Return the number of training samples of an epoch, or None if counting the samples on disk does not tell it.
 
-    With streams, stages or an epoch_size, only the opened data set knows it.
+    That is so if a part of the data is not on this disk. It is also so with streams, stages or an epoch_size, which
+    choose or repeat samples: then only the opened data set knows the number.
     """
     dataset = config.train_loader.dataset
     is_whole_dataset = not (dataset.streams or dataset.stages) and dataset.epoch_size is None
-    return result.num_samples.get("train") if is_whole_dataset else None
+    return findings.num_samples.get("train") if is_whole_dataset else None
 
 
-def _check_tasks(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+def _check_tasks(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:
     """Check that every in-context task can be evaluated, because otherwise the run would fail at its first evaluation.
 
-    With `must_exist`, a missing tokenizer or task file is an error: ConfigError or DataError. Otherwise it is added to
-    the `result`, as not checked.
+    With `must_exist`, a missing tokenizer or task file is an error: ConfigError or DataError. Otherwise the task is
+    added to `findings.not_checked`. Rows of a task are read only if the run evaluates (`config.evaluates`).
     """
-    tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=result.notes)
+    tasks = load_tasks(config.icl_tasks, config.icl_task_folder, notes=findings.notes)
     has_tokenizer = is_local_or_cached(config.tokenizer.name)
     if tasks and must_exist and not has_tokenizer:
         raise ConfigError(f"icl_tasks: need the tokenizer, and {config.tokenizer.name} is not on this machine")
 
     tokenizer: Tokenizer | None = None  # loaded once, because a large one takes a second
     for task in tasks:
+        # A data set on the Hub is downloaded by a companion when the task is read. Others are files of this machine.
         is_on_hub = task.dataset_uri.startswith("hf://")
         if is_on_hub:
             companions.require("llmfoundry_formats", f"icl_tasks: {task.label}: {task.dataset_uri}")
@@ -216,7 +245,7 @@ def _check_tasks(config: TrainConfig, result: Preflight, *, must_exist: bool) ->
         can_be_checked = has_tokenizer and (has_file or must_exist)
         if not can_be_checked:
             missing = task.dataset_uri if has_tokenizer else "the tokenizer"
-            result.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
+            findings.not_checked.append(f"icl_tasks: {task.label}: whether it can be asked, without {missing}")
         elif config.evaluates:
             tokenizer = tokenizer or load_tokenizer(config.tokenizer.name)
             _check_task(task, config, tokenizer)
@@ -225,7 +254,7 @@ def _check_tasks(config: TrainConfig, result: Preflight, *, must_exist: bool) ->
 def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> None:
     """Check that a task's rows can be read and turned into prompts. Raises DataError.
 
-    For a perplexity task on an MDS split, only the split's index is checked.
+    A perplexity task may read an MDS split, a folder of shards of tokens. Of that, only the index is checked.
     """
     index = Path(task.dataset_uri, "index.json")
     if task.icl_task_type == "perplexity" and is_file(index):
@@ -244,8 +273,10 @@ def _check_task(task: TaskConfig, config: TrainConfig, tokenizer: Tokenizer) -> 
 
 
 def _check_split(task: TaskConfig, index: Path) -> None:
-    """Raise DataError unless an MDS split has samples of tokens, by its index alone, because only a launch reads
-    shards."""
+    """Check by the index of an MDS split that it has samples of tokens. No shard is read.
+
+    `task` is the perplexity task that reads the split. Raises DataError.
+    """
     try:
         num_samples, columns = _count_samples(index)
     except ValueError as error:
@@ -255,100 +286,114 @@ def _check_split(task: TaskConfig, index: Path) -> None:
         raise DataError(f"icl_tasks: {task.label}: {index.parent} has {contents}; expected samples of tokens")
 
 
-def _check_loggers(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
+def _check_loggers(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:
     """Check the arguments of wandb, if the run logs to it, and note its environment variables that have no effect.
 
-    Raises ConfigError. Without wandb installed, a dry run notes that nothing was checked.
+    Raises ConfigError for arguments that wandb would refuse, and with `must_exist` if it is not installed. Otherwise a
+    missing wandb is noted as not checked.
     """
     wandb = config.loggers.wandb
     if wandb is None:
         return
     arguments = init_arguments(wandb, config.run_name, config.run_folder, known_id=None)
     for variable, note in describe_unused_variables(arguments):
+        # The id is left to the launch, because a launch that carries on uses the id of the first one.
         if variable != RUN_ID:
-            result.notes.append(note)
+            findings.notes.append(note)
     if must_exist or is_installed("wandb"):
         check_wandb(wandb)
     else:
-        result.not_checked.append("loggers.wandb: wandb is not installed")
+        findings.not_checked.append("loggers.wandb: wandb is not installed")
 
 
 def _check_import_paths(config: TrainConfig) -> None:
     """Raise ConfigError if the module of a `python:module:Thing` cannot be found. Nothing is imported.
 
-    Such a name may stand for an optimizer, a loader or a callback of the user's own.
+    Such a name may stand for an optimizer, a loader or a callback that the user has written.
     """
-    names = [("optimizer.name", config.optimizer.name)]
-    names += [(f"{key}.name", loader.name) for key, loader in config.loaders.items()]
-    names += [("callbacks", name) for name in config.callbacks.extra]
-    for key, name in names:
+    key_and_name = [("optimizer.name", config.optimizer.name)]
+    key_and_name += [(f"{key}.name", loader.name) for key, loader in config.loaders.items()]
+    key_and_name += [("callbacks", name) for name in config.callbacks.extra]
+    for key, name in key_and_name:
         if not name.startswith("python:"):
             continue
         module, _, _ = name.removeprefix("python:").partition(":")
-        missing = _find_missing_module(module)
-        if missing:
-            raise ConfigError(f"{key}: {name}: No module named {missing!r}; is its folder on PYTHONPATH?")
+        missing_module = _find_missing_module(module)
+        if missing_module:
+            raise ConfigError(f"{key}: {name}: No module named {missing_module!r}; is its folder on PYTHONPATH?")
 
 
 def _find_missing_module(module: str) -> str | None:
-    """Return the first part of a dotted module name that does not exist; None if the module exists.
+    """Return the shortest beginning of a dotted module name that names no module; None if the module exists.
 
-    For `package.inner.module` that may be `package` or `package.inner`. The working directory is searched too, because
-    a module of the user's own may be there. Only files are looked for; nothing is imported.
+    For `package.inner.module`, that is `package` if there is no such package, or `package.inner` if the package has no
+    such module. Modules are looked for as files, without importing anything. The working directory is searched too,
+    because it is where users keep modules of their own.
     """
     if module in sys.modules:
         return None
-    path, *inner_names = module.split(".")
+
+    # Find the outermost package.
+    module_name, *inner_names = module.split(".")
     try:
-        spec = importlib.util.find_spec(path) or PathFinder.find_spec(path, [os.getcwd()])
+        spec = importlib.util.find_spec(module_name) or PathFinder.find_spec(module_name, [os.getcwd()])
     except ValueError:  # a module that was put into sys.modules by hand
         return None
-    for name in inner_names:
+
+    # Look for each further part of the name in the folders of the package before it. `importlib.util.find_spec` would
+    # find the whole name at once, but imports the packages on the way.
+    for inner_name in inner_names:
         if spec is None:
             break
-        # Only the last part of the name, because `importlib.util.find_spec` would import the parents of a dotted one.
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations or ()))
-        path += f".{name}"
-    return path if spec is None else None
+        package_folders = list(spec.submodule_search_locations or ())
+        spec = PathFinder.find_spec(inner_name, package_folders)
+        module_name += f".{inner_name}"
+    return module_name if spec is None else None
 
 
 # ---------------------------------------------------------------------------------------- data, tokenizer
 
 
-def _check_data(block: str, loader: LoaderConfig, config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
-    """Check the indexes of a loader's data set, and count its samples. `block` is the loader's key.
+def _check_data(
+    block: str, loader: LoaderConfig, config: TrainConfig, findings: Preflight, *, must_exist: bool
+) -> None:
+    """Check the index of each folder that a loader's data set reads, and count its samples.
 
-    Folders that will be filled from a remote are noted as not checked, and so are missing ones in a dry run. With
-    `must_exist` a missing one raises DataError.
+    `block` is the loader's key, such as `eval_loaders.wiki`. The number of samples goes into `findings.num_samples`, if
+    all folders are on this disk. A folder that will be filled from a remote is noted as not checked. So is a missing
+    one, unless `must_exist`: then it raises DataError.
     """
     dataset = loader.dataset
     streams = distinct_streams(dataset)
-    counts = []
+    num_samples_by_stream = []
     for stream_key, stream in streams.items():
         key = f"{block}.dataset{stream_key}"
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
         if is_file(index):
-            counts.append(_check_index(index, key, dataset, config, result))
+            num_samples_by_stream.append(_check_index(index, key, dataset, config, findings))
         elif remote and remote != stream.local:
-            result.not_checked.append(f"{key}: {folder} will be filled from {remote}")
+            findings.not_checked.append(f"{key}: {folder} will be filled from {remote}")
         elif must_exist:
             raise DataError(f"{key}: {index} does not exist; make it with `llmfoundry-lite data prepare`")
         else:
-            result.not_checked.append(f"{key}: {index} is not there")
+            findings.not_checked.append(f"{key}: {index} is not there")
 
-    are_all_counted = len(counts) == len(streams)
+    are_all_counted = len(num_samples_by_stream) == len(streams)
     if are_all_counted:
-        result.num_samples[data_label(block)] = sum(counts)
+        findings.num_samples[data_label(block)] = sum(num_samples_by_stream)
 
 
-def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, result: Preflight) -> int:
-    """Check an MDS split by its index.json and by the summary that `data prepare` wrote beside it.
+def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: TrainConfig, findings: Preflight) -> int:
+    """Check an MDS split by its index.json and by the summary that `data prepare` wrote beside the split.
 
     Compares the length of samples with max_seq_len, and the tokenizer with the configured one. Returns the number of
-    samples. `key` names the data set in messages. Raises DataError or ConfigError.
+    samples, and adds to `findings` if the split holds text, or samples of which a part is left out.
+
+    `key` names the data set in messages. Raises DataError, or ConfigError if the vocabulary is too small.
     """
+    # The columns say whether the samples are tokens, which need no tokenizer, or text.
     max_seq_len = dataset.max_seq_len or config.max_seq_len
     try:
         num_samples, columns = _count_samples(index)
@@ -357,11 +402,12 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
     if "tokens" not in columns and "text" not in columns:
         raise DataError(f"{key}: {index} has columns {list_names(columns)}; expected tokens or text")
     if "tokens" not in columns:
-        result.text_keys.append(key)
-        result.notes.append(
+        findings.text_keys.append(key)
+        findings.notes.append(
             f"{key}: a text of more than {max_seq_len} tokens is cut there; `data prepare` keeps it whole"
         )
 
+    # The length of samples is in the type of their column, as in `ndarray:uint16:2048`, or else in the summary.
     summary = _read_summary(index.parent.parent / "summary.json")
     length = tokens_per_sample(columns.get("tokens", "")) or summary.get("max_seq_len")
     if length is not None:
@@ -369,18 +415,20 @@ def _check_index(index: Path, key: str, dataset: TextDatasetConfig, config: Trai
         check_length(length, max_seq_len, subject, allow_truncation=dataset.allow_truncation)
         if length > max_seq_len:
             left_out = percent_truncated(length, max_seq_len)
-            result.notes.append(
+            findings.notes.append(
                 f"{subject} {length} tokens; max_seq_len {max_seq_len} leaves {left_out} of the text out"
             )
+
     if summary:
         _check_fingerprint(summary["tokenizer"], key, config)
     return num_samples
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
-    """Read the summary.json that `data prepare` wrote beside its splits: its max_seq_len, and facts of the tokenizer.
+    """Read the summary.json that `data prepare` wrote beside its splits.
 
-    Returns {} if the file does not exist, cannot be read, or was written by another tool.
+    A result that is not empty has `max_seq_len`, an int, and a dictionary `tokenizer` with its `vocab_size`,
+    `fingerprint` and `name`. Returns {} if the file does not exist, cannot be read, or was written by another tool.
     """
     try:
         summary = read_json(path, "a summary")
@@ -400,6 +448,8 @@ def _read_summary(path: Path) -> dict[str, Any]:
 def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
     """Return the number of samples of all shards of an MDS split, and name -> type of the columns of its first shard.
 
+    For two shards of 100 samples that is `(200, {"tokens": "ndarray:uint16:2048"})`.
+
     The index is searched by regular expressions instead of being parsed, because every rank does this, and as Python
     objects the index takes eight times its size. Raises ValueError if it is not an MDS index.
     """
@@ -407,20 +457,26 @@ def _count_samples(index: Path) -> tuple[int, dict[str, str]]:
         open(index, "rb", opener=open_regular) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
+        # Each shard repeats the columns, so the first match is enough.
         names = re.search(rb'"column_names":\s*(\[[^\]]*\])', content)
         encodings = re.search(rb'"column_encodings":\s*(\[[^\]]*\])', content)
         if names is None or encodings is None:
             raise ValueError("it names no columns")
-        num_samples = sum(int(match[1]) for match in re.finditer(rb'"samples":\s*(\d{1,18})', content))
+        num_samples = 0
+        for shard_samples in re.finditer(rb'"samples":\s*(\d{1,18})', content):
+            num_samples += int(shard_samples[1])
         columns = zip(map(str, parse_json(names[1])), map(str, parse_json(encodings[1])), strict=True)
         return num_samples, dict(columns)
 
 
 def _check_fingerprint(recorded: dict[str, Any], key: str, config: TrainConfig) -> None:
-    """Compare the configured tokenizer with the one that made a data set. No network is needed.
+    """Check that the configured tokenizer is the one that made a data set. No network is needed.
 
-    `recorded` has the data set's vocab_size, fingerprint and name of its tokenizer, and `key` names the data set in
-    messages. Raises ConfigError if the model's vocabulary is too small, and DataError for another tokenizer.
+    `recorded` has the `vocab_size`, `fingerprint` and `name` of the tokenizer that made the data set, from its summary.
+    `key` names the data set in messages. If the configured tokenizer is not on this machine, only the size of the
+    vocabulary is checked.
+
+    Raises ConfigError if the model's vocabulary is too small, and DataError for another tokenizer.
     """
     name = config.tokenizer.name
     _check_vocabulary(config, recorded["vocab_size"], f"the {recorded['vocab_size']} of the tokenizer that made {key}")
@@ -446,42 +502,49 @@ def _check_vocabulary(config: TrainConfig, num_tokens: int, description: str) ->
         )
 
 
-def _check_tokenizer(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
-    """Compare the tokenizer with the model's vocabulary and with the data set's special tokens. Raises ConfigError.
+def _check_tokenizer(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:
+    """Compare the tokenizer with the model's vocabulary and with the data set's special tokens.
 
-    If the tokenizer is not on this machine, that is noted. With `must_exist`, it is an error if the run needs it.
+    Raises ConfigError if they differ. A tokenizer that is not on this machine is noted as not checked, unless the run
+    needs it and `must_exist`: then it is a ConfigError too.
     """
     name = config.tokenizer.name
     if not is_local_or_cached(name):
-        _handle_missing_tokenizer(config, result, must_exist=must_exist)
+        _handle_missing_tokenizer(config, findings, must_exist=must_exist)
         return
 
+    # The YAML may repeat the ids of special tokens, which then must be the tokenizer's, unless a key overrides that.
     tokenizer = load_tokenizer(name)
     dataset = config.train_loader.dataset
-    for token, given_id, own_id in (
+    for token, configured_id, tokenizer_id in (
         ("eos", dataset.eos_token_id, tokenizer.eos_token_id),
         ("bos", dataset.bos_token_id, tokenizer.bos_token_id),
     ):
         override = f"override_{token}_token_id_mismatch_error"
-        differs = given_id is not None and given_id != own_id
+        differs = configured_id is not None and configured_id != tokenizer_id
         if differs and not getattr(dataset, override):
             raise ConfigError(
-                f"train_loader.dataset.{token}_token_id: {given_id} is not the tokenizer's, {own_id} ({name}); "
-                f"change it, or set train_loader.dataset.{override}: true"
+                f"train_loader.dataset.{token}_token_id: {configured_id} is not the tokenizer's, {tokenizer_id} "
+                f"({name}); change it, or set train_loader.dataset.{override}: true"
             )
     _check_vocabulary(config, tokenizer.vocab_size, f"the tokenizer's {tokenizer.vocab_size} ({name})")
 
+    # LLM Foundry computes no loss on the padding token, so a run there does not learn where texts end.
     padding = config.tokenizer.kwargs.get("pad_token", tokenizer.pad_token)
     if padding == tokenizer.eos_token:
-        result.notes.append(
+        findings.notes.append(
             f"tokenizer.name: {name} pads with its end of text, {tokenizer.eos_token}; it is learned here like any "
             "token, and LLM Foundry computes no loss on it"
         )
 
 
-def _handle_missing_tokenizer(config: TrainConfig, result: Preflight, *, must_exist: bool) -> None:
-    """Add to the `result` that the tokenizer is not on this machine. With `must_exist`, raise ConfigError if the run
-    needs it: for data sets of text, or for the token that ends a text, by which attention keeps texts apart."""
+def _handle_missing_tokenizer(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:
+    """Note in `findings.not_checked` that the tokenizer is not on this machine, or raise ConfigError if it is needed.
+
+    With `must_exist` it is an error if the run needs the tokenizer. Data sets of text (`findings.text_keys`) need it to
+    be tokenized. `attn_uses_sequence_id` needs its end-of-text token, which separates the texts of a sample, unless the
+    data set gives the id of one.
+    """
     name = config.tokenizer.name
     dataset = config.train_loader.dataset
     has_given_tokens = dataset.eos_token_id is not None or dataset.bos_token_id is not None
@@ -492,17 +555,18 @@ def _handle_missing_tokenizer(config: TrainConfig, result: Preflight, *, must_ex
             f"end of text; {_fetch_advice(name)}"
         )
 
+    # Text cannot be read without a tokenizer.
     message = _describe_missing_tokenizer(name)
-    if result.text_keys:
+    if findings.text_keys:
         if os.path.isdir(name):
             # transformers may be able to convert a folder without tokenizer.json, which the companion uses.
             needed_for = f"tokenizer.name: {name}: tokenizers without {TOKENIZER_FILE}"
             companions.require("llmfoundry_formats", needed_for)
         else:
-            message += f", and {result.text_keys[0]} is text that needs it"
+            message += f", and {findings.text_keys[0]} is text that needs it"
             if must_exist:
                 raise ConfigError(f"{message}; {_fetch_advice(name)}")
-    result.not_checked.append(message)
+    findings.not_checked.append(message)
 
 
 def _describe_missing_tokenizer(name: str) -> str:
