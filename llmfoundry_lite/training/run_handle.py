@@ -66,8 +66,11 @@ class RunHandle:
         self._state = trainer.state
         self._logger = trainer.logger
         self._saving = saving
+        """Saves and restores the run, and decides when a save is due."""
         self._agreement = saving.agreement
+        """What the ranks of this launch exchange between two batches: counts, and reasons to leave."""
         self._gradient_step = saving.gradient_step
+        """Runs between the backward pass and the optimizer, where launches add up their gradients."""
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)
         self._newest_lease: int | None = None
         """On rank 0: number of the newest lease when `note_newest_lease` was called."""

@@ -306,7 +306,7 @@ def record_end(error: BaseException, launch: Launch) -> BaseException:
             f"{launch.preemption.describe_saves()}"
         )
     elif is_out_of_memory(error):
-        reported = explain_memory(error, launch)
+        reported = out_of_memory_error_of(error, launch)
 
     if isinstance(reported, Preempted):
         launch.run_folder.fail("preempted", str(reported))
@@ -356,23 +356,25 @@ def find_preemption_elsewhere(error: BaseException, launch: Launch) -> str:
     return REASONS[launch.preemption.reason] or announced_preemption()
 
 
-def explain_memory(error: BaseException, launch: Launch) -> OutOfMemoryError:
+def out_of_memory_error_of(error: BaseException, launch: Launch) -> OutOfMemoryError:
     """Return an error that says when this rank ran out of memory, and which settings take less. Not collective.
 
     `error` is torch's, NumPy's or Python's own out-of-memory error. The time is "in batch 12" while the run trains,
     and otherwise "while the run was built".
     """
-    config, trainer = launch.config, launch.trainer
+    config = launch.config
+    trainer = launch.trainer
+
+    # The size to begin with, until the trainer has chosen one, which it does in the first batch with `auto`.
+    device_batch_size = config.global_train_batch_size // layout_here(config).num_data_ranks
+    microbatch_size = config.first_microbatch_size(device_batch_size)
     if trainer is None:
         when = "while the run was built"
     else:
         when = f"in batch {int(trainer.state.timestamp.batch) + 1}"
-
-    # With `auto`, the trainer knows the chosen size. Before that, the search begins with the first size.
-    device_batch_size = config.global_train_batch_size // layout_here(config).num_data_ranks
-    microbatch_size = config.first_microbatch_size(device_batch_size)
-    if trainer is not None and isinstance(trainer.state.device_train_microbatch_size, int):
-        microbatch_size = trainer.state.device_train_microbatch_size
+        chosen_size = trainer.state.device_train_microbatch_size
+        if isinstance(chosen_size, int):
+            microbatch_size = chosen_size
     return explain_out_of_memory(error, config, when, microbatch_size)
 
 
