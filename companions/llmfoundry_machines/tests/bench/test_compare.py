@@ -37,7 +37,7 @@ def test_numbers_of_one_row_and_column_stand_side_by_side(tmp_path):
 
 def test_one_machine_and_one_stack_are_said_to_be_so(tmp_path):
     first, second = write(tmp_path / "a", ROWS, load_average=1), write(tmp_path / "b", ROWS, load_average=1)
-    assert compare.describe_differences(compare.read(first), compare.read(second)) == [
+    assert compare.describe_differences(compare.read_report(first), compare.read_report(second)) == [
         "measured under the same conditions: one machine, the same versions"
     ]
 
@@ -81,4 +81,4 @@ def test_files_that_are_no_reports_are_refused(content, words, tmp_path):
     if content is not None:
         path.write_text(content)
     with pytest.raises(DataError, match=words):
-        compare.read(path)
+        compare.read_report(path)
