@@ -2,15 +2,19 @@
 
 Importing it costs next to nothing, because a name imports its module when it is first used. `docs/library.md` is made
 from the docstrings of these names.
+
+The first thing that happens here, if this process is one of our commands, is to remove the working directory from the
+search path (`search_path.py`). Below it, `_HOMES` lists the public names, and `_import_name` imports them.
 """
 
 import sys as _sys
 
+# Find out whether this process runs one of our commands. The search path of a user's program is not changed.
 _program = (_sys.argv or [""])[0]
-"""`-m` while `python -m` looks for the module to run. A program that imports this library is left alone."""
+"""Path of the program, or `-m` while `python -m` looks for the module to run."""
 _is_module_of_ours = _program == "-m" and any(word.split(".")[0] == __name__ for word in _sys.orig_argv)
 _PROGRAMS = ("/llmfoundry-lite", "/llmfoundry_formats/lm_eval.py")
-"""Programs of ours. The second is run by `python -m`, which had found it before this package was imported."""
+"""Ends of the paths of our programs. `python -m` runs the second, and finds it before it imports this package."""
 if _is_module_of_ours or _program.endswith(_PROGRAMS):
     # Before anything else is imported, because the working directory may come first on the search path.
     from llmfoundry_lite.search_path import leave_out_working_directory as _leave_out_working_directory
@@ -43,14 +47,17 @@ _HOMES = {
     "runs": ("programs", "runs"),
     "train": ("programs", "train"),
 }
-"""Name -> its module, and its name there."""
+"""Public name -> the module that has it, relative to this package, and its name in that module."""
 
 
 def _import_name(name: str) -> _typing.Any:
     """Import and return a public name when a program first uses it; Python calls this as the module's `__getattr__`.
 
-    The name is then set in this module, so that later uses do not come here. Raises AttributeError for a name that this
-    library does not have, and ImportError, which says what to install, if a package that the name needs is missing.
+    The name is then set in this module, so that Python does not call this again for it. The version is an exception: it
+    is read each time.
+
+    Raises AttributeError for a name that this library does not have, and ImportError, which says what to install, if a
+    package that the name needs is missing.
     """
     if name == "__version__":
         from llmfoundry_lite.release import read_release
@@ -62,6 +69,7 @@ def _import_name(name: str) -> _typing.Any:
     try:
         value = getattr(_importlib.import_module(f"{__name__}.{module_name}"), name_in_module)
     except ModuleNotFoundError as error:
+        # A missing module of this package is a bug of ours, not a package to install.
         is_own_module = error.name is None or error.name.partition(".")[0] == __name__
         if is_own_module:
             raise

@@ -1,7 +1,8 @@
-"""Readers of bytes that somebody else wrote: only from regular files, and only up to a stated size.
+"""Readers of files that somebody else wrote: only regular files, and only up to a stated size.
 
-A small file may unpack to any size, a line may never end, and a name may lead to a pipe, which `files.open_regular`
-refuses.
+Such a file may unpack to any size, have a line that never ends, or be a pipe, which `files.open_regular` refuses. There
+are readers for whole files (`read_at_most`, `read_json`), for lines (`read_lines_at_most`), and for compressed files
+(`open_unpacked`, `unpack_at_most`). The constants say how much is read of each kind of file.
 """
 
 import io
@@ -15,31 +16,40 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 
 BLOCK_BYTES = 1 << 20
+"""Bytes that are read at a time."""
 MAX_NOTE_BYTES = 1 << 20
-"""Most bytes of a file with a few facts, such as status.json. The limits below count bytes too."""
+"""Maximum size of a file with a few facts, such as status.json. The limits below are in bytes too."""
 MAX_YAML_BYTES = 4 << 20
-"""Bytes of a YAML file: 10,000 streams have 2 MB, and PyYAML reads half a MB a second."""
+"""Maximum size of a YAML file. 10,000 streams take 2 MB, and PyYAML parses half a MB per second."""
 MAX_JSON_BYTES = 128 << 20
-"""Bytes of a JSON document: an index of 300,000 tensors has 40 MB. As objects it takes up to twenty times as much."""
+"""Maximum size of a JSON file. An index of 300,000 tensors has 40 MB. As objects it takes up to 20 times as much."""
 MAX_INDEX_BYTES = 1 << 30
-"""Bytes of an MDS split's index: one of 1.5 million shards (100 TB), compressed and hashed, has 650 MB."""
+"""Maximum size of an MDS split's index. One of 1.5 million shards (100 TB), compressed and hashed, has 650 MB."""
 MAX_TOKENIZER_BYTES = 256 << 20
-"""Bytes of a file of a tokenizer: one of 256,000 tokens has 33 MB."""
+"""Maximum size of a tokenizer's file. One of 256,000 tokens has 33 MB."""
 MAX_LINE_BYTES = 256 << 20
-"""Bytes of a line, or of a text: the longest document that `data prepare` takes."""
+"""Maximum size of a line, or of a text: the longest document that `data prepare` takes."""
 MAX_LOG_BYTES = 4 << 30
-"""Bytes of a file that is read line by line: metrics.jsonl of 6 million batches."""
+"""Maximum size of a file that is read line by line. The metrics.jsonl of 6 million batches has this size."""
 ANOTHER = "give another file"
+"""Usual remedy in the error about a file that is too large."""
 CODECS = {"br": "brotli", "bz2": "bz2", "gz": "gzip", "zst": "zstd", "zstd": "zstd"}
-"""Name in an index or suffix -> name in Arrow, which refuses windows of more than 128 MiB, as zstd does."""
+"""Compression, as an index or a file's suffix names it -> the codec's name in Arrow. Arrow refuses frames of zstd whose
+window is larger than 128 MiB, as the program `zstd` does by default."""
 
 
 class TooLargeError(OSError, DataError):
-    """A file has more bytes than are read of its kind. As an OSError, it is handled where a file may be unreadable."""
+    """A file has more bytes than are read of its kind.
+
+    It is an OSError too, so that it is handled wherever a file may be unreadable.
+    """
 
 
 def too_large(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOTHER) -> TooLargeError:
-    """Return the error for a file of more than `max_bytes`, of a kind that a message names: `a log`, `an index`."""
+    """Return, but do not raise, the error for a file of more than `max_bytes`.
+
+    `kind` is what the message calls such a file: `a log`, `an index`. `remedy` is the end of the message.
+    """
     reason = f"has more than {max_bytes:,} bytes, the most that are read of {kind}"
     error = TooLargeError(f"{path} {reason}; {remedy}")
     error.strerror = reason  # for callers that handle it as any OSError
@@ -49,8 +59,8 @@ def too_large(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOTHER
 def read_at_most(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOTHER) -> bytes:
     """Read a whole regular file that somebody else may have written.
 
-    `kind` and `remedy` are for the message: `a log`, `give another file`. Raises OSError, of which TooLargeError, for
-    more than `max_bytes`, is a subclass.
+    `kind` and `remedy` are for the message: `a log`, `give another file`. Raises OSError if the file cannot be read,
+    and its subclass TooLargeError if it has more than `max_bytes`.
     """
     with open(path, "rb", opener=open_regular) as file:
         return read_file_at_most(file, max_bytes, str(path), kind, remedy)
@@ -59,8 +69,8 @@ def read_at_most(path: str | Path, max_bytes: int, kind: str, remedy: str = ANOT
 def read_json(path: str | Path, kind: str) -> Any:
     """Read a JSON document of at most MAX_JSON_BYTES that somebody else may have written.
 
-    `kind` names it in messages: `an index`. Raises OSError, TooLargeError, and ValueError for bad JSON or one that is
-    nested too deeply.
+    `kind` names it in messages: `an index`. Raises OSError if the file cannot be read, its subclass TooLargeError, and
+    ValueError if the content is not JSON or is nested too deeply.
     """
     return parse_json(read_at_most(path, MAX_JSON_BYTES, kind))
 
@@ -68,7 +78,7 @@ def read_json(path: str | Path, kind: str) -> Any:
 def parse_json(content: str | bytes) -> Any:
     """Parse JSON. Raises ValueError for any bad content.
 
-    That includes a thousand nested brackets, for which Python's parser raises RecursionError.
+    Bad content includes a thousand nested brackets, for which Python's parser raises RecursionError.
     """
     try:
         return json.loads(content)
@@ -81,6 +91,7 @@ def read_file_at_most(file: IO[bytes], max_bytes: int, path: str, kind: str, rem
 
     Raises TooLargeError if there are more than `max_bytes`.
     """
+    # One byte more than the limit shows that the file is too large, without reading all of it.
     content = read_up_to(file, max_bytes + 1)
     if len(content) > max_bytes:
         raise too_large(path, max_bytes, kind, remedy)
@@ -88,7 +99,7 @@ def read_file_at_most(file: IO[bytes], max_bytes: int, path: str, kind: str, rem
 
 
 def read_up_to(file: IO[bytes], max_bytes: int) -> bytes:
-    """Read `max_bytes` of an open file, or all that it has if that is less.
+    """Read `max_bytes` of an open file, or the whole rest of it if that is less.
 
     It is read in blocks, because a single read would allocate `max_bytes` of memory even for a file of one byte.
     """
@@ -104,13 +115,14 @@ def read_up_to(file: IO[bytes], max_bytes: int) -> bytes:
 def read_lines_at_most(path: str | Path, max_bytes: int, kind: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the lines of a regular file, with their line ends, from the byte offset `begin` on.
 
-    `kind` names the file in messages: `a log`. Raises OSError, of which TooLargeError is a subclass: for a line of more
-    than MAX_LINE_BYTES, or when the lines have more than `max_bytes` in all.
+    `kind` names the file in messages: `a log`. Raises OSError if the file cannot be read, and its subclass
+    TooLargeError for a line of more than MAX_LINE_BYTES, or as soon as the lines have more than `max_bytes` in all.
     """
     num_lines = 0
     num_bytes = 0
     with open(path, "rb", opener=open_regular) as file:
         file.seek(begin)
+        # A longer line would be returned in parts, and the first part already exceeds the limit.
         while line := file.readline(MAX_LINE_BYTES + 1):
             num_lines += 1
             num_bytes += len(line)
@@ -150,6 +162,7 @@ def unpack_at_most(source: str | Path, compression: str, target: str | Path, max
             codec, _, _ = compression.partition(":")
             with open_unpacked(packed, codec) as content:
                 while block := content.read(BLOCK_BYTES):
+                    # Checked before the block is written, so that the disk cannot fill up.
                     if unpacked.tell() + len(block) > max_bytes:
                         raise _unpacks_to_more(source, max_bytes)
                     unpacked.write(block)
@@ -161,8 +174,9 @@ def unpack_at_most(source: str | Path, compression: str, target: str | Path, max
 def _unpack_snappy(packed: bytes, max_bytes: int, source: str | Path) -> bytes:
     """Unpack raw snappy, which cannot be read in blocks. Raises DataError if it has more than `max_bytes`.
 
-    The format begins with the unpacked size, so the size is checked before any memory is allocated for it. It has seven
-    bits in each byte, the lowest first, and the eighth bit says that another byte follows: five bytes for 32 bits.
+    The format begins with the unpacked size, so the size is checked before any memory is allocated for it. It is a
+    varint of at most 32 bits: each byte has seven bits of the number, the lowest ones first, and its eighth bit says
+    whether another byte follows. The bytes `ac 02` mean 0x2c + (2 << 7) = 300.
     """
     import snappy
 

@@ -1,4 +1,10 @@
-"""Atomic writes, locks, and checks of files that commands write. For checkpoints see `checkpoint.commit`."""
+"""Read, write and lock local files safely, and check the paths and URLs that users write.
+
+The parts are independent: spelling of URLs (`check_url_spelling`, `check_is_path`), what exists (`exists`, `is_file`),
+whether a command may replace a file (`check_replaceable`), openers that refuse pipes and links (`open_regular`,
+`open_own`, `open_no_link`), and writes that survive a crash (`write_atomically`, `lock_folder`, `sync_folder`).
+Checkpoints are published by `checkpoint/commit.py`, and `bounded.py` limits how much of a file is read.
+"""
 
 import errno
 import fcntl
@@ -15,9 +21,9 @@ from llmfoundry_lite.errors import ConfigError
 RESULT_SUFFIXES = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
 """Suffixes of the files with a command's result. The JSON file is its record."""
 MAX_RESULT_BYTES = 128 << 20
+"""Maximum number of bytes that are read of a file to see whether it is a command's result."""
 RESULT_KEYS = ({"schema", "bench"}, {"rows"}, {"runs", "comparisons"}, {"results", "comparisons"}, {"host", "findings"})
 """Keys by which the records of a bench, `benchmarks memory`, `report`, `compare` and `doctor` are recognised."""
-
 
 URL_SCHEMES = (
     *("s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl", "azure", "azure-dl", "oci", "dbfs", "alipan"),
@@ -34,25 +40,29 @@ LOCAL_WORDS = ("file", "memory", "ssh", "azure")
 def guess_url(text: str) -> str:
     """Return the URL that a misspelt text probably means; empty if it is a correct URL or the name of a local folder.
 
-    `s3:/bucket`, `gs//bucket` and `S3://bucket` would be taken for local folders without this check. A folder that
-    really has such a name can be given as `./s3:/bucket`.
+    `s3:/bucket`, `gs//bucket` and `S3://bucket` would be taken for local folders without this check; the URL that they
+    mean is `s3://bucket`, `gs://bucket` and `s3://bucket`. A folder that really has such a name can be given as
+    `./s3:/bucket`.
     """
+    # Split a word from what may be a separator: a colon or a semicolon with any slashes, or two slashes.
     match = re.match(r"([A-Za-z][A-Za-z0-9-]*)([:;][/\\]*|//+)(.*)", text, re.DOTALL)
     if match is None:
         return ""
     word, separator, path = match.groups()
 
+    # Only words that are a URL's scheme are corrected.
     scheme = word.lower()
     has_colon = separator[0] in ":;"
     may_be_folder = scheme in LOCAL_WORDS and not has_colon
     if scheme not in URL_SCHEMES or may_be_folder:
         return ""
 
+    # The separator may be wrong, or the scheme may be in upper case.
     right_separators = RIGHT_SEPARATORS.get(scheme, ("://",))
     if separator not in right_separators:
         return f"{scheme}{right_separators[0]}{path}"
-    is_correct = word == scheme  # not in upper case
-    return "" if is_correct else f"{scheme}{separator}{path}"
+    is_lower_case = word == scheme
+    return "" if is_lower_case else f"{scheme}{separator}{path}"
 
 
 def check_url_spelling(text: str) -> None:
@@ -75,8 +85,8 @@ def check_is_path(path: Path | str) -> None:
 def exists(path: str | Path) -> bool:
     """Return whether there is a file or folder at a path, which may be any text that a user has written.
 
-    A name that is too long for a file system is none. Raises OSError if that cannot be told, as on a disk that does not
-    answer, where `os.path.exists` would say no.
+    Text that cannot be a path, because it is too long for a file system, is not a file. Raises OSError if the system
+    cannot tell, as on a disk that does not answer. `os.path.exists` would return False there.
     """
     return _stat(path) is not None
 
@@ -88,12 +98,16 @@ def is_file(path: str | Path) -> bool:
 
 
 def _stat(path: str | Path) -> os.stat_result | None:
-    """Return the status of what a path leads to; None if it leads nowhere. Raises OSError if that cannot be told."""
+    """Return the status of the file or folder at a path, following links; None if there is none.
+
+    Raises OSError if the system cannot tell.
+    """
     try:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the name contains a NUL
         return None
     except OSError as error:
+        # The name is too long, or its links form a circle.
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return None
         raise
@@ -103,13 +117,14 @@ def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
     """Check that a command may write its result over existing files, so that it never destroys a user's own file.
 
     `record` is the JSON file of the result, and `others` are the files written beside it. If any of them exists,
-    `record` has to be an earlier result of a command.
+    `record` has to be an earlier result of a command: a folder with `report.json` of an earlier report may be written
+    again, one with only a `report.md` of the user may not.
 
     Raises ConfigError otherwise, and for links and anything but regular files. The folder may belong to another user:
     writing through a link could change any file, and opening a pipe would block.
     """
     check_is_path(record)
-    existing = [path for path in (record, *others) if os.path.lexists(path)]
+    existing = [path for path in (record, *others) if os.path.lexists(path)]  # broken links count as existing
     for path in existing:
         if path.is_symlink():
             raise ConfigError(f"{path}: a link, which would be written through; name another folder, or remove it")
@@ -121,7 +136,10 @@ def check_replaceable(record: Path, others: Iterable[Path] = ()) -> None:
 
 
 def check_result_replaceable(folder: Path, name: str) -> None:
-    """Check that NAME.json, NAME.md, NAME.png and the like may be written in `folder`, as `check_replaceable` does."""
+    """Check that a command may write NAME.json, NAME.md, NAME.png and the like into a folder.
+
+    Raises ConfigError as `check_replaceable` does.
+    """
     check_replaceable(folder / f"{name}.json", [folder / f"{name}{suffix}" for suffix in RESULT_SUFFIXES])
 
 
@@ -174,7 +192,11 @@ def open_no_link(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _open_regular(path: str | Path, flags: int, mode: int) -> int:
-    """Open a regular file with flags and mode of `os.open`. Raises IsADirectoryError for anything else, and OSError."""
+    """Open a regular file with the flags and mode of `os.open`, and return its descriptor.
+
+    Raises IsADirectoryError for folders, pipes, sockets and devices, so that callers handle a single error, and OSError
+    if the file cannot be opened.
+    """
     explanation = "not a regular file"
     try:
         # O_NONBLOCK, because opening a pipe would otherwise wait for its other end.
@@ -186,6 +208,7 @@ def _open_regular(path: str | Path, flags: int, mode: int) -> int:
         if stat.S_ISDIR(file_type):
             explanation = os.strerror(errno.EISDIR)
     except OSError as error:
+        # The system does not open sockets at all.
         is_socket = error.errno == errno.ENXIO
         if not is_socket:
             raise
@@ -198,6 +221,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     Text is written as UTF-8. The new content is synced to disk under a temporary name, which is then renamed. Raises
     OSError, and then the old file is unchanged.
     """
+    # The name is hidden, and differs for each process and thread that writes the same file.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
     encoded = content.encode() if isinstance(content, str) else content
     try:
@@ -229,7 +253,10 @@ def lock_folder(folder: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the files of a folder, then the folder itself, to disk, so that a rename of it publishes whole files."""
+    """Sync the files of a folder to disk, then the folder itself. Call this before a rename publishes the folder.
+
+    Otherwise a crash soon after the rename may leave files without their content. Raises OSError.
+    """
     for path in [*folder.iterdir(), folder]:
         sync(path)
 

@@ -1,11 +1,16 @@
-"""Evaluate models in context, as one rank of a launch.
+"""Evaluate models on in-context tasks and held-out text, as one rank of a launch.
 
-llmfoundry-lite eval icl-zero-shot models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
-composer -n 8 -m llmfoundry_lite.launch_eval icl-zero-shot models.ours=runs/mpt-1b
-python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks whose data are here
+    llmfoundry-lite eval icl-zero-shot models.ours=runs/mpt-1b models.base=runs/other/checkpoints/ba400
+    composer -n 8 -m llmfoundry_lite.launch_eval icl-zero-shot models.ours=runs/mpt-1b
+    python scripts/eval.py --all-checkpoints runs/mpt-1b     # a learning curve, on the tasks whose data are here
+
+`config/load_eval.py` checks the configuration, and `evaluation/suite.py` evaluates. torch is imported between the two,
+because it reads environment variables that the configuration may set.
 """
 
-if __name__ == "__main__":  # before the imports below, which take a moment
+if __name__ == "__main__":
+    # Before the imports below, which take a moment: a signal that arrives meanwhile ends the process with code 75, by
+    # which a scheduler knows that the job has to be started again.
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
@@ -42,7 +47,7 @@ Example: llmfoundry-lite eval -n 8 icl-zero-shot models.ours=runs/mpt-1b models.
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Evaluate models as the arguments of the command line say, or print the help, on rank 0."""
+    """Evaluate models as the arguments of the command line say. With -h or --help, rank 0 prints the help instead."""
     if {"-h", "--help"} & set(arguments):
         if this_rank().rank == 0:
             print(HELP, end="")
@@ -53,14 +58,18 @@ def main(arguments: Sequence[str]) -> None:
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
     """Check the configuration, then evaluate its models as one rank, and return the results of each model.
 
-    `arguments` are those of the command line: YAML files and `key=value` pairs. They override `given`, the
-    configuration of a program. Every rank of a launch calls this. Raises ConfigError, DataError or CheckpointError.
+    Collective: every rank of a launch calls this with the same arguments. `arguments` are those of the command line:
+    YAML files and `key=value` pairs. They override `given`, the configuration of a program that calls the library.
+
+    Raises ConfigError, DataError or CheckpointError.
     """
+    # If the checks fail on one rank, the launcher sends SIGTERM to the others. It is delayed, so that they report the
+    # same error instead of a preemption.
     with sigterm_delayed():
         check_launch()
         config, tasks, notes = load_eval_config(arguments, given)
 
-    # torch, which the suite imports, reads the environment when it is imported.
+    # The suite imports torch, which reads the environment when it is imported.
     prepare_environment(config)
     from llmfoundry_lite.evaluation.suite import run_suite
 

@@ -1,10 +1,12 @@
 """Train some batches of a run again, as one rank of `llmfoundry-lite replay`. Nothing is saved.
 
-The command (`cli/run.py`) starts the ranks in a temporary run folder, and compares what they find with the run's own
-records (`launch/replay.py`).
+The command (`cli/run.py`) starts the ranks with a configuration whose run folder is temporary. `launch/replay.py` has
+written that configuration and the run's own records into the folder (`write_replay`), and afterwards compares the
+losses and digests that these ranks write there with the records.
 """
 
-if __name__ == "__main__":  # before the imports below, which take long
+if __name__ == "__main__":
+    # Before the imports below, which take seconds: a signal that arrives meanwhile ends the process with code 75.
     from llmfoundry_lite.ranks.lean_imports import HEAVY, import_lean
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
@@ -36,23 +38,32 @@ from llmfoundry_lite.training.train import train
 
 
 class Replay(Partners):
-    """The partners of a replay: no other launch, and no saves."""
+    """The `Partners` of a replay, by which `train` differs from a usual launch: it takes no lease and saves nothing.
+
+    The only thing that it adds is a file about the state from which the replay starts.
+    """
 
     writes_checkpoints = False
     takes_lease_at_start = False
     instead_of_saving = "a replay saves nothing"
 
     def __init__(self, folder: Path):
-        """Prepare a replay whose files are in `folder`."""
+        """Prepare a replay whose files are in `folder`, its temporary run folder."""
         self.folder = folder
 
     def join_run(self, run: RunHandle) -> None:
-        """Write the digest of the restored state, and what may change the last digits on this machine. Collective."""
+        """Write the file BEGUN, about the state that was restored and the machine. Collective; rank 0 writes.
+
+        The file has the digest of weights and optimizer, and the differences between the machines of the run and this
+        one that may change the last digits of a loss, such as another version of torch.
+        """
         digest = run.digest()
         this_segment = run.segment()
         if dist.get_rank() != 0:
             return
-        differences: dict[str, None] = {}  # in order, each once
+
+        # Only rank 0 goes on. The run may have trained these batches in several segments, on different machines.
+        differences: dict[str, None] = {}  # a set that keeps its order
         for segment in read_segments(self.folder):
             differences |= dict.fromkeys(find_differences(segment, this_segment))
         begun = {"digest": digest, "differences": list(differences), DETERMINISTIC: run.config.deterministic}
@@ -60,9 +71,10 @@ class Replay(Partners):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train the batches that a configuration of `write_replay` asks for. `arguments` is its path.
+    """Train the batches that the configuration of a replay asks for. Collective.
 
-    If the data here are not those of the run, rank 0 writes that as the outcome.
+    `arguments` is the path of the configuration, which `write_replay` has written. If the data here are not those of
+    the run, rank 0 writes that as the outcome instead of raising an error.
     """
     with sigterm_delayed():
         config = check(arguments).invocation.config
@@ -79,20 +91,25 @@ def main(arguments: Sequence[str]) -> None:
 def use_recorded_threads(folder: Path) -> None:
     """Compute on as many threads as the run's last launch, if their number is known and there are cores for them.
 
-    Each thread adds up a part of its own, so their number changes the last digits. `folder` has the run's segments.
+    Each thread adds up a part of a sum, so the number of threads changes the last digits of the result. `folder` has
+    the file with the run's segments. A number that the user has set by OMP_NUM_THREADS takes precedence.
     """
     segments = read_segments(folder)
     if not segments or segments[-1].num_threads is None:
         return
+
     num_threads = segments[-1].num_threads
     num_needed_cores = num_threads * this_rank().local_world_size
     if 0 < num_needed_cores <= count_usable_cores():
-        # A user who has set the variable gets that number.
-        torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))))
+        chosen_num_threads = os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+        torch.set_num_threads(int(chosen_num_threads))
 
 
 def with_equal_digits(config: TrainConfig, device_type: str) -> TrainConfig:
-    """Return the configuration with deterministic kernels on a GPU, so that any difference comes from the run."""
+    """Return the configuration with deterministic kernels on a GPU, so that any difference comes from the run.
+
+    `device_type` is "cuda" or "cpu". On CPUs the kernels are deterministic anyway, and the configuration is unchanged.
+    """
     if device_type != "cuda" or config.deterministic:
         return config
     if this_rank().rank == 0:
@@ -101,7 +118,11 @@ def with_equal_digits(config: TrainConfig, device_type: str) -> TrainConfig:
 
 
 def read_segments(folder: Path) -> list[Segment]:
-    """Return where the run trained these batches, from the file that `write_replay` has written into `folder`."""
+    """Return the segments of the run that trained these batches, oldest first.
+
+    A segment is the part of a run that one launch trained, with facts of its machines. `write_replay` has written them
+    into `folder`.
+    """
     recorded = json.loads((folder / RECORDED).read_text())
     return [decode_segment(Item(segment, RECORDED)) for segment in recorded]
 

@@ -4,11 +4,14 @@
     composer -n 2 scripts/train.py yamls/pretrain/mpt-quickstart.yaml                   # in a clone
     llmfoundry-lite train mpt-125m --dry-run
 
-The order is configuration, checks, environment, then the imports that take long. torch is imported last, because it
-reads the environment, and so that a wrong key is answered in less than a second.
+`launch` is the story: load and check the configuration (`check`), set the environment variables, import torch and
+Composer, and train (`training/train.py`). torch is imported last, because it reads the environment, and so that a wrong
+key is reported in less than a second.
 """
 
-if __name__ == "__main__":  # before the imports below, which take a moment
+if __name__ == "__main__":
+    # Before the imports below, which take a moment: a signal that arrives meanwhile ends the process with code 75, by
+    # which a scheduler knows that the job has to be started again.
     from llmfoundry_lite.ranks.signals import leave_with_75_when_asked
 
     leave_with_75_when_asked()
@@ -61,7 +64,7 @@ class CheckedLaunch(NamedTuple):
     """A launch whose configuration and data have been checked."""
 
     invocation: LoadedTrain
-    """The configuration, what kind of dry run is asked for, and lines to print."""
+    """The configuration, the kind of dry run if it is one, and lines to print."""
     layout: Layout
     """How the ranks divide the model and the samples."""
     preflight_result: preflight.Preflight
@@ -69,7 +72,7 @@ class CheckedLaunch(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train as the command line says, or print the help."""
+    """Train as the arguments of the command line say. With -h or --help, rank 0 prints the help instead."""
     if {"-h", "--help"} & set(arguments):
         if this_rank().rank == 0:
             print(HELP, end="")
@@ -81,16 +84,24 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     """Check the configuration, then train as one rank of a launch, or print what a dry run prints.
 
     Collective: every rank calls it with the same arguments. `arguments` are those of the command line, and `given` is
-    the configuration of a program that calls the library, which they override. Returns the configuration, or None after
-    a dry run. Raises UserError, and what `train` raises.
+    the configuration of a program that calls the library, which they override.
+
+    Returns the configuration, or None after a dry run. Raises UserError for what the user can fix, and what `train`
+    raises.
     """
+    # A launch has more patience with a server that does not answer than a command, which may run it in its own process
+    # and have set a limit.
     is_main = this_rank().rank == 0
-    remote_folder.patience_seconds = None  # a command has set it if it runs the launch in its own process
+    remote_folder.patience_seconds = None
     if is_main:
         remote_folder.note_wait = lambda line: print(printable(line), flush=True)
+
+    # If the checks fail on one rank, the launcher sends SIGTERM to the others. It is delayed, so that they report the
+    # same error instead of a preemption.
     with sigterm_delayed():
         checked = check(arguments, given)
-        invocation, config = checked.invocation, checked.invocation.config
+        invocation = checked.invocation
+        config = invocation.config
         watch_for_failures_on_other_nodes(Path(config.run_folder))
     if is_main:
         for note in invocation.notes:
@@ -119,8 +130,11 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:
     """Check the configuration, the installed packages, the data and the tokenizer, before torch is imported.
 
-    Every rank does this by itself. `arguments` and `given` are as in `launch`. Raises UserError. Unless this is a dry
-    run, the error is also recorded in the run folder, if an earlier launch has created one.
+    Every rank does this without the others. `arguments` and `given` are as in `launch`. Lines to print are added to the
+    `notes` of the invocation that is returned.
+
+    Raises UserError. Unless this is a dry run, the error is also recorded in the run folder, if an earlier launch has
+    created one.
     """
     is_dry_run = bool(DRY_RUNS.keys() & set(arguments))
     with refusals_recorded(lambda: None if is_dry_run else find_run_folder(arguments, given=given)):
@@ -130,28 +144,29 @@ def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> C
         invocation = load_train_config(arguments, given=given)
         config = invocation.config
 
-        # Dry runs of the kinds `plan` and `full` describe the launch for any machine.
+        # Dry runs of the kinds `plan` and `full` describe the launch for any machine, so they need no data and no
+        # training packages. A launch and the kind `here` are for this one.
         is_for_this_machine = invocation.dry_run not in ("plan", "full")
         if is_for_this_machine:
             preflight.check_installed("composer", "streaming")
         layout = layout_here(config)
-        checked = preflight.check(config, layout, must_exist=is_for_this_machine)
-        invocation.notes.extend(checked.notes)
-        if not invocation.dry_run:
+        findings = preflight.check(config, layout, must_exist=is_for_this_machine)
+        invocation.notes.extend(findings.notes)
+        if not invocation.dry_run:  # a dry run has lines for these warnings
             warnings = dry_run.describe_division("warning", config, layout)
             invocation.notes.extend(f"warning: {text}" for text in warnings)
         if invocation.dry_run == "here":
             from llmfoundry_lite.devices import local_devices  # imports torch
 
             preflight.check_here(config, layout, local_devices())
-    return CheckedLaunch(invocation, layout, checked)
+    return CheckedLaunch(invocation, layout, findings)
 
 
 def prepare_environment(config: TrainConfig) -> None:
-    """Set the variables that torch reads when it is imported.
+    """Set the environment variables that torch and our imports read. Call this before importing torch.
 
-    If the run uses code of the user's, also ask for modules to be imported whole, because that code may need what our
-    own does not.
+    `import_lean` leaves out modules that our code does not need. If the run uses code of the user, which may need them,
+    the variable FULL_IMPORTS turns that off.
     """
     set_environment(config.environment)
     if config.has_own_components:

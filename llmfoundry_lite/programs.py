@@ -1,4 +1,8 @@
-"""`lf.train`, `lf.evaluate` and `lf.runs`: training, evaluation and watching, called from a program."""
+"""`lf.train`, `lf.evaluate` and `lf.runs`: train, evaluate and list runs from a Python program.
+
+The first two turn their arguments into those of a command line (`_arguments_of_launch`) and then call the launch of the
+command in the program's own process (`_call_as_rank`), so that a program and a command do the same.
+"""
 
 import json
 import os
@@ -48,7 +52,7 @@ def train(config: Configuration, **overrides: Any) -> Run:
     os.environ.setdefault(FULL_IMPORTS, "1")  # the program may need modules that a launch skips
     given, arguments = _arguments_of_launch(config, overrides)
     if given is not None:
-        # A YAML file's name is the default, which a mapping does not have.
+        # The default name of a run is that of its YAML file, and a mapping has none.
         has_name = given.get("run_name") or "run_name" in overrides or os.environ.get("RUN_NAME")
         if not has_name:
             raise ConfigError("the configuration: run_name: none given, and the run's folder is named for it")
@@ -85,9 +89,9 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:
     """List the runs in a folder by name, with the state of each. No torch is needed.
 
-    Each run is read as it is now; `look()` reads what has been written since. A run may be given instead of the path of
-    its folder, as in `lf.load(run)`. `folder` may also be a folder of checkpoints of runs, or a URL such as
-    `s3://bucket`; runs there are described by their newest checkpoints.
+    Each run is read as it is now; `look()` reads what has been written since. Functions that take the path of a run's
+    folder also take the run itself, as in `lf.load(run)`. `folder` may also be a folder of checkpoints of runs, or a
+    URL such as `s3://bucket`; runs there are described by their newest checkpoints.
 
     >>> lf.runs("runs")
     [<runs/tiny: done at batch 6, loss ..., saved ba6>]
@@ -112,15 +116,18 @@ def _arguments_of_launch(
     Raises ConfigError for values that YAML cannot hold.
     """
     try:
+        # Values become JSON, which YAML includes. Paths become text.
         settings = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in overrides.items()]
         if isinstance(config, DictConfig):
-            config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type] - a mapping is no list
+            config = dict(OmegaConf.to_container(config))  # type: ignore[arg-type] - a mapping is not a list
         if isinstance(config, Mapping):
-            # Through text, so that a mapping is read by the same rules as a YAML file.
-            return read_yaml(json.dumps(config, default=os.fspath)), settings
+            # A mapping becomes text and is read again, so that the rules for a YAML file apply to it.
+            text = json.dumps(config, default=os.fspath)
+            return read_yaml(text), settings
     except TypeError as error:
         raise ConfigError(f"the configuration: {error}; expected what YAML can hold") from None
 
+    # Otherwise the configuration is one or several YAML files, by path or by name.
     files = [config] if isinstance(config, str | os.PathLike) else config
     paths = [str(os.fspath(file)) for file in files]
     return None, [*paths, *settings]
@@ -130,11 +137,12 @@ def _call_as_rank(call: Callable[[], T]) -> T:
     """Call a launch as one rank within the user's program, and return its result.
 
     Afterwards the program has the signal handlers that it had before. The process group of a single rank is destroyed,
-    unless the program had made it. One of several ranks stays for the next call, because the ranks could not meet again
-    on the same store.
+    unless the program had made it. A process group of several ranks is kept for the next call, because the ranks could
+    not make another one on the same store.
 
     Collective, if the program runs under a launcher. Raises SystemExit with code 75 if the run was asked to stop.
     """
+    # Remember what the launch will change.
     import torch.distributed as dist
 
     had_process_group = dist.is_initialized()
@@ -151,7 +159,8 @@ def _call_as_rank(call: Callable[[], T]) -> T:
         raise SystemExit(error.exit_code) from None
     finally:
         for number, handler in handlers_before.items():
-            if handler is not None:  # None: C code has set the handler, which Python cannot set again
+            # The handler is None if C code has set it. Python cannot set such a handler again.
+            if handler is not None:
                 signal.signal(number, handler)
 
     is_single_rank = dist.is_initialized() and dist.get_world_size() == 1

@@ -1,6 +1,7 @@
-"""The running release and its requirements, from the installed metadata or from pyproject.toml of a source tree.
+"""The release of this package that is running, and its requirements.
 
-A GPU machine without a package index may have the package only on PYTHONPATH, without metadata.
+They come from the metadata of the installed package. On a GPU machine without a package index, the package may only be
+on PYTHONPATH, without metadata; then they come from the pyproject.toml of its source tree.
 """
 
 import tomllib
@@ -13,19 +14,28 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 class Release(NamedTuple):
+    """A release of this package, as its metadata describes it."""
+
     version: str
+    """Such as "0.3.0", or "unknown"."""
     python: str
-    """The specifier of supported versions; empty if unknown."""
+    """Specifier of the supported versions of Python, such as ">=3.11"; empty if unknown."""
     requirements: list[str]
+    """Specifiers of the packages that it needs, such as "numpy>=2"; empty if unknown."""
 
 
 def read_release() -> Release:
-    """Read the release; its version is `unknown` where neither the metadata nor the source tree tells it."""
+    """Read the release that is running. The version is "unknown" if neither metadata nor a source tree has it."""
+    # Read the metadata of the installed package.
     try:
-        ours = metadata(NAME)
-        return Release(ours["Version"], ours["Requires-Python"] or "", ours.get_all("Requires-Dist") or [])
+        package = metadata(NAME)
     except PackageNotFoundError:
         pass
+    else:
+        requirements = package.get_all("Requires-Dist") or []
+        return Release(package["Version"], package["Requires-Python"] or "", requirements)
+
+    # It is not installed. Read the source tree.
     try:
         project = tomllib.loads(PYPROJECT.read_text())["project"]
     except (OSError, KeyError, tomllib.TOMLDecodeError):

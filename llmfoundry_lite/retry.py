@@ -1,4 +1,8 @@
-"""Retries: pauses and limits for faults that may pass, and a second reading of files that seem damaged."""
+"""Retries: pauses and limits for faults that may pass, and a second reading of files that seem damaged.
+
+`Budget` says how often and for how long, `keep_trying` calls a function within a budget, and `retry_transient_errors`
+is the usual call for a single file. `as_os_errors` makes the errors of all storage clients OSErrors, which these retry.
+"""
 
 import contextlib
 import math
@@ -13,23 +17,24 @@ T = TypeVar("T")
 
 
 class NoAnswerError(TimeoutError):
-    """A server has not answered for so long that its user, who waits at a terminal, is told now. Not tried again."""
+    """A server has not answered for so long that the user, who waits at a terminal, is told. It is not tried again."""
 
 
 PAUSES_SECONDS = (0.2, 0.6, 1.8)
-"""Pauses before each further attempt at a file."""
+"""Pauses before the second, third and fourth attempt at a file: 2.6 s in all."""
 LASTING_ERRORS = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     NoAnswerError,
 )
-"""Errors that do not pass in a moment."""
+"""Errors that another attempt a few seconds later would meet again."""
 
 
 @dataclass
 class Budget:
     """How many more attempts a failing operation gets, limited by their number, by time, or both.
 
-    A caller that makes progress creates a new budget.
+    With pauses (1, 5) and 4 attempts, `pause()` returns 1, 5, 5, 5 and then None. A budget is never refilled: a
+    caller that makes progress creates a new one.
     """
 
     pauses: Sequence[float]
@@ -39,27 +44,28 @@ class Budget:
     seconds: float = math.inf
     """Maximum time from `began` to the last attempt."""
     began: float = 0.0
-    """When the first attempt failed, by the clock that is passed to `pause`, such as `time.monotonic()`."""
+    """Time of the first failure in seconds, by the clock whose time is passed to `pause`: `time.monotonic()`."""
     num_paused: int = 0
     """Number of further attempts that `pause` has granted so far."""
 
     def pause(self, now: float = 0.0) -> float | None:
         """Grant one more attempt: return the seconds to wait before it, or None if the budget is used up.
 
-        `now` is a time by the clock of `began`. Counts the attempt in `num_paused`.
+        `now` is a time by the clock of `began`. Counts the attempt in `num_paused`. The caller does the waiting.
         """
         seconds_left = self.began + self.seconds - now
         if self.num_paused >= self.attempts or seconds_left <= 0:
             return None
         self.num_paused += 1
-        index = min(self.num_paused, len(self.pauses)) - 1
+        index = min(self.num_paused, len(self.pauses)) - 1  # the last pause repeats
         return min(self.pauses[index], seconds_left)
 
 
 def keep_trying(call: Callable[[], T], budget: Budget, may_pass: Callable[[OSError], bool]) -> T:
     """Call a function until it succeeds, with pauses, and return its result.
 
-    Raises an OSError that `may_pass` says will not pass, or the last one when the budget is used up.
+    It is called again after an OSError for which `may_pass` returns True. Other errors are raised at once, and so is
+    the last OSError when the budget is used up.
     """
     while True:
         try:
@@ -76,8 +82,8 @@ def keep_trying(call: Callable[[], T], budget: Budget, may_pass: Callable[[OSErr
 def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = None) -> T:
     """Call a function up to four times, with the pauses of PAUSES_SECONDS, and return its result.
 
-    It is called again after any OSError of a disk or a network that may pass. With `only`, those are the errors whose
-    errno is in it. Raises the last error, and other errors at once.
+    It is called again after an OSError of a disk or a network that may pass: any but LASTING_ERRORS, or with `only`,
+    one whose errno is listed there. Raises the last error, and other errors at once.
     """
 
     def may_pass(error: OSError) -> bool:
@@ -93,7 +99,8 @@ def retry_transient_errors(call: Callable[[], T], only: Sequence[int] | None = N
 def retry_on_damage(read: Callable[[bool], T]) -> T:
     """Read something, and read it a second time if it seems damaged, because a transfer or a cache may be at fault.
 
-    `read` takes `bypass_cache`, which is True at the second call. Raises DamagedCheckpointError if both find damage.
+    `read` takes `bypass_cache`, which is True at the second call, and returns what it has read. Raises
+    DamagedCheckpointError if both calls find damage.
     """
     try:
         return read(False)
@@ -105,8 +112,8 @@ def retry_on_damage(read: Callable[[bool], T]) -> T:
 def as_os_errors() -> Iterator[None]:
     """Turn errors of object stores' clients into OSError, such as botocore's error for missing credentials.
 
-    Errors that callers handle by their type pass unchanged: a client without conditional writes, for example, raises
-    TypeError, NotImplementedError or ValueError.
+    Use it as a context manager or as a decorator. Errors that callers handle by their type pass unchanged: a client
+    without conditional writes, for example, raises TypeError, NotImplementedError or ValueError.
     """
     try:
         yield

@@ -14,18 +14,19 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a tenth of a second, for what prints Markdown alone
+if TYPE_CHECKING:  # importing rich takes a tenth of a second, which a command that prints Markdown does not need
     from rich.console import Console
 
 from llmfoundry_lite.errors import printable
 
 PIPE_WIDTH = 160
-"""Columns of a line that goes to a file or pipe, where nothing says how wide it may be."""
-
-
+"""Width in characters of output to a file or a pipe, which have no width of their own."""
+MIN_KEY_WIDTH = 12
+"""Smallest width in characters to which `Table.print_blocks` folds the first column."""
 FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r", "\n")
 """Characters with which a formula begins in spreadsheets, some of which skip white space before it."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?")
+"""A number such as `-1.5`, `+2e-3` or `40%`, which begins like a formula but is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,9 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    """Headings."""
+    """Heading of each column."""
     rows: Sequence[Sequence[str]]
-    """Cells, as many in a row as there are columns."""
+    """Cells of each row, one for each column."""
     right: Collection[int] | None = None
     """Indices of the columns that are aligned to the right; None: all but the first."""
     num_keys: int = 1
@@ -55,11 +56,12 @@ class Table:
         number would not fit. With `unbroken`, cells may have several lines, the columns stand closer together, and only
         the columns with an index in `unbroken` keep their lines whole.
         """
-        from rich import box
+        from rich import box  # imported late, because it takes a tenth of a second
         from rich.console import Console
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        # Cells of a table with `unbroken` may have line ends, which `printable` would otherwise escape.
         keeps_words_whole = unbroken is None
         line_ends = "" if keeps_words_whole else "\n"
         gap = 1 if keeps_words_whole else 0
@@ -81,8 +83,10 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(printable(cell, keep=line_ends)) for cell in row))
 
+        # Print on a wider console if the widest words do not fit.
         if keeps_words_whole:
-            # Rich's measure leaves out the padding at the edges.
+            # Rich does not measure more than the console's width, so that of a very wide one is measured. The padding
+            # at the edges is not part of the measure.
             needed_width = Console(width=1000).measure(table).minimum + len(self.columns)
             if needed_width > console.width:
                 console = Console(width=needed_width, file=console.file, highlight=False)
@@ -91,7 +95,8 @@ class Table:
     def print_blocks(self, console: "Console") -> None:
         """Print the title and the table, in several blocks of columns if it is wider than the console.
 
-        Each block has as many columns as fit, and repeats the first column, which names the rows.
+        Each block has as many columns as fit, and repeats the first column, which names the rows. With five columns of
+        which two fit beside the first, the blocks are columns 0 1 2 and columns 0 3 4. Cells may have several lines.
         """
         from rich.text import Text
 
@@ -99,17 +104,21 @@ class Table:
         widths = []
         for cells in zip(self.columns, *self.rows, strict=True):
             widths.append(max(len(line) for cell in cells for line in cell.split("\n")))
-        first_column_width = min(widths[0], max(12, console.width // 3))
+        # A long first column is folded to a third of the console, so that each block has room for others.
+        first_column_width = min(widths[0], max(MIN_KEY_WIDTH, console.width // 3))
         available_width = console.width - first_column_width
 
         # Put each further column into the last block, or into a new one if that is full.
         blocks: list[list[int]] = [[]]  # indices of columns
+        block_width = 0
         for index, width in enumerate(widths[1:], start=1):
-            width_so_far = sum(1 + widths[other] for other in blocks[-1])
-            is_full = width_so_far + 1 + width > available_width
+            width_with_gap = 1 + width
+            is_full = block_width + width_with_gap > available_width
             if blocks[-1] and is_full:
                 blocks.append([])
+                block_width = 0
             blocks[-1].append(index)
+            block_width += width_with_gap
 
         console.print(Text(printable(self.title), style="italic"))
         for number, block in enumerate(blocks):
@@ -118,11 +127,21 @@ class Table:
             indices = [0, *block]
             headings = [self.columns[index] for index in indices]
             rows = [[row[index] for index in indices] for row in self.rows]
+            # Only the first column is folded. Without any further column, it is printed like a plain table.
             Table("", headings, rows).print(console, block and range(1, len(indices)))
 
     def markdown(self) -> list[str]:
-        """Return the lines of a Markdown table, without the title."""
-        heading, *rows = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (self.columns, *self.rows)]
+        """Return the lines of a Markdown table, without the title.
+
+        | task | accuracy |
+        |---|---:|
+        | arc_easy | 0.41 |
+        """
+        lines = []
+        for cells in (self.columns, *self.rows):
+            escaped = [markdown_text(cell) for cell in cells]
+            lines.append(f"| {' | '.join(escaped)} |")
+        heading, *rows = lines
         rules = ["---:" if self.is_right(index) else "---" for index in range(len(self.columns))]
         return [heading, f"|{'|'.join(rules)}|", *rows]
 
@@ -135,9 +154,9 @@ class Table:
         return content.getvalue()
 
     def json(self) -> dict[str, Any]:
-        """Return the title, the headings, the rows and the number of identifying columns, for a JSON record."""
+        """Return a JSON record of the table: its `title`, `columns`, `rows` and `num_keys`."""
         record = asdict(self)
-        del record["right"]
+        del record["right"]  # only of use to print the table
         return record
 
 
@@ -153,7 +172,7 @@ def csv_text(text: str) -> str:
     """Return text for a cell of a CSV file that no spreadsheet runs as a formula.
 
     Names may come from other people, so text that begins like a formula gets an apostrophe before it, which makes it
-    text to a spreadsheet. Numbers, which may begin with a minus, stay as they are.
+    text to a spreadsheet: `=1+1` becomes `'=1+1`. Numbers, which may begin with a minus, are not changed.
     """
     may_be_formula = text.startswith(FORMULA_SIGNS)
     is_number = NUMBER.fullmatch(text) is not None
@@ -161,12 +180,15 @@ def csv_text(text: str) -> str:
 
 
 def markdown_list(texts: Sequence[str]) -> list[str]:
-    """Return a Markdown line `- text` for each text, escaped."""
+    """Return the lines of a Markdown list, `- text` for each text, escaped."""
     return [f"- {markdown_text(text)}" for text in texts]
 
 
 def markdown_text(text: str) -> str:
-    """Escape text for Markdown, so that it cannot make HTML, links, or further columns or lines of a table."""
+    """Escape text for Markdown, so that it cannot make HTML, links, or further columns or lines of a table.
+
+    `a|b` becomes `a\\|b`, and `<b>` becomes `&lt;b&gt;`.
+    """
     escaped = html.escape(printable(text), quote=False)
     # `|` and `[` get a backslash. Backslashes right before them are doubled, because one would undo the other.
     return re.sub(r"(\\*)([|\[])", r"\1\1\\\2", escaped)
