@@ -33,10 +33,16 @@ from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.training.muon import to_parameter_order
 
 SAVE_ID = "e1-ba1-0123456789ab"
+BLOCK_BYTES = 4096
+FP32_BYTES = 4
+
+
+# ------------------------------------------------------------------------------------------------ simulated ranks
 
 
 @contextmanager
-def rank_of(rank, world_size):
+def simulated_rank(rank, world_size):
+    """Inside, `torch.distributed` takes this process for the given rank. Nothing can be exchanged."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -46,72 +52,97 @@ def rank_of(rank, world_size):
 
 def part_of(tensor, mesh, placements):
     """This rank's part of a whole tensor, cut as torch.chunk cuts, dimension after dimension."""
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            pieces = list(tensor.chunk(mesh.size(dim), placement.dim))
-            empty = tensor.narrow(placement.dim, 0, 0)
-            index = mesh.get_local_rank(dim)
-            tensor = pieces[index] if index < len(pieces) else empty
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, Shard):
+            continue
+        pieces = tensor.chunk(mesh.size(mesh_dim), placement.dim)
+        index = mesh.get_local_rank(mesh_dim)
+        if index < len(pieces):
+            tensor = pieces[index]
+        else:  # there are fewer pieces than ranks
+            tensor = tensor.narrow(placement.dim, 0, 0)
     return tensor.contiguous()
 
 
-def distribute(whole, layouts, mesh_shape):
+def as_dtensor(local, mesh, placements, shape):
+    """A DTensor of the given whole shape, of which this rank holds `local`."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def distribute(whole_tensors, layouts, mesh_shape):
+    """This rank's tensors: DTensors, or whole copies where the layout is None.
+
+    layouts: tensor name -> a placement for each dimension of the mesh, or None.
+    """
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple(f"d{i}" for i in range(len(mesh_shape))))
     tensors = {}
-    for name, tensor in whole.items():
+    for name, whole in whole_tensors.items():
         placements = layouts[name]
         if placements is None:
-            tensors[name] = tensor.clone()
-            continue
-        local = part_of(tensor, mesh, placements)
-        stride = tensor.stride()
-        tensors[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
+            tensors[name] = whole.clone()
+        else:
+            tensors[name] = as_dtensor(part_of(whole, mesh, placements), mesh, placements, whole.shape)
     return tensors
 
 
-def plan_simulated(whole, layouts, mesh_shape, absent=()):
-    """Each rank's plan. `absent` are pairs of a rank and a tensor that it does not have."""
+def plan_simulated(whole_tensors, layouts, mesh_shape, absent=()):
+    """Each rank's plan. `absent` are pairs of a rank and the name of a tensor that it does not have."""
     world_size = math.prod(mesh_shape)
-    tables = []
+    tables = []  # of pairs: what describe_sharding returns, and the ranks for which it is the same
     for rank in range(world_size):
-        with rank_of(rank, world_size):
-            tensors = distribute(whole, layouts, mesh_shape)
+        with simulated_rank(rank, world_size):
+            tensors = distribute(whole_tensors, layouts, mesh_shape)
             check_local_tensors(tensors)
-            table = describe_sharding({name: t for name, t in tensors.items() if (rank, name) not in absent})
-            same = next((ranks for known, ranks in tables if known == table), None)
-            if same is None:
-                tables.append((table, [rank]))
-            else:
-                same.append(rank)
+            present = {name: tensor for name, tensor in tensors.items() if (rank, name) not in absent}
+            table = describe_sharding(present)
+
+        for known_table, ranks in tables:
+            if known_table == table:
+                ranks.append(rank)
+                break
+        else:
+            tables.append((table, [rank]))
     return [make_plan(tables, rank, world_size) for rank in range(world_size)]
 
 
-def save_simulated(folder, whole, layouts, mesh_shape, absent=()):
-    """Plan for each rank, then write for each rank."""
-    plans = plan_simulated(whole, layouts, mesh_shape, absent)
-    folder, files = LocalFolder(folder), []
+def save_simulated(path, whole_tensors, layouts, mesh_shape, absent=()):
+    """Plan for each rank, then write for each rank. Return the checkpoint, and for each rank the chunks it wrote."""
+    plans = plan_simulated(whole_tensors, layouts, mesh_shape, absent)
+    folder = LocalFolder(path)
     folder.make(with_parents=True)
+    files = []
     for rank, plan in enumerate(plans):
-        with rank_of(rank, len(plans)):
-            tensors = distribute(whole, layouts, mesh_shape)
-            for box in plan.chunks_to_write.values():
-                assert box_of(tensors[box.tensor]) == (box.offset, box.shape)
-            pieces = [as_bytes(local_tensor(tensors[box.tensor]).contiguous()) for box in plan.chunks_to_write.values()]
-        header = build_header(plan.chunks_to_write, {"save_id": SAVE_ID}, block_bytes=4096)
-        files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=4096))
-        assert plan.tensors == plans[0].tensors
+        assert plan.tensors == plans[0].tensors, "every rank plans the same manifest"
+        pieces = []
+        with simulated_rank(rank, len(plans)):
+            tensors = distribute(whole_tensors, layouts, mesh_shape)
+            for chunk in plan.chunks_to_write.values():
+                tensor = tensors[chunk.tensor]
+                assert box_of(tensor) == (chunk.offset, chunk.shape)
+                pieces.append(as_bytes(local_tensor(tensor).contiguous()))
+        header = build_header(plan.chunks_to_write, {"save_id": SAVE_ID}, block_bytes=BLOCK_BYTES)
+        files.append(write_shard(folder, file_name(rank), header, pieces, block_bytes=BLOCK_BYTES))
+
     manifest = Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plans[0].tensors, files=tuple(files))
     checkpoint = Checkpoint("ba1", folder, decode(encode(manifest), "m"))
     verify_checkpoint(checkpoint)
     return checkpoint, [plan.chunks_to_write for plan in plans]
 
 
-def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-    )
+def assert_same_bits(loaded, expected, name):
+    """NaNs are equal if their bits are."""
+    assert loaded.dtype == expected.dtype, name
+    assert loaded.shape == expected.shape, name
+    loaded_bytes, expected_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (loaded, expected))
+    assert torch.equal(loaded_bytes, expected_bytes), name
+
+
+def bytes_written(chunks):
+    return sum(chunk.num_bytes for chunk in chunks.values())
+
+
+# ------------------------------------------------------------------------------------- any mesh, any sharding
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -120,6 +151,7 @@ mesh_shapes = st.sampled_from([(1,), (2,), (3,), (4,), (7,), (2, 2), (1, 3), (3,
 
 @st.composite
 def placements_of(draw, shape, mesh_shape):
+    """A placement for each dimension of the mesh; for one tensor in five None, which is a whole copy on each rank."""
     if draw(st.integers(0, 4)) == 0:
         return None
     choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
@@ -127,204 +159,325 @@ def placements_of(draw, shape, mesh_shape):
 
 
 @st.composite
-def worlds(draw):
-    whole = {}
+def tensors_of_random_bits(draw):
+    """Tensor name -> tensor: one to four of any dtype and shape, empty ones too."""
+    tensors = {}
     for i in range(draw(st.integers(1, 4))):
-        shape, dtype = draw(shapes), DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
-        count = math.prod(shape) * dtype.itemsize
-        raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
-        whole[f"model/t{i}"] = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+        shape = draw(shapes)
+        dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            tensors[f"model/t{i}"] = torch.empty(shape, dtype=dtype)
+            continue
+        end = 2 if dtype == torch.bool else 256  # a bool's byte is 0 or 1
+        raw = torch.randint(0, end, (num_bytes,), dtype=torch.uint8)
+        tensors[f"model/t{i}"] = raw.view(dtype).reshape(shape)
+    return tensors
+
+
+@st.composite
+def reshardings(draw):
+    """Tensors, then the (mesh shape, layouts) with which they are saved, and those with which they are loaded."""
+    whole_tensors = draw(tensors_of_random_bits())
     sides = []
-    for _ in range(2):
+    for _ in ("saved", "loaded"):
         mesh_shape = draw(mesh_shapes)
-        sides.append((mesh_shape, {n: draw(placements_of(t.shape, mesh_shape)) for n, t in whole.items()}))
-    return whole, sides
+        layouts = {name: draw(placements_of(tensor.shape, mesh_shape)) for name, tensor in whole_tensors.items()}
+        sides.append((mesh_shape, layouts))
+    saved, loaded = sides
+    return whole_tensors, saved, loaded
 
 
-def by_columns_and_whole(rows):
-    """A matrix that two ranks save by columns and one loads whole: what it reads is not in one piece where it goes."""
-    layouts = [((2,), {"model/t0": (Shard(1),)}), ((1,), {"model/t0": (Replicate(),)})]
-    return {"model/t0": torch.arange(6.0 * rows).reshape(rows, 6)}, layouts
+def from_columns_to_whole(num_rows):
+    """A matrix that two ranks save by columns and one rank loads whole: the bytes of a file are not in one piece in
+    the loaded tensor."""
+    saved = ((2,), {"model/t0": (Shard(1),)})
+    loaded = ((1,), {"model/t0": (Replicate(),)})
+    return {"model/t0": torch.arange(6.0 * num_rows).reshape(num_rows, 6)}, saved, loaded
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(worlds())
-@example(by_columns_and_whole(5))
-def test_any_tensors_survive_any_change_of_mesh_and_sharding(tmp_path_factory, world):
-    whole, ((saved_mesh, saved_layouts), (loaded_mesh, loaded_layouts)) = world
-    checkpoint, _ = save_simulated(tmp_path_factory.mktemp("save"), whole, saved_layouts, saved_mesh)
+@given(reshardings())
+@example(from_columns_to_whole(num_rows=5))
+def test_any_tensors_survive_any_change_of_mesh_and_sharding(tmp_path_factory, resharding):
+    whole_tensors, (saved_mesh, saved_layouts), (loaded_mesh, loaded_layouts) = resharding
+    checkpoint, _ = save_simulated(tmp_path_factory.mktemp("save"), whole_tensors, saved_layouts, saved_mesh)
+
     world_size = math.prod(loaded_mesh)
     for rank in range(world_size):
-        with rank_of(rank, world_size):
-            like = distribute(whole, loaded_layouts, loaded_mesh)
-            loaded = read_tensors(checkpoint, like)
-            for name, expected in like.items():
-                assert same_bits(loaded[name], local_tensor(expected)), (name, rank)
+        with simulated_rank(rank, world_size):
+            expected = distribute(whole_tensors, loaded_layouts, loaded_mesh)
+            loaded = read_tensors(checkpoint, expected)
+            for name in whole_tensors:
+                assert_same_bits(loaded[name], local_tensor(expected[name]), f"{name} on rank {rank}")
+
+
+# --------------------------------------------------------------------------------------------- who writes what
 
 
 def test_replicated_tensors_are_written_once_and_spread_evenly(tmp_path):
-    whole = {f"model/t{i}": torch.randn(64, 8) for i in range(16)}
-    layouts = dict.fromkeys(whole, (Replicate(), Shard(0)))
-    checkpoint, plans = save_simulated(tmp_path, whole, layouts, (4, 1))
-    assert [sum(box.num_bytes for box in plan.values()) for plan in plans] == [4 * 64 * 8 * 4] * 4
-    assert sum(t.num_bytes for t in checkpoint.manifest.tensors.values()) == sum(len(p) for p in plans) * 64 * 8 * 4
-    layouts = dict.fromkeys(whole, None)
-    _, plans = save_simulated(tmp_path / "plain", whole, layouts, (4,))
-    assert [len(plan) for plan in plans] == [4, 4, 4, 4]
+    whole_tensors = {f"model/t{i}": torch.randn(64, 8) for i in range(16)}
+    tensor_bytes = 64 * 8 * FP32_BYTES
+    layouts = dict.fromkeys(whole_tensors, (Replicate(), Shard(0)))
+    checkpoint, chunks_by_rank = save_simulated(tmp_path, whole_tensors, layouts, (4, 1))
+
+    assert [len(chunks) for chunks in chunks_by_rank] == [4, 4, 4, 4]
+    assert [bytes_written(chunks) for chunks in chunks_by_rank] == [4 * tensor_bytes] * 4
+    manifest_bytes = sum(record.num_bytes for record in checkpoint.manifest.tensors.values())
+    assert manifest_bytes == 16 * tensor_bytes
+
+
+def test_plain_tensors_are_written_once_and_spread_evenly(tmp_path):
+    """Tensors that are not DTensors count as a copy on each rank."""
+    whole_tensors = {f"model/t{i}": torch.randn(64, 8) for i in range(16)}
+    _, chunks_by_rank = save_simulated(tmp_path, whole_tensors, dict.fromkeys(whole_tensors), (4,))
+    assert [len(chunks) for chunks in chunks_by_rank] == [4, 4, 4, 4]
 
 
 def test_replicas_share_tensors_of_unlike_sizes_evenly():
     """The largest tensor is placed first, though its name comes last."""
-    sizes = {"model/a": 1, "model/b": 1, "model/c": 2}
-    whole = {name: torch.zeros(size, 8) for name, size in sizes.items()}
-    plans = plan_simulated(whole, dict.fromkeys(whole, None), (2,))
-    assert [sum(box.num_bytes for box in plan.chunks_to_write.values()) for plan in plans] == [2 * 8 * 4] * 2
+    num_rows = {"model/a": 1, "model/b": 1, "model/c": 2}
+    whole_tensors = {name: torch.zeros(rows, 8) for name, rows in num_rows.items()}
+    plans = plan_simulated(whole_tensors, dict.fromkeys(whole_tensors), (2,))
+    assert [bytes_written(plan.chunks_to_write) for plan in plans] == [2 * 8 * FP32_BYTES] * 2
 
 
 def test_tensors_need_not_be_on_every_rank(tmp_path):
-    """Under pipeline parallelism each stage has its own tensors, and two have the embedding."""
-    whole = {"model/embed": torch.randn(12, 4), "model/first": torch.randn(6, 4), "model/last": torch.randn(5, 4)}
-    layouts = {"model/embed": None, "model/first": None, "model/last": None}
-    absent = {(rank, "model/last" if rank < 2 else "model/first") for rank in range(4)}
-    checkpoint, plans = save_simulated(tmp_path, whole, layouts, (4,), absent)
-    assert list(checkpoint.manifest.tensors) == list(whole)
-    where = {box.tensor: rank for rank, boxes in enumerate(plans) for box in boxes.values()}
-    assert where["model/first"] in (0, 1) and where["model/last"] in (2, 3)
-    loaded = read_tensors(checkpoint, whole)
-    assert all(same_bits(loaded[name], whole[name]) for name in whole)
+    """Two stages of two ranks, as under pipeline parallelism: each has its own tensor, and both the embedding."""
+    whole_tensors = {
+        "model/embed": torch.randn(12, 4),
+        "model/first": torch.randn(6, 4),
+        "model/last": torch.randn(5, 4),
+    }
+    absent = {(0, "model/last"), (1, "model/last"), (2, "model/first"), (3, "model/first")}
+    checkpoint, chunks_by_rank = save_simulated(tmp_path, whole_tensors, dict.fromkeys(whole_tensors), (4,), absent)
+
+    assert list(checkpoint.manifest.tensors) == list(whole_tensors)
+    writers = {}
+    for rank, chunks in enumerate(chunks_by_rank):
+        for chunk in chunks.values():
+            writers[chunk.tensor] = rank
+    assert writers["model/first"] in (0, 1)
+    assert writers["model/last"] in (2, 3)
+    loaded = read_tensors(checkpoint, whole_tensors)
+    for name, whole in whole_tensors.items():
+        assert_same_bits(loaded[name], whole, name)
 
 
 def test_ranks_that_have_drifted_apart_are_refused():
-    tables = [({"meshes": [], "tensors": [["model/w", "F32", [n], None, [], None]]}, [n - 3]) for n in (3, 4)]
+    """Rank 0 has three elements of a weight, rank 1 has four."""
+
+    def table_with(num_elements):
+        return {"meshes": [], "tensors": [["model/w", "F32", [num_elements], None, [], None]]}
+
+    tables = [(table_with(3), [0]), (table_with(4), [1])]
     with pytest.raises(CheckpointError, match=r"model/w is F32 \[3\] on rank 0 and F32 \[4\] on rank 1"):
         make_plan(tables, 0, 2)
 
 
+# ------------------------------------------------------------------------------ FSDP over tensor parallelism
+
+
+def mesh_of_shards_and_tensor(shard, tensor):
+    return init_device_mesh("cpu", (shard, tensor), mesh_dim_names=("shard", "tensor"))
+
+
+def shards_of_tensor_parallel_rows(split_factor):
+    """The placements of a weight whose rows tensor parallelism divides first, and FSDP divides again."""
+    return (_StridedShard(0, split_factor=split_factor), Shard(0))
+
+
 def test_fsdp_over_tensor_parallelism_is_cut_by_tensor_parallelism_first():
-    whole = {"model/w": torch.randn(24, 2)}
-    placements = {"model/w": (_StridedShard(0, split_factor=2), Shard(0))}
+    """24 rows on 3 shards x 2 tensor ranks: the tensor rank chooses a half, the shard 4 rows of that half."""
+    whole = torch.randn(24, 2)
     for rank in range(6):
-        with rank_of(rank, 6):
-            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("shard", "tensor"))
-            begin = 12 * (rank % 2) + 4 * (rank // 2)
-            local = whole["model/w"][begin : begin + 4].clone()
-            tensor = DTensor.from_local(
-                local, mesh, placements["model/w"], run_check=False, shape=(24, 2), stride=(2, 1)
-            )
-            check_local_tensors({"model/w": tensor})
-            assert box_of(tensor) == ((begin, 0), (4, 2))
-            plan = make_plan([(describe_sharding({"model/w": tensor}), list(range(6)))], rank, 6)
-            assert [(box.offset, box.shape) for box in plan.chunks_to_write.values()] == [((begin, 0), (4, 2))]
-            assert plan.tensors["model/w"].grid == Grid((4,), (0, 2, 4, 1, 3, 5))
+        shard_rank, tensor_rank = divmod(rank, 2)
+        first_row = 12 * tensor_rank + 4 * shard_rank
+        with simulated_rank(rank, 6):
+            mesh = mesh_of_shards_and_tensor(3, 2)
+            local = whole[first_row : first_row + 4].clone()
+            weight = as_dtensor(local, mesh, shards_of_tensor_parallel_rows(2), whole.shape)
+            check_local_tensors({"model/w": weight})
+            plan = make_plan([(describe_sharding({"model/w": weight}), list(range(6)))], rank, 6)
+
+            assert box_of(weight) == ((first_row, 0), (4, 2))
+            (chunk,) = plan.chunks_to_write.values()
+            assert (chunk.offset, chunk.shape) == ((first_row, 0), (4, 2))
+            # In the order of rows: the first half is on ranks 0, 2 and 4, the second on 1, 3 and 5.
+            assert plan.tensors["model/w"].grid == Grid(chunks=(4,), files=(0, 2, 4, 1, 3, 5))
 
 
-def strided(mesh_shape, factor):
-    """Eight rows over a mesh, said to be cut with `factor`, and as much of them as a rank has."""
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("shard", "tensor"))
-    placements = (_StridedShard(0, split_factor=factor), Shard(0))
-    local = torch.zeros(8 // math.prod(mesh_shape), 2)
-    return {"model/w": DTensor.from_local(local, mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1))}
+def eight_rows_split_by(split_factor):
+    """A weight of eight rows on a mesh of 2 x 2 whose placement says `split_factor`, where 2 would be right."""
+    local = torch.zeros(2, 2)
+    mesh = mesh_of_shards_and_tensor(2, 2)
+    return {"model/w": as_dtensor(local, mesh, shards_of_tensor_parallel_rows(split_factor), (8, 2))}
 
 
-@pytest.mark.parametrize("factor", [3, 4])
-def test_a_stride_that_is_not_the_mesh_s_is_refused(factor):
-    with (
-        rank_of(1, 4),
-        pytest.raises(CheckpointError, match=rf"a sharding strided by {factor} on a mesh of \[2, 2\] cannot be saved"),
-    ):
-        check_local_tensors(strided((2, 2), factor))
+@pytest.mark.parametrize("split_factor", [3, 4])
+def test_a_stride_that_is_not_the_mesh_s_is_refused(split_factor):
+    message = rf"a sharding strided by {split_factor} on a mesh of \[2, 2\] cannot be saved"
+    with simulated_rank(1, 4), pytest.raises(CheckpointError, match=message):
+        check_local_tensors(eight_rows_split_by(split_factor))
 
 
 def test_a_stride_by_which_torch_cuts_otherwise_is_refused(monkeypatch):
-    with rank_of(1, 4):
-        check_local_tensors(tensors := strided((2, 2), 2))
+    """Another release of torch may place the rows of a strided sharding elsewhere than this code does."""
+    message = r"model/w: this rank holds \(2, 2\) at \(2, 0\) of it, not \(2, 2\) at"
+    with simulated_rank(1, 4):
+        tensors = eight_rows_split_by(2)
+        check_local_tensors(tensors)
         monkeypatch.setattr(planning, "compute_local_shape_and_global_offset", lambda *_: ((2, 2), (2, 0)))
-        with pytest.raises(
-            CheckpointError, match=r"model/w: this rank holds \(2, 2\) at \(2, 0\) of it, not \(2, 2\) at"
-        ):
+        with pytest.raises(CheckpointError, match=message):
             check_local_tensors(tensors)
+
+
+Q_K_V_ROWS = (16, 8, 8)
+"""Heights of the matrices of grouped heads that are stacked in one weight of 32 rows."""
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_rows_in_the_order_of_ranks_go_back_to_the_order_of_the_weight(tensor):
+    whole = torch.arange(32)[:, None].expand(32, 3)
+    runs = divide_stack(Q_K_V_ROWS, tensor)
+    in_rank_order = torch.cat([whole[first : first + count] for first, count in runs])
+    assert torch.equal(to_parameter_order(in_rank_order, runs), whole)
 
 
 @pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (3, 2), (2, 4)])
 def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(shard, tensor):
-    """q, k and v of grouped heads, one upon the other: every rank's rows are its own, and all rows are some rank's."""
-    sizes, world_size = (16, 8, 8), shard * tensor
-    runs, whole = divide_stack(sizes, tensor), torch.arange(32)[:, None].expand(32, 3)
-    in_order = torch.cat([whole[first : first + count] for first, count in runs])
-    assert torch.equal(to_parameter_order(in_order, runs), whole)
-    cells = set()
+    """Each rank writes the rows that it holds under their places in the whole weight, and every row is some rank's."""
+    world_size = shard * tensor
+    whole = torch.arange(32)[:, None].expand(32, 3)
+    runs = divide_stack(Q_K_V_ROWS, tensor)
+    in_rank_order = torch.cat([whole[first : first + count] for first, count in runs])
+
+    written_rows = set()
     for rank in range(world_size):
-        with rank_of(rank, world_size):
-            mesh = init_device_mesh("cpu", (shard, tensor), mesh_dim_names=("shard", "tensor"))
-            strided = [_StridedShard(0, split_factor=tensor), Shard(0)]
-            held = in_order.chunk(tensor)[rank % tensor].chunk(shard)[rank // tensor].contiguous()
-            weight = DTensor.from_local(held, mesh, strided, run_check=False, shape=(32, 3), stride=(3, 1))
+        shard_rank, tensor_rank = divmod(rank, tensor)
+        held = in_rank_order.chunk(tensor)[tensor_rank].chunk(shard)[shard_rank].contiguous()
+        with simulated_rank(rank, world_size):
+            mesh = mesh_of_shards_and_tensor(shard, tensor)
+            weight = as_dtensor(held, mesh, shards_of_tensor_parallel_rows(tensor), (32, 3))
             table = describe_sharding({"model/w": weight}, {"model/w": runs})
             plan = make_plan([(table, list(range(world_size)))], rank, world_size)
-            own = boxes_of(weight, runs)
-        assert {(box.offset, box.shape) for box in plan.chunks_to_write.values()} == {box[:2] for box in own}
-        for (first, *_), (count, *_), at in own:
-            assert torch.equal(held[at : at + count], whole[first : first + count])
-            cells |= set(range(first, first + count))
-    assert cells == set(range(32))
+            boxes = boxes_of(weight, runs)
+
+        chunks = {(chunk.offset, chunk.shape) for chunk in plan.chunks_to_write.values()}
+        assert chunks == {(offset, lengths) for offset, lengths, _ in boxes}
+        for (first_row, _), (num_rows, _), first_held_row in boxes:
+            rows = held[first_held_row : first_held_row + num_rows]
+            assert torch.equal(rows, whole[first_row : first_row + num_rows])
+            written_rows.update(range(first_row, first_row + num_rows))
+    assert written_rows == set(range(32))
 
 
-def test_a_few_layouts_describe_many_tensors_on_many_ranks():
-    whole = {f"model/t{i}": torch.empty(4096, 64, device="meta") for i in range(50)}
-    with rank_of(0, 512):
-        mesh = init_device_mesh("cpu", (512,))
-        like = {
-            n: DTensor.from_local(t[:8], mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
-            for n, t in whole.items()
-        }
-        plan = make_plan([(describe_sharding(like), list(range(512)))], 0, 512)
-    files = tuple(
-        FileRecord(name=file_name(i), num_bytes=1 << 20, block_bytes=4096, header_bytes=4096, digest="0" * 32)
-        for i in range(512)
-    )
-    raw = encode(Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files))
-    assert {id(record.grid) for record in plan.tensors.values()} == {id(plan.tensors["model/t0"].grid)}
-    assert plan.tensors["model/t0"].grid == Grid((8,), (0,), (1,))
+# -------------------------------------------------------------------------------------- manifests and ranges
+
+
+@pytest.fixture(scope="module")
+def manifest_of_512_ranks():
+    """50 matrices of 4,096 rows, each on 512 ranks with 8 rows in a file."""
+    num_ranks = 512
+    whole_tensors = {f"model/t{i}": torch.empty(4096, 64, device="meta") for i in range(50)}
+    with simulated_rank(0, num_ranks):
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        tensors = {name: as_dtensor(whole[:8], mesh, [Shard(0)], whole.shape) for name, whole in whole_tensors.items()}
+        plan = make_plan([(describe_sharding(tensors), list(range(num_ranks)))], 0, num_ranks)
+    sizes = {"num_bytes": 1 << 20, "block_bytes": BLOCK_BYTES, "header_bytes": 4096}
+    files = tuple(FileRecord(name=file_name(rank), digest="0" * 32, **sizes) for rank in range(num_ranks))
+    return Manifest(save_id=SAVE_ID, timestamp=Timestamp(batch=1), tensors=plan.tensors, files=files)
+
+
+def test_tensors_that_are_cut_alike_share_a_grid(manifest_of_512_ranks):
+    grids = [record.grid for record in manifest_of_512_ranks.tensors.values()]
+    assert all(grid is grids[0] for grid in grids)
+    assert grids[0] == Grid(chunks=(8,), files=(0,), strides=(1,))
+
+
+def test_a_few_layouts_describe_many_tensors_on_many_ranks(manifest_of_512_ranks):
+    raw = encode(manifest_of_512_ranks)
     assert len(raw) < 50_000, "a list of all chunks has 1.2 MB"
-    assert [file for file, _ in decode(raw, "m").overlapping("model/t7", (15, 0), (10, 64))] == [1, 2, 3]
+
+
+def test_a_manifest_read_again_says_which_files_have_a_tensors_rows(manifest_of_512_ranks):
+    """Rows 15 to 24: the last of file 1, all of file 2, and the first of file 3."""
+    manifest = decode(encode(manifest_of_512_ranks), "m")
+    files = [file for file, _ in manifest.overlapping("model/t7", (15, 0), (10, 64))]
+    assert files == [1, 2, 3]
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_reads_and_verifies_only_what_it_needs(tmp_path, rank):
-    """That holds at the edges, too, where the neighbouring files begin."""
-    whole, shard = {"model/t": torch.randn(64, 4)}, {"model/t": (Shard(0),)}
-    checkpoint, _ = save_simulated(tmp_path, whole, shard, (4,))
-    for other in {0, 1, 2, 3} - {rank}:
-        (tmp_path / file_name(other)).unlink()
-    with rank_of(rank, 4):
-        like = distribute(whole, shard, (4,))
-        assert same_bits(read_tensors(checkpoint, like)["model/t"], local_tensor(like["model/t"]))
+    """The other ranks' files are gone. That holds at the edges, too, where the neighbouring files begin."""
+    whole_tensors = {"model/t": torch.randn(64, 4)}
+    layouts = {"model/t": (Shard(0),)}
+    checkpoint, _ = save_simulated(tmp_path, whole_tensors, layouts, (4,))
+    for other_rank in {0, 1, 2, 3} - {rank}:
+        (tmp_path / file_name(other_rank)).unlink()
+
+    with simulated_rank(rank, 4):
+        expected = distribute(whole_tensors, layouts, (4,))
+        loaded = read_tensors(checkpoint, expected)
+        assert_same_bits(loaded["model/t"], local_tensor(expected["model/t"]), "model/t")
 
 
 @given(st.data())
 def test_the_enclosing_range_of_a_box_is_the_shortest_one_that_holds_it(data):
+    """Beside a tensor whose elements are their own places in memory."""
     shape = data.draw(st.lists(st.integers(1, 6), max_size=4))
-    offset = [data.draw(st.integers(0, n - 1)) for n in shape]
-    lengths = [data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)]
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    offset = [data.draw(st.integers(0, size - 1)) for size in shape]
+    lengths = [data.draw(st.integers(1, size - begin)) for size, begin in zip(shape, offset, strict=True)]
+    box = torch.arange(math.prod(shape)).reshape(shape)
     for dim, (begin, length) in enumerate(zip(offset, lengths, strict=True)):
-        numbers = numbers.narrow(dim, begin, length)
+        box = box.narrow(dim, begin, length)
+
     first, count = enclosing_range(shape, offset, lengths)
-    assert (first, first + count - 1) == (int(numbers.min()), int(numbers.max()))
+    assert first == int(box.min())
+    assert first + count - 1 == int(box.max())
 
 
-BOXES = {(0, 2): [7], (1, 3): [7, 8], (2, 5): [8], (2, 6): [8, 9], (5, 6): [9], (0, 6): [7, 8, 9]}
-"""First row and last + 1 -> the files of rows 0-1, 2-4 and 5 that are read."""
+# --------------------------------------------------------------------------------------------- uneven chunks
 
 
-def test_chunks_of_uneven_cuts_are_those_that_reach_into_a_box():
-    grid = Grid(((2, 5),), (7, 8, 9))
-    files = {(at, end): [file for file, _ in grid.overlapping((6, 3), (at, 0), (end - at, 3))] for at, end in BOXES}
-    assert files == BOXES
-    chunks = [(7, Box((0, 0), (2, 3))), (8, Box((2, 0), (3, 3))), (9, Box((5, 0), (1, 3)))]
-    assert all(grid.has((6, 3), file, box) for file, box in chunks)
-    others = [(8, chunks[0][1]), (8, Box((4, 0), (1, 3))), (9, Box((5, 0), (1, 2))), (9, Box((6, 0), (1, 3)))]
-    others += [(7, Box((0,), (2,))), (9, Box((6, 0), (0, 3))), (7, Box((-1, 0), (2, 3)))]
-    assert not any(grid.has((6, 3), file, box) for file, box in others)
-    assert not Grid((2,), (0,), (1,)).has((6,), 3, Box((6,), (0,)))
-    assert not Grid((2,), (2,), (-1,)).has((6,), 3, Box((-2,), (2,)))
+UNEVEN_SHAPE = (6, 3)
+UNEVEN = Grid(chunks=((2, 5),), files=(7, 8, 9))
+"""Rows 0 and 1 are in file 7, rows 2 to 4 in file 8, and row 5 in file 9."""
+
+
+@pytest.mark.parametrize(
+    ("first_row", "end_row", "files"),
+    [(0, 2, [7]), (1, 3, [7, 8]), (2, 5, [8]), (2, 6, [8, 9]), (5, 6, [9]), (0, 6, [7, 8, 9])],
+)
+def test_chunks_of_uneven_cuts_are_those_that_reach_into_a_box(first_row, end_row, files):
+    overlapping = UNEVEN.overlapping(UNEVEN_SHAPE, (first_row, 0), (end_row - first_row, 3))
+    assert [file for file, _ in overlapping] == files
+
+
+@pytest.mark.parametrize(
+    ("file", "chunk"),
+    [(7, Box((0, 0), (2, 3))), (8, Box((2, 0), (3, 3))), (9, Box((5, 0), (1, 3)))],
+)
+def test_a_grid_has_its_chunks_in_their_files(file, chunk):
+    assert UNEVEN.has(UNEVEN_SHAPE, file, chunk)
+
+
+@pytest.mark.parametrize(
+    ("file", "box"),
+    [
+        pytest.param(8, Box((0, 0), (2, 3)), id="the chunk of another file"),
+        pytest.param(8, Box((4, 0), (1, 3)), id="a part of a chunk"),
+        pytest.param(9, Box((5, 0), (1, 2)), id="too few columns"),
+        pytest.param(9, Box((6, 0), (1, 3)), id="beyond the last row"),
+        pytest.param(9, Box((6, 0), (0, 3)), id="no row"),
+        pytest.param(7, Box((0,), (2,)), id="one dimension"),
+        pytest.param(7, Box((-1, 0), (2, 3)), id="before the first row"),
+    ],
+)
+def test_a_grid_has_no_other_boxes(file, box):
+    assert not UNEVEN.has(UNEVEN_SHAPE, file, box)
+
+
+def test_a_grid_of_even_cuts_has_no_box_outside_the_tensor():
+    assert not Grid(chunks=(2,), files=(0,), strides=(1,)).has((6,), 3, Box((6,), (0,)))
+    assert not Grid(chunks=(2,), files=(2,), strides=(-1,)).has((6,), 3, Box((-2,), (2,)))
