@@ -345,7 +345,7 @@ def test_rows_in_the_order_of_ranks_go_back_to_the_order_of_the_weight(tensor):
 
 
 @pytest.mark.parametrize(("shard", "tensor"), [(1, 2), (3, 2), (2, 4)])
-def test_a_stack_of_matrices_divided_by_heads_is_saved_in_its_own_rows_order(shard, tensor):
+def test_stacked_matrices_divided_by_heads_are_saved_in_the_order_of_rows(shard, tensor):
     """Each rank writes the rows that it holds under their places in the whole weight, and every row is some rank's."""
     world_size = shard * tensor
     whole = torch.arange(32)[:, None].expand(32, 3)

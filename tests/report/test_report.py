@@ -281,7 +281,7 @@ def test_the_log_that_travelled_with_the_newest_checkpoint_wins(tmp_path, carrie
     assert f"batches 101 to {saved_at}: from the log that came with ba{saved_at}" in facts["notes"]
 
 
-def test_what_was_trained_here_since_the_newest_checkpoint_is_no_dead_branch(tmp_path):
+def test_batches_trained_since_the_newest_checkpoint_are_no_dead_branch(tmp_path):
     """A line that a crash of the machine made unreadable comes back from the checkpoint, and voids nothing."""
     lines = [record(batch) for batch in range(1, 21)]
     run = write_run(tmp_path / "run", lines, save_folder=str(tmp_path / "saves"))
@@ -335,7 +335,7 @@ def test_a_run_without_a_batch_is_refused(tmp_path):
         report([write_run(tmp_path / "empty", [])])
 
 
-def test_a_run_that_ended_before_its_log_is_refused_with_the_reason_why_it_ended(tmp_path):
+def test_a_run_that_ended_before_its_first_batch_is_refused_with_the_reason(tmp_path):
     (tmp_path / "refused").mkdir()
     write_ended_early(tmp_path / "refused", "failed", "saves: another process is saving here")
     message = (
@@ -345,7 +345,7 @@ def test_a_run_that_ended_before_its_log_is_refused_with_the_reason_why_it_ended
         report([str(tmp_path / "refused")])
 
 
-def test_a_folder_of_islands_is_refused_and_says_which_of_them_to_report_on(tmp_path):
+def test_a_folder_of_islands_is_refused_and_names_the_island_to_report_on(tmp_path):
     """That is the one whose log has the most batches."""
     write_run(tmp_path / "run/a", [record(1)])
     write_run(tmp_path / "run/b", [record(1), record(2)])
@@ -593,7 +593,7 @@ def test_runs_without_a_common_batch_are_said_so(tmp_path, capsys):
     assert "apart and one have no batch in common" in capsys.readouterr().out
 
 
-def test_runs_without_digests_and_with_a_loss_that_is_not_finite_are_said_so(tmp_path, capsys):
+def test_missing_digests_and_losses_that_are_not_finite_are_said_so(tmp_path, capsys):
     one = write_run(tmp_path / "one", decreasing_losses())
     plain_lines = decreasing_losses()
     for line in plain_lines:
@@ -716,7 +716,7 @@ HOSTILE_NAME = "a\x1b[31mred\x07\x00\u202eb\ud800"
 
 @pytest.mark.parametrize("image_format", ["png", "svg"])
 @pytest.mark.parametrize(("num_runs", "figure"), [(1, "loss"), (2, "report")])
-def test_names_with_control_characters_are_escaped_wherever_a_report_shows_them(
+def test_control_characters_in_names_are_escaped_wherever_they_are_shown(
     tmp_path, image_format, num_runs, figure, capsys
 ):
     lines = [record(batch, note=HOSTILE_NAME) for batch in range(1, 5)]
