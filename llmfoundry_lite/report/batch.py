@@ -1,7 +1,11 @@
 """The rows of a run's batches: where they come from, their text, and the loss of each.
 
 The order of samples is a function of the configuration, so no log of rows is needed: the batch is read again, and its
-digest shows that it is the one that was trained.
+digest shows that it is the one that was trained. A row is a sample of a batch.
+
+`read_batch` reads one batch with everything that is known of its rows, and `read_batches` only the tokens of several.
+Both use `open_data`, which opens the data set of a run. `compute_losses` runs a checkpoint on a batch. Suffixes of
+array names: b rows of a batch, t tokens of a row.
 """
 
 import itertools
@@ -75,9 +79,9 @@ class Batch:
     tokenizer: Tokenizer | None
     """None where it is not on this machine."""
     separator: Separator | None
-    """The token between documents, as far as it is known."""
+    """The token between documents; None if it is not known."""
     checkpoint: str | None
-    """URL of the run's newest checkpoint."""
+    """URL of the run's newest checkpoint; None if there is none."""
 
     def text(self, row: Row) -> str:
         """Return the text of a row, or its token ids where the tokenizer is not on this machine."""
@@ -88,7 +92,8 @@ class Batch:
     def num_documents(self, row: Row) -> int | None:
         """Count the documents in a row; None where the token that separates documents is not known.
 
-        A document counts if the row has a token of it besides the separating one.
+        A document counts if the row has a token of it besides the separating one. If 0 ends each document, the row
+        5 7 0 9 9 has two documents.
         """
         if self.separator is None:
             return None
@@ -100,12 +105,15 @@ class Batch:
 def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch:
     """Read a batch of a run again, from the run's data set, and check it against the digest in the run's log.
 
-    `location` is that of the run. `number` is the batch's in the log; the first is 1. `changes` are `key=value` texts
-    that say where the data set or the tokenizer is now.
+    location: run directory, its URL, or a folder of its checkpoints.
+    number: the batch's number in the log; the first is 1.
+    changes: `key=value` texts that say where the data set or the tokenizer is now, such as
+        "train_loader.dataset.local=data/moved".
 
     Raises DataError for a batch that was not trained, and for data that the run was not trained on. Raises
     ConfigError for a change of any other key.
     """
+    # Check the arguments.
     run = read_run(location)
     last_batch = int(run.log.batch[-1])
     if not 1 <= number <= last_batch:
@@ -115,23 +123,26 @@ def read_batch(location: str, number: int, changes: Sequence[str] = ()) -> Batch
         if not is_allowed:
             raise ConfigError(f"{change} given, expected train_loader.dataset.…=… or tokenizer.name=…")
 
+    # Compute which samples the batch has. Stages and steps count batches from 0.
     data = open_data(run, read_layers(changes, for_training=False))
     stages = data.dataset.stages
     epoch, step = stages.locate_batch(number - 1)
     all_rows = range(data.dataset.global_batch_size)
     sample_ids = stages.build_epoch(epoch).sample_ids(all_rows, range(step, step + 1))[0]
 
-    # As in training, the batch's digest is the sum of its rows' digests, padding included.
+    # Read them. As in training, the batch's digest is the sum of its rows' digests, padding included.
     rows: list[Row] = []
     digest_sum = 0
     for sample_id in sample_ids:
-        if sample_id == NO_SAMPLE:
+        if sample_id == NO_SAMPLE:  # the last batch of an epoch may have fewer rows
             continue
         padded_t, row = read_row(data.dataset, int(sample_id))
         rows.append(row)
         digest_sum += batch_digest(torch.from_numpy(padded_t)[None])
     digest = format_digest(digest_sum)
 
+    # If the configuration does not name the token between documents, take the tokenizer's end-of-text token, with which
+    # `data prepare` ends every document.
     separator = separator_of(data.config)
     if separator is None and data.tokenizer is not None:
         separator = Separator(data.tokenizer.eos_token_id)
@@ -178,21 +189,27 @@ def read_batches(run: str | os.PathLike[str], first: int, last: int | None = Non
     if first > last:
         raise ConfigError(f"batches {first} to {last} given, expected two numbers from 1 on, the smaller first")
 
+    # Open the run's data set, with the user's changes.
     recorded_run = read_run(run)
     changes = []
     if dataset:  # an empty block would replace the recorded one
         changes.append(ConfigLayer("batches", {"train_loader": {"dataset": to_yaml_values(dataset)}}))
-    opened = open_data(recorded_run, changes).dataset
-    loader = build_text_loader(opened, loader_class=StatefulLoader)
-    epoch, num_batches = opened.stages.locate_batch(first - 1)
-    loader.set_position(epoch, num_batches * opened.global_batch_size)
-    return _read_batches(recorded_run, loader, first, last)
+    text_dataset = open_data(recorded_run, changes).dataset
+
+    # Let a loader of whole global batches begin before the first one. Positions are in samples of the epoch.
+    loader = build_text_loader(text_dataset, loader_class=StatefulLoader)
+    epoch, num_batches_before = text_dataset.stages.locate_batch(first - 1)
+    loader.set_position(epoch, num_batches_before * text_dataset.global_batch_size)
+    return _yield_checked_batches(recorded_run, loader, first, last)
 
 
-def _read_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> Iterator[Samples]:
-    """Yield batches `first` to `last` from a loader that stands before batch `first`, epoch after epoch.
+def _yield_checked_batches(run: Run, loader: StatefulLoader, first: int, last: int) -> Iterator[Samples]:
+    """Yield batches `first` to `last`, after comparing the digest of each with the run's log.
 
-    Raises DataError if a batch's digest is not the one in the run's log. This is a generator of its own, so that
+    `loader` must stand before batch `first`. Each pass over it yields the rest of its epoch, and the next pass the next
+    epoch.
+
+    Raises DataError if a batch's digest is not the one in the log. This is a generator of its own, so that
     `read_batches` raises its errors when it is called, not when the first batch is asked for.
     """
     batches_of_all_epochs = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -217,13 +234,15 @@ class OpenedData:
 def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     """Open the data set that a run was trained on, for reading alone.
 
-    `changes` are values of the configuration that differ here. Folders that the run recorded are only read: copies and
-    downloads go to a temporary folder, which is removed with the data set, unless `changes` name another one. A remote
-    is used only if `changes` name it.
+    `changes` are values of the configuration that differ on this machine. Folders that the run recorded are only read:
+    copies and downloads go to a temporary folder, which is removed when the data set is garbage-collected, unless
+    `changes` name another one. A remote is used only if `changes` name it, because the run's configuration may be
+    written by anybody.
 
     Raises DataError for data other than the run's, and for a folder that another run is downloading into. Raises
     ConfigError for a loader of the user's own, and for a reference that would have to be resolved.
     """
+    # Combine the recorded configuration with the changes. Recorded values that are changed need not be resolvable.
     if run.config is None:
         raise DataError(f"{run.location}: the run's configuration is missing")
     changed_keys = [key for layer in changes for key in leaf_keys(layer.values)]
@@ -231,6 +250,7 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     recorded = refuse_unresolved(without(changed_keys, recorded), run.location)
     config = lay_over(recorded, merge_layers(changes, TrainConfig) if changes else {})
 
+    # Find the tokenizer: the one that `changes` name, or the one of the newest checkpoint or the configuration.
     checkpoint = None
     if run.segments_from is not None:
         checkpoint = open_checkpoint(run.segments_from)
@@ -238,6 +258,7 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
     changed_tokenizer = next(filter(None, tokenizer_names), None)
     tokenizer = find_tokenizer(config, checkpoint, run.location, changed_tokenizer)
 
+    # Choose the folders to read from.
     loader = build_block(LoaderConfig, config["train_loader"], "train_loader")
     if loader.name != "text":
         raise ConfigError(f"{run.location}: train_loader.name is {loader.name}, whose order only its own code knows")
@@ -248,6 +269,7 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
         if folder.remote:
             check_not_held(folder.path)
 
+    # Open the data set.
     duration = config.get("max_duration")
     dataset = TextDataset(
         replace(dataset_config, allow_truncation=True),  # the run was trained on it: no text is refused as too long
@@ -260,7 +282,9 @@ def open_data(run: Run, changes: Sequence[ConfigLayer]) -> OpenedData:
         max_duration=None if duration is None else Duration.parse(duration),
     )
     weakref.finalize(dataset, shutil.rmtree, download_folder, ignore_errors=True)
-    # The state has fingerprints of the data, and the stages that the run has begun.
+
+    # Load the recorded state. It has fingerprints of the data, with which the data set compares itself, and the stages
+    # that the run has begun.
     state = checkpoint.manifest.scalars.get("data") if checkpoint is not None else None
     if isinstance(state, dict):
         dataset.load_state_dict(state)
@@ -285,7 +309,11 @@ def check_digest(run: Run, number: int, digest: str) -> str | None:
 
 
 def read_row(dataset: TextDataset, sample_id: int) -> tuple[NDArray[np.int64], Row]:
-    """Read a sample. Returns its tokens [max_seq_len] as they were trained, padding included, and the row without."""
+    """Read a sample of a data set by its id, which numbers the samples of all its streams.
+
+    Returns its tokens [max_seq_len] as they were trained, with padding, of which the batch's digest is computed; and
+    the sample as a Row, without padding.
+    """
     shard, sample = dataset.locate_sample(sample_id)
     padded_t = dataset.read_sample(shard, sample).numpy()
     folder = dataset.folders[dataset.cache.table.stream_of(shard)]
@@ -311,12 +339,12 @@ class Losses(NamedTuple):
 def compute_losses(batch: Batch, location: str | None, device: torch.device) -> Losses:
     """Compute the loss of each row of a batch, in fp32 on `device`, in nats per token.
 
-    `location` is that of the checkpoint, or of a run, whose newest one is taken. None is the newest checkpoint of the
-    batch's run.
+    location: a checkpoint, or a run, whose newest one is taken. None is the newest checkpoint of the batch's run.
 
     Raises CheckpointError if the checkpoint cannot be read. Raises DataError if there is none, or if the model
     separates documents and the token between them is not known.
     """
+    # Load the model.
     source = location or batch.checkpoint
     checkpoint = find_checkpoint(source)[0] if source else None
     if checkpoint is None:
@@ -326,8 +354,8 @@ def compute_losses(batch: Batch, location: str | None, device: torch.device) -> 
     if model.separates_documents and separator is None:
         raise DataError(f"{batch.run}: the token between documents is not known; name its place: tokenizer.name=…")
 
-    # A request for each row: the model predicts all tokens but the first. In a row of one token, as a shard of texts
-    # may have, there is nothing to predict.
+    # Build a request for each row: the model predicts all tokens but the first. In a row of one token, as a shard of
+    # texts may have, there is nothing to predict. `scored_rows` has the row's number for each request.
     scored_rows: list[int] = []
     requests: list[Request] = []
     for row_number, row in enumerate(batch.rows):
@@ -336,15 +364,16 @@ def compute_losses(batch: Batch, location: str | None, device: torch.device) -> 
             scored_rows.append(row_number)
             requests.append(Request(context=tokens[:1], continuation=tokens[1:], num_characters=0, num_trimmed=0))
 
+    # Score the requests. A score has the sum of the log-probabilities of a row's tokens.
     row_losses = [math.nan] * len(batch.rows)
     total_loss = 0.0
     total_predicted = 0
     groups = [[request] for request in requests]
     for scores in score(model, groups, model.max_seq_len, separator=separator):
         for request_number, request_score in scores.items():
-            loss = -request_score.log_probability
+            row_loss = -request_score.log_probability
             num_predicted = len(requests[request_number].continuation)
-            row_losses[scored_rows[request_number]] = loss / num_predicted
-            total_loss += loss
+            row_losses[scored_rows[request_number]] = row_loss / num_predicted
+            total_loss += row_loss
             total_predicted += num_predicted
     return Losses(row_losses, total_loss / max(total_predicted, 1), checkpoint.url)

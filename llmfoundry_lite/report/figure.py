@@ -6,6 +6,9 @@
 
 Curves of more than MAX_POINTS are thinned to the lowest and the highest value of each stretch. `Axis` places batches
 along the figure by number, tokens or FLOPs.
+
+`Curve`, `Span` and `Difference` are the data of a figure; `report.py` builds them. The functions `plot_…` are complete
+figures, and the others draw or finish a part of one. A panel is an `Axes` object of matplotlib.
 """
 
 import io
@@ -49,13 +52,15 @@ class Axis:
         """Return the x coordinate of a batch number, or of an array of them.
 
         Batches without a total are interpolated, from 0 where the run began. A batch after the last one, as a dead
-        branch may have, is placed as if it trained as much as the run's mean batch.
+        branch may have, is placed as if it trained as much as the run's mean batch. With totals of 100 and 300 tokens
+        after the batches 1 and 3, batch 2 is at 200, batch 2.5 at 250, and batch 4 at 400.
         """
         if self.batches is None or self.totals is None:
             return batches
         is_known = np.isfinite(self.totals)
         known_batches = self.batches[is_known]
         known_totals = self.totals[is_known]
+        # A last point at twice the batches and twice the total extends the line from the origin.
         return np.interp(
             batches,
             [0, *known_batches, 2 * known_batches[-1]],
@@ -80,8 +85,10 @@ class Axis:
     ) -> None:
         """Draw a curve, and above it a running mean if there are too many points to tell apart.
 
-        With a mean, the curve itself is faint, and `linewidth`, `label` and `line_style` are those of the mean.
-        `half_width` is the number of values that the mean covers on either side: 0 draws no mean, None chooses.
+        half_width: number of values that the mean covers on either side. 0 draws no mean. None draws one if the curve
+            has more than MAX_DISTINCT_POINTS, and chooses its width.
+        linewidth, label, line_style: style of the mean, above a faint curve, or of the curve if there is no mean.
+            `line_style` must have a color.
         """
         is_short = len(values) <= MAX_DISTINCT_POINTS
         if half_width == 0 or (half_width is None and is_short):
@@ -151,19 +158,23 @@ def plot_run(
     axis = curve.axis
     figure, (loss_panel, speed_panel) = create_stacked_panels((3, 1), (8, 6), sharex=True)
 
+    # Dead branches come first, so that they lie below the other curves.
     for i, (batches, losses) in enumerate(curve.dead_branches):
         name = "dead branches" if len(curve.dead_branches) > 1 else "dead branch"
         label = name if i == 0 else ""  # one line in the legend for all
         axis.draw(loss_panel, batches, losses, color=REFERENCE_COLOR, linewidth=0.9, label=label)
 
+    # Training loss.
     half_width = choose_half_width(len(curve.losses), half_width)
     label = f"training (mean of {2 * half_width + 1} batches)" if half_width else "training"
     axis.draw_with_mean(
         loss_panel, curve.batches, curve.losses, half_width, linewidth=1.8, label=label, color=TRAIN_COLOR
     )
+
+    # Validation loss, baselines, and changes of settings.
     if len(curve.eval_losses):
         label = f"validation, {curve.eval_losses[-1]:.3f} at batch {curve.eval_batches[-1]:,}"
-        marker_size = 4 if len(curve.eval_losses) <= 100 else 0
+        marker_size = 4 if len(curve.eval_losses) <= 100 else 0  # more markers would cover the line
         _draw_validation(loss_panel, curve, VALIDATION_COLOR, linewidth=1.5, markersize=marker_size, label=label)
     for line_style, (name, loss) in zip(("--", ":", "-."), (baselines or {}).items(), strict=False):
         label = f"{name} model, {loss:.2f}"
@@ -171,11 +182,13 @@ def plot_run(
     _draw_changes(loss_panel, speed_panel, curve)
     _finish_loss_panel(loss_panel, [curve])
 
+    # Speed.
     axis.draw(speed_panel, curve.batches, curve.tokens_per_second, color=TRAIN_COLOR, linewidth=1.2)
     speed_panel.set_ylim(bottom=0)
     speed_panel.set_ylabel("tokens/s")
     speed_panel.yaxis.set_major_formatter("{x:,.0f}")
 
+    # The horizontal axis, and the hardware in the background of both panels.
     _finish_batch_axis((loss_panel, speed_panel), [curve])
     shades: dict[str, str] = {}
     for panel in (loss_panel, speed_panel):
@@ -202,11 +215,13 @@ def plot_comparison(
     is shaded by its hardware, unless no spans are known. `half_width` is the number of batches that a running mean
     covers on either side: 0 draws no mean, None chooses.
     """
+    # From top to bottom: a strip for each run's hardware, the losses, and the differences.
     num_strips = len(curves) if any(spans) else 0
     heights = (*[0.2] * num_strips, 2.6, 1.4)
     figure, panels = create_stacked_panels(heights, (8, 6 + 0.4 * num_strips), sharex=True)
     *strips, loss_panel, difference_panel = panels
 
+    # Losses. The first run has a wide solid line, on which the dashed lines of the others can be seen.
     for i, curve in enumerate(curves):
         is_first = i == 0
         curve.axis.draw_with_mean(
@@ -227,10 +242,12 @@ def plot_comparison(
         loss_panel.plot([], [], "o", color=REFERENCE_COLOR, markersize=5, label=label)  # for the legend alone
     _finish_loss_panel(loss_panel, curves)
 
+    # Differences, each in the colour of its run.
     for i, difference in enumerate(differences, start=1):
         _draw_difference(difference_panel, curves[0].axis, difference, curve_color(i), half_width)
     _finish_difference_panel(difference_panel, curves[0].name, differences)
 
+    # The horizontal axis, and the strips, which have the name of the run instead of an axis.
     _finish_batch_axis((loss_panel, difference_panel), curves)
     shades: dict[str, str] = {}
     for strip, curve, curve_spans in zip(strips, curves, spans, strict=False):
@@ -244,9 +261,10 @@ def plot_comparison(
 
 
 def _draw_validation(panel: Any, curve: Curve, color: str, marker: str = "o", **line_style: Any) -> None:
-    """Draw the validation losses of a run.
+    """Draw the validation losses of a run, of which there must be at least one.
 
     The last one gets a larger marker, which is not clipped, because it usually lies on the panel's right edge.
+    `line_style` goes to matplotlib's `plot` for the other ones.
     """
     curve.axis.draw(panel, curve.eval_batches, curve.eval_losses, color=color, marker=marker, **line_style)
     edge_style = {"markeredgecolor": "white"} if marker == "o" else {}
@@ -257,7 +275,11 @@ def _draw_validation(panel: Any, curve: Curve, color: str, marker: str = "o", **
 
 
 def _draw_changes(loss_panel: Any, speed_panel: Any, curve: Curve) -> None:
-    """Mark each batch from which on the run had other settings: a vertical line in both panels, named in the first."""
+    """Mark each batch from which on the run had other settings by a vertical line in both panels.
+
+    The legend of `loss_panel` describes the change, shortened to MAX_CHANGE_CHARACTERS. The line is half a batch to the
+    left, between the last batch with the earlier settings and the first with the new ones.
+    """
     for batch, description in curve.changes:
         if len(description) > MAX_CHANGE_CHARACTERS:
             description = f"{description[: MAX_CHANGE_CHARACTERS - 1]}…"
@@ -271,8 +293,10 @@ def _draw_difference(panel: Any, axis: Axis, difference: Difference, color: str,
     """Draw how far a run's losses are from the first run's, on a logarithmic scale, without those that are zero.
 
     The legend says how many are zero, or that the runs have no batch in common. A vertical line marks the first batch
-    that the two trained on other data. `half_width` is that of `Axis.draw_with_mean`.
+    that the two trained on other data. `half_width` is the number of batches that a running mean covers on either side:
+    0 draws no mean, None chooses.
     """
+    # The legend's text.
     is_finite = np.isfinite(difference.absolute)
     num_zero = int((difference.absolute[is_finite] == 0).sum())
     label = difference.name
@@ -281,6 +305,7 @@ def _draw_difference(panel: Any, axis: Axis, difference: Difference, color: str,
     elif num_zero:
         label += f": zero at {num_zero:,} of {is_finite.sum():,} batches"
 
+    # The curve, with gaps where the difference is zero.
     positive = np.where(difference.absolute > 0, difference.absolute, np.nan)
     if np.isfinite(positive).any():
         axis.draw_with_mean(
@@ -304,7 +329,10 @@ def _draw_difference(panel: Any, axis: Axis, difference: Difference, color: str,
 
 
 def _finish_loss_panel(panel: Any, curves: Sequence[Curve]) -> None:
-    """Mark losses that are not finite at the panel's lower edge, label the vertical axis, and add the legend."""
+    """Mark losses that are not finite at the panel's lower edge, label the vertical axis, and add the legend.
+
+    Must be called after everything else is drawn, because the legend shows what has been drawn before.
+    """
     for curve in curves:
         if curve.not_finite:
             panel.plot(
@@ -322,7 +350,10 @@ def _finish_loss_panel(panel: Any, curves: Sequence[Curve]) -> None:
 
 
 def _finish_difference_panel(panel: Any, first_name: str, differences: Sequence[Difference]) -> None:
-    """Give the panel of differences its logarithmic scale, its label with the first run's name, and its legend."""
+    """Give the panel of differences its logarithmic scale, its label with the first run's name, and its legend.
+
+    Must be called after the differences are drawn, because the legend shows what has been drawn before.
+    """
     panel.set_yscale("log")
     # The scale's own formatter writes formulas such as $10^{-5}$, which would be shown as text, unparsed.
     panel.yaxis.set_major_formatter(LogFormatter())
@@ -338,6 +369,8 @@ def _finish_batch_axis(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
     """Remove the panels' frames, and set limits, label and number format of the axis along which batches lie.
 
     The limits span all batches of all curves, dead branches included: one may end after the newest batch that counts.
+    There is half a batch of room at both ends. `panels` share their x axis, and the last one is the lowest, which shows
+    it.
     """
     style_panels(panels)
     starts = []
@@ -347,7 +380,7 @@ def _finish_batch_axis(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
         starts.append(curve.axis.positions_of(curve.batches[0] - 0.5))
         ends.append(curve.axis.positions_of(max(last_batches) + 0.5))
 
-    lowest_panel = panels[-1]  # the panels share their x axis
+    lowest_panel = panels[-1]
     axis = curves[0].axis
     lowest_panel.set_xlim(min(starts), max(ends))
     lowest_panel.set_xlabel(axis.label)
@@ -360,11 +393,13 @@ def _finish_batch_axis(panels: Sequence[Any], curves: Sequence[Curve]) -> None:
 def _shade(panel: Any, axis: Axis, spans: Sequence[Span], shades: Mapping[str, str]) -> dict[str, str]:
     """Shade a panel's background by the hardware that each span of batches ran on.
 
-    `shades` maps the labels that already have a shade to it. Returns them with those of this panel's labels added.
+    `shades` maps the labels that other panels have shaded to their colours. The same label gets the same colour here.
+    Returns a new dictionary that also has the labels of this panel.
     """
     shades = dict(shades)
     for span in spans:
-        shade = shades.setdefault(span.label, SHADES[len(shades) % len(SHADES)])
+        next_shade = SHADES[len(shades) % len(SHADES)]
+        shade = shades.setdefault(span.label, next_shade)
         start = axis.positions_of(span.first_batch - 0.5)
         end = axis.positions_of(span.last_batch + 0.5)
         panel.axvspan(start, end, color=shade, linewidth=0, zorder=0)
@@ -386,13 +421,17 @@ def thin_curve(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> t
     """Reduce a curve to at most `max_points`, so that it looks the same and is drawn quickly.
 
     The curve is cut into max_points / 2 stretches of equal length. Of each, the lowest and the highest value stay, so
-    no peak is lost. A gap of NaN stays only where a whole stretch is NaN.
+    no peak is lost. A gap of NaN stays only where a whole stretch is NaN. With `max_points` 4, the values 3, 1, 2, 9,
+    8, 7 have the stretches 3, 1, 2 and 9, 8, 7, and become 3, 1, 9, 7.
+
+    Returns the batches and the values that stay, in their order.
     """
     num_values = len(values)
     if num_values <= max_points:
         return batches, values
 
     edges = np.linspace(0, num_values, max_points // 2 + 1).astype(int).tolist()
+    # NaN is neither the lowest nor the highest value.
     values_for_min = np.where(np.isnan(values), np.inf, values)
     values_for_max = np.where(np.isnan(values), -np.inf, values)
     chosen = []
@@ -406,8 +445,10 @@ def thin_curve(batches: Ints, values: Floats, max_points: int = MAX_POINTS) -> t
 def choose_half_width(num_values: int, half_width: int | None) -> int:
     """Return how many neighbours on either side a running mean of `num_values` values covers.
 
-    None chooses 4, or a hundredth of the values if that is more. At most a tenth of the values is allowed, because
-    `running_mean` extrapolates the last `half_width` means as a straight line.
+    half_width: the number that the user asks for. None chooses 4, or a hundredth of the values if that is more.
+
+    At most a tenth of the values is returned, because `running_mean` extrapolates the last `half_width` means as a
+    straight line. 1,000 values have 10 by default, and at most 100; up to 2 values have 0.
     """
     if half_width is None:
         half_width = max(4, num_values // 100)
@@ -418,20 +459,25 @@ def choose_half_width(num_values: int, half_width: int | None) -> int:
 def running_mean(values: Floats, half_width: int | None = None) -> Floats:
     """Return, for each value, the mean over it and `half_width` neighbours on either side. NaN are left out.
 
-    At the beginning, the mean is over fewer neighbours, as many as there are on the left. At the end, that would make
-    the mean as noisy as the last value. Instead, the last `half_width` means lie on a straight line: it starts from
-    the mean of the last 2 half_width + 1 values, has the least-squares slope of the last 4 half_width + 2, and is
-    clipped to the range of the former. It ends at the last known value, with NaN after it. This is unbiased where the
-    values themselves lie along a line. There is no such line if fewer than half of the last values are known.
+    At the beginning, the mean is over fewer neighbours, as many as there are on the left. With a `half_width` of 2, a
+    curve that begins with 6, 4, 5, 1, 4 has the means 6, (6 + 4 + 5) / 3 and (6 + 4 + 5 + 1 + 4) / 5 at its first
+    three values.
+
+    At the end, fewer neighbours would make the mean as noisy as the last value. Instead, the last `half_width` means
+    lie on a straight line: it starts from the mean of the last 2 half_width + 1 values, has the least-squares slope of
+    the last 4 half_width + 2, and is clipped to the range of the former. It ends at the last known value, with NaN
+    after it. This is unbiased where the values themselves lie along a line. There is no such line if fewer than half of
+    the last values are known.
 
     `half_width` is limited, and chosen if it is None, by `choose_half_width`.
     """
+    # Each value has the same number of neighbours on both sides.
     num_values = len(values)
     half_width = choose_half_width(num_values, half_width)
     indices = np.arange(num_values)
     num_neighbours = np.minimum(half_width, np.minimum(indices, num_values - 1 - indices))
 
-    # Differences of cumulative sums give each window's sum at once.
+    # Compute the means. Differences of cumulative sums give each window's sum at once.
     is_known = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_known, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(is_known)])
@@ -441,14 +487,17 @@ def running_mean(values: Floats, half_width: int | None = None) -> Floats:
     window_counts = counts[ends] - counts[starts]
     means = np.where(window_counts > 0, window_sums / np.maximum(window_counts, 1), np.nan)
 
-    window = 2 * half_width + 1
-    last_known = np.flatnonzero(is_known & (indices >= num_values - window))
-    fitted = np.flatnonzero(is_known & (indices >= num_values - 2 * window))
-    if half_width > 0 and len(last_known) > half_width:
+    # Replace the last means by the straight line. These are indices of known values: in the last complete window, and
+    # in twice its length, to which the slope is fitted.
+    window_length = 2 * half_width + 1
+    in_last_window = np.flatnonzero(is_known & (indices >= num_values - window_length))
+    fitted = np.flatnonzero(is_known & (indices >= num_values - 2 * window_length))
+    if half_width > 0 and len(in_last_window) > half_width:
         slope = np.polyfit(fitted, values[fitted], 1)[0]
         line = means[num_values - 1 - half_width] + slope * np.arange(1, half_width + 1)
-        means[num_values - half_width :] = np.clip(line, values[last_known].min(), values[last_known].max())
-        means[last_known[-1] + 1 :] = np.nan
+        last_values = values[in_last_window]
+        means[num_values - half_width :] = np.clip(line, last_values.min(), last_values.max())
+        means[in_last_window[-1] + 1 :] = np.nan
     return means
 
 
@@ -464,11 +513,21 @@ def plot_differences(
 ) -> None:
     """Write a figure of how far the scores of models are from those of a first model, with confidence intervals.
 
-    `panels` maps the label of a panel's x axis to its rows, each row's name (a task) to its models, and a model's
-    name to its point. Rows go downwards; a row whose name starts with `mean` is set apart by a line. A difference
-    that may be chance has a hollow marker.
+    `panels` maps the label of a panel's x axis to its rows, a row's name (a task) to its models, and a model's name to
+    its point:
+
+        {"accuracy, ours minus base": {"arc_easy/0-shot": {"ours": (0.15, 0.103, 0.197, True)}}}
+
+    Rows go downwards; a row whose name starts with `mean` is set apart by a line. A difference that may be chance has a
+    hollow marker.
     """
-    models = list(dict.fromkeys(model for rows in panels.values() for points in rows.values() for model in points))
+    # Collect the models of all rows, in the order in which they first appear.
+    models: list[str] = []
+    for rows in panels.values():
+        for points in rows.values():
+            models += [model for model in points if model not in models]
+
+    # A row has a height of at least 1, which is 0.38 inches in the figure. Each panel has room for its label.
     row_height = max(1, 0.55 * len(models))
     heights = [max(1, len(rows)) * row_height + 0.6 for rows in panels.values()]
     size = (8, 1.3 + 0.38 * sum(heights) + 0.3 * len(panels))
@@ -481,7 +540,7 @@ def plot_differences(
         panel.set_yticks(range(len(rows)), [printable(name) for name in rows], fontsize=9)
         panel.set_ylim(len(rows) - 0.5, -0.5)
 
-        # Zero is in the middle.
+        # Choose limits that have zero in the middle, and 8 % of room beside the farthest end of an interval.
         ends = [abs(end) for points in rows.values() for point in points.values() for end in point[:3]]
         half_range = 1.08 * max(ends, default=0) or 1
         panel.set_xlim(-half_range, half_range)
@@ -499,8 +558,12 @@ def _draw_difference_row(
 ) -> None:
     """Draw one row of a panel of differences: for each model of the row, its interval and its marker.
 
-    Models lie close to each other around y = `row_number`. `models` are those of all rows. They decide colours and
-    heights, so that a model that is missing in a row leaves a gap. A row of means has diamonds, and a line above it.
+    name: the row's name. If it starts with `mean`, markers are diamonds, and there is a line above the row.
+    points: the row's models with their points.
+    models: the models of all rows. They decide colours and heights, so that a model that is missing in a row leaves a
+        gap.
+
+    Models lie close to each other around y = `row_number`, together over 0.7 of a row's height.
     """
     is_mean = name.startswith("mean")
     if is_mean and row_number > 0:
@@ -528,15 +591,15 @@ def _draw_difference_row(
 
 def _draw_differences_legend(figure: Any, models: Sequence[str]) -> None:
     """Name the models' colours, if there are several, and the meaning of filled and hollow markers."""
-    entries = []  # (colour of the edge, colour of the face, label)
+    markers = []  # (colour of the edge, colour of the face, label)
     if len(models) > 1:
-        entries = [(curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
-    entries.append(("#555555", "#555555", "a difference (corrected p < 0.05)"))
-    entries.append(("#555555", "white", "none to be told from chance"))
+        markers = [(curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
+    markers.append(("#555555", "#555555", "a difference (corrected p < 0.05)"))
+    markers.append(("#555555", "white", "none to be told from chance"))
 
     line_style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 1.6}
     handles = [
-        plt.Line2D([], [], color=edge, markerfacecolor=face, label=label, **line_style) for edge, face, label in entries
+        plt.Line2D([], [], color=edge, markerfacecolor=face, label=label, **line_style) for edge, face, label in markers
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
 
@@ -552,8 +615,11 @@ def curve_color(index: int) -> str:
 def create_stacked_panels(heights: Sequence[float], size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """Create a matplotlib figure with panels below each other.
 
-    `heights` are the panels' relative heights, `size` is the figure's width and height in inches, and `options` go to
-    `plt.subplots`. Returns the figure and an iterator of the panels that can also be indexed.
+    heights: relative heights of the panels, from top to bottom.
+    size: width and height of the figure in inches.
+    options: further arguments of `plt.subplots`, such as `sharex=True`.
+
+    Returns the figure and an iterator of the panels that can also be indexed.
     """
     figure, grid = plt.subplots(
         len(heights), 1, figsize=size, height_ratios=heights, squeeze=False, layout="constrained", dpi=130, **options

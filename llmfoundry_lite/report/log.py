@@ -1,7 +1,15 @@
 """The log of a run, metrics.jsonl, as columns of numbers for reports. No torch.
 
-`parse_log` reads the lines, tells launches and trainings of a batch apart, and keeps the training of each batch that
-counts. `reading.py` finds the file.
+`parse_log` turns the lines of the file into a `Log`. It works in these steps:
+
+1. `add_numbers` collects the numbers of each line in columns, and `parse_line` the rest, as a `Line`.
+2. `LaunchNumbering` finds out which launch wrote each line.
+3. `merge_lines` keeps one line for each training of a batch, if several lines are about it.
+4. `split_branches` separates the batches from which the newest state comes from dead branches: batches that a launch
+   trained, and that a later launch trained again because it resumed from a checkpoint before them.
+5. `select_columns` takes the numbers of the lines that are left out of the columns.
+
+`reading.py` finds the file.
 """
 
 import difflib
@@ -24,11 +32,14 @@ from llmfoundry_lite.checkpoint.run_log import (
 
 MAX_NAMES = 1000
 """Most names of numbers that are read from a log. A run has some tens; each takes 8 bytes of memory for each line."""
+
+# Names that Composer and this library give to numbers in a log.
 LOSS = "loss/train/total"
 TOKENS, SECONDS, ELAPSED = "time/token", "time/batch_seconds", "time/elapsed_seconds"
 RATE, DEVICE_RATE = "throughput/tokens_per_sec", "throughput/device/tokens_per_sec"
 FLOPS, MFU = "throughput/device/flops_per_sec", "throughput/device/mfu"
 STALL, JOULES = "checkpoint/stall_seconds", "energy/joules"
+
 Floats = NDArray[np.float64]
 Columns = dict[str, "array[float]"]
 """Name of a number -> its value in each line of the log. A column ends at the last line that has the number."""
@@ -49,10 +60,10 @@ class Rows(dict[str, NDArray[Any]]):
 
     def __missing__(self, name: object) -> NoReturn:
         """Raise KeyError for a name that the log does not have, with the nearest name and all others."""
-        similar = [other for other in self if other.endswith(f"/{name}")]
-        if not similar:
-            similar = difflib.get_close_matches(str(name), self, n=1)
-        hint = f", did you mean {similar[0]}?" if similar else ""
+        similar_names = [known_name for known_name in self if known_name.endswith(f"/{name}")]
+        if not similar_names:
+            similar_names = difflib.get_close_matches(str(name), self, n=1)
+        hint = f", did you mean {similar_names[0]}?" if similar_names else ""
         raise KeyError(f"the log has no {name}{hint}; it has {', '.join(self)}")
 
     def __repr__(self) -> str:
@@ -123,7 +134,10 @@ class Log(Rows):
 
 
 def find_missing_batches(log: Log) -> list[str]:
-    """Return the spans of batches up to the log's last one that have no record, as text such as `batches 3 to 5`."""
+    """Return the spans of batches up to the log's last one that have no record, as texts.
+
+    For a log with records of the batches 1, 2, 6 and 8, they are ["batches 3 to 5", "batch 7"].
+    """
     batches = [0, *(int(batch) for batch in log.batch if batch > 0)]
     return [format_batch_span(before + 1, after - 1) for before, after in pairwise(batches) if after > before + 1]
 
@@ -168,22 +182,34 @@ class Line(NamedTuple):
 
 @dataclass(slots=True)
 class NumberedLaunch:
-    """A launch in the log."""
+    """A launch in the log, with the batches that it is known to have trained."""
 
     number_in_file: int
     clocks: list[tuple[int, float]] = field(default_factory=list)
     """(batch, seconds since the launch began) of its lines, ascending."""
 
     def trained_before(self, batch: int, clock: float) -> float | None:
-        """Return the batch that this launch trained last before `batch`, if it may have trained `batch` too; else None.
+        """Return the batch that this launch trained last before `batch`, if it may have trained `batch` at `clock`.
 
-        A launch trains each batch once, and its clock goes up with its batches. -1 if it trained none before.
+        A launch trains each batch once, and its clock goes up with its batches. A launch that trained batch 4 at 40 s
+        and batch 6 at 60 s may have trained batch 5 at 50 s, and the result is 4. It cannot have trained batch 5 at
+        70 s, nor batch 6 again, and the result is None.
+
+        Returns -1 if the launch trained no batch before, and None if it cannot have trained `batch`.
         """
         position = bisect_left(self.clocks, (batch, clock))
-        before = self.clocks[position - 1] if position > 0 else (-1, -math.inf)
-        after = self.clocks[position] if position < len(self.clocks) else (math.inf, math.inf)
-        fits = before[0] < batch < after[0] and before[1] <= clock <= after[1]
-        return before[0] if fits else None
+        batch_before = -1
+        clock_before = -math.inf
+        if position > 0:
+            batch_before, clock_before = self.clocks[position - 1]
+        batch_after = math.inf
+        clock_after = math.inf
+        if position < len(self.clocks):
+            batch_after, clock_after = self.clocks[position]
+
+        is_new_batch = batch_before < batch < batch_after
+        is_clock_in_order = clock_before <= clock <= clock_after
+        return batch_before if is_new_batch and is_clock_in_order else None
 
 
 class LaunchNumbering:
@@ -191,7 +217,8 @@ class LaunchNumbering:
 
     Each time a run moves, the logs of two folders are merged. So the lines of one launch may be apart, and two
     launches that knew nothing of each other may have the same number in the file. Launches are told apart by their
-    clocks.
+    clocks: if the file has launch 1 with batches 1 and 2 at 10 and 20 s, and then launch 1 with batch 2 at 5 s, the
+    latter cannot be the same launch, and gets the number 2.
     """
 
     def __init__(self) -> None:
@@ -204,7 +231,11 @@ class LaunchNumbering:
         """The last line that was numbered, and its number."""
 
     def number_of(self, line: Line) -> int:
-        """Return the number of the launch that wrote `line`. Must be called once for each line, in the file's order."""
+        """Return the number of the launch that wrote `line`. Must be called once for each line, in the file's order.
+
+        Each call adds what it learns to this object, and the numbers of later lines depend on it: a launch that is
+        new, the line's clock, and the line itself as the last one.
+        """
         number = self._number_by_identity.get(line.identity)
         if number is None:
             number = self._find_known_launch(line) or self._add_launch(line.launch_in_file)
@@ -224,35 +255,38 @@ class LaunchNumbering:
     def _find_known_launch(self, line: Line) -> int | None:
         """Return the number of the known launch that trained the line's batch; None if it must be a new launch.
 
-        Of several that fit, it is the one that trained the nearest batch before. A line without a clock belongs to the
-        launch of the line before it, if that has the same number in the file and no later batch.
+        Only launches with the line's number in the file, and whose batches and clocks the line fits between, are
+        possible. If there are several, it is the one that trained the nearest batch before. A line without a clock
+        belongs to the launch of the line before it, if that has the same number in the file and no later batch.
         """
         if line.clock is None:
             if self._last is None:
                 return None
             last_line, last_number = self._last
-            continues = last_line.launch_in_file == line.launch_in_file and last_line.batch <= line.batch
-            return last_number if continues else None
+            is_of_last_launch = last_line.launch_in_file == line.launch_in_file and last_line.batch <= line.batch
+            return last_number if is_of_last_launch else None
 
-        candidates = []
+        possible_launches = []  # (last batch before the line's, number)
         for number in self._numbers_by_number_in_file.get(line.launch_in_file, []):
             batch_before = self.launches[number].trained_before(line.batch, line.clock)
             if batch_before is not None:
-                candidates.append((batch_before, number))
-        return max(candidates)[1] if candidates else None
+                possible_launches.append((batch_before, number))
+        return max(possible_launches)[1] if possible_launches else None
 
 
 def merge_lines(lines: list[Line]) -> list[Line]:
     """Return one line for each training of a batch: the one with most fields, in the place of the last one.
 
     A log that came with a checkpoint repeats lines of this machine's log. It may have them as they were before
-    something was added, such as a validation loss.
+    something was added, such as a validation loss. If lines a and c are about the same training, and b about another,
+    then [a, b, c] becomes [b, c], or [b, a] if a has more fields than c.
     """
-    fullest: dict[tuple[Any, ...], Line] = {}
+    fullest_lines: dict[tuple[Any, ...], Line] = {}  # identity of a training -> the line about it with most fields
     for line in lines:
-        known = fullest.pop(line.identity, line)  # inserted again, at the end of the dictionary
-        fullest[line.identity] = known if known.num_fields > line.num_fields else line
-    return list(fullest.values())
+        # An item that is removed and inserted again moves to the end of the dictionary.
+        earlier_line = fullest_lines.pop(line.identity, line)
+        fullest_lines[line.identity] = earlier_line if earlier_line.num_fields > line.num_fields else line
+    return list(fullest_lines.values())
 
 
 def parse_log(lines: list[bytes]) -> Log:
@@ -261,7 +295,11 @@ def parse_log(lines: list[bytes]) -> Log:
     The file is append-only. A launch that resumes from an older checkpoint trains batches again that an earlier
     launch had trained after that checkpoint. The earlier launch's are then a dead branch. Lines that are cut off are
     only counted.
+
+    If launch 1 trains the batches 1 to 5, and launch 2 resumes from a checkpoint of batch 3 and trains 4 to 6, then the
+    log has the batches 1 to 3 of launch 1 and 4 to 6 of launch 2. The batches 4 and 5 of launch 1 are in `dead`.
     """
+    # Parse each line. From here on, lines are known by their position among the parsed ones.
     lines = [line for line in lines if line.strip()]
     columns: Columns = {}
     parsed: list[Line] = []
@@ -269,11 +307,13 @@ def parse_log(lines: list[bytes]) -> Log:
         add_numbers(columns, len(parsed), record)
         parsed.append(parse_line(len(parsed), content, record))
 
+    # Decide which launch wrote each line, and which lines count.
     numbering = LaunchNumbering()
     launches = [numbering.number_of(line) for line in parsed]
     live, dead = split_branches(merge_lines(parsed))
     dead.sort(key=lambda branch: launches[branch[0].index])
 
+    # Take the numbers of these lines out of the columns.
     live_columns = select_columns(live, columns, launches)
     tokens_so_far = live_columns.get(TOKENS, np.full(len(live), np.nan))
     return Log(
@@ -291,7 +331,12 @@ def parse_log(lines: list[bytes]) -> Log:
 
 
 def parse_line(index: int, content: bytes, record: Record) -> Line:
-    """Return line number `index` of the log, with the record that its `content` is the JSON of."""
+    """Return a line of the log without its numbers.
+
+    index: position among the readable lines of the file.
+    content: the line's JSON, as in the file.
+    record: the object that `content` was parsed into. Its values may be of any type, except that `batch` is an int.
+    """
     launch = record.get("launch")
     first_validation_loss = next(iter(validation_losses(record).values()), None)
     return Line(
@@ -311,33 +356,46 @@ def parse_line(index: int, content: bytes, record: Record) -> Line:
 def split_branches(lines: list[Line]) -> tuple[list[Line], list[list[Line]]]:
     """Split lines, in the file's order, into those of the live branch, by ascending batch, and those of dead branches.
 
-    A line whose batch is not above the last one shows that a launch carried on from before that batch: the line and
-    all batches after it that were live become a dead branch. If it is about the same training of its batch, it only
-    replaces that batch's line.
+    A line whose batch is not above the last live one shows that a launch resumed from before that batch. The live lines
+    from its batch on become a dead branch, and it becomes the last live line. Lines of the batches 1, 2, 3, 2', 3'
+    (where 2' is another training of batch 2) have the live branch 1, 2', 3' and the dead branch 2, 3.
+
+    If the line is about the same training as the live line of its batch, it replaces that line, which is in no dead
+    branch.
     """
     live: list[Line] = []
     dead: list[list[Line]] = []
     for line in lines:
+        # Find where the line belongs. Usually that is the end.
         position = len(live)
         if live and line.batch <= live[-1].batch:
-            position = bisect_left(live, line.batch, key=lambda other: other.batch)
-        replaced = live[position:]
-        if replaced and line.training == replaced[0].training:
-            replaced = replaced[1:]
-        if replaced:
-            dead.append(replaced)
+            position = bisect_left(live, line.batch, key=lambda live_line: live_line.batch)
+
+        # The live lines from there on are lost.
+        lost_lines = live[position:]
+        if lost_lines and line.training == lost_lines[0].training:
+            lost_lines = lost_lines[1:]
+        if lost_lines:
+            dead.append(lost_lines)
         live[position:] = [line]
     return live, dead
 
 
 def add_numbers(columns: Columns, index: int, record: Record) -> None:
-    """Append the numbers in the record of line `index` to `columns`, and NaN for the lines since each was last given.
+    """Append the numbers in the record of line `index` to `columns`. Must be called in the order of lines.
+
+    A column is as long as the last line that has the number requires, and NaN for lines before it without the number:
+
+        record 0: {"batch": 1, "loss": 7.1}    batch [1]         loss [7.1]
+        record 1: {"batch": 2}                 batch [1, 2]      loss [7.1]
+        record 2: {"batch": 3, "loss": 6.8}    batch [1, 2, 3]   loss [7.1, NaN, 6.8]
 
     null in the file is NaN: the number was not finite. A name beyond the first MAX_NAMES gets no column.
     """
     for name, value in record.items():
         is_number = value is None or isinstance(value, int | float)
-        if is_number and (name in columns or len(columns) < MAX_NAMES):
+        has_column = name in columns or len(columns) < MAX_NAMES
+        if is_number and has_column:
             column = columns.setdefault(name, array("d"))
             column.extend(repeat(math.nan, index - len(column)))
             number = number_of(value)
@@ -347,7 +405,11 @@ def add_numbers(columns: Columns, index: int, record: Record) -> None:
 def select_columns(lines: list[Line], columns: Columns, launches: list[int]) -> dict[str, NDArray[Any]]:
     """Return the columns of some lines: `batch` and `launch` as int64, and every number of the log, NaN where missing.
 
-    `launches` has the number of each line's launch, by the line's index.
+    lines: the lines to select, in the order of the result.
+    columns: the columns of all lines, which `add_numbers` has collected.
+    launches: the number of each line's launch, by the line's index.
+
+    For lines of the indices 2 and 0, a column [7.1, NaN, 6.8] becomes [6.8, 7.1].
     """
     indices = np.array([line.index for line in lines], np.int64)
     selected: dict[str, NDArray[Any]] = {
@@ -357,8 +419,9 @@ def select_columns(lines: list[Line], columns: Columns, launches: list[int]) -> 
     for name, column in columns.items():
         if name not in selected:
             values = np.frombuffer(column)
-            has_value = indices < len(values)
-            selected[name] = np.where(has_value, values[np.where(has_value, indices, 0)], np.nan)
+            has_value = indices < len(values)  # a column ends at the last line that has its number
+            valid_indices = np.where(has_value, indices, 0)
+            selected[name] = np.where(has_value, values[valid_indices], np.nan)
     return selected
 
 
@@ -366,7 +429,8 @@ def count_tokens(batches: list[int], tokens_so_far: Floats) -> Floats:
     """Return the tokens of each batch, from the totals after each. NaN where the batch before it is missing.
 
     The first batch of a log has no batch before it, so its tokens are known only if it is the run's first (or record 0,
-    an evaluation before training).
+    an evaluation before training). For the batches 1, 2 and 4 with the totals 100, 200 and 400, the result is 100, 100
+    and NaN.
     """
     counts = np.full(len(batches), np.nan)
     counts[1:] = np.where(np.diff(batches) == 1, np.diff(tokens_so_far), np.nan)

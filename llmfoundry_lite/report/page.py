@@ -1,4 +1,9 @@
-"""Sections of a report, as console text and as Markdown, built from the facts in report.json."""
+"""Sections of a report, as console text and as Markdown, built from the facts in report.json.
+
+`build_sections` makes a `Section` of each part of the report: losses and segments of each run, comparisons, and sampled
+texts. The `build_..._section` functions choose rows and notes, and the `format_...` functions write numbers.
+`print_sections` and `markdown` render the same sections for the terminal and for report.md.
+"""
 
 import math
 import re
@@ -57,8 +62,9 @@ class Additions:
 def build_sections(facts: Facts, additions: Additions) -> list[Section]:
     """Build the sections of a report: of each run, with a companion's additions, then comparisons and sampled texts.
 
-    `facts` is the content of report.json.
+    `facts` is the content of report.json. The first section has the figure, which only Markdown shows.
     """
+    # The sections of each run: its losses, where it ran, and what a companion adds.
     sections: list[Section] = []
     for run in facts["runs"]:
         run_sections = [build_losses_section(run)]
@@ -67,6 +73,7 @@ def build_sections(facts: Facts, additions: Additions) -> list[Section]:
             run_sections.append(build_segments_section(run, with_cost=with_cost))
         sections += additions.add_sections(run, run_sections)
 
+    # The sections of the report as a whole.
     if facts["comparisons"]:
         sections.append(build_comparisons_section(facts["comparisons"]))
     sections[0].figure = f"![loss]({facts['figure']})"
@@ -80,52 +87,62 @@ def set_side_by_side(texts: Sequence[Facts], width: int = SAMPLES_WIDTH) -> str:
     """Set texts in columns beside each other, each with the batch after which a model wrote it as heading.
 
     `texts` has dictionaries with `batch` and `text`. Lines are wrapped so that all columns fit into `width`
-    characters. A single text is returned as it is, without a heading.
+    characters. Two texts in a width of 23 look like this:
+
+        batch 0    | batch 60
+        ---------- | ----------
+        import     | import os
+        qxze       |
+
+    A single text is returned unchanged, without a heading.
     """
     if len(texts) == 1:
         return texts[0]["text"]
 
+    # Wrap each text into a column of its own. Separators stand between columns, so there is one less than columns.
     separator = " | "
     column_width = (width + len(separator)) // len(texts) - len(separator)
     columns = []
     for text in texts:
         column = [f"batch {text['batch']:,}", "-" * column_width]
         for line in text["text"].expandtabs(4).splitlines():
-            wrapped = textwrap.wrap(line, column_width, drop_whitespace=False, replace_whitespace=False)
-            column += wrapped or [""]
+            wrapped_lines = textwrap.wrap(line, column_width, drop_whitespace=False, replace_whitespace=False)
+            column += wrapped_lines or [""]  # an empty line stays
         columns.append(column)
 
+    # Join the columns line by line. Shorter ones are filled up with empty cells.
     lines = []
     for cells in zip_longest(*columns, fillvalue=""):
-        padded = [cell.ljust(column_width) for cell in cells]
-        lines.append(separator.join(padded).rstrip())
+        padded_cells = [cell.ljust(column_width) for cell in cells]
+        lines.append(separator.join(padded_cells).rstrip())
     return "\n".join(lines)
 
 
 def build_losses_section(run: Facts) -> Section:
     """Show a run's training and validation loss beside those of simple baselines, how much was trained, and its notes.
 
-    A loss is in nats per token, and where the data set says how many bytes a token has, in bits per byte too.
+    `run` has the run's facts, as `describe_run` in `report.py` returns them. A loss is in nats per token. If the data
+    set says how many bytes a token has, it is in bits per byte too: 3.0 nats per token of 4 bytes are 3.0 / ln 2 / 4 =
+    1.082 bits per byte. A loss that is unknown has no row.
     """
+    # The table: (label, nats per token, bytes per token of the split on which the loss was measured).
+    training_label = f"training loss, last {run['training_loss_batches']} batches"
     losses = [
-        (
-            f"training loss, last {run['training_loss_batches']} batches",
-            run["training_loss"],
-            "training_bytes_per_token",
-        ),
-        ("validation loss", run["validation_loss"], "bytes_per_token"),
+        (training_label, run["training_loss"], run["training_bytes_per_token"]),
+        ("validation loss", run["validation_loss"], run["bytes_per_token"]),
     ]
     for name, loss in (run["baselines"] or {}).items():
-        losses.append((f"{name} model", loss, "bytes_per_token"))
+        losses.append((f"{name} model", loss, run["bytes_per_token"]))
     rows: list[Sequence[str]] = []
-    for label, nats_per_token, bytes_key in losses:
+    for label, nats_per_token, bytes_per_token in losses:
         if nats_per_token is None:
             continue
         bits_per_byte = ""
-        if run[bytes_key]:
-            bits_per_byte = f"{nats_per_token / math.log(2) / run[bytes_key]:.3f}"
+        if bytes_per_token:
+            bits_per_byte = f"{nats_per_token / math.log(2) / bytes_per_token:.3f}"
         rows.append((label, f"{nats_per_token:.4f}", bits_per_byte))
 
+    # The first line below it: "60 batches, 491,520 tokens, 8,123 tokens/s, in 2 launches".
     extent = f"{run['num_batches']:,} batches"
     if run["first_batch"] > 1:
         extent += f" ({run['first_batch']:,} to {run['last_batch']:,})"
@@ -135,6 +152,8 @@ def build_losses_section(run: Facts) -> Section:
         extent += f", {run['tokens_per_second']:,.0f} tokens/s"
     num_launches = run["num_launches"]
     lines = [f"{extent}, in {num_launches} launch{'' if num_launches == 1 else 'es'}"]
+
+    # Further lines, each only if there is something to say.
     for batch, changes in changes_of(run["segments"]):
         lines.append(f"from batch {batch:,} on: {changes}")
     if run["state_digest"]:
@@ -162,12 +181,13 @@ ENERGY_SOURCES = {
 
 
 def build_segments_section(run: Facts, *, with_cost: bool) -> Section:
-    """Show where a run was trained: a row for each span of batches on one kind of device.
+    """Show where a run was trained: a row for each segment, which is a span of batches on one kind of device.
 
     A row has the devices, the sharding and precision, tokens, speed, time and energy, and `with_cost` the cost.
     Columns of energy are left out if no segment's energy is known. The last row has the totals, if there are several
     segments.
     """
+    # Build the rows, with a cell for each of SEGMENT_COLUMNS.
     segments = run["segments"]
     rows = []
     for segment in segments:
@@ -189,19 +209,21 @@ def build_segments_section(run: Facts, *, with_cost: bool) -> Section:
     if len(segments) > 1:
         rows.append(("total", "", "", format_number(run["total"]["tokens"]), "", "", *resource_cells(run["total"])))
 
-    left_out: set[str] = set()
+    # Leave out columns that would be empty.
+    hidden_columns: set[str] = set()
     if all(segment["energy_kwh"] is None for segment in segments):
-        left_out.update(ENERGY_COLUMNS)
+        hidden_columns.update(ENERGY_COLUMNS)
     if not with_cost:
-        left_out.update(COST_COLUMNS)
-    kept = [i for i, column in enumerate(SEGMENT_COLUMNS) if column not in left_out]
+        hidden_columns.update(COST_COLUMNS)
+    shown_indices = [i for i, column in enumerate(SEGMENT_COLUMNS) if column not in hidden_columns]
     table = Table(
         f"Where {run['name']} ran, by {run['segments_from']}",
-        [SEGMENT_COLUMNS[i] for i in kept],
-        [[row[i] for i in kept] for row in rows],
-        right=range(FIRST_NUMBER_COLUMN, len(kept)),
+        [SEGMENT_COLUMNS[i] for i in shown_indices],
+        [[row[i] for i in shown_indices] for row in rows],
+        right=range(FIRST_NUMBER_COLUMN, len(shown_indices)),
     )
 
+    # Explain the numbers: with which software each segment was computed, and where time, energy and cost come from.
     lines = []
     for segment in segments:
         if segment["computed_with"]:
@@ -229,7 +251,11 @@ def resource_cells(facts: Facts) -> tuple[str, ...]:
 
 
 def build_comparisons_section(comparisons: Sequence[Facts]) -> Section:
-    """Show how far the losses of other runs are from those of the first run: a row for each comparison with it."""
+    """Show how far the losses of other runs are from those of the first run: a row for each comparison with it.
+
+    `comparisons` are facts that `compare_runs` in `report.py` returns, at least one. Lines below the table say what the
+    numbers of each comparison leave out.
+    """
     rows = []
     lines = []
     for comparison in comparisons:
@@ -264,8 +290,13 @@ def describe_digests(comparison: Facts) -> str:
 
 
 def describe_limits(comparison: Facts) -> list[str]:
-    """Say, in a line each, what a comparison's numbers do not show: exact equality, and batches that are left out."""
-    other, first = comparison["other"], comparison["first"]
+    """Return lines on what a comparison's numbers do not show: exact equality, and batches that are left out.
+
+    `comparison` has the facts that `compare_runs` in `report.py` returns. A common batch is compared if both runs have
+    a finite loss. The list is empty if every common batch is compared and some losses differ.
+    """
+    other = comparison["other"]
+    first = comparison["first"]
     num_common = comparison["num_common"]
     num_compared = comparison["num_compared"]
     if num_common == 0:
@@ -288,7 +319,10 @@ def describe_limits(comparison: Facts) -> list[str]:
 
 
 def format_batches(batches: Sequence[int], max_batches: int = 8) -> str:
-    """Format a list of batch numbers, such as `batch 7` or `batches 1, 2 and 7 more`."""
+    """Format a list of batch numbers, of which at most `max_batches` are named, and the others counted.
+
+    [7] is "batch 7", and [3, 5, 9] with a `max_batches` of 2 is "batches 3, 5 and 1 more".
+    """
     noun = "batch" if len(batches) == 1 else "batches"
     text = ", ".join(f"{batch:,}" for batch in batches[:max_batches])
     if len(batches) > max_batches:
@@ -297,7 +331,10 @@ def format_batches(batches: Sequence[int], max_batches: int = 8) -> str:
 
 
 def format_number(value: float | None, number_format: str = "{:,.0f}", batch: int | None = None) -> str:
-    """Format a number, and the batch at which it was measured, as `3.100e-01 at 50`. Returns UNKNOWN for None."""
+    """Format a number, and if it is given, the batch at which it was measured. Returns UNKNOWN for None.
+
+    format_number(0.31, "{:.3e}", 50) is "3.100e-01 at 50", and format_number(8192) is "8,192".
+    """
     if value is None:
         return UNKNOWN
     text = number_format.format(value)
@@ -314,7 +351,7 @@ def format_span(first_batch: int | None, last_batch: int | None) -> str:
 def format_short(value: float | None) -> str:
     """Format a number that is not negative: with two decimals, or below one, with three significant digits.
 
-    Returns UNKNOWN for None.
+    1234.5 is "1,234.50", and 0.01234 is "0.0123". Returns UNKNOWN for None.
     """
     if value is None:
         return UNKNOWN
@@ -333,7 +370,10 @@ def format_hours(hours: float | None) -> str:
 
 
 def print_sections(sections: Sequence[Section]) -> None:
-    """Print sections on standard output. Control characters are escaped, because names in a run may be anybody's."""
+    """Print sections on standard output: title, table, lines and verbatim text of each, and an empty line after it.
+
+    Control characters are escaped, because names in a run may be written by anybody, and could control the terminal.
+    """
     output = console()
     for section in sections:
         output.print(printable(section.table.title), markup=False, style="bold")
@@ -347,7 +387,10 @@ def print_sections(sections: Sequence[Section]) -> None:
 
 
 def markdown(sections: Sequence[Section]) -> str:
-    """Render sections as GitHub Markdown. A section's verbatim text becomes a fenced block."""
+    """Render sections as GitHub Markdown: title, table, a list of the lines, and the figure of each.
+
+    A section's verbatim text becomes a fenced block. Blocks are separated by empty lines, and empty ones are left out.
+    """
     blocks = []
     for section in sections:
         blocks.append(f"## {markdown_text(section.table.title)}")
@@ -355,9 +398,9 @@ def markdown(sections: Sequence[Section]) -> str:
             blocks.append("\n".join(section.table.markdown()))
         blocks.append("\n".join(markdown_list(section.lines)))
         if section.text:
-            # The fence must be longer than any run of backticks in the text, or the text could close it.
-            longest_run = max(map(len, re.findall("`+", section.text)), default=0)
-            fence = "`" * max(4, longest_run + 1)
+            # The fence must be longer than any sequence of backticks in the text, or the text could close it.
+            num_backticks = max(map(len, re.findall("`+", section.text)), default=0)
+            fence = "`" * max(4, num_backticks + 1)
             blocks.append("\n".join((f"{fence}text", printable(section.text, keep="\n"), fence)))
         blocks.append(section.figure)
     return "\n\n".join(block for block in blocks if block) + "\n"

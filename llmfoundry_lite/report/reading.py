@@ -1,6 +1,10 @@
 """Readers of a run for reports: its log (`log.py`), its configuration, the hardware it ran on. No torch.
 
-A run is a run directory (runs/mpt-1b), here or behind a URL, or a folder of checkpoints that carry the log with them.
+A run is a run directory (runs/mpt-1b), on this disk or behind a URL, or a folder of checkpoints. Checkpoints carry a
+copy of the log and the configuration, so such a folder is enough for a report.
+
+`read_run` returns a `Run`. Whatever is missing, damaged or not read becomes a sentence in `Run.notes`, so that a report
+is as complete as it can be. Only a run without a log or without a batch is an error.
 """
 
 import os
@@ -51,7 +55,7 @@ class Run:
     segments: tuple[Segment, ...]
     """Where each span of batches ran, by the newest checkpoint."""
     saved_in: str | None
-    """Folder of its checkpoints; None where the recorded one is not opened."""
+    """Path or URL of the folder of its checkpoints; None if the recorded one is not opened."""
     segments_from: str | None
     """URL of the newest checkpoint, whose manifest has `segments`."""
     state_digest: str | None
@@ -59,7 +63,8 @@ class Run:
     launches: list[Record]
     """Lines of launches.jsonl: only launches that ran in this run directory."""
     notes: list[str]
-    """A line for each thing that is missing or not whole. Whoever reads more of the run adds to it."""
+    """A sentence for each thing that is missing or not whole. Other modules that read a part of the run append to this
+    list, although the object is frozen."""
 
     def __fspath__(self) -> str:
         return self.location
@@ -104,6 +109,7 @@ def read_recorded(location: str, allowed_protocols: Collection[str] = OBJECT_STO
     Raises DataError if there is no run, NoBatchesError if it has not trained a batch, and CheckpointError if a URL
     cannot be reached.
     """
+    # Read the files of the run directory. Each may be missing.
     notes: list[str] = []
     folder = open_folder(location)
     try:
@@ -119,7 +125,7 @@ def read_recorded(location: str, allowed_protocols: Collection[str] = OBJECT_STO
         notes.append(f"{CONFIG} is not YAML: passed over")
     launches = read_launches(launches_content)
 
-    # Without a log and a configuration, the location may be a folder of checkpoints, which carry both.
+    # Find the newest checkpoint. Without a log and a configuration, the location may be a folder of checkpoints.
     is_run_directory = METRICS in file_names or CONFIG in file_names
     saved_in = find_checkpoint_folder(folder, config, allowed_protocols) if is_run_directory else folder.url
     if saved_in is None:
@@ -127,12 +133,15 @@ def read_recorded(location: str, allowed_protocols: Collection[str] = OBJECT_STO
         notes.append(f"where it ran is not known: {explain_unopened_folder(config)}")
     else:
         newest = find_newest_checkpoint(saved_in, notes)
+
+    # The checkpoint carries the configuration, and the log of all machines that trained the run before it was saved.
     lines = content.splitlines(keepends=True)
     if newest is not None:
         if config is None:
             config = newest.manifest.config
         lines = add_carried_log(content, newest, notes)
 
+    # Parse the log, and note what it lacks.
     if not is_run_directory and not lines and not launches:
         raise DataError(f"{location}: no {METRICS} here; {suggest_location(folder.path_here)}")
     log = parse_log(lines)
@@ -160,26 +169,36 @@ def read_recorded(location: str, allowed_protocols: Collection[str] = OBJECT_STO
 
 
 def describe_gaps(log: Log, config: dict[str, Any] | None) -> list[str]:
-    """Return a note for each kind of number that a report lacks: missing batches, other validation sets, names.
+    """Return a note for each kind of number that a report lacks, although the run may have it.
 
-    `config` is the run's recorded configuration, which names the validation sets.
+    There are up to three notes: on batches without a record, such as "batches 3 to 5, and 2 later spans: metrics.jsonl
+    has no record of them"; on validation sets after the first, whose losses are not shown; and on names of numbers
+    beyond MAX_NAMES, which were not read.
+
+    `config` is the run's recorded configuration, which names the validation sets. None if it is unknown.
     """
     notes = []
-    missing = find_missing_batches(log)
-    if missing:
-        others = f", and {len(missing) - 1:,} later spans" if len(missing) > 1 else ""
-        notes.append(f"{missing[0]}{others}: {METRICS} has no record of them")
+    missing_spans = find_missing_batches(log)
+    if missing_spans:
+        later_spans = f", and {len(missing_spans) - 1:,} later spans" if len(missing_spans) > 1 else ""
+        notes.append(f"{missing_spans[0]}{later_spans}: {METRICS} has no record of them")
+
+    # Tables and figures show the first validation set alone.
     labels = list(block_in(config, "eval_loaders"))
     if len(labels) > 1:
-        others = ", ".join(f"eval/{label}/loss" for label in labels[1:])
-        notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {others} too")
+        other_losses = ", ".join(f"eval/{label}/loss" for label in labels[1:])
+        notes.append(f"validation: eval/{labels[0]}/loss, the first of eval_loaders; {METRICS} has {other_losses} too")
     if len(log) >= MAX_NAMES:
         notes.append(f"{METRICS} has {MAX_NAMES:,} names of numbers or more: later ones are passed over")
     return notes
 
 
 def describe_unused_lines(log: Log) -> list[str]:
-    """Return a note on the log's half-written lines, if there are any, and one on each dead branch."""
+    """Return a note on the log's half-written lines, if there are any, and one on each dead branch.
+
+    A launch that is killed may leave a half-written line. A dead branch is a span of batches that a launch trained, and
+    that a later launch trained again because it resumed from a checkpoint before them.
+    """
     notes = []
     if log.num_unreadable:
         notes.append(f"{log.num_unreadable} half-written line{'s' if log.num_unreadable > 1 else ''} passed over")
@@ -195,7 +214,9 @@ def describe_unused_lines(log: Log) -> list[str]:
 def describe_last_launch(launches: list[Record]) -> str:
     """Say how the last launch of a run without batches ended, as the end of an error message.
 
-    It may have been refused, for example. Returns an empty text if the launch still runs, or there is none.
+    An example is "; its last launch: failed, no space left on the disk; leave this run out, or launch it again".
+    `launches` are the records of launches.jsonl, oldest first. Returns an empty text if the last launch still runs, or
+    if there is none.
     """
     if not launches or launches[-1]["status"] == "running":
         return ""
@@ -213,17 +234,22 @@ LAUNCH_TYPES: dict[str, type] = {
 
 
 def read_launches(content: bytes) -> list[Record]:
-    """Parse launches.jsonl: records of the launches that ran in a run directory.
+    """Parse launches.jsonl: the beginning and the end of each launch that ran in a run directory, oldest first.
 
-    The file may be anybody's, so a value of another type than a launch writes is left out, and so is a number that is
-    not finite. A line without a status is left out too.
+    The file may be written by anybody, so that no value in it is trusted. A value of another type than LAUNCH_TYPES is
+    left out, and so is a number that is not finite. A line without a status is left out too. The line
+
+        {"status": "done", "batch": 60, "uptime": NaN, "reason": 7}
+
+    becomes {"status": "done", "batch": 60}.
     """
     launches = []
     for _, record in read_lines(content):
         launch: Record = {}
         for key, value in record.items():
             has_right_type = isinstance(value, LAUNCH_TYPES.get(key, int | float))
-            if has_right_type and (isinstance(value, str) or number_of(value) is not None):
+            is_text_or_finite = isinstance(value, str) or number_of(value) is not None
+            if has_right_type and is_text_or_finite:
                 launch[key] = value
         if "status" in launch:
             launches.append(launch)
@@ -233,21 +259,22 @@ def read_launches(content: bytes) -> list[Record]:
 def suggest_location(folder: Path | None) -> str:
     """Say which location to give instead of a folder that has no log, as the end of an error message.
 
-    If the folder contains runs, such as those of islands, it is the one with the longest log. `folder` is None behind a
-    URL, where this is not searched.
+    If the folder contains runs, such as those of islands (groups of ranks that train one model, each with a run
+    directory of its own), the one with the longest log is suggested. `folder` is None for a URL, behind which nothing
+    is searched.
     """
     logs = [] if folder is None else folder.glob(f"*/{METRICS}")
-    longest_first = sorted(logs, key=lambda path: (-path.stat().st_size, path))
-    if not longest_first:
+    logs_longest_first = sorted(logs, key=lambda path: (-path.stat().st_size, path))
+    if not logs_longest_first:
         return "expected a run directory such as runs/mpt-quickstart"
-    names = ", ".join(sorted(path.parent.name for path in longest_first))
-    longest = longest_first[0].parent
-    return f"its folders {names} are runs, such as islands of one; give {longest}, which has the longest log"
+    names = ", ".join(sorted(path.parent.name for path in logs_longest_first))
+    suggested_run = logs_longest_first[0].parent
+    return f"its folders {names} are runs, such as islands of one; give {suggested_run}, which has the longest log"
 
 
 def read_run_file(folder: Folder, name: str, max_bytes: int) -> bytes:
     """Read a file of a run. Raises TooLargeError if it has more than `max_bytes`, and OSError if it cannot be read."""
-    content = folder.read(name, max_bytes)
+    content = folder.read(name, max_bytes)  # one byte more, if the file is larger
     if len(content) > max_bytes:
         raise too_large(f"{folder.url}/{name}", max_bytes, name)
     return content
@@ -285,29 +312,31 @@ def config_of(run: Run) -> TrainConfig:
 def find_checkpoint_folder(
     folder: Folder, config: dict[str, Any] | None, allowed_protocols: Collection[str]
 ) -> str | None:
-    """Return where a run's checkpoints are: the recorded `save_folder` if it may be opened, else a folder in the
-    run's own.
+    """Return the path or URL of the folder with a run's checkpoints.
 
-    A recorded location may be opened if it is on this disk, inside the run directory's URL, or of one of
-    `allowed_protocols`, and if it has no unresolved reference. The run directory may have been moved since, and its
-    `checkpoints` with it. None if neither is there.
+    That is the `save_folder` in the run's recorded configuration, if it may be opened: if it is on this disk, inside
+    the run directory's URL, or of one of `allowed_protocols`, and if it has no unresolved reference such as
+    `${run_name}`. Otherwise it is the folder `checkpoints` in the run directory `folder`, because a run directory may
+    have been moved or copied together with its checkpoints.
+
+    Returns None if the recorded folder may not be opened, and there is no folder `checkpoints`.
     """
-    own = folder.child("checkpoints")
-    recorded = str((config or {}).get("save_folder") or own.url)
-    protocol, separator, _ = recorded.partition("://")
+    default_folder = folder.child("checkpoints")
+    save_folder = str((config or {}).get("save_folder") or default_folder.url)
+    protocol, separator, _ = save_folder.partition("://")
     is_local = not separator or protocol in ("file", "local")
-    is_inside_run = recorded.startswith(f"{folder.url.rstrip('/')}/")
-    is_resolved = "${" not in recorded and "\0" not in recorded
+    is_inside_run = save_folder.startswith(f"{folder.url.rstrip('/')}/")
+    is_resolved = "${" not in save_folder and "\0" not in save_folder
     if is_resolved and (is_local or is_inside_run or protocol in allowed_protocols):
-        return recorded
-    return own.url if own.exists() else None
+        return save_folder
+    return default_folder.url if default_folder.exists() else None
 
 
 def explain_unopened_folder(config: dict[str, Any] | None) -> str:
     """Say why the `save_folder` in a recorded configuration is not opened, and what to give instead."""
-    recorded = str((config or {}).get("save_folder"))
-    reason = "not resolved here" if "${" in recorded else "not opened unasked"
-    return f"its checkpoints are in {recorded}, which is {reason}; give that folder instead"
+    save_folder = str((config or {}).get("save_folder"))
+    reason = "not resolved here" if "${" in save_folder else "not opened unasked"
+    return f"its checkpoints are in {save_folder}, which is {reason}; give that folder instead"
 
 
 def find_newest_checkpoint(folder: str, notes: list[str]) -> Checkpoint | None:
@@ -329,20 +358,23 @@ def find_newest_checkpoint(folder: str, notes: list[str]) -> Checkpoint | None:
 def add_carried_log(content: bytes, newest: Checkpoint, notes: list[str]) -> list[bytes]:
     """Return the lines of a run's log, with those that are only in the copy that its newest checkpoint carries.
 
-    These are batches that another machine trained. `content` is this machine's metrics.jsonl. Parts of the copy that
-    are lost, and the span of batches that come from it, are added to `notes`.
+    Such lines are about batches that another machine trained before the run was moved. If a run trained its batches 1
+    to 50 elsewhere, and 51 to 80 here, then `content`, this machine's metrics.jsonl, has the latter, and the copy in
+    checkpoint ba80 has all of them. The note is "batches 1 to 50: from the log that came with ba80".
+
+    Appends to `notes` which parts of the copy are lost, and which span of batches comes from it.
     """
     lines = content.splitlines(keepends=True)
-    carried = read_log(newest)
-    notes.extend(carried.notes)
-    if carried.content is None:
+    carried_log = read_log(newest)
+    notes.extend(carried_log.notes)
+    if carried_log.content is None:
         return lines
 
-    merged = merge_logs(content, carried.content)
-    if not lines:  # all of it comes from there, as in a folder of checkpoints
-        return merged
-    added_batches = {record["batch"] for _, record in read_lines(set(merged) - set(lines))}
+    merged_lines = merge_logs(content, carried_log.content)
+    if not lines:  # in a folder of checkpoints, all lines come from the copy, which needs no note
+        return merged_lines
+    added_batches = {record["batch"] for _, record in read_lines(set(merged_lines) - set(lines))}
     if added_batches:
         span = format_batch_span(min(added_batches), max(added_batches))
         notes.append(f"{span}: from the log that came with {newest.name}")
-    return merged
+    return merged_lines

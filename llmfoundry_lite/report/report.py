@@ -6,6 +6,10 @@
 
 It reads the files that runs leave behind (metrics.jsonl, config.yaml, the newest checkpoint's manifest,
 huggingface/), and the data set that a run names if that is on this disk. It imports no training code.
+
+`report` collects everything into one JSON-compatible dictionary, the content of report.json. Tables (`page.py`) are
+built from that dictionary alone, and figures (`figure.py`) from it and the logs. The sections of this file compute the
+parts of the dictionary: comparisons of runs, the facts of one run, its data, and texts that its model writes.
 """
 
 import csv
@@ -43,7 +47,13 @@ if TYPE_CHECKING:  # a report without samples needs no torch
 AXIS_LABELS = {"batch": "batch", "tokens": "training tokens", "flops": "training FLOPs of the model"}
 NUM_FINAL_LOSSES = 20
 """Training losses, counted from the last batch back, whose mean is reported as the training loss."""
-NUM_PROMPTS, PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 3, 96, 3, 30
+NUM_PROMPTS = 3
+"""Most prompts that are taken from the validation data."""
+PROMPT_TOKENS = 96
+"""Tokens at the beginning of a row in which a prompt is looked for."""
+PROMPT_WORDS = 3
+PROMPT_CHARACTERS = 30
+"""Most words and most characters of a prompt that is taken from the validation data."""
 MAX_NEW_TOKENS = 80
 """Length of a sample of text after its prompt."""
 MAX_EARLIER_PARAMETERS = 50_000_000
@@ -91,11 +101,14 @@ def report(
     if folder is None:
         raise ConfigError(f"{runs[0].location} is not on this disk; say with --out DIR where the report goes")
 
+    # Before any work, refuse to replace files that no earlier report has written.
     additions_class = companions.load_if_installed("llmfoundry_ops.report:Launches") or Additions
     additions: Additions = additions_class(runs, image_format)
     file_names = ("report.md", f"loss.{image_format}", f"report.{image_format}", *additions.file_names, "report.csv")
     check_replaceable(folder / "report.json", [folder / name for name in file_names])
 
+    # Describe each run. `sample_texts` and `note_unread_relays` may add notes to a run, so they come before
+    # `describe_run`, which copies them.
     samples = sample_texts(runs[0], prompts, temperature=temperature, top_k=top_k) if is_single else []
     note_unread_relays(runs)
     names = distinct_names(runs)
@@ -116,6 +129,7 @@ def report(
         note = f"the price of {device!r} was not used: no segment ran on a device of that name"
         facts["runs"][0]["notes"].append(note)
 
+    # Compare every other run with the first.
     differences: list[Difference] = []
     for run, name in zip(runs[1:], names[1:], strict=True):
         comparison, difference = compare_runs(runs[0], run, names[0], name)
@@ -123,12 +137,12 @@ def report(
         differences.append(difference)
     sections = build_sections(facts, additions)
 
+    # Write the files. report.json comes first, because only beside it may the next report replace the other files. If
+    # this one is interrupted, the files that it has written can be replaced, too.
     folder.mkdir(parents=True, exist_ok=True)
-    # report.json is written first, because only beside it may the next report replace the other files. If this one is
-    # interrupted, the files that it has written can be replaced, too.
     write_atomically(folder / "report.json", mask_urls(json.dumps(facts, indent=1, allow_nan=False)) + "\n")
     write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
-    half_width = None if smooth_batches is None else smooth_batches // 2
+    half_width = None if smooth_batches is None else smooth_batches // 2  # batches on either side of the middle one
     draw_figure(folder, runs, facts, differences, x_axis, half_width)
     figure_paths = [*additions.draw(folder), folder / facts["figure"]]
     if with_csv:
@@ -158,7 +172,11 @@ def read_runs(locations: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return a name for each run: its own, or its location if two runs have the same name."""
+    """Return a name for each run, by which tables and figures tell the runs apart.
+
+    These are the runs' names, for instance ["base", "wide"]. If two runs have the same name, all runs are called by
+    their locations, such as ["runs/a", "runs/b"].
+    """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         return [run.location for run in runs]
@@ -189,8 +207,10 @@ def draw_figure(
 ) -> None:
     """Draw the report's figure into `folder`: one run's loss and speed, or the losses of several and their differences.
 
-    `facts` is the content of report.json. It gives the file's name, and each run's name, segments and baselines.
-    `half_width` is the number of batches that a running mean covers on either side; None chooses one, 0 draws no mean.
+    facts: the content of report.json. It gives the file's name, and each run's name, segments and baselines.
+    differences: one for each run but the first, how far its losses are from the first run's. Unused for a single run.
+    x_axis: a key of AXIS_LABELS.
+    half_width: number of batches that a running mean covers on either side; None chooses one, 0 draws no mean.
 
     Raises ConfigError if a run's log cannot be drawn along `x_axis`.
     """
@@ -213,10 +233,17 @@ def draw_figure(
 def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
     """Write every number of the logs as CSV, with a row for each batch of each run.
 
-    Columns are run, batch, launch, then every key that any log has, in order of appearance. Dead branches, which a
-    later launch trained again, are left out. Text that a spreadsheet would run as a formula is escaped.
+    The first lines for a run called base are, for instance:
+
+        run,batch,launch,loss/train/total,time/token
+        base,1,1,6.93,8192
+
+    Columns are run, batch, launch, then every key that any log has, in order of appearance. A cell is empty if a batch
+    has no such key. Batches on dead branches, which a later launch trained again, are left out. Text that a spreadsheet
+    would run as a formula is escaped.
     """
-    columns = dict.fromkeys(["run", "batch", "launch"])  # a dictionary keeps the order and drops repeats
+    # Collect the columns. A dictionary keeps their order and drops repeats.
+    columns = dict.fromkeys(["run", "batch", "launch"])
     for run in runs:
         for _, record in read_lines(run.log.lines):
             columns |= dict.fromkeys(record)
@@ -226,6 +253,7 @@ def write_csv(path: Path, runs: Sequence[Run], names: Sequence[str]) -> None:
         writer.writerow([csv_text(column) for column in columns])
         for run, name in zip(runs, names, strict=True):
             for (_, record), launch in zip(read_lines(run.log.lines), run.log.launch.tolist(), strict=True):
+                # The log's own number of the launch is replaced, because merged logs may use a number twice.
                 values = {**record, "run": name, "launch": launch}
                 cells = [values.get(column, "") for column in columns]
                 writer.writerow([csv_text(cell) if isinstance(cell, str) else cell for cell in cells])
@@ -251,11 +279,16 @@ def print_report(
 def compare_runs(first: Run, other: Run, first_name: str, other_name: str) -> tuple[Facts, Difference]:
     """Compare the losses and data digests of two runs over the batches that both logs have.
 
-    Signed differences are the other run's value less the first run's. A loss that is not finite in one of the runs
-    cannot be compared.
+    Signed differences are the other run's value less the first run's. A batch whose loss is not finite in one of the
+    runs counts as common, but not as compared. If the first run has batches 1 to 3 with the losses 5.0, 4.0 and 3.0,
+    and the other one batches 2 to 4 with 4.5, NaN and 2.0, then 2 batches are common (2 and 3), 1 is compared (2), and
+    the largest and the final difference are both 0.5, at batch 2.
+
+    Equal digests mean that both runs trained a batch on the same samples.
 
     Returns the comparison's facts for report.json, and the absolute differences for the figure.
     """
+    # Find the common batches. All arrays below have an element for each of them.
     batches, first_rows, other_rows = np.intersect1d(
         first.log.batch, other.log.batch, assume_unique=True, return_indices=True
     )
@@ -263,7 +296,8 @@ def compare_runs(first: Run, other: Run, first_name: str, other_name: str) -> tu
     validation_differences = other.log.validation[other_rows] - first.log.validation[first_rows]
     absolute = np.abs(differences)
 
-    # Indices into `batches`.
+    # Compare the losses. These are indices of common batches: with a difference, with a validation loss in both runs,
+    # and of the largest difference (none, or one).
     compared = np.flatnonzero(np.isfinite(absolute))
     evaluated = np.flatnonzero(np.isfinite(validation_differences))
     largest = compared[[np.argmax(absolute[compared])]] if len(compared) else compared
@@ -271,15 +305,17 @@ def compare_runs(first: Run, other: Run, first_name: str, other_name: str) -> tu
     final_batch, final_difference = last_value(batches, differences, compared)
     validation_batch, validation_difference = last_value(batches, validation_differences, evaluated)
 
-    num_digests = 0
-    digests_part_at = None
+    # Compare the data, and find the first batch that the runs trained on different samples.
+    num_digests = 0  # common batches for which both logs have a digest
+    first_different_data_batch = None
     for batch, first_row, other_row in zip(batches.tolist(), first_rows.tolist(), other_rows.tolist(), strict=True):
-        digests = first.log.digest[first_row], other.log.digest[other_row]
-        if None in digests:
+        first_digest = first.log.digest[first_row]
+        other_digest = other.log.digest[other_row]
+        if first_digest is None or other_digest is None:
             continue
         num_digests += 1
-        if digests[0] != digests[1] and digests_part_at is None:
-            digests_part_at = batch
+        if first_digest != other_digest and first_different_data_batch is None:
+            first_different_data_batch = batch
 
     not_finite_in_one = set(first.log.not_finite) ^ set(other.log.not_finite)
     facts = {
@@ -295,17 +331,20 @@ def compare_runs(first: Run, other: Run, first_name: str, other_name: str) -> tu
         "final_batch": final_batch,
         "final_difference": final_difference,
         "num_digests": num_digests,
-        "digests_part_at": digests_part_at,
+        "digests_part_at": first_different_data_batch,
         "validation_batch": validation_batch,
         "validation_difference": validation_difference,
     }
     return facts, Difference(
-        name=other_name, batches=batches, absolute=absolute, first_different_data_batch=digests_part_at
+        name=other_name, batches=batches, absolute=absolute, first_different_data_batch=first_different_data_batch
     )
 
 
 def last_value(batches: np.ndarray, values: np.ndarray, indices: np.ndarray) -> tuple[int | None, float | None]:
-    """Return the batch and the value at the last of `indices`, or two times None if there are no indices."""
+    """Return the batch and the value at the last of `indices`, or (None, None) if there are no indices.
+
+    `batches` and `values` have the same length. For the indices [0, 2], the result is (batches[2], values[2]).
+    """
     if not len(indices):
         return None, None
     last = indices[-1]
@@ -318,8 +357,13 @@ def last_value(batches: np.ndarray, values: np.ndarray, indices: np.ndarray) -> 
 def describe_run(run: Run, name: str, added_facts: Facts, prices: dict[str, float]) -> Facts:
     """Return a run's facts as report.json has them: losses, speed, segments, notes. None stands for an unknown value.
 
-    `added_facts` are a companion's facts of this run. `prices` maps a device's name to its price per hour.
+    name: the run's name in this report (see `distinct_names`).
+    added_facts: a companion's facts of this run.
+    prices: a device's name -> its price per hour.
+
+    The notes are copied from `run`, so everything that adds notes to a run must be called before.
     """
+    # Most columns of a log have gaps, for instance where a batch was not evaluated.
     log = run.log
     losses = finite_values(log.numbers(LOSS))
     final_losses = losses[-NUM_FINAL_LOSSES:]
@@ -368,10 +412,13 @@ def finite_values(values: np.ndarray) -> np.ndarray:
 
 
 def build_curve(run: Run, run_facts: Facts, x_axis: str, *, with_history: bool) -> Curve:
-    """Build the curve of a run for a figure.
+    """Build the curve of a run for a figure, from its log and its facts in report.json.
 
-    `with_history` adds dead branches (batches that a later launch trained again) and marks where settings changed. A
-    comparison of several runs leaves both out. Raises ConfigError if the log cannot be drawn along `x_axis`.
+    x_axis: a key of AXIS_LABELS.
+    with_history: add dead branches (batches that a later launch trained again) and marks where settings changed. A
+        comparison of several runs leaves both out, because it would have too many lines.
+
+    Raises ConfigError if the log cannot be drawn along `x_axis`.
     """
     log = run.log
     is_evaluated = np.isfinite(log.validation)
@@ -393,14 +440,15 @@ def build_curve(run: Run, run_facts: Facts, x_axis: str, *, with_history: bool) 
 def build_axis(run: Run, x_axis: str) -> Axis:
     """Build the horizontal axis of a run's curves: its batches, the tokens trained after each, or the FLOPs.
 
-    FLOPs are the tokens times the FLOPs of one token. The latter is the median over batches of the logged FLOPs per
-    second over the logged tokens per second, both of one device. Raises ConfigError if the log does not have these
-    numbers.
+    x_axis: a key of AXIS_LABELS. For "flops", a batch lies at the tokens trained after it times the FLOPs of one token.
+    The latter are the median over batches of the logged FLOPs per second over the logged tokens per second, both of one
+    device. Raises ConfigError if the log does not have these numbers.
     """
     log = run.log
     if x_axis == "batch":
         return Axis()
 
+    # `totals` has the tokens trained after each batch, and below, if asked for, the FLOPs.
     totals = log.numbers(TOKENS)
     required_key = TOKENS
     if x_axis == "flops":
@@ -444,16 +492,24 @@ def measure_data(run: Run) -> DataFacts:
 def measure_local_data(config: dict[str, Any]) -> DataFacts:
     """Count bytes per token, and fit the baselines if both splits lie in one folder and the training split is small.
 
+    config: the run's recorded configuration. Its `train_loader.dataset` and `eval_loader.dataset` name the two splits
+    by `local` (a folder that `data prepare` made) and `split`.
+
     Raises an error of any of the kinds that `measure_data` catches if the configuration or summary.json is malformed.
     If only the shards cannot be read, the baselines are missing, and the note says so.
     """
+    # Bytes per token come from the summary of the preparation, without reading any data.
     train = (config.get("train_loader") or {}).get("dataset")
     validation = (config.get("eval_loader") or {}).get("dataset")
-    train_bytes = bytes_per_token_of(train)
-    validation_bytes = bytes_per_token_of(validation)
-    without_baselines = DataFacts(training_bytes_per_token=train_bytes, validation_bytes_per_token=validation_bytes)
+    train_bytes_per_token = bytes_per_token_of(train)
+    validation_bytes_per_token = bytes_per_token_of(validation)
+    without_baselines = DataFacts(
+        training_bytes_per_token=train_bytes_per_token, validation_bytes_per_token=validation_bytes_per_token
+    )
 
-    if not train or not validation or train_bytes is None or validation_bytes is None:
+    # Baselines are fitted to the training split, and only make sense for validation data with the same tokenizer. That
+    # is certain if both splits were prepared together.
+    if not train or not validation or train_bytes_per_token is None or validation_bytes_per_token is None:
         return without_baselines
     if train["local"] != validation["local"]:
         return without_baselines
@@ -474,9 +530,13 @@ def measure_local_data(config: dict[str, Any]) -> DataFacts:
 def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
     """Return the mean bytes of text per token of a split, from the summary.json that `data prepare` wrote.
 
-    `dataset` is the configuration's block, with `local` and `split`. Tokens that did not fill a sample
-    (`remainder_tokens`) are counted, and bytes that the tokenizer cannot represent (`lost_bytes`) are not. None if
-    there is no summary.
+    dataset: the configuration's block of the data set, with `local` and `split`.
+
+    Bytes that the tokenizer cannot represent (`lost_bytes`) are not counted, because no token stands for them. Tokens
+    that did not fill a sample (`remainder_tokens`) are counted, because `text_bytes` includes their text. A split of
+    1,000 bytes of text with 240 tokens in samples, 10 left over, and 1 % lost has 0.99 * 1000 / 250 = 3.96.
+
+    Returns None if there is no summary, or if it does not have the split.
     """
     if not dataset or not dataset.get("local"):
         return None
@@ -486,6 +546,7 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
     if not split_counts:
         return None
 
+    # Lost text was counted on a part of the data, for both splits together, so only its fraction is used.
     kept_fraction = 1
     if lost_text:
         kept_fraction = 1 - lost_text["lost_bytes"] / max(lost_text["text_bytes"], 1)
@@ -494,7 +555,7 @@ def bytes_per_token_of(dataset: dict[str, Any] | None) -> float | None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Read the summary.json that `data prepare` writes beside the splits. Without one, return one of no splits."""
+    """Read the summary.json that `data prepare` writes beside the splits. Without the file, return an empty summary."""
     file = folder / "summary.json"
     if not file.is_file():
         return {"splits": {}}
@@ -511,8 +572,11 @@ def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k:
     samples. If the export needs a companion that is not installed, the newest checkpoint is read instead. If there is
     none, a note is added to the run.
 
-    Without `prompts`, words of the validation data are used, or an empty prompt. Returns, for each prompt, the sampling
-    parameters and `texts`: the text after each batch at which a model was available, oldest first.
+    Without `prompts`, words of the validation data are used, or an empty prompt. Returns a dictionary for each prompt:
+
+        {"prompt": "import", "temperature": 0.7, "top_k": 40, "texts": [{"batch": 0, "text": "import qx…"}, …]}
+
+    `texts` has the prompt with its continuation by the model after each batch at which one was available, oldest first.
     """
     export = Path(run.folder.url) / "huggingface"
     if run.folder.path_here is None or not (export / "tokenizer.json").is_file():
@@ -523,6 +587,7 @@ def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k:
     from llmfoundry_lite.evaluation.loaded import generate_text, model_of
     from llmfoundry_lite.evaluation.models import locate_and_load_model
 
+    # Load the final model: the export, or the newest checkpoint with the export's tokenizer.
     cpu = torch.device("cpu")
     try:
         loaded = locate_and_load_model(str(export), device=cpu)
@@ -533,15 +598,16 @@ def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k:
             run.notes.append(f"no texts: {missing_companion}")
             return []
 
+    # Continue every prompt by each earlier model, and by the final one.
     sampling = {"temperature": temperature, "top_k": top_k}
     prompts = prompts or prompts_from_data(run, loaded.tokenizer) or ("",)
     samples: list[Facts] = [{"prompt": prompt, "texts": [], **sampling} for prompt in prompts]
     last_batch = int(run.log.batch[-1])
-    model = model_of(loaded)
-    for batch, earlier_or_last in [*load_earlier_models(run, model), (last_batch, model)]:
+    final_model = model_of(loaded)
+    for batch, model in [*load_earlier_models(run, final_model), (last_batch, final_model)]:
         for sample in samples:
             prompt = sample["prompt"]
-            pieces = generate_text(earlier_or_last, loaded.tokenizer, prompt, MAX_NEW_TOKENS, **sampling)
+            pieces = generate_text(model, loaded.tokenizer, prompt, MAX_NEW_TOKENS, **sampling)
             sample["texts"].append({"batch": batch, "text": prompt + "".join(pieces)})
     return samples
 
@@ -549,8 +615,9 @@ def sample_texts(run: Run, prompts: Sequence[str], *, temperature: float, top_k:
 def prompts_from_data(run: Run, tokenizer: Any) -> list[str]:
     """Take up to NUM_PROMPTS prompts from the run's validation data, one from each third of its rows.
 
-    Each is taken from the third's first row that has words. Returns no prompts if the data is not on this disk, is
-    larger than MAX_PROMPT_DATA_BYTES, or cannot be read.
+    Each is taken from the third's first row that has words; a third without any gives no prompt. Rows are decoded by
+    `tokenizer`. Returns no prompts if the data is not on this disk, is larger than MAX_PROMPT_DATA_BYTES, or cannot be
+    read.
     """
     dataset = ((run.config or {}).get("eval_loader") or {}).get("dataset") or {}
     folder = Path(dataset.get("local") or "", dataset.get("split") or "")
@@ -583,20 +650,27 @@ def extract_prompt(text: str) -> str:
     A row is cut from a longer text, so its first and last line, and its first and last word, may be incomplete. If no
     line between them has words, the row's own words are taken without the first and the last, or if that leaves none,
     with them. The prompt has at most PROMPT_CHARACTERS characters, because not all languages have spaces.
+
+    "lf.x\n    return a + b\nclass Na" gives "return a +", and "ound the red house quic" gives "the red house".
     """
     whole_lines = text.splitlines()[1:-1]
     longest_line = max(whole_lines, key=lambda line: len(line.split()), default="")
     words = longest_line.split() or text.split()[1:-1] or text.split()
+
+    # Wrapping cuts after the last word that fits, or within the first word if that alone is too long.
     wrapped_lines = wrap(" ".join(words[:PROMPT_WORDS]), PROMPT_CHARACTERS)
     return wrapped_lines[0] if wrapped_lines else ""
 
 
 def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
-    """Yield (batch, model) of earlier states: the initial weights at batch 0, and the save nearest a third of the run.
+    """Yield (batch, model) of earlier states of a run, to show how its texts have changed.
 
-    `model` is the final one. A model of more than MAX_EARLIER_PARAMETERS yields nothing, because loading it again
-    takes long. The initial weights are computed anew, from the seed. A run that began from another run's weights has
-    none of its own.
+    These are the initial weights, at batch 0, and the checkpoint whose batch is nearest to a third of the last one.
+    Initial weights are computed again, from the seed. They are left out if the run began from another run's weights
+    (`load_path`). The checkpoint is left out if there is none before the last batch.
+
+    `model` is the final one. If it has more than MAX_EARLIER_PARAMETERS, nothing is yielded, because loading it again
+    takes long.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if run.config is None or num_parameters > MAX_EARLIER_PARAMETERS:
@@ -610,6 +684,7 @@ def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
     from llmfoundry_lite.models.initialise import initialise_weights
     from llmfoundry_lite.models.mpt import MPT
 
+    # Compute the initial weights.
     checkpoints, _ = find_all_checkpoints(run.folder.url)
     # A checkpoint's configuration says how weights are initialised; an export's does not.
     config = model_config_of(checkpoints[-1]) if checkpoints else model.config
@@ -619,6 +694,7 @@ def load_earlier_models(run: Run, model: "MPT") -> Iterator[tuple[int, "MPT"]]:
         initialise_weights(initial_model, run.config["seed"])
         yield 0, initial_model
 
+    # Load the checkpoint nearest to a third of the run.
     last_batch = int(run.log.batch[-1])
     earlier = [checkpoint for checkpoint in checkpoints if 0 < checkpoint.manifest.timestamp.batch < last_batch]
     if earlier:
