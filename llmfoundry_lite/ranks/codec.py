@@ -1,9 +1,17 @@
 """Typed values <-> JSON, so that every number that is not an array survives a save exactly.
 
-It takes None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict with str keys. Nothing is
-guessed: a numpy number or a tensor is refused with its place. The result is plain JSON where JSON is unambiguous;
-`{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$int": "..."}` (beyond 2^53, which other readers would round),
-`{"$bytes": "<base64>"}` and `{"$dict": {...}}` (for a dict whose keys look like these) where it is not.
+`encode_value` and `decode_value` take None, bool, str, int, float (nan and infinities too), bytes, list, tuple and dict
+with str keys. Nothing is guessed: a numpy number or a tensor is refused with its place. The result is plain JSON where
+JSON is unambiguous. Where it is not, it is an object with a tag as its only key:
+
+    {"$tuple": [...]}
+    {"$float": "nan"}         nan and infinities
+    {"$int": "..."}           beyond 2^53, which other readers would round
+    {"$bytes": "<base64>"}
+    {"$dict": {...}}          a dict with a key that begins with "$", like a tag
+
+`parse_json` and `write_json` convert between JSON and bytes. `Item` reads the parts of a manifest, and names the place
+of a value that is missing or has a wrong type.
 """
 
 import base64
@@ -18,6 +26,7 @@ from typing import Any, get_args, get_origin
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError
 
 MAX_DEPTH = 64
+"""Most containers around a value, so that reading a file with deep nesting does not exhaust Python's stack."""
 EXACT_IN_A_DOUBLE = 2**53
 """Largest whole number up to which a 64-bit float represents every one."""
 INTEGER_LIMIT = 2**63
@@ -36,11 +45,18 @@ TYPE_NAMES: dict[Any, str] = {
 def encode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
     """Turn a Python value into a JSON value from which `decode_value` restores it, types included.
 
-    `path` says where the value is, for errors, and `depth` how many containers it is in. Raises CheckpointError that
-    names an item which is of another type, has a key that is not a str, or is in more than MAX_DEPTH containers.
+    {"betas": (0.9, 0.95), "best": inf} becomes {"betas": {"$tuple": [0.9, 0.95]}, "best": {"$float": "inf"}}.
+
+    path: the place of the value, for errors, such as `optimizer.betas[0]`.
+    depth: number of containers that the value is in.
+
+    Raises CheckpointError that names an item which is of another type, has a key that is not a str, or is in more than
+    MAX_DEPTH containers.
     """
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{path}: nested deeper than {MAX_DEPTH}; keep checkpointed state flat")
+
+    # Scalars.
     value_type = type(value)  # not isinstance: an item of a subclass would come back as another type
     if value is None or value_type in (bool, str):
         return value
@@ -50,6 +66,8 @@ def encode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if value_type is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
+
+    # Containers, whose items are encoded in the same way.
     if value_type in (list, tuple):
         items = [encode_value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
         return items if value_type is list else {"$tuple": items}
@@ -69,12 +87,17 @@ def encode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
 def decode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
     """Restore the Python value that `encode_value` has turned into this JSON value.
 
-    `path` says where the value is, for errors, and `depth` how many JSON containers it is in, of which `encode_value`
-    makes up to two for each container of Python. Raises DamagedCheckpointError that names an item which
-    `encode_value` does not write.
+    [1, {"$tuple": [0.9, {"$float": "inf"}]}] becomes [1, (0.9, inf)].
+
+    path: the place of the value, for errors, such as `optimizer.betas[0]`.
+    depth: number of JSON containers that the value is in. `encode_value` makes up to two for each container of Python.
+
+    Raises DamagedCheckpointError that names an item which `encode_value` does not write, such as an unknown tag.
     """
     if depth > 2 * MAX_DEPTH + 2:
         raise DamagedCheckpointError(f"{path}: nested deeper than {MAX_DEPTH}")
+
+    # Plain JSON.
     if isinstance(value, list):
         return [decode_value(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -83,6 +106,7 @@ def decode_value(value: Any, path: str = "value", depth: int = 0) -> Any:
     if not is_tagged:
         return {key: decode_value(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
 
+    # An object with a tag as its only key. Keys in a `$dict` may look like tags, but are not.
     if len(value) == 1:
         ((tag, content),) = value.items()
         if tag == "$tuple" and isinstance(content, list):
@@ -125,7 +149,12 @@ def write_json(value: Any) -> bytes:
 class Item:
     """A JSON value of a manifest together with its path in it, so that an error can name the place.
 
-    Methods that return a part of the value, or the value as a certain type, raise DamagedCheckpointError if it is none.
+    Methods that return a part of the value, or the value as a certain type, raise DamagedCheckpointError if there is no
+    such part, or if the value is of another type:
+
+    >>> manifest = Item({"files": [{"bytes": "12"}]}, "manifest.json")
+    >>> manifest.get("files").items()[0].get("bytes").integer()
+    DamagedCheckpointError: manifest.json: files[0]: bytes: "12" given, expected a whole number
     """
 
     def __init__(self, value: Any, path: str):
@@ -158,8 +187,11 @@ class Item:
     def fields(self, record_type: Any, names: Sequence[str] = ()) -> dict[str, Any]:
         """Decode fields of a dataclass from this object, and check each against its annotation.
 
-        The object must have the fields in `names`. Without `names`, it must have those that have no default, and
-        others are decoded if they are there, except `extra`. Returns a dictionary from a field's name to its value.
+        record_type: the dataclass.
+        names: the fields to decode, which the object must have. Without them, the object must have every field that has
+            no default, and others are decoded if they are there, except `extra`, which collects unknown fields.
+
+        Returns a dictionary from a field's name to its value, from which the caller builds the record.
         """
         decoded = {}
         for field in dataclasses.fields(record_type):
@@ -198,7 +230,8 @@ def fits(value: Any, annotation: Any) -> bool:
     """Return whether a decoded value is of the type of an annotation, such as `int | None` or `dict[str, float]`.
 
     `int` takes whole numbers from 0 to 2**63 - 1, and no bool; `float` takes int too. Values of a dict are checked,
-    elements of other containers are not.
+    elements of other containers are not: {"a": 1} fits `dict[str, float]`, {"a": "1"} does not, and ["a"] fits
+    `list[int]`.
     """
     if annotation is Any:
         return True
@@ -227,8 +260,10 @@ def _is_whole_number(value: Any) -> bool:
 
 
 def shorten(value: Any, limit: int = 80) -> str:
-    """Return a value as text of at most `limit` characters, and an ellipsis if it is longer. Strings, lists and
-    objects are JSON."""
+    """Return a value as text for an error: its first `limit` characters, and an ellipsis if it is longer.
+
+    Strings, lists and objects are written as JSON, other values as in Python.
+    """
     is_json = isinstance(value, (dict, list, str))
     text = json.dumps(value)[: limit + 1] if is_json else repr(value)
     return text if len(text) <= limit else text[:limit] + "…"

@@ -1,6 +1,12 @@
 """The end of a process of a launch: signals, the error that is printed, the exit code. No torch.
 
+`run_and_exit` is the frame around every program that is a rank. When one rank fails, the others fail after it, or are
+ended by the launcher, so that their own errors hide the reason. So ranks agree on the launch's first failure
+(`claim_first_error`), only that is printed (`report_error`), and the exit code follows from it (`exit_code_of`).
+
 Ranks learn of each other's end from the process group's store where there is one, and from `siblings` on each node.
+The store is a dictionary that rank 0 keeps for all ranks. Its `compare_set(key, "", value)` sets a key that is not set
+yet, and returns the value that the key then has; with an empty value, it only reads.
 """
 
 import os
@@ -70,7 +76,8 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
     """Run a program's `main(arguments)` as one rank of a launch, and exit with its code.
 
     A user's error is printed as one line, a bug as a traceback. Only the launch's first error is printed. Each way
-    out is recorded for the other ranks on this node, before this process exits.
+    out is recorded for the other ranks on this node, before this process exits: `siblings` takes a rank that is gone
+    without a record for one that was killed.
     """
     ignore_output_errors()
     raise_when_interrupted()
@@ -83,6 +90,8 @@ def run_and_exit(main: Callable[[Sequence[str]], None]) -> NoReturn:
             ignore_leaving_signals()  # the next signal would interrupt the handling below
             raise
     except Preempted as error:
+        # All ranks are preempted together, so that one of them prints it. A rank that leaves alone may not run exit
+        # handlers, which could wait for the others.
         if this_rank().rank == 0:
             print(describe_error(error), file=sys.stderr, flush=True)
         if not error.is_orderly:
@@ -122,14 +131,14 @@ def leaving_during_imports() -> Iterator[None]:
     """
     install_handler = signal.signal
 
-    def refuse_for_leaving_signals(number: int, handler: Any) -> Any:
+    def install_unless_leaving_signal(number: int, handler: Any) -> Any:
         """Install a handler as `signal.signal` does, or leave the present one if the signal asks to leave."""
         if number in LEAVING_SIGNALS:
             return signal.getsignal(number)
         return install_handler(number, handler)
 
     handle_leaving_signals(leave_now)
-    signal.signal = refuse_for_leaving_signals
+    signal.signal = install_unless_leaving_signal
     try:
         yield
     finally:
@@ -140,16 +149,17 @@ def leaving_during_imports() -> Iterator[None]:
 def raise_when_interrupted() -> None:
     """Let the first signal that asks to leave raise Preempted in the main thread, while nothing needs to be saved.
 
-    If the launcher sends the signal because another rank has failed, AnotherFailedError is raised instead. While the
-    exception is handled, further signals are ignored, but a second press of Ctrl-C exits at once.
+    This installs the handlers, and returns. If the launcher sends the signal because another rank has failed,
+    AnotherFailedError is raised instead. While the exception is handled, further signals are ignored, but a second
+    press of Ctrl-C exits at once.
     """
     ctrl_c = CtrlC()
 
     def raise_preempted(number: int, frame: Any) -> None:
-        """Handle the first signal."""
+        """Handle the first signal: find out why it was sent, and raise an exception that says so."""
         name = signal.Signals(number).name
         handle_leaving_signals(exit_on_second_ctrl_c)
-        exit_on_second_ctrl_c(number, frame)  # counts this one
+        exit_on_second_ctrl_c(number, frame)  # counts this one as the first press
         failure = find_failure_of_other_rank()
         if failure is not None:
             raise AnotherFailedError(failure)
@@ -157,7 +167,7 @@ def raise_when_interrupted() -> None:
         raise Preempted(f"{describe_reason_to_leave(name)}; run the same command again")
 
     def exit_on_second_ctrl_c(number: int, frame: Any) -> None:
-        """Handle the signals after the first."""
+        """Handle the signals after the first: ignore all but a second press of Ctrl-C."""
         if number == signal.SIGINT and ctrl_c.is_second_press():
             exit_now(EXIT_INTERRUPTED)
 
@@ -165,7 +175,7 @@ def raise_when_interrupted() -> None:
 
 
 class CtrlC:
-    """Tells a second press of Ctrl-C from the echoes of the first."""
+    """Tells a second press of Ctrl-C from the echoes of the first, which arrive within ECHO_SECONDS of it."""
 
     def __init__(self) -> None:
         self._first_pressed_at: float | None = None
@@ -180,32 +190,36 @@ class CtrlC:
 
 @contextmanager
 def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_code: int) -> Iterator[None]:
-    """End this process if it stays in the block for too long.
+    """End this process if it stays in the block for too long. There must be nothing to save.
 
-    The block may wait in C++, where Python's signal handlers do not run. So a thread watches the time and the
-    signals. After `limit_seconds`, it prints `text` and exits with `exit_code`. `grace_seconds` after a signal that
-    asks to leave, it exits as preempted, or at once with the code of another rank that has failed. There must be
-    nothing to save.
+    grace_seconds: how long the block may go on after a signal that asks to leave. The process then exits as preempted.
+        If another rank has failed, it exits at once, with that rank's code.
+    limit_seconds: how long the block may take without a signal.
+    text, exit_code: what is printed, and the code of this process, if `limit_seconds` are over.
+
+    The block may wait in C++, where Python's signal handlers do not run. So a thread watches the time, and reads the
+    signals from a pipe, into which Python's C code writes the number of each (`signal.set_wakeup_fd`).
     """
     is_over = threading.Event()
-    reader, writer = os.pipe()  # Python's C code writes the number of each signal into it
+    reader, writer = os.pipe()
 
     def watch() -> None:
         """Wait in a thread until the block is over or the time is up, which is sooner after a signal."""
-        signal_number: int | None = None
+        signal_number: int | None = None  # the first signal that asked to leave
         end = time.monotonic() + limit_seconds
         while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-            content = os.read(reader, 1)
-            if not content:
+            signal_byte = os.read(reader, 1)
+            if not signal_byte:
                 return  # the block is over, and has closed the pipe
-            if signal_number is None and content[0] in LEAVING_SIGNALS:
-                signal_number = content[0]
+            if signal_number is None and signal_byte[0] in LEAVING_SIGNALS:
+                signal_number = signal_byte[0]
                 end = time.monotonic() + grace_seconds
                 failure = find_failure_of_other_rank()
                 if failure is not None:
                     report_error(AnotherFailedError(failure))
                     exit_now(failure.code)
 
+        # The time is up.
         if is_over.is_set():
             return
         if signal_number is None:
@@ -215,16 +229,17 @@ def limited_wait(grace_seconds: float, limit_seconds: float, text: str, exit_cod
             print(f"{reason}; run the same command again", file=sys.stderr, flush=True)
         exit_now(exit_code if signal_number is None else EXIT_PREEMPTED)
 
+    # Only the main thread may set the descriptor. In another thread, the time alone is watched.
     os.set_blocking(writer, False)
-    receives_signals = threading.current_thread() is threading.main_thread()
-    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if receives_signals else -1
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    descriptor_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if is_main_thread else -1
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield
     finally:
         is_over.set()
-        if receives_signals:
+        if is_main_thread:
             signal.set_wakeup_fd(descriptor_before)
         os.close(writer)  # wakes the thread
         watcher.join()
@@ -238,17 +253,17 @@ STORE_SECONDS = 10.0
 
 
 def announce_preemption(reason: str) -> None:
-    """Tell the other ranks, through the store, why this one leaves. They may find it gone before they have agreed to
-    leave.
+    """Tell the other ranks through the store why this one leaves, in case it is gone before all have agreed to leave.
 
-    The first rank's reason stays. This rank waits a second at most for the store.
+    `reason` is a signal's name or another reason. If another rank has announced one before, that reason stays. This
+    rank waits a second at most for the store.
     """
     with suppress(RuntimeError):
         _ask_store(lambda store: store.compare_set(PREEMPTED, "", reason), 1.0)
 
 
 def announced_preemption() -> str:
-    """Return the reason that any rank has announced to leave; empty if none has, or the store is gone."""
+    """Return why the first rank that announced to leave does so; empty if none has, or if the store is gone."""
     store = _process_group_store()
     with suppress(RuntimeError):
         return store.compare_set(PREEMPTED, "", "").decode() if store is not None else ""
@@ -256,7 +271,11 @@ def announced_preemption() -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what a rank prints for an error: one line for a user's error, the traceback for a bug."""
+    """Return what a rank prints for an error: one line for a user's error, the traceback for a bug.
+
+    The one line begins with "error: ". Names in errors may come from files of anybody, so control characters are
+    escaped. A preemption and another rank's failure are not errors of this rank, and have only their own text.
+    """
     if isinstance(error, Preempted):
         return printable(str(error))
     if isinstance(error, AnotherFailedError):
@@ -282,7 +301,8 @@ def exit_code_of(error: BaseException) -> int:
     """Return the exit code of a rank that ends with this error.
 
     A rank that only lost contact with another one, or is ended because of it, has the code of the first rank that
-    failed. Under our launcher, a fault that may pass has a code that makes it start the ranks again.
+    failed. Under our launcher, a fault that may pass has a code that makes it start the ranks again (EXIT_RETRY, or
+    EXIT_RETRY_LOST if batches are lost). A bug has EXIT_FAILURE.
     """
     if isinstance(error, AnotherFailedError):
         return error.failure.code
@@ -307,7 +327,10 @@ def report_error(error: BaseException) -> None:
     if not text:
         return
     print(text, file=sys.stderr, flush=True)
-    if launcher_stderr is not None and _process_group_store() is None and exit_code_of(error) == EXIT_USER:
+
+    # Show a user's mistake beside the launcher's output, too, if rank 0 will not print it.
+    is_unseen = launcher_stderr is not None and _process_group_store() is None
+    if is_unseen and exit_code_of(error) == EXIT_USER:
         with suppress(OSError):
             print(f"rank {this_rank().rank}: {text}", file=launcher_stderr, flush=True)
 
@@ -318,6 +341,9 @@ def _choose_text_to_print(error: BaseException) -> str:
     When one rank fails, the others fail after it, with errors that hide the reason. So the first prints its own, and
     with a process group, rank 0, whose output the user watches, prints that too. A bug that is not the first's is
     always printed where it happened, because a rank that failed later may have claimed to be the first.
+
+    If rank 3 fails with a full disk, and ranks 0 and 1 lose contact with it, then rank 3 prints "error: no space left
+    …", rank 0 prints "rank 3: error: no space left …", and rank 1 prints nothing.
     """
     rank = this_rank().rank
     text = describe_error(error)
@@ -331,7 +357,8 @@ def _choose_text_to_print(error: BaseException) -> str:
         return text
     if rank == 0 and _process_group_store() is not None:
         return text if first.text == text else f"rank {first.rank}: {first.text}"
-    # The same bug may have been reported with another traceback, from further within.
+    # Another rank was first, and prints its error. The same bug may have been reported with another traceback, from
+    # further within.
     is_another_bug = is_bug and _last_line(first.text) != _last_line(text)
     return text if is_another_bug else ""
 
@@ -350,8 +377,8 @@ def describe_cause(error: BaseException) -> str:
     text = describe_error(error)
     with suppress(RuntimeError):
         first = claim_first_error(error)
-        is_own = first.rank == this_rank().rank or first.text == text
-        if not is_own:
+        is_of_this_rank = first.rank == this_rank().rank or first.text == text
+        if not is_of_this_rank:
             return describe_failure(first)
     return _last_line(text)
 
@@ -363,17 +390,22 @@ FIRST_ERROR = "llmfoundry_lite/first_error"
 def claim_first_error(error: BaseException) -> FirstError:
     """Record that this rank has failed with `error`, and return the launch's first failure, which may be this one.
 
-    It may be called again with the same result. The first is decided by the process group's store, or without one,
-    among the ranks of this node. Raises RuntimeError if rank 0, which keeps the store, is gone.
+    The first is decided by the process group's store, or without one, among the ranks of this node. Either has this
+    rank's failure afterwards, unless another rank was first. So a further call has the same result.
+
+    Raises RuntimeError if rank 0, which keeps the store, is gone.
     """
+    # Record it on this node. The code of a lost peer is the first failure's, which is not known yet.
     exit_code = EXIT_FAILURE if is_lost_peer(error) else exit_code_of(error)
     text = describe_error(error)
     first_on_node = siblings.record_end(exit_code, text)
     if _process_group_store() is None:
         return first_on_node
-    own_entry = f"{this_rank().rank} {exit_code} {text}"
-    entry = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", own_entry).decode(), STORE_SECONDS)
-    return _parse_first_error(own_entry if entry is None else entry)
+
+    # Record it among all ranks, unless another rank has been first. Without an answer, this rank counts as the first.
+    claimed_entry = f"{this_rank().rank} {exit_code} {text}"
+    first_entry = _ask_store(lambda store: store.compare_set(FIRST_ERROR, "", claimed_entry).decode(), STORE_SECONDS)
+    return _parse_first_error(claimed_entry if first_entry is None else first_entry)
 
 
 FAILING, ALL_FAIL = "llmfoundry_lite/failing", "llmfoundry_lite/all_fail"
@@ -385,9 +417,12 @@ TOGETHER_SECONDS = 2.0
 def all_ranks_fail(batch: int) -> bool:
     """Return whether every rank has met an error after batch number `batch`.
 
-    Then none waits for another in a collective, and all can still act together, for example save. Each rank that has
-    met an error calls this, and waits up to TOGETHER_SECONDS for the others. All ranks get the same answer, also one
-    that calls later. False if the store does not answer.
+    Then no rank waits for another in a collective, and all can still act together, for example save. Each rank that has
+    met an error calls this, and waits up to TOGETHER_SECONDS for the others.
+
+    The store counts the ranks that call. The last one to call writes the decision "yes", and a rank that has waited too
+    long writes "no". The first decision stays, so that all ranks get the same answer, also one that calls later.
+    Returns False if the store does not answer.
     """
     world_size = this_rank().world_size
     if world_size == 1:
@@ -399,6 +434,8 @@ def all_ranks_fail(batch: int) -> bool:
         num_failing = store.add(f"{FAILING}/{batch}", 1)
         if num_failing == world_size:
             return store.compare_set(key, "", "yes") == b"yes"  # "no", if a rank has decided so by now
+
+        # Wait for the decision of another rank.
         end = time.monotonic() + TOGETHER_SECONDS
         while time.monotonic() < end:
             decision = store.compare_set(key, "", "")
@@ -435,7 +472,7 @@ def describe_failure(failure: FirstError) -> str:
 
 
 def _parse_first_error(entry: str) -> FirstError:
-    """Parse `RANK CODE TEXT`, as the store has it."""
+    """Parse an entry of the store, `RANK CODE TEXT`. The text may contain spaces: "3 2 error: no space left"."""
     rank, code, text = entry.split(" ", 2)
     return FirstError(int(rank), int(code), text)
 
@@ -443,13 +480,13 @@ def _parse_first_error(entry: str) -> FirstError:
 def _ask_store(ask: Callable[[Any], Any], seconds: float) -> Any:
     """Return `ask(store)` for the process group's store, or None if there is no store or no answer within `seconds`.
 
-    Rank 0 keeps the store. If it is frozen, torch waits without an end, so `ask` runs in a thread that may stay
-    behind. Raises RuntimeError if rank 0 is gone.
+    Rank 0 keeps the store. If it is frozen, torch waits without an end, so `ask` runs in a thread, which is left
+    running after `seconds`. Raises RuntimeError if rank 0 is gone.
     """
     store = _process_group_store()
     if store is None:
         return None
-    answers: list[Any] = []  # of one element: the answer or the error
+    answers: list[Any] = []  # the answer or the error, or nothing if the thread has not ended
 
     def run() -> None:
         """Ask the store, in a thread."""

@@ -2,6 +2,9 @@
 
 Nothing is pickled, as torch's object collectives would. For main threads only: all ranks must make the same calls in
 the same order. Without a process group each function returns at once.
+
+A function "for the group" takes `group`, a part of the ranks; None is all ranks. If several ranks may fail, they meet
+in `raising_on_all_ranks`, because a rank that raises alone would leave the others waiting in the next collective.
 """
 
 import datetime
@@ -39,7 +42,10 @@ def rank_and_size(group: Group = None) -> tuple[int, int]:
 def all_gather_json(value: Any, group: Group = None) -> list[Any]:
     """Return on every rank what each rank passed, in order of rank. Values must be JSON, and may differ in size.
 
-    Collective: every rank of the group calls this. It makes two collectives, one for the longest text's length.
+    If rank 0 passes [1] and rank 1 passes None, both get [[1], None].
+
+    Collective: every rank of the group calls this. It makes two collectives: for the length of the longest text, to
+    which all are padded, and for the texts.
     """
     content = write_json(value)
     (max_length,) = all_reduce_max([len(content)], group)
@@ -55,10 +61,12 @@ def all_gather_bytes(content: bytes, group: Group = None) -> list[bytes]:
     _, world_size = rank_and_size(group)
     if world_size == 1:
         return [content]
+
+    # The collective concatenates the tensors of all ranks in one.
     num_bytes = len(content)
-    own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device(group))
-    gathered = own.new_empty(world_size * num_bytes)
-    all_gather_single(gathered, own, group=group or _host_group)
+    sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(_device(group))
+    gathered = sent.new_empty(world_size * num_bytes)
+    all_gather_single(gathered, sent, group=group or _host_group)
     contents = gathered.cpu().numpy().tobytes()
     return [contents[start : start + num_bytes] for start in range(0, len(contents), num_bytes)]
 
@@ -66,9 +74,11 @@ def all_gather_bytes(content: bytes, group: Group = None) -> list[bytes]:
 def all_gather_distinct(value: Any) -> list[tuple[Any, list[int]]]:
     """Return on every rank the different values that ranks passed, each with the ranks that passed it.
 
-    Values are in the order of the lowest rank that passed them. Collective: every rank calls this. The ranks first
-    compare digests, and then one rank of each digest broadcasts its value, so it is cheap if most ranks pass the same
-    value.
+    Values are JSON, in the order of the lowest rank that passed them. If ranks 0 to 3 pass "a", "b", "a" and "a", all
+    get [("a", [0, 2, 3]), ("b", [1])].
+
+    Collective: every rank calls this. The ranks first compare digests, and then one rank of each digest broadcasts its
+    value, so it is cheap if most ranks pass the same value.
     """
     digests = all_gather_bytes(xxhash.xxh3_128_digest(write_json(value)))
     ranks_by_digest: dict[bytes, list[int]] = {}
@@ -190,7 +200,8 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     (any_failed,) = all_reduce_max([0 if error is None else 1])
     if not any_failed:
         return
-    # All ranks go on from here, and all of them raise.
+
+    # All ranks go on from here, and all of them raise. Some raise their own error.
     reports = all_gather_json(None if error is None else ErrorReport.of(error))
     first_rank = next(rank for rank, report in enumerate(reports) if report is not None)
     rank, _ = rank_and_size()
@@ -199,7 +210,8 @@ def raise_on_all_ranks(error: Exception | None) -> None:
         if not is_replaced:
             raise error
 
-    # Ranks without an error go on, and those whose CheckpointError is replaced by that of the lowest rank.
+    # The other ranks go on: those without an error, and those whose CheckpointError is replaced. They raise a copy of
+    # the lowest rank's error.
     report = ErrorReport(*reports[first_rank])
     error_class = getattr(errors, report.class_name, None)
     if isinstance(error_class, type) and issubclass(error_class, UserError):
@@ -216,8 +228,10 @@ user_errors_on_all_ranks = partial(raising_on_all_ranks, UserError)
 def open_host_group(timeout: datetime.timedelta) -> None:
     """Open a gloo group of all ranks, which this module's functions use from now on if they are called without a group.
 
-    For a launch over NCCL: with gloo, an exchange of JSON waits for no device. Collective: every rank calls this
-    once, after the process group has started. A collective of the group fails after `timeout`.
+    For a launch over NCCL: with gloo, an exchange of JSON does not wait for work that is queued on a GPU. Sets
+    `_host_group`. A collective of the group fails after `timeout`.
+
+    Collective: every rank calls this once, after the process group has started.
     """
     global _host_group
     _host_group = dist.new_group(backend="gloo", timeout=timeout)  # pyright: ignore[reportAssignmentType]

@@ -18,9 +18,13 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def describe_process(pid: int) -> dict[str, Any]:
-    """Describe a process of this machine: host, boot, pid namespace, pid and start in ticks, as JSON.
+    """Describe a process of this machine, so that it can be told from all others, also after a reboot and elsewhere.
 
-    Together they tell it from all other processes, on other machines too. `started` is None if it does not run.
+    The result can be written as JSON:
+
+        {"host": "gpu003", "boot": "8ebf…", "namespace": "pid:[4026531836]", "pid": 4711, "started": 93012}
+
+    `started` is in clock ticks since the machine started, and None if there is no such process.
     """
     return {
         "host": socket.gethostname(),
@@ -34,7 +38,8 @@ def describe_process(pid: int) -> dict[str, Any]:
 def is_alive(process: dict[str, Any]) -> bool | None:
     """Return whether a process that `describe_process` has described still runs.
 
-    Returns None if that cannot be told from here, because it is a process of another machine or container.
+    Returns None if that cannot be told from here, because it is a process of another machine or container. A process
+    with the same pid that started at another time is not the same process.
     """
     is_on_this_host = process.get("host") == socket.gethostname()
     boot = process.get("boot")
@@ -47,7 +52,7 @@ def is_alive(process: dict[str, Any]) -> bool | None:
         # Either this machine has rebooted since, or it is another machine.
         return False if is_on_this_host else None
     if process.get("namespace") != pid_namespace():
-        return None
+        return None  # a container's, where this pid is another process
     started = start_ticks(process["pid"])
     return started is not None and started == process.get("started")
 

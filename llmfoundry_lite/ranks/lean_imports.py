@@ -29,6 +29,9 @@ LEFT_OUT = ("mcli", "paramiko", "torchvision", "transformers")
 def import_lean(*names: str) -> None:
     """Import packages, with stand-ins for the packages of LEFT_OUT that have not been imported before.
 
+    `names` are usually those of HEAVY. Changes `sys.meta_path` and `os.path.exists` while it runs, and restores both.
+    Modules that have been imported with stand-ins keep references to them.
+
     If the variable FULL_IMPORTS is set, only matplotlib is imported, if it is installed, without the working
     directory's settings. The packages are then imported in full where they are used.
     """
@@ -37,6 +40,7 @@ def import_lean(*names: str) -> None:
             importlib.import_module("matplotlib")
         return
 
+    # Python asks the first finder first, so the stand-ins take precedence over installed packages.
     finder = _StandInFinder(tuple(name for name in LEFT_OUT if name not in sys.modules))
     sys.meta_path.insert(0, finder)
     try:
@@ -44,6 +48,7 @@ def import_lean(*names: str) -> None:
             for name in names:
                 importlib.import_module(name)
     finally:
+        # A later import must find the real packages.
         sys.meta_path.remove(finder)
         stand_ins = [name for name, module in sys.modules.items() if isinstance(module, StandIn)]
         for name in stand_ins:
@@ -52,7 +57,7 @@ def import_lean(*names: str) -> None:
 
 @contextmanager
 def without_matplotlibrc_of_working_directory() -> Iterator[None]:
-    """Hide the file `matplotlibrc` of the working directory while matplotlib is imported, as Composer does.
+    """Hide the file `matplotlibrc` of the working directory while a block imports matplotlib, or Composer, which does.
 
     matplotlib would read it. The folder may be somebody else's, and the file a pipe, from which reading would never
     end. So `os.path.exists` says during the block that it is missing.
@@ -91,8 +96,10 @@ class _StandInFinder(MetaPathFinder, Loader):
         self.packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return how to load the module `name`; None if it is in none of the packages, so that the next finder is
-        asked."""
+        """Return a specification with which this object loads the module `name` as a stand-in.
+
+        Returns None if the module is in none of the packages, so that Python asks the next finder.
+        """
         top_level_package = name.partition(".")[0]
         if top_level_package not in self.packages:
             return None
@@ -106,7 +113,8 @@ class _StandInFinder(MetaPathFinder, Loader):
 
 
 class StandIn(ModuleType):
-    """A module that has every name: an empty class, which can be inherited from and annotated with."""
+    """A module that has every name. Each is an empty class, so that other modules can inherit from it, and use it in
+    annotations."""
 
     def __getattr__(self, name: str) -> Any:
         """Create the class when the name is first used. Names such as `__path__` are missing, as in other modules."""

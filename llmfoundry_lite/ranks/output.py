@@ -4,6 +4,9 @@ A character that the console's encoding lacks is replaced, so that no process en
 written at all (a full disk, a pipe without a reader, a closed terminal or descriptor), it depends on the process. A
 run's records are in its files, so ranks, launchers and commands that change something drop the text and go on. A
 command that only answers ends, with one line on standard error.
+
+`prepare_output` replaces `sys.stdout` and `sys.stderr`: a text stream that replaces characters, above a buffer, above a
+`StandardStream`, which decides what a failed write does. `ignore_output_errors` chooses to drop text.
 """
 
 import errno
@@ -35,7 +38,11 @@ class OutputError(UserError):
 
 
 class StandardStream(io.FileIO):
-    """The file below `sys.stdout` or `sys.stderr`. Its first write that fails raises OutputError, unless it `drops`."""
+    """The file below `sys.stdout` or `sys.stderr`.
+
+    The first write that fails raises OutputError, unless the attribute `drops` is set, which drops the text instead.
+    After a failed write, `failure` is set, and content that cannot be written counts as written.
+    """
 
     def __init__(self, descriptor: int, *, was_closed: bool):
         """Open a file on `descriptor`. If that `was_closed` when the process started, it leads to the null device by
@@ -47,7 +54,7 @@ class StandardStream(io.FileIO):
         """The first error of a write."""
         self._was_closed = was_closed
         self._has_stalled = False
-        """Whether the last wait for the reader was in vain. Then the next write does not wait."""
+        """Whether the last wait for the reader has ended without room. Then the next write does not wait."""
 
     def write(self, content, /) -> int:  # type: ignore[override]
         """Write `content`, or a part of it, and return the number of bytes that need not be written again.
@@ -69,8 +76,9 @@ class StandardStream(io.FileIO):
     def _write_part(self, view: memoryview) -> int:
         """Write as much of `view` as fits, and return the number of bytes. Raises OSError.
 
-        A stream that drops text waits STALL_SECONDS for a reader, once, and then writes no more than a pipe with room
-        takes without waiting (PIPE_BUF). Another stream waits as long as it takes.
+        A stream that drops text must not wait for its reader without a limit, because other ranks would wait for this
+        one. It waits STALL_SECONDS, once, and writes at most PIPE_BUF bytes, which a pipe with room takes without
+        waiting. Another stream waits as long as it takes.
         """
         if self._was_closed:
             raise OSError(errno.EBADF, "closed")
@@ -84,7 +92,10 @@ class StandardStream(io.FileIO):
         return num_written
 
     def _wait_for_room(self, seconds: float | None) -> None:
-        """Wait until a write will not block. Raises BlockingIOError after `seconds`; None waits without a limit."""
+        """Wait until a write will not block. Raises BlockingIOError after `seconds`; None waits without a limit.
+
+        Sets `_has_stalled`.
+        """
         output = select.poll()
         output.register(self.fileno(), select.POLLOUT)
         timeout_milliseconds = None if seconds is None else 1000 * seconds
@@ -104,15 +115,15 @@ class UnbufferedWriter(io.BufferedWriter):
 
 
 def prepare_output() -> StandardStream | None:
-    """Replace this process's standard streams by ones that take every character. Every program of ours calls this
-    first.
+    """Replace `sys.stdout` and `sys.stderr` by streams that take every character. Every program calls this first.
 
     Standard error drops text that it cannot write; standard output raises OutputError. Streams that somebody has
     replaced, as tests do, are left alone, and so are those that were prepared before.
 
-    Returns the file below standard output; None if that was replaced.
+    Returns the file below standard output, on which the caller may set `drops`; None if somebody has replaced it.
     """
     open_closed_descriptors()
+    # Python keeps the streams with which the process started in `sys.__stdout__` and `sys.__stderr__`.
     if sys.stdout is sys.__stdout__ and _standard_stream_below(sys.stdout) is None:
         sys.stdout = _build_replacing_stream(sys.stdout, descriptor=1)
     if sys.stderr is sys.__stderr__ and _standard_stream_below(sys.stderr) is None:
@@ -149,8 +160,11 @@ def ignoring_output_errors() -> Iterator[None]:
 def _build_replacing_stream(stream: Any, descriptor: int) -> io.TextIOWrapper:
     """Build a text stream that writes to `descriptor` like `stream`, and replaces characters that its encoding lacks.
 
-    `stream` is None if the descriptor was closed when the process started.
+    stream: the stream to replace, which is flushed. None if the descriptor was closed when the process started, because
+        Python then has no stream for it.
+    descriptor: 1 for standard output, 2 for standard error.
     """
+    # Take over the options of the stream, such as an encoding that PYTHONIOENCODING has set.
     options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}
     if stream is not None:
         with suppress(OSError):

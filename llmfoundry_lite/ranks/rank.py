@@ -1,4 +1,9 @@
-"""This process among the ranks of its launch, as `composer`, `torchrun` or `srun` tell it. No torch."""
+"""This process among the ranks of its launch, as `composer`, `torchrun` or `srun` tell it. No torch.
+
+Launchers describe the launch in environment variables. `adopt_srun` translates those of `srun` into the ones that torch
+reads, `check_launch` refuses contradictions, and `this_rank` reads the result. `rank_variables` and `rendezvous` are
+for a program that starts ranks itself. Other functions are about the memory and the cores of this process.
+"""
 
 import ctypes
 import os
@@ -29,13 +34,13 @@ class Rank(NamedTuple):
 def set_environment(variables: Mapping[str, str]) -> None:
     """Set environment variables that torch reads when it is imported, except those that the shell has set.
 
-    GOMP_SPINCOUNT is set too. On a CPU, torch's threads wait for each other in a loop before they sleep. Here the
-    loop has a tenth of libgomp's rounds. That makes a small model train 7 times as fast beside ten other programs on
-    two cores, and as fast as before if it is alone.
+    GOMP_SPINCOUNT is set too, unless the user has chosen how threads wait (OMP_WAIT_POLICY). On a CPU, torch's threads
+    wait for each other in a loop before they sleep. Here the loop has a tenth of libgomp's rounds. That makes a small
+    model train 7 times as fast beside ten other programs on two cores, and as fast as before if it is alone.
     """
     defaults = dict(variables)
     if "OMP_WAIT_POLICY" not in os.environ and "OMP_WAIT_POLICY" not in variables:
-        defaults.setdefault("GOMP_SPINCOUNT", "30000")
+        defaults.setdefault("GOMP_SPINCOUNT", "30000")  # a tenth of libgomp's default, 300,000
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -47,19 +52,25 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
     recognised by SLURM_STEP_NUM_TASKS, which srun sets for the tasks of a step. The batch script around them does not
     have it, and would otherwise look like the first of many tasks.
 
+    The sixth of 8 tasks on the nodes gpu[003-004] gets RANK 5, WORLD_SIZE 8, LOCAL_RANK 1, LOCAL_WORLD_SIZE 4,
+    NODE_RANK 1, MASTER_ADDR gpu003, and a MASTER_PORT that follows from the numbers of the job and the step.
+
     Raises ConfigError, on all ranks of a node, if nodes have different numbers of tasks, or do not have consecutive
     ranks: local ranks, and which ranks share a node, are computed from both. Raises it on rank 0 if that is not on
     the first node.
     """
     if "RANK" in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
         return
+
+    # Read srun's variables.
     check_srun(environment)
     num_tasks = int(environment["SLURM_STEP_NUM_TASKS"])
     num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
     tasks_of_nodes = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(num_tasks // num_nodes)))
     has_master_address = "MASTER_ADDR" in environment
 
-    # Steps of one job share its nodes, and jobs may too, so the port comes from the numbers of both.
+    # Set torch's variables, except those that the user has set. Steps of one job share its nodes, and jobs may too, so
+    # the port comes from the numbers of both. The factor keeps the first 31 steps of consecutive jobs apart.
     step_number = int(environment["SLURM_JOB_ID"]) * 31 + int(environment["SLURM_STEP_ID"])
     defaults = {
         "RANK": environment["SLURM_PROCID"],
@@ -76,9 +87,9 @@ def adopt_srun(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_srun(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if variables that `srun` sets for a task are missing or no numbers.
+    """Raise ConfigError if variables that `srun` sets for a task are missing, or are not numbers.
 
-    That happens if a shell has kept some variables of an earlier task.
+    That happens if a shell has kept some variables of an earlier task. `environment` has SLURM_STEP_NUM_TASKS.
     """
     number_names = ("STEP_NUM_TASKS", "PROCID", "LOCALID", "NODEID", "JOB_ID", "STEP_ID")
     for name in (*(f"SLURM_{number}" for number in number_names), "SLURM_STEP_NODELIST"):
@@ -96,30 +107,38 @@ def check_srun(environment: Mapping[str, str]) -> None:
 def check_srun_ranks(
     environment: Mapping[str, str], tasks_of_nodes: Sequence[int], *, has_master_address: bool
 ) -> None:
-    """Raise ConfigError if srun has not placed ranks as torch expects them: consecutive ones on each node, as many on
-    each.
+    """Raise ConfigError if srun has not placed ranks as torch expects them.
 
-    `tasks_of_nodes` has the number of tasks of each node. Unless the user has set MASTER_ADDR (`has_master_address`),
-    rank 0 must be on the first node, whose name has been taken for it.
+    Each node must have the same number of ranks, and consecutive ones: with two nodes of four tasks, node 1 has the
+    ranks 4 to 7, and its local rank 2 is rank 6. Unless the user has set MASTER_ADDR (`has_master_address`), rank 0
+    must be on the first node, whose name `adopt_srun` has taken for MASTER_ADDR.
+
+    `tasks_of_nodes` has the number of tasks of each node. SLURM_GTIDS lists the ranks of this node, if srun has set it.
     """
+    # Each node must have the same number of ranks.
     if len(set(tasks_of_nodes)) > 1:
         raise ConfigError(
             f"srun: nodes with {', '.join(map(str, tasks_of_nodes))} tasks; every node must have as many as the others "
             "(--ntasks-per-node)"
         )
 
+    # This node's ranks must be consecutive, in the order of the nodes.
     num_local_ranks = tasks_of_nodes[0]
-    rank, node, local_rank = (int(environment[f"SLURM_{name}"]) for name in ("PROCID", "NODEID", "LOCALID"))
+    rank = int(environment["SLURM_PROCID"])
+    node = int(environment["SLURM_NODEID"])
+    local_rank = int(environment["SLURM_LOCALID"])
     expected_ranks = list(range(node * num_local_ranks, (node + 1) * num_local_ranks))
     listed_ranks = environment.get("SLURM_GTIDS", "").split(",")
-    ranks = [int(text) for text in listed_ranks if text] or [rank]
-    if rank != expected_ranks[0] + local_rank or ranks not in (expected_ranks, [rank]):
+    known_ranks = [int(text) for text in listed_ranks if text] or [rank]
+    is_this_rank_expected = rank == expected_ranks[0] + local_rank
+    if not is_this_rank_expected or known_ranks not in (expected_ranks, [rank]):
         raise ConfigError(
-            f"srun: node {node} has the ranks {', '.join(map(str, ranks))}, expected "
+            f"srun: node {node} has the ranks {', '.join(map(str, known_ranks))}, expected "
             f"{', '.join(map(str, expected_ranks))}; give each node consecutive ranks, in the order of the nodes "
             "(--distribution=block)"
         )
 
+    # Rank 0 must be where the others will look for it.
     first_node = environment["MASTER_ADDR"]
     this_node = environment.get("SLURMD_NODENAME", first_node)
     if rank == 0 and not has_master_address and this_node != first_node:
@@ -130,12 +149,14 @@ def check_srun_ranks(
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if a launcher's variables contradict each other, or are no numbers.
+    """Raise ConfigError if a launcher's variables contradict each other, or are not numbers.
 
     A scheduler or a shell may have kept some of an earlier launch. Without this check, a rank would wait for ranks
-    that do not exist until its timeout.
+    that do not exist until its timeout. An example is WORLD_SIZE 8 without RANK: "WORLD_SIZE is 8, and RANK is not set;
+    unset WORLD_SIZE, or start 8 ranks".
     """
-    texts = rank_variables(0, 1)  # those of a process without a launcher
+    # Read the numbers. A variable that is not set has the value of a process without a launcher.
+    texts = rank_variables(0, 1)
     for name, default in texts.items():
         text = environment.get(name, default)
         if not text.isdecimal():
@@ -147,8 +168,10 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
         return f"{name} is {environment[name]}" if name in environment else f"{name} is not set"
 
     def refuse(first: str, second: str, remedy: str) -> NoReturn:
+        """Raise ConfigError for two variables that contradict each other."""
         raise ConfigError(f"{describe_variable(first)}, and {describe_variable(second)}; {remedy}")
 
+    # Compare the numbers with each other.
     if world_size > 1 and "RANK" not in environment:
         refuse("WORLD_SIZE", "RANK", f"unset WORLD_SIZE, or start {world_size} ranks")
     if rank >= world_size:
@@ -162,6 +185,7 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     if world_size == 1:
         return
 
+    # Check the address at which the ranks meet.
     port = environment.get("MASTER_PORT", "29500")
     if not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
         raise ConfigError(f"MASTER_PORT: {port!r} given, expected a free port of rank 0's machine, up to {MAX_PORT}")
@@ -173,10 +197,12 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def step_over_nodes(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return an id of this attempt at a SLURM step over several nodes, the same on all its nodes.
+    """Return an id of this attempt at a SLURM step over several nodes, the same on all its nodes, such as "4711.0.2.0".
 
-    None for a launch on one node or by another scheduler. A requeued job keeps its number and counts its steps anew,
-    so the number of restarts is part of the id.
+    It consists of the job's number, the number of its restarts, the step's number, and torchrun's number of restarts. A
+    requeued job keeps its number and counts its steps anew, so the first two alone would not do.
+
+    Returns None for a launch on one node or by another scheduler.
     """
     this = this_rank()
     is_on_one_node = this.world_size == this.local_world_size
@@ -187,7 +213,10 @@ def step_over_nodes(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse SLURM's number of tasks on each node: `8(x2),4` is 8, 8, 4. Parts that cannot be parsed are left out."""
+    """Parse SLURM's number of tasks on each node.
+
+    "8(x2),4" is [8, 8, 4]: two nodes with 8 tasks each, and one with 4. Parts that cannot be parsed are left out.
+    """
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -198,16 +227,17 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(node_list: str) -> str:
-    """Return the first name in SLURM's list of nodes: gpu003 for `gpu[003-004,012],login`.
+    """Return the first name in SLURM's list of nodes, such as "gpu003" for "gpu[003-004,012],login".
 
-    A name may have several brackets, each with numbers and ranges. The first number of each is taken.
+    A name may have several brackets, each with numbers and ranges. The first number of each is taken, so that
+    "rack[1-2]n[07,09]" is "rack1n07".
     """
     first_entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", node_list)  # up to a comma outside brackets
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first_entry[0] if first_entry else "")
 
 
 def return_freed_memory() -> None:
-    """Return memory that this process has freed to the system, so that its resident memory is what it uses.
+    """Give memory that this process has freed back to the system, so that its resident memory is what it uses.
 
     glibc keeps freed memory otherwise. With another C library nothing is done.
     """
@@ -225,6 +255,7 @@ def count_usable_cores() -> int:
 def rank_variables(rank: int, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, str]:
     """Return the environment variables by which a process knows its rank, under torch's names.
 
+    Rank 5 of 8 with 4 ranks on a node has RANK 5, WORLD_SIZE 8, NODE_RANK 1, LOCAL_RANK 1 and LOCAL_WORLD_SIZE 4.
     Without `ranks_per_node`, all ranks are on one node.
     """
     ranks_per_node = ranks_per_node or num_ranks
@@ -251,8 +282,8 @@ def rendezvous() -> dict[str, str]:
 def this_rank() -> Rank:
     """Read this process's rank from the environment; rank 0 of 1 without a launcher.
 
-    This never fails, because an error must be reported by some rank. A variable that is no number counts as not set.
-    If the local rank is impossible, the process counts as the first rank of its node. `check_launch` refuses both.
+    This never fails, because the code that reports an error needs a rank too. A variable that is not a number counts as
+    not set. If the local rank is impossible, the process counts as alone on its node. `check_launch` refuses both.
     """
     defaults = rank_variables(0, 1)
     numbers = []

@@ -4,7 +4,12 @@ When one rank has failed, its launcher ends the others with the same signal as a
 two apart, a rank records its end before it exits, which is before its launcher can know of it. A rank that gets a
 signal first reads the others' records. A rank that is gone without a record of its end was killed.
 
-The records of all launches are in one file per user. Those of launches that are over are dropped by the next write.
+The records of all launches are in one file per user. Those of launches that are over are dropped by the next write. The
+file is JSON, from a launch's id to its ranks, and from a rank to the fields of its RankRecord:
+
+    {"<id of a launch>": {"0": [4711, 93012, null, ""], "1": [4712, 93015, 2, "error: no space left"]}}
+
+`register_rank` must be called first, `record_end` before a rank exits, and `find_recorded_failure` when a signal comes.
 """
 
 import fcntl
@@ -69,8 +74,8 @@ find_failure_on_other_nodes: Callable[[], FirstError | None] = lambda: None  # n
 def register_rank() -> None:
     """Record that this rank runs, so that the other ranks on this node notice if it is killed.
 
-    To be called once this process's rank is known. Without other ranks on this node, or a usable file, nothing is
-    recorded.
+    To be called once this process's rank is known. Sets `_launch_id`, without which the other functions of this module
+    record and find nothing. Without other ranks on this node, or a usable file, nothing is recorded.
     """
     global _launch_id
     _launch_id = _identify_launch() if this_rank().local_world_size > 1 else None
@@ -81,39 +86,44 @@ def register_rank() -> None:
 def record_end(exit_code: int, error_text: str = "") -> FirstError:
     """Record that this rank is about to exit, with an `error_text` if it has failed.
 
-    A rank may call this several times, for example when it exits after it has reported an error. The first text stays.
+    A rank may call this several times, for example when it exits after it has reported an error. The last code and the
+    first text stay.
 
     Returns the first failure among the ranks of this node, or this rank's end if none has failed. If no records can
-    be used, each rank of the node has to believe that the node's first rank has failed, so that only that one reports
-    its error.
+    be used, the node's first rank counts as the first that has failed, on each rank of the node, so that only that one
+    reports its error.
     """
     this = this_rank()
-    own_end = FirstError(this.rank, exit_code, error_text)
+    end_of_this_rank = FirstError(this.rank, exit_code, error_text)
     with suppress(OSError), _open_records() as records:
         record = records.get(str(this.rank)) or RankRecord(os.getpid(), None, None, "")
         if error_text and not record.error_text:
             records.pop(str(this.rank), None)  # inserted again below, after the ranks that failed before
-        text = record.error_text or error_text[:MAX_TEXT_CHARACTERS]
-        records[str(this.rank)] = record._replace(exit_code=exit_code, error_text=text)
-        return _first_reported_failure(records) or own_end
+        first_text = record.error_text or error_text[:MAX_TEXT_CHARACTERS]
+        records[str(this.rank)] = record._replace(exit_code=exit_code, error_text=first_text)
+        return _first_reported_failure(records) or end_of_this_rank
+
+    # The records cannot be used.
     if this.local_rank == 0:
-        return own_end
-    return FirstError(this.rank - this.local_rank, exit_code, "")
+        return end_of_this_rank
+    first_rank_of_node = this.rank - this.local_rank
+    return FirstError(first_rank_of_node, exit_code, "")
 
 
 def find_recorded_failure() -> FirstError | None:
     """Return the failure of another rank, because of which a launcher may be ending this one; None if none is known.
 
-    The first that a rank on this node has reported comes before a rank here that has ended without a report, and that
-    before a failure on another node.
+    These are looked for in order: an error that a rank on this node has reported, a rank on this node that was killed
+    or has exited with an error code, and a failure on another node.
     """
     with suppress(OSError), _open_records() as records:
-        others = {rank: record for rank, record in records.items() if rank != str(this_rank().rank)}
-        reported = _first_reported_failure(others)
-        if reported is not None:
-            return reported
+        other_records = {rank: record for rank, record in records.items() if rank != str(this_rank().rank)}
+        reported_failure = _first_reported_failure(other_records)
+        if reported_failure is not None:
+            return reported_failure
 
-        for rank, record in others.items():
+        # No other rank has reported an error. Look for one that has ended without a report.
+        for rank, record in other_records.items():
             was_killed = record.exit_code is None and start_ticks(record.pid) != record.started
             if was_killed:
                 cause = "has ended without a message: it was killed, perhaps for lack of memory, or has crashed"
@@ -136,13 +146,17 @@ def _identify_launch() -> str | None:
     """Return an id of this launch: its launcher's process, and the launcher's attempt at starting ranks.
 
     The launcher is the nearest ancestor that does not have this rank in its environment, because a script may stand
-    between it and this process. None if the system does not tell when that process started.
+    between it and this process. The attempt is known by the port and by torchrun's number of restarts. All ranks of a
+    launch on this node compute the same id, without asking each other.
+
+    Returns None if the system does not tell when the launcher started.
     """
+    # Go up from the parent, as long as a process has the same RANK=… as this one (under srun, SLURM_PROCID=…).
     pid = os.getppid()
     with suppress(OSError, ValueError):
         own_variables = Path("/proc/self/environ").read_bytes().split(b"\0")
-        ranks = [variable for variable in own_variables if variable.startswith(b"RANK=")]
-        rank_variable = ranks[0] if ranks else b"SLURM_PROCID=%d" % this_rank().rank
+        rank_variables = [variable for variable in own_variables if variable.startswith(b"RANK=")]
+        rank_variable = rank_variables[0] if rank_variables else b"SLURM_PROCID=%d" % this_rank().rank
         while rank_variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             fields_after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             pid = int(fields_after_name[1])  # the parent
@@ -156,13 +170,15 @@ def _identify_launch() -> str | None:
 
 @contextmanager
 def _open_records() -> Iterator[Records]:
-    """Lock the file of records, and yield those of this launch. What the block changes in them is written at its end.
+    """Lock the file of records, and yield those of this launch. Changes that the block makes are written at its end.
 
-    Signals wait until then, because their handlers open the file too. Raises OSError if this rank is not registered,
-    if the file belongs to somebody else, or if another process keeps it locked.
+    Signals are delayed until then, because their handlers open the file too, and would wait for the lock. Raises
+    OSError if this rank is not registered, if the file belongs to somebody else, or if another process keeps it locked.
     """
     if _launch_id is None:
         raise OSError
+
+    # Read the records of all launches.
     path = Path(tempfile.gettempdir(), f"llmfoundry_lite_ranks_{os.getuid()}.json")
     with open(open_own(path, os.O_RDWR | os.O_CREAT), "r+b") as file, _blocked_signals():
         _lock(file.fileno())
@@ -174,6 +190,7 @@ def _open_records() -> Iterator[Records]:
         records = {rank: RankRecord(*values) for rank, values in launches.get(_launch_id, {}).items()}
         yield records
 
+        # Write them again, without launches that are over: those whose launcher, the first part of an id, has ended.
         launches[_launch_id] = {rank: list(record) for rank, record in records.items()}
         current = [key for key in launches if key == _launch_id or is_alive(json.loads(key)[0]) is not False]
         content = json.dumps({key: launches[key] for key in current[-MAX_LAUNCHES:]})

@@ -1,4 +1,8 @@
-"""Signals that ask a process to leave, and what they do until it has begun. It imports nothing that takes time."""
+"""Signals that ask a process to leave, and how they are handled until the program has begun.
+
+Programs call `leave_with_75_when_asked` before their imports, so this module imports nothing that takes time. Once a
+program has begun, `ending.raise_when_interrupted` installs other handlers.
+"""
 
 import os
 import signal
@@ -22,7 +26,7 @@ itself, as a JVM does."""
 def handled_leaving_signals() -> list[int]:
     """Return the LEAVING_SIGNALS that this process handles.
 
-    These are all but those of SKIPPED_IF_HANDLED that are ignored, or that a C library handles.
+    Signals of SKIPPED_IF_HANDLED are left out if they are ignored, or if a C library has installed a handler.
     """
     handled = []
     for number in LEAVING_SIGNALS:
@@ -57,10 +61,11 @@ def leave_with_75_when_asked() -> None:
 
 
 def leave_now(number: int, frame: Any) -> None:
-    """Exit with code 75: a handler for signals that come before the program has begun. Rank 0 prints the reason.
+    """Exit with code 75 (EXIT_PREEMPTED). A handler for signals that come before the program has begun.
 
-    It exits without cleaning up, since an import that it interrupts may swallow exceptions.
+    Rank 0 prints the reason. It exits without cleaning up, because an import that it interrupts may swallow exceptions.
     """
+    # Read the variable itself, since `ranks.rank` may not be imported yet.
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank == "0":
         reason = describe_reason_to_leave(signal.Signals(number).name)
@@ -84,7 +89,8 @@ def _has_other_ranks() -> bool:
 def signals_delayed(numbers: Sequence[int], then: Callable[[], None]) -> Iterator[None]:
     """Delay signals until the end of a block and of `then()`, which is called after it and may install handlers.
 
-    Signals that came meanwhile are handled then. If the block raises, they are dropped, and `then` is not called.
+    Signals that came meanwhile are handled then, by the new handlers. If the block raises, they are dropped, and `then`
+    is not called, so that the block's error is reported.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

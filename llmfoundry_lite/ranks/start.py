@@ -1,4 +1,9 @@
-"""Start of a launch's process group: over NCCL (RCCL on AMD) with accelerators, over gloo without."""
+"""Start of a launch's process group: over NCCL (RCCL on AMD) with accelerators, over gloo without.
+
+The process group is torch's connection of all ranks. To start it, ranks meet at a store that rank 0 keeps (the
+rendezvous). `start_process_group` does so, and turns ranks that do not meet into an error that names the cause.
+`choose_device` gives each rank its device.
+"""
 
 import datetime
 import os
@@ -27,16 +32,21 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
     """Start the process group of all ranks, over NCCL for "cuda" and gloo otherwise, unless there is one.
 
     Collective: every rank calls this, and waits for the others. A process without a launcher is a world of one, and
-    opens no connection. `timeout_seconds` is the limit of the rendezvous, and of every collective afterwards.
+    opens no connection.
+
+    timeout_seconds: limit of the rendezvous, and of every collective afterwards.
+    exit_code: code with which this process exits if rank 0 is frozen. torch then waits without an end, so the process
+        exits after twice the timeout. None is the code of a fault that may pass.
 
     Raises ConfigError if a launcher's variables contradict each other or rank 0's address is unknown, and
-    MissingRanksError if a rank is missing after the timeout. If rank 0 is frozen, torch waits without an end. So the
-    process then exits after twice the timeout with `exit_code`, by default that of a fault that may pass.
+    MissingRanksError if a rank is missing after the timeout.
     """
     if dist.is_initialized():
         return
     check_launch()
     backend = "nccl" if device_type == "cuda" else "gloo"
+
+    # A process alone has a store in its memory.
     this = this_rank()
     if this.world_size == 1:
         for name, value in rank_variables(0, 1).items():
@@ -44,6 +54,8 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
 
+    # One of several ranks goes on. Prepare the error for a rank 0 that does not answer: once torch waits, in C++, only
+    # the text can be printed.
     address = os.environ.get("MASTER_ADDR")
     if address:
         check_address(address)
@@ -55,6 +67,8 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
     no_answer.__cause__ = TransientError()
     if exit_code is None:
         exit_code = exit_code_of(no_answer)
+
+    # Wait for the other ranks.
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with limited_wait(RENDEZVOUS_GRACE_SECONDS, 2 * timeout_seconds, describe_error(no_answer), exit_code):
         try:
@@ -68,7 +82,9 @@ def start_process_group(device_type: str, timeout_seconds: float, exit_code: int
 def describe_missing(torch_error: str, timeout_seconds: float) -> str:
     """Return the text of an error for ranks that have not met: how many have joined, or that rank 0 did not answer.
 
-    torch says on rank 0 how many have joined, in `torch_error`. Other ranks only know that rank 0 did not answer them.
+    `torch_error` is the text of torch's error. On rank 0, it says how many ranks have joined, as in "… 3/4 clients
+    joined.", and the result says "3 of 4 ranks joined within 60 s at 10.0.0.3:29500". Other ranks only know that rank 0
+    did not answer them. If the port is taken, that is the cause, and is all that the text says.
     """
     this = this_rank()
     address = f"{os.environ.get('MASTER_ADDR', LOOPBACK)}:{os.environ.get('MASTER_PORT', DEFAULT_PORT)}"
@@ -90,8 +106,11 @@ def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Return options for `init_process_group` with which ranks that are all on this node meet on loopback.
 
     torch's own store listens on all addresses, where others could write what ranks read. Rank 0 opens the store, and
-    the other ranks connect to it. The options are empty if ranks are on several nodes, or if torchrun has opened a
-    store already. Raises MissingRanksError on rank 0 if the port is taken.
+    the other ranks connect to it, so this waits for rank 0. If all ranks are on this node, gloo and NCCL are confined
+    to loopback, too.
+
+    Returns {"store": …, "rank": …, "world_size": …}. The options are empty if ranks are on several nodes, or if
+    torchrun has opened a store already. Raises MissingRanksError on rank 0 if the port is taken.
     """
     this = this_rank()
     if this.local_world_size < this.world_size:
@@ -100,6 +119,7 @@ def loopback_store(timeout: datetime.timedelta) -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
 
+    # Rank 0 listens on loopback itself, and passes the socket's descriptor to the store.
     port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
     is_master = this.rank == 0
     listener: int | None = None
@@ -125,10 +145,10 @@ def use_loopback() -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise ConfigError if the name of rank 0's node (MASTER_ADDR) does not resolve. torch would try for minutes
-    silently.
+    """Raise ConfigError if the name of rank 0's node (MASTER_ADDR) does not resolve.
 
-    If the name server does not answer, it may do so later. That is only printed, and torch tries until its timeout.
+    torch would try for minutes, and print nothing. If the name server does not answer (EAI_AGAIN), it may do so later.
+    That is only printed, and torch tries until its timeout.
     """
     try:
         socket.getaddrinfo(address, None)
@@ -144,16 +164,19 @@ def check_address(address: str) -> None:
 def choose_device(device_type: str) -> torch.device:
     """Return this rank's device, "cpu" or the GPU of its local rank, and make it PyTorch's current one.
 
-    torch gets an equal part of the node's cores for its threads, unless OMP_NUM_THREADS is set. With GPUs too, since
-    a save checks and hashes on the cores. Raises ConfigError, on all ranks of a node, if they see fewer GPUs than the
-    node has ranks.
+    Also sets the number of torch's threads, unless OMP_NUM_THREADS is set: each rank gets an equal part of the node's
+    cores. It is set with GPUs too, because a save computes checksums on the cores.
+
+    Raises ConfigError, on all ranks of a node, if they see fewer GPUs than the node has ranks.
     """
+    # Divide the cores.
     this = this_rank()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, count_usable_cores() // this.local_world_size))
     if device_type != "cuda":
         return torch.device("cpu")
 
+    # Local rank N takes device N, so each rank must see all of them.
     num_devices = torch.cuda.device_count()
     if num_devices < this.local_world_size:
         raise ConfigError(

@@ -2,7 +2,12 @@
 
 status.json has `running | done | stopped | preempted | failed`, the last batch, the reason and, while a run runs, its
 process: a launch that is refused must not touch it then. A process that is killed or aborted writes nothing, so a
-reader has to check whether the recorded process is gone.
+reader has to check whether the recorded process is gone:
+
+    {"status": "running", "batch": 40, "reason": null, "last_saved": "ba40", "process": {"host": "gpu003", …}}
+
+`write_status` and `read_status` are for a launch that trains. `write_ended_early` and `refusals_recorded` are for one
+that ends before. The last functions let ranks on several nodes find each other's failures in the file.
 """
 
 import contextlib
@@ -61,12 +66,13 @@ def write_status(
     `has_begun` says whether the launch had started to train before it ended, and `launch` is its number in
     metrics.jsonl. Both go into launches.jsonl alone.
 
-    `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed where the
-    file already says that this process is running.
+    `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed if the
+    file already says that this process is running, and this call says so too.
 
     Raises OSError if launches.jsonl is a link, through which another file would be written. A link in the place of
     status.json is replaced.
     """
+    # Build the line for launches.jsonl.
     reason = mask_credentials(reason or "") or None
     outcome = {"status": status, "batch": batch, "reason": reason}
     event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
@@ -74,6 +80,7 @@ def write_status(
     if launch is not None:
         event["launch"] = launch
 
+    # Build the content of status.json.
     content: dict[str, Any] = dict(outcome)
     for key, value in more.items():
         content[key] = mask_credentials(value) if isinstance(value, str) else value
@@ -91,12 +98,13 @@ def read_status(folder: Path) -> dict[str, Any] | None:
     """Read the status of a run's last launch; None if there is none.
 
     A launch that is recorded as running and whose process is gone was killed. Its status is returned as failed, or as
-    preempted if it had been asked to leave and its saves did not fail.
+    preempted if it had been asked to leave and its saves did not fail. The file is not changed.
     """
     content = _read(folder)
     if content is None or content.get("status") != "running" or is_running(content):
         return content
 
+    # The launch was killed. Build the status that it would have written.
     reason = f"the process of rank 0 is gone without a word, killed or aborted; {SAVES_STAND}"
     reason_to_leave = content.get("reason")
     if reason_to_leave:
@@ -124,6 +132,8 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
     is_done = before.get("status") == "done"
     if is_running(before) or (is_done and status == "failed"):
         return
+
+    # Lost batches stay lost until a launch trains them again.
     if status == "preempted" and has_lost_batches(before):
         status = "failed"
         more[TRY_AGAIN] = True  # a script that launches preempted runs again may launch this one again too
@@ -134,8 +144,9 @@ def write_ended_early(folder: Path, status: str, reason: str, **more: Any) -> No
 def has_lost_batches(status: dict[str, Any]) -> bool:
     """Return whether the launch with this status has failed, and has trained batches that no save holds.
 
-    `status` is the content of status.json. The newest save is named for its batch, such as ba200; it is None before
-    the first. The batches of a launch with partners are not lost with it, because others hold and save them.
+    `status` is the content of status.json. The newest save is named for its batch, and is None before the first: with
+    {"status": "failed", "batch": 230, "last_saved": "ba200"}, 30 batches are lost. The batches of a launch with
+    partners are not lost with it, because others hold and save them.
     """
     if status.get(HAS_PARTNERS):
         return False
@@ -166,11 +177,12 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
 
 
 def _record_refusal(error: BaseException, folder: Path | None) -> None:
-    """Write this launch's early end into the run directory `folder`, if this rank is to do it (see
-    `refusals_recorded`).
+    """Write this launch's early end into the run directory `folder`, if this rank is to do it.
 
-    A UserError also learns whether an earlier launch has lost batches, on which its exit code depends. Raises
-    OSError, and RuntimeError if the process group's store is gone.
+    `refusals_recorded` explains which rank does, and when nothing is recorded. Sets `error.has_lost` of a UserError on
+    every rank: whether an earlier launch has lost batches, on which the exit code depends.
+
+    Raises OSError, and RuntimeError if the process group's store is gone.
     """
     if isinstance(error, UserError) and folder is not None:
         error.has_lost = has_lost_batches(read_status(folder) or {})
@@ -205,7 +217,11 @@ def watch_for_failures_on_other_nodes(folder: Path) -> None:
 def failure_on_another_node(folder: Path) -> FirstError | None:
     """Return the failure that a rank of this launch over several nodes has recorded in the run directory `folder`.
 
-    None if there is none, or the record is of another attempt, or the launch is on one node.
+    It is in status.json, as `_record_refusal` writes it:
+
+        {"status": "failed", "batch": 0, "reason": "…", "step": "4711.0.2.0", "rank": 5, "exit_code": 2}
+
+    None if there is none, or the record is of another attempt (its `step`), or the launch is on one node.
     """
     step = step_over_nodes()
     if step is None:
@@ -231,7 +247,8 @@ def is_running(content: dict[str, Any]) -> bool:
 def is_sound(content: Any) -> bool:
     """Return whether JSON has the keys and types that a launch writes into status.json.
 
-    The file may be anybody's. Other content counts as no status.
+    The file may be written by anybody, so that code that reads it relies on this check. It covers `status`, `reason`,
+    `batch`, and `process` if it is there. Values of other keys are not checked.
     """
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
