@@ -1,7 +1,11 @@
-"""Proofs, and races beside peers: `python -m benchmarks NAME --help`. Not part of the wheel.
+"""Command line of the benchmarks: `python -m benchmarks NAME --help`. Not part of the wheel.
 
-docs/claims.md says which claim rests on which benchmark. Reports of what was measured lie in benchmarks/results. The
-options of a benchmark are the parameters of its `run`; lists are given with commas.
+    python -m benchmarks                                    lists the benchmarks
+    python -m benchmarks prepare --out benchmarks/results   runs one
+
+Each benchmark is a module with a function `run`, and its options are made from the parameters of `run`: `num_rounds:
+int = 3` becomes `--num-rounds`, with 3 as its default, and `sizes: Sequence[str]` becomes `--sizes a,b`. docs/claims.md
+says which claim rests on which benchmark. The reports of past measurements are in benchmarks/results.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from llmfoundry_lite.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USER, UserError
 from llmfoundry_lite.files import check_result_replaceable
 from llmfoundry_lite.ranks.output import prepare_output
 
+# Name on the command line -> (module below benchmarks/, one line of help).
 BENCHMARKS = {
     "train": ("train.train", "A training step beside LLM Foundry's."),
     "growth": ("train.growth", "How a step grows with parameters, sequence and batch."),
@@ -43,59 +48,83 @@ BENCHMARKS = {
     "islands-local": ("islands.local", "Local steps over slow links: loss, bytes and time."),
     "islands-faults": ("islands.faults", "Random faults of ranks, islands, links and the coordinator."),
 }
-FREE = ("results", "overrides")
-"""Parameters given without an option's name."""
+POSITIONAL_PARAMETERS = ("results", "overrides")
+"""Parameters of `run` that the command line takes without an option's name."""
 
 
 def run_benchmark(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 1 if what was to be shown does not hold."""
+    """Run the benchmark that a command line names, and return the exit code.
+
+    `arguments` is the command line after `python -m benchmarks`: the benchmark's name, then its options. Without a
+    name, or with one that does not exist, the list of benchmarks is printed.
+
+    Returns 0 when the benchmark ends and the claim it tests holds, 1 when the claim does not hold, and the code of a
+    UserError otherwise. A benchmark says whether its claim holds with `passed` or `is_same` in its report; one that
+    returns an integer has chosen the exit code itself; all others only measure, and return 0.
+    """
     name = arguments[0] if arguments else ""
     if name not in BENCHMARKS:
         print("Usage: python -m benchmarks NAME [OPTIONS]\n")
         print("\n".join(f"  {name:<17}{text}" for name, (_, text) in BENCHMARKS.items()))
         return EXIT_DONE if name in ("", "--help") else EXIT_USER
+
+    # Only the benchmark that runs is imported, because some need packages that others do not.
     module = import_module(f"benchmarks.{BENCHMARKS[name][0]}")
     try:
         options = vars(build_parser(name, module.run).parse_args(arguments[1:]))
         if options.get("out") is not None:
+            # Refuse to overwrite a report before measuring, not after.
             check_result_replaceable(options["out"], name)
-        found = module.run(**options)
+        report = module.run(**options)
         if options.get("out") is not None:
             print(f"written: {printable(str(options['out']))}")
     except UserError as error:
         print(f"error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
-    if isinstance(found, int):
-        return found
-    holds = found.get("passed", found.get("is_same", True)) if isinstance(found, dict) else True
+
+    # A missing key means that the benchmark makes no claim that could fail.
+    if isinstance(report, int):
+        return report
+    holds = report.get("passed", report.get("is_same", True)) if isinstance(report, dict) else True
     return EXIT_DONE if holds else EXIT_FAILURE
 
 
 def build_parser(name: str, run: Callable[..., Any]) -> argparse.ArgumentParser:
-    """Make an option of each parameter that a command line can give."""
+    """Build the parser of a benchmark: one option for each parameter of `run` whose type can be written as text.
+
+    A parameter of another type, such as a callable that tests pass, gets no option. `run` is then called without it, so
+    it needs a default. A parameter without a default becomes a required option.
+    """
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=run.__doc__)
     hints = get_type_hints(run)
     for parameter in inspect.signature(run).parameters.values():
-        kind, is_list = innermost(hints[parameter.name])
-        if kind not in (str, int, float, bool, Path):
+        value_type, is_list = value_type_of(hints[parameter.name])
+        if value_type not in (str, int, float, bool, Path):
             continue
         options: dict[str, Any] = {"default": parameter.default, "help": "[%(default)s]"}
-        if parameter.name in FREE:
-            parser.add_argument(parameter.name, nargs="*", type=kind, **options)
+
+        if parameter.name in POSITIONAL_PARAMETERS:
+            parser.add_argument(parameter.name, nargs="*", type=value_type, **options)
             continue
-        if kind is bool:
+        if value_type is bool:
             options["action"] = "store_true"
         else:
-            options["type"] = (lambda text, kind=kind: [kind(part) for part in text.split(",")]) if is_list else kind
+            options["type"] = value_type
+            if is_list:
+                # Written with commas. The default binds this parameter's type, because the loop variable will change.
+                options["type"] = lambda text, of=value_type: [of(part) for part in text.split(",")]
         options["required"] = parameter.default is parameter.empty
         parser.add_argument(f"--{parameter.name.replace('_', '-')}", **options)
     return parser
 
 
-def innermost(hint: Any) -> tuple[Any, bool]:
-    """Return int and True for Sequence[int], and the first part of a union."""
+def value_type_of(hint: Any) -> tuple[Any, bool]:
+    """Return the type of one value of a parameter, and whether the parameter takes a list of them.
+
+    Examples: `int` gives (int, False), `Path | None` gives (Path, False), and `Sequence[int]` gives (int, True).
+    """
     if get_origin(hint) in (Union, type(int | None)):
-        return innermost(get_args(hint)[0])
+        return value_type_of(get_args(hint)[0])
     if get_origin(hint) is not None:
         return get_args(hint)[0], True
     return hint, False

@@ -1,6 +1,7 @@
-"""Meters of the checkpoint benchmark: a clock for all ranks, the page cache, memory, the machine's limits.
+"""Meters of the checkpoint benchmark: a clock for all ranks, the page cache, memory, and the machine's limits.
 
-Everything here but `available_bytes` runs in a rank.
+Everything here except `available_bytes` runs in a rank. `timed`, `slowest`, `Limits.measure` and `drop_from_cache` are
+collective. Linux only, because posix_fadvise, mincore and /proc/self are used.
 """
 
 import ctypes
@@ -23,10 +24,14 @@ from llmfoundry_lite.files import sync
 from llmfoundry_lite.ranks import exchange
 
 CHUNK_BYTES = 8 << 20
+"""Bytes of one write or read call when the limits are measured."""
 
 
 def timed(work: Callable[[], Any], needs_bytes: int) -> float:
-    """Do the work on all ranks at once; return the seconds of the slowest."""
+    """Call `work` on all ranks at the same time, and return the seconds of the slowest rank. Collective.
+
+    `needs_bytes` is the memory that `work` will allocate on this rank; see `warm_up`.
+    """
     warm_up(needs_bytes)
     dist.barrier()
     started = time.perf_counter()
@@ -35,28 +40,37 @@ def timed(work: Callable[[], Any], needs_bytes: int) -> float:
 
 
 def slowest(seconds: float) -> float:
+    """Return the largest of all ranks' seconds, to the microsecond. Collective."""
     return exchange.all_reduce_max([int(seconds * 1e6)])[0] / 1e6
 
 
 def warm_up(num_bytes: int) -> None:
-    """Touch and free as much memory as a measurement will take, before its clock starts.
+    """Touch and free the memory that a measurement will take, before its clock starts.
 
-    A virtual machine gives free memory back to its host, and getting it again takes longer than anything measured here.
+    A virtual machine returns free memory to its host, and getting it back takes longer than anything measured here.
+    `num_bytes` is limited to this rank's share of half of the available memory.
     """
     num_bytes = min(num_bytes, available_bytes() // 2 // dist.get_world_size())
     if not num_bytes:
         return
+
+    # One byte in each page is enough to make the kernel provide the page.
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         for page in range(0, num_bytes, mmap.PAGESIZE):
             memory[page] = 1
 
 
 def available_bytes() -> int:
+    """Return the bytes of memory that programs can still take on this machine."""
     return psutil.virtual_memory().available
 
 
 class Limits:
-    """Measure what this machine does with the bytes of the local state, all ranks at once, one file each."""
+    """Measures how fast this machine can copy, write and read the bytes of the local state.
+
+    All ranks work at the same time, each on one file of its own below `folder`. A checkpoint cannot be faster than
+    that.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], folder: Path):
         self.tensors = tensors
@@ -66,17 +80,22 @@ class Limits:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def measure(self) -> dict[str, float]:
-        """Return seconds. Memory that is copied into has been touched before; the best of three copies counts."""
+        """Return `copy_seconds`, `write_seconds` and `read_seconds` of the slowest rank. Collective.
+
+        The best of three copies counts, and the memory copied into has been touched before. The read starts with a cold
+        page cache. The file is removed afterwards.
+        """
         path = self.folder / "bytes"
-        found = {"copy_seconds": min(timed(self._copy, 0) for _ in range(3))}
-        found["write_seconds"] = timed(lambda: self._write(path), self.buffer.numel())
+        seconds = {"copy_seconds": min(timed(self._copy, 0) for _ in range(3))}
+        seconds["write_seconds"] = timed(lambda: self._write(path), self.buffer.numel())
         drop_from_cache(self.folder)
-        found["read_seconds"] = timed(lambda: self._read(path), self.buffer.numel())
+        seconds["read_seconds"] = timed(lambda: self._read(path), self.buffer.numel())
         path.unlink()
         sync(self.folder)
-        return found
+        return seconds
 
     def _copy(self) -> None:
+        """Copy all tensors into the buffer, one behind the other, and wait until a GPU has done so."""
         begin = 0
         for tensor in self.tensors:
             target = self.buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -86,6 +105,7 @@ class Limits:
             torch.cuda.synchronize()
 
     def _write(self, path: Path) -> None:
+        """Write the buffer into a file in chunks, without Python's buffering, and fsync it."""
         content: Any = memoryview(as_bytes(self.buffer))  # pyright: ignore[reportArgumentType]
         with path.open("wb", buffering=0) as file:
             for begin in range(0, len(content), CHUNK_BYTES):
@@ -93,6 +113,7 @@ class Limits:
             os.fsync(file.fileno())
 
     def _read(self, path: Path) -> None:
+        """Read the file back into the buffer in chunks, without Python's buffering."""
         content: Any = memoryview(as_bytes(self.buffer))  # pyright: ignore[reportArgumentType]
         with path.open("rb", buffering=0) as file:
             for begin in range(0, len(content), CHUNK_BYTES):
@@ -100,9 +121,16 @@ class Limits:
 
 
 def drop_from_cache(folder: Path) -> float:
-    """Drop synced files from the page cache; return the share of their pages that it kept nevertheless."""
+    """Drop a folder's files from the page cache, and return the share of their pages that stayed, from 0 to 1.
+    Collective.
+
+    The files must have been synced, because the kernel does not drop dirty pages. The share is the largest of all
+    ranks.
+    """
     dist.barrier()
-    kept = pages = 0
+
+    # Every rank drops all files, because more than one node may have them in its cache.
+    num_resident = num_pages = 0
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size:
             with path.open("rb") as file:
@@ -111,25 +139,34 @@ def drop_from_cache(folder: Path) -> float:
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size:
             resident = resident_pages(path)
-            kept, pages = kept + sum(resident), pages + len(resident)
-    return exchange.all_reduce_max([kept * 1_000_000 // max(pages, 1)])[0] / 1e6
+            num_resident += sum(resident)
+            num_pages += len(resident)
+    return exchange.all_reduce_max([num_resident * 1_000_000 // max(num_pages, 1)])[0] / 1e6
 
 
 def resident_pages(path: Path) -> bytes:
-    """Return a byte for each page of a file, 1 if it is in the page cache (mincore)."""
+    """Return one byte for each page of a file: 1 if the page is in the page cache, otherwise 0.
+
+    Uses mincore(2), which Python does not offer, on a mapping of the file. Raises OSError. The file must not be empty.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-        found = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
+        residency = ctypes.create_string_buffer(-(-len(mapped) // mmap.PAGESIZE))
         first = ctypes.c_char.from_buffer(mapped)
-        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), found)
-        del first
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), residency)
+        del first  # a mapping cannot be closed while an object refers to its memory
         if failed:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-        return bytes(byte & 1 for byte in found.raw)
+        # Only the lowest bit of each byte is defined.
+        return bytes(byte & 1 for byte in residency.raw)
 
 
 class Memory:
-    """Peak memory of a side beyond what the rank held before the side's first save."""
+    """Meter of the peak memory that one saver needs on this rank, beyond what the rank held before its first save.
+
+    `kept_bytes` is what the saver has allocated in earlier saves and not freed, such as staging buffers. `extra_bytes`
+    is the result: the peak of the last save, including what was kept before it.
+    """
 
     def __init__(self, local_bytes: int) -> None:
         self.local_bytes = local_bytes
@@ -138,15 +175,20 @@ class Memory:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
+        """Measure the block's peak memory. Sets `extra_bytes`, and adds to `kept_bytes` what the block did not free."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or what others have freed would hide what is allocated now
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew (proc(5))
+        # Return freed memory to the system. Otherwise the block could allocate it again without a visible growth.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark VmHWM, see proc(5)
         before = _status_bytes("VmRSS")
+
         yield
+
         self.extra_bytes = self.kept_bytes + _status_bytes("VmHWM") - before
         self.kept_bytes += _status_bytes("VmRSS") - before
 
 
 def _status_bytes(field: str) -> int:
+    """Return the bytes of a field of /proc/self/status, which counts in KiB, such as VmRSS."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) << 10

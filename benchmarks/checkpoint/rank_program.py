@@ -1,6 +1,7 @@
-"""One rank's part of the checkpoint benchmark: it builds the model, has the sides save in turns, and times them.
+"""What each rank of the checkpoint benchmark does: build the model, let the savers take turns, and time them.
 
-Started by `checkpoint.py`. Rank 0 prints how it goes.
+`checkpoint.py` starts NUM_RANKS processes which call `measure`. Every function here is collective unless it only reads
+tensors or prints. Rank 0 prints the progress, and all ranks return the same figures.
 """
 
 import os
@@ -33,34 +34,48 @@ from llmfoundry_machines.bench.steps import model_of
 
 NUM_RANKS = 2
 LIMITS = "limits"
+"""The turn in which the machine's limits are measured, beside those of the savers."""
 ANY_HASH = mock.MagicMock(**{"__ne__.return_value": False, "hex.return_value": mock.ANY})
-"""Equal to the hash of any bytes."""
+"""Equal to the hash of any bytes, so that a load runs without hashing."""
 
 
 def measure(what: str, size: str, num_rounds: int, work: str) -> dict[str, Any]:
-    """One rank's part."""
+    """Run one part of the benchmark on this rank, and return its figures. Collective.
+
+    `what` selects the part: "sides" compares all savers, "growth" times ours alone, and "interval" trains with a save
+    after every batch. `size` names the model, and `work` is a scratch folder that all ranks share.
+    """
     rank = dist.get_rank()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "LOCAL_WORLD_SIZE": NUM_RANKS, "NODE_RANK": 0}
-    os.environ.update({name: str(value) for name, value in place.items()})  # Composer asks for all of them
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": NUM_RANKS,
+        "LOCAL_WORLD_SIZE": NUM_RANKS,
+        "NODE_RANK": 0,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})  # Composer reads all of these
+
     model, optimizer = build(size)
     interval = partial(measure_interval, size=size, say=_say)
     measures = {"sides": measure_sides, "growth": measure_growth, "interval": interval}
-    found = measures[what](model, optimizer, Path(work, f"{what}-{size}"), num_rounds)
+    figures = measures[what](model, optimizer, Path(work, f"{what}-{size}"), num_rounds)
     local_bytes = exchange.all_gather_json(sum(tensor.nbytes for tensor in local_tensors(model, optimizer)))
-    return {"parameters": count_parameters(model_config(size)), "local_bytes": local_bytes, **found}
+    return {"parameters": count_parameters(model_config(size)), "local_bytes": local_bytes, **figures}
 
 
 def _say(progress: str) -> None:
+    """Print a line of progress on rank 0."""
     if dist.get_rank() == 0:
         print(f"  {progress}", flush=True)
 
 
 def model_config(size: str) -> ModelConfig:
+    """Return the configuration of the model with this size's name, for sequences of 2048 tokens."""
     return model_of(size, 2048)
 
 
 def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A sharded MPT and an AdamW that has taken a step."""
+    """Build an MPT that is sharded over all ranks, and an AdamW whose state exists, because it has taken one step."""
     from llmfoundry_lite.parallel.fsdp import build_parallel_model
     from llmfoundry_lite.parallel.mesh import build_mesh
     from llmfoundry_lite.parallel.precision import PRECISIONS
@@ -69,6 +84,8 @@ def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     mesh = build_mesh(divide_devices(fsdp, NUM_RANKS), device_type())
     model = build_parallel_model(model_config(size), fsdp, PRECISIONS["fp32", "DEFAULT"], mesh, seed=17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    # Any gradient will do: only the step matters, because it allocates the moments.
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -77,14 +94,23 @@ def build(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def local_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return this rank's part of every tensor that a checkpoint holds, weights and optimizer state."""
     return [local_tensor(tensor) for tensor in read_state(model, optimizer).tensors.values()]
 
 
 def measure_sides(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Path, num_rounds: int
 ) -> dict[str, Any]:
-    """All sides and limits in turns; in every other round in reverse, so that none always follows the same one."""
-    starts = {
+    """Let all savers and the measurement of the limits take turns, in `num_rounds` rounds after a first, cold one.
+    Collective.
+
+    Our own side also loads what it has saved, with and without verification. Each checkpoint is removed after its turn.
+
+    Returns {"rounds": [...], "resident_after_drop": ...}. A round has the figures of `measure_save` for each side, the
+    seconds of the limits and those of the loads. The last value is the largest share of a file that stayed in the page
+    cache before a load.
+    """
+    savers = {
         OURS: our_save(model, optimizer, work / "ours"),
         SAVE: dcp_save(model, optimizer),
         ASYNC_SAVE: dcp_async_save(model, optimizer),
@@ -93,79 +119,99 @@ def measure_sides(
     limits = Limits(local_tensors(model, optimizer), work)
     local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
     memory = {side: Memory(local_bytes) for side in SIDES}
-    rounds, resident = [], 0.0
-    for number in range(num_rounds + 1):
-        found: dict[str, Any] = {}
-        turns = (LIMITS, *SIDES)  # ours is compared with its neighbours, the limits and async_save
-        for side in turns if number % 2 == 0 else reversed(turns):
+    rounds, max_share_resident = [], 0.0
+    for round_number in range(num_rounds + 1):
+        figures: dict[str, Any] = {}
+        # Ours stands between the limits and async_save, because it is compared with these two. Every other round goes
+        # backwards, so that no side always follows the same one.
+        turns = (LIMITS, *SIDES)
+        for side in turns if round_number % 2 == 0 else reversed(turns):
             if side == LIMITS:
-                found |= limits.measure()
+                figures |= limits.measure()
                 continue
+
             folder = work / side.replace(".", "-")
-            saved = folder / f"ba{number}" if side == OURS else folder
-            found[side] = measure_save(starts[side], folder, number, memory[side])
+            saved = folder / f"ba{round_number}" if side == OURS else folder
+            figures[side] = measure_save(savers[side], folder, round_number, memory[side])
             if side == OURS:
-                loads, stayed = measure_loads(model, optimizer, saved, number, 2 * local_bytes)
-                found |= loads
-                resident = max(resident, stayed)
+                loads, share_resident = measure_loads(model, optimizer, saved, round_number, 2 * local_bytes)
+                figures |= loads
+                max_share_resident = max(max_share_resident, share_resident)
             remove(saved)
-        rounds.append(found)
-        seconds = ", ".join(f"{side} {found[side]['durable_seconds']:.2f} s" for side in SIDES)
-        _say(f"round {number} of {num_rounds}: {seconds}")
-    return {"rounds": rounds, "resident_after_drop": resident}
+
+        rounds.append(figures)
+        seconds = ", ".join(f"{side} {figures[side]['durable_seconds']:.2f} s" for side in SIDES)
+        _say(f"round {round_number} of {num_rounds}: {seconds}")
+    return {"rounds": rounds, "resident_after_drop": max_share_resident}
 
 
 def measure_growth(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Path, num_rounds: int
 ) -> dict[str, Any]:
-    """Ours alone."""
+    """Time our own saves and verified loads of one model size, in `num_rounds` rounds after a first, cold one.
+    Collective.
+
+    Returns {"rounds": [...]}; each has the figures of `measure_save` and `load_verified_seconds`.
+    """
     local_bytes = sum(tensor.nbytes for tensor in local_tensors(model, optimizer))
     start, memory, rounds = our_save(model, optimizer, work), Memory(local_bytes), []
-    for number in range(num_rounds + 1):
-        found = measure_save(start, work, number, memory)
-        saved = work / f"ba{number}"
+    for round_number in range(num_rounds + 1):
+        figures = measure_save(start, work, round_number, memory)
+        saved = work / f"ba{round_number}"
         drop_from_cache(saved)
-        found["load_verified_seconds"] = timed(lambda saved=saved: load(saved, model, optimizer), 2 * local_bytes)
+        figures["load_verified_seconds"] = timed(lambda saved=saved: load(saved, model, optimizer), 2 * local_bytes)
         remove(saved)
-        rounds.append(found)
-        _say(f"save {number}/{num_rounds}: {found['durable_seconds']:.2f} s")
+        rounds.append(figures)
+        _say(f"save {round_number}/{num_rounds}: {figures['durable_seconds']:.2f} s")
     return {"rounds": rounds}
 
 
 def measure_save(start: Start, folder: Path, batch: int, memory: Memory) -> dict[str, Any]:
-    """{stall_seconds, durable_seconds, extra_bytes}, of the slowest or largest rank."""
-    warm_up(2 * memory.local_bytes)  # pages for the file, and a copy at the first save
+    """Time one save, and return {stall_seconds, durable_seconds, extra_bytes} of the slowest or largest rank.
+    Collective.
+
+    Both times begin with the call of `start`; the stall ends when that call returns, and the save is durable when
+    `finish` does. `memory` is the meter of this side, which keeps its state between saves.
+    """
+    warm_up(2 * memory.local_bytes)  # for the file's pages, and for the copy that the first save makes
     with memory.watched():
         dist.barrier()
         started = time.perf_counter()
         finish = start(folder, batch)
-        stall = time.perf_counter() - started
+        stall_seconds = time.perf_counter() - started
         finish()
-        durable = time.perf_counter() - started
+        durable_seconds = time.perf_counter() - started
     return {
-        "stall_seconds": slowest(stall),
-        "durable_seconds": slowest(durable),
+        "stall_seconds": slowest(stall_seconds),
+        "durable_seconds": slowest(durable_seconds),
         "extra_bytes": exchange.all_reduce_max([memory.extra_bytes])[0],
     }
 
 
 def measure_loads(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, number: int, needs_bytes: int
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, round_number: int, needs_bytes: int
 ) -> tuple[dict[str, Any], float]:
-    """Verified and not, in turns who goes first; and the largest share of the files that was still cached."""
-    found, resident = {}, 0.0
-    for verify in (True, False) if number % 2 == 0 else (False, True):
-        resident = max(resident, drop_from_cache(folder))
+    """Time one load with verification and one without, from a cold page cache. Collective.
+
+    Which one goes first alternates with the round's `number`. Returns the seconds under their names in the report, and
+    the largest share of the files that was still in the page cache.
+    """
+    seconds, max_share_resident = {}, 0.0
+    for verify in (True, False) if round_number % 2 == 0 else (False, True):
+        max_share_resident = max(max_share_resident, drop_from_cache(folder))
         key = "load_verified_seconds" if verify else "load_unverified_seconds"
-        without = nullcontext() if verify else mock.patch.object(shards, "hash_buffers", lambda buffers: ANY_HASH)
-        with without:
-            found[key] = timed(lambda: load(folder, model, optimizer), needs_bytes)
-    return found, resident
+        hashing = nullcontext() if verify else mock.patch.object(shards, "hash_buffers", lambda buffers: ANY_HASH)
+        with hashing:
+            seconds[key] = timed(lambda: load(folder, model, optimizer), needs_bytes)
+    return seconds, max_share_resident
 
 
 def remove(folder: Path) -> None:
-    """And have it done with: the file system frees the space when its journal commits, which must not fall into the
-    next measurement."""
+    """Remove a checkpoint, and return when the file system has freed its space. Collective.
+
+    The space is freed when the file system's journal commits. That must not happen during the next measurement, so the
+    folder's parent is synced.
+    """
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

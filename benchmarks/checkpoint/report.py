@@ -1,4 +1,8 @@
-"""Targets and tables of `python -m benchmarks checkpoint`. The names of the sides are keys of the report."""
+"""Targets and tables of `python -m benchmarks checkpoint`.
+
+The functions take the report that `checkpoint.run` has put together, and return Tables. The names of the sides are keys
+of that report. The first round is cold, and only `table_of_sides` shows it; every other figure is of the warm rounds.
+"""
 
 import math
 import statistics
@@ -12,27 +16,38 @@ from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import measured_table, ratios
 
 OURS, SAVE, ASYNC_SAVE, COMPOSER = "ours", "dcp.save", "dcp.async_save", "Composer"
-JUDGED_SECONDS = 30
 SIDES = (OURS, ASYNC_SAVE, SAVE, COMPOSER)
+"""In the order of their turns."""
+MIN_BATCH_SECONDS_WITH_TARGET = 30
+"""The target for saving after every batch holds for batches at least this long. Shorter ones save less often."""
 
 
 def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Hold measurements against the targets. Ratios are medians, over the warm rounds, of ratios within a round."""
+    """Compare the measurements with the targets, and return a row of the report for each target.
+
+    A ratio is calculated within each warm round, because both of its parts were measured at about the same time. The
+    median of the rounds is what has to meet the target. Memory is the largest of all rounds, the first included.
+    """
     rounds = report["rounds"][1:]
-    copy, write, verified, unverified = (
-        [one[f"{name}_seconds"] for one in rounds] for name in ("copy", "write", "load_verified", "load_unverified")
+    copy, write, verified_load, unverified_load = (
+        [figures[f"{name}_seconds"] for figures in rounds]
+        for name in ("copy", "write", "load_verified", "load_unverified")
     )
-    stall, durable = ([one[OURS][f"{name}_seconds"] for one in rounds] for name in ("stall", "durable"))
-    their_stall = [one[ASYNC_SAVE]["stall_seconds"] for one in rounds]
-    behind = [end - begin for end, begin in zip(durable, stall, strict=True)]
-    bandwidth = "durable write, hashes included / plain write+fsync (bandwidth, after the stall)"
-    extra_bytes = max(one[OURS]["extra_bytes"] for one in report["rounds"])
+    stall, durable = ([figures[OURS][f"{name}_seconds"] for figures in rounds] for name in ("stall", "durable"))
+    their_stall = [figures[ASYNC_SAVE]["stall_seconds"] for figures in rounds]
+    # Our bytes are written after the stall, so the bandwidth is counted from its end.
+    write_after_stall = [
+        durable_seconds - stall_seconds for durable_seconds, stall_seconds in zip(durable, stall, strict=True)
+    ]
+    bandwidth_target = "durable write, hashes included / plain write+fsync (bandwidth, after the stall)"
+    extra_bytes = max(figures[OURS]["extra_bytes"] for figures in report["rounds"])
+
     targets = [
         ("stall / copying the local state in memory", ratios(stall, copy).median, "<=", 1.3),
         ("stall / async_save's", ratios(stall, their_stall).median, "<=", 1.0),
-        (bandwidth, ratios(write, behind).median, ">=", 0.8),
+        (bandwidth_target, ratios(write, write_after_stall).median, ">=", 0.8),
         ("the same, counted from the beginning of the save", ratios(write, durable).median, ">=", 0.8),
-        ("verified load / unverified load, cold (seconds)", ratios(verified, unverified).median, "<=", 1.3),
+        ("verified load / unverified load, cold (seconds)", ratios(verified_load, unverified_load).median, "<=", 1.3),
         ("peak extra memory / local state", extra_bytes / max(report["local_bytes"]), "<=", 1.05),
     ]
     return [
@@ -48,21 +63,26 @@ def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table_of_sides(report: dict[str, Any]) -> Table:
-    total = sum(report["local_bytes"])
+    """Return a table with a row for each saver, for each limit of the machine, and for our loads."""
+    total_bytes = sum(report["local_bytes"])
     first, warm = report["rounds"][0], report["rounds"][1:]
 
     def spread(values: Sequence[float]) -> str:
+        """Format as "minimum / median"."""
         return f"{min(values):.3f} / {statistics.median(values):.3f}"
 
     def rate(seconds: Sequence[float]) -> str:
-        return f"{total / GIB / statistics.median(seconds):.2f}"
+        """Format the GiB per second at the median."""
+        return f"{total_bytes / GIB / statistics.median(seconds):.2f}"
 
     rows = []
     for side in SIDES:
-        stall, durable = ([one[side][key] for one in warm] for key in ("stall_seconds", "durable_seconds"))
-        extra = max(one[side]["extra_bytes"] for one in report["rounds"])
+        stall, durable = ([figures[side][key] for figures in warm] for key in ("stall_seconds", "durable_seconds"))
+        extra_bytes = max(figures[side]["extra_bytes"] for figures in report["rounds"])
         first_seconds = [f"{first[side]['stall_seconds']:.3f}", f"{first[side]['durable_seconds']:.3f}"]
-        rows.append([side, *first_seconds, spread(stall), spread(durable), rate(durable), f"{extra / GIB:.2f}"])
+        rows.append([side, *first_seconds, spread(stall), spread(durable), rate(durable), f"{extra_bytes / GIB:.2f}"])
+
+    # A limit or a load has one time each, which stands in the columns of the durable save.
     limits = (
         ("limit: copy in memory", "copy_seconds"),
         ("limit: write + fsync", "write_seconds"),
@@ -70,11 +90,12 @@ def table_of_sides(report: dict[str, Any]) -> Table:
         ("our load, cold, verified", "load_verified_seconds"),
         ("our load, cold, unverified", "load_unverified_seconds"),
     )
-    for name, key in limits:
-        seconds = [one[key] for one in warm]
-        rows.append([name, "", f"{first[key]:.3f}", "", spread(seconds), rate(seconds), ""])
+    for label, key in limits:
+        seconds = [figures[key] for figures in warm]
+        rows.append([label, "", f"{first[key]:.3f}", "", spread(seconds), rate(seconds), ""])
+
     title = (
-        f"{report['parameters']:,} parameters, {total / GIB:.2f} GiB with AdamW's state on {report['num_ranks']} "
+        f"{report['parameters']:,} parameters, {total_bytes / GIB:.2f} GiB with AdamW's state on {report['num_ranks']} "
         f"ranks, {max(report['local_bytes']) / GIB:.2f} GiB on one; times in seconds, over {len(warm)} warm rounds. "
         "Before each load, the files were dropped from the page cache (posix_fadvise), in which "
         f"{report['resident_after_drop']:.1%} of them were left (mincore)"
@@ -85,6 +106,7 @@ def table_of_sides(report: dict[str, Any]) -> Table:
 
 
 def table_of_targets(report: dict[str, Any]) -> Table:
+    """Return a table of the targets, what was measured, and whether they were met."""
     rows = [
         [row["what"], f"{row['measured']:.2f}", f"{row['sign']} {row['target']:g}", "met" if row["met"] else "MISSED"]
         for row in report["targets"]
@@ -93,22 +115,36 @@ def table_of_targets(report: dict[str, Any]) -> Table:
 
 
 def table_of_intervals(report: dict[str, Any]) -> Table:
-    """Return a save's cost for training: the larger median of time lost and of processor time."""
+    """Return a table of what saving after every batch costs training, for each shape of batch.
+
+    The cost of a save is the larger of two medians: the time that a block with saves took longer, and the processor
+    time of a save alone. `share` is that cost relative to the seconds of a batch. The smallest interval is the number
+    of batches between saves at which the cost stays below MAX_SAVE_FRACTION. For example, saves that cost 5 % of a
+    batch need an interval of 3 batches for at most 2 %.
+    """
     rows = []
+    # Each block has SAVES saves and SAVES + 1 batches.
     for shape, rounds in report["batches"].items():
-        batch_seconds = statistics.median(one["plain"] for one in rounds) / (SAVES + 1)
-        lost = [(one["saving"] - one["plain"]) / SAVES for one in rounds]
-        processor = [one["processor"] for one in rounds]
-        share = max(statistics.median(lost), statistics.median(processor)) / batch_seconds
-        fewest = max(1, math.ceil(share / MAX_SAVE_FRACTION))
+        batch_seconds = statistics.median(seconds["plain"] for seconds in rounds) / (SAVES + 1)
+        lost_seconds = [(seconds["saving"] - seconds["plain"]) / SAVES for seconds in rounds]
+        processor_seconds = [seconds["processor"] for seconds in rounds]
+        save_fraction = max(statistics.median(lost_seconds), statistics.median(processor_seconds)) / batch_seconds
+        min_interval_batches = max(1, math.ceil(save_fraction / MAX_SAVE_FRACTION))
+
+        # Shorter batches have no target, only the interval that would meet it.
         verdict = "not judged"
-        if batch_seconds >= JUDGED_SECONDS:
-            verdict = "met" if share <= MAX_SAVE_FRACTION else "MISSED"
+        if batch_seconds >= MIN_BATCH_SECONDS_WITH_TARGET:
+            verdict = "met" if save_fraction <= MAX_SAVE_FRACTION else "MISSED"
         rows.append(
             [
-                *(shape, f"{batch_seconds:.2f}", f"{min(lost):.2f} / {statistics.median(lost):.2f}"),
-                *(f"{min(processor):.2f} / {statistics.median(processor):.2f}", f"{share:.1%}"),
-                *(f"<= {MAX_SAVE_FRACTION:.0%} from {JUDGED_SECONDS} s a batch", verdict, f"{fewest}ba"),
+                shape,
+                f"{batch_seconds:.2f}",
+                f"{min(lost_seconds):.2f} / {statistics.median(lost_seconds):.2f}",
+                f"{min(processor_seconds):.2f} / {statistics.median(processor_seconds):.2f}",
+                f"{save_fraction:.1%}",
+                f"<= {MAX_SAVE_FRACTION:.0%} from {MIN_BATCH_SECONDS_WITH_TARGET} s a batch",
+                verdict,
+                f"{min_interval_batches}ba",
             ]
         )
     headings = ["batch", "seconds", "lost to a save, s: min / median", "its processor time, s: min / median"]
@@ -117,21 +153,29 @@ def table_of_intervals(report: dict[str, Any]) -> Table:
 
 
 def table_of_growth(report: dict[str, Any]) -> Table:
+    """Return a table of our saves and loads, with a row for each model size, or with the reason why a size was left
+    out."""
     rows = []
-    for size, found in report["growth"].items():
-        if "left_out" in found:
-            rows.append([size, f"left out: {found['left_out']}", "", "", "", "", ""])
+    for size, figures in report["growth"].items():
+        if "left_out" in figures:
+            rows.append([size, f"left out: {figures['left_out']}", "", "", "", "", ""])
             continue
-        warm = found["rounds"][1:]
-        stall, durable, load = (
-            statistics.median(one[f"{key}_seconds"] for one in warm) for key in ("stall", "durable", "load_verified")
+        warm = figures["rounds"][1:]
+        stall_seconds, durable_seconds, load_seconds = (
+            statistics.median(round_figures[f"{key}_seconds"] for round_figures in warm)
+            for key in ("stall", "durable", "load_verified")
         )
-        total = sum(found["local_bytes"])
-        extra = max(one["extra_bytes"] for one in found["rounds"])
+        total_bytes = sum(figures["local_bytes"])
+        extra_bytes = max(round_figures["extra_bytes"] for round_figures in figures["rounds"])
         rows.append(
             [
-                *(f"{found['parameters']:,}", f"{total / GIB:.2f}", f"{stall:.3f}", f"{durable:.3f}"),
-                *(f"{total / GIB / durable:.2f}", f"{load:.3f}", f"{extra / max(found['local_bytes']):.2f}"),
+                f"{figures['parameters']:,}",
+                f"{total_bytes / GIB:.2f}",
+                f"{stall_seconds:.3f}",
+                f"{durable_seconds:.3f}",
+                f"{total_bytes / GIB / durable_seconds:.2f}",
+                f"{load_seconds:.3f}",
+                f"{extra_bytes / max(figures['local_bytes']):.2f}",
             ]
         )
     headings = ["parameters", "GiB", "stall, s", "durable, s", "GiB/s", "cold verified load, s"]

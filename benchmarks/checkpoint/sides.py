@@ -1,4 +1,9 @@
-"""Savers of the checkpoint benchmark: our `Saver`, and what torch and Composer offer for sharded state."""
+"""The savers that the checkpoint benchmark compares: our `Saver`, and those of torch and Composer for sharded state.
+
+Each saver is made by a function of the same form: it takes the model and the optimizer, makes once what a training run
+would keep between saves, and returns a `Start`, which the benchmark calls for every save and times. Every function
+here, and every function that they return, is collective.
+"""
 
 import os
 from collections.abc import Callable
@@ -17,11 +22,13 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.devices import device_type
 
 Finish = Callable[[], Any]
+"""Waits until the save that has been started is written and synced."""
 Start = Callable[[Path, int], Finish]
-"""(folder, batch) -> a function that waits until all is written. The stall is the time of the first call."""
+"""Starts a save of the given batch into a folder, and returns its `Finish`. Training would stall during this call."""
 
 
 def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Start:
+    """Make a saver that uses our `Saver`. It writes into `folder`, whatever folder its `Start` is given."""
     saver = Saver(CheckpointStore(folder))
     saver.take_lease()
 
@@ -33,6 +40,8 @@ def our_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: P
 
 
 def dcp_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+    """Make a saver that uses `torch.distributed.checkpoint.save`, which returns only when the files are written."""
+
     def start(folder: Path, batch: int) -> Finish:
         dcp.save(_torch_state(model, optimizer), checkpoint_id=folder)
         return lambda: sync(folder)
@@ -41,6 +50,10 @@ def dcp_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Start:
 
 
 def dcp_async_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+    """Make a saver that uses `torch.distributed.checkpoint.async_save`, which writes the files in the background.
+
+    The stager is created once, so that its staging buffers are reused by later saves, as ours are.
+    """
     is_cuda = device_type() == "cuda"
     stager = DefaultStager(
         StagingOptions(
@@ -61,12 +74,16 @@ def dcp_async_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def _torch_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    weights, slots = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": slots}
+    """Collect the state in the form that torch's savers take. This is part of their stall."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def composer_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Start:
-    """Call what Composer's CheckpointSaver calls, with a state that says: FSDP2, sharded."""
+    """Make a saver that calls what Composer's CheckpointSaver calls, with a State that says: FSDP2, sharded.
+
+    No Trainer is needed. `{rank}` in the path is a placeholder that Composer fills in.
+    """
     from composer.core import State
     from composer.devices import DeviceCPU, DeviceGPU
     from composer.utils import checkpoint
@@ -89,7 +106,7 @@ def composer_save(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> S
 
 
 def sync(folder: Path) -> None:
-    """Let rank 0 fsync everything in a folder; all ranks return when it is done."""
+    """Fsync everything in a folder on rank 0, and return on all ranks when that is done. Collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in (*folder.rglob("*"), folder, folder.parent):
