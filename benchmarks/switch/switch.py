@@ -1,21 +1,25 @@
-"""One run on several "clusters", and the same run switching between them: is it the same run?
+"""Train one run on several "clusters", and the same run switching between them. Is it the same run?
 
-    python -m benchmarks switch --out bench-switch     some 8 minutes on two quiet cores
+    python -m benchmarks switch --out bench-switch     about 8 minutes on two quiet cores
     python -m benchmarks switch --precision amp_bf16 --rounding-seeds 1
-    python -m benchmarks switch --layouts              the "clusters" divide the run differently, and nothing else
-    python -m benchmarks switch --exact-sums           so too, and every run must have each bit of the others
+    python -m benchmarks switch --layouts              the "clusters" only differ in how they divide the run
+    python -m benchmarks switch --exact-sums           the same, and every run must equal the others in each bit
 
-A small MPT is trained on each cluster (see `workshop`) without interruption, through the real launcher; then once
-switching every few batches, moved by a relay from one file. The switching run is compared with the band that the
-uninterrupted ones span (see `band`). The same check is put to runs that were carried on wrongly (see `tamper`): it must
-notice all of them, or it proves nothing. Last, how long a launch takes to its first batch.
+What happens, in this order:
 
-In bf16 rounding takes runs several hundred times as far apart as in fp32. One run of each cluster is a small sample
-of it. `--rounding-seeds N` adds N runs of each: after batch 1 every weight is moved by one fp32 number, or not, as the
-seed draws. Data, weights and mathematics are otherwise the same. bf16 has its own control: weights rounded to bf16. Its
-loss may miss that one, if the digest of the checkpoint's tensors does not. The last cluster's run is repeated in fp32
-and under both torch releases, to tell the effect of the precision from that of the release. No instruction set is
-emulated in bf16, because its products then take some ten times as long.
+- A small MPT is trained without interruption on each cluster (see `workshop.py`), through the real launcher.
+- The same run is trained once switching clusters every few batches, moved by a relay from one file. It is compared with
+  the band that the uninterrupted runs span (see `band.py`).
+- Controls continue from one of its checkpoints with a deliberate mistake (see `tamper.py`). The same comparison has to
+  notice each of them; otherwise it would prove nothing.
+- Finally, the time from the command to the first batch is measured.
+
+In bf16, rounding takes runs several hundred times as far apart as in fp32, and one run of each cluster is a small
+sample of that. `--rounding-seeds N` adds N runs of each cluster: after batch 1 every weight is moved by one fp32
+number, or not, as the seed draws. Data, weights and mathematics are otherwise the same. bf16 has a control of its own:
+weights rounded to bf16. Its loss may look sound if the digest of the checkpoint's tensors does not. The last cluster's
+run is repeated in fp32 and under both torch releases, which separates the effect of the precision from that of the
+release. No instruction set is emulated in bf16, because its products then take about ten times as long.
 
 Nothing here is measured on hardware that this machine does not have.
 """
@@ -54,11 +58,13 @@ from llmfoundry_machines.bench.frame import (
 
 GLOBAL_BATCH, SEQ_LEN, VOCAB_SIZE, WARMUP = 16, 128, 4096, 10
 LATE_BATCHES = (10_000, 1_000_000)
+"""Batches after which a resume is timed: late in a run that is not trained that long."""
+# Names of runs. The run of one batch is where the runs with nudged weights start.
 FIRST_BATCH = "first-batch"
 SWITCHING = "switching"
 UNTOUCHED = "untouched"
 ROUNDED = "rounded"
-"""The control of bf16 alone, whose loss may miss it."""
+"""The control that exists only in bf16, and whose loss may look sound."""
 
 CONTROLS: dict[str, tuple[str, tamper.Change]] = {
     UNTOUCHED: ("published again as it was", lambda content: None),
@@ -69,7 +75,8 @@ CONTROLS: dict[str, tuple[str, tamper.Change]] = {
     "steps": ("step counter reset", tamper.reset_steps),
     ROUNDED: ("weights rounded to bf16", tamper.round_weights),
 }
-"""Changes of the checkpoint at one switch. The first is sound, and must pass; the others must not."""
+"""Control -> (its name in words, change of the checkpoint at one switch). The first has no mistake and must be the same
+run; the others must not. The change of "schedule" is an argument of its launch, see `launch_control`."""
 
 
 def run(
@@ -90,78 +97,92 @@ def run(
     untimed: bool = False,
     clusters: Sequence[Cluster] | None = None,
 ) -> dict[str, Any]:
-    """Train, check, print; with `out`, write switch.json, .md and .png there. Returns what the JSON holds.
+    """Train all runs, compare them, print the tables, and return the report. `out` also gets it as .json, .md and .png.
 
-    The runs themselves happen in `keep`, or in a folder that is removed; `jobs` of them at a time, which changes no
-    digit. `only` names clusters (A,B,D). The last launches are timed, one at a time; `untimed` leaves them out. Raises
-    UserError.
+    The options select the clusters: four ways to compute on this machine by default, `layouts` or `exact_sums` for
+    other ways to divide the run, and `only` for some of them (A,B,D). `other_python` is an interpreter with another
+    torch release, for the last cluster. The runs are trained in `keep`, or in a temporary folder, `jobs` at a time,
+    which changes no digit of the result. The launches for timing come last, one at a time; `untimed` leaves them out.
+    Raises UserError.
     """
-    # Long because it is the story of the benchmark, told once from top to bottom.
+    # This function is long because it is the whole benchmark from top to bottom. First, the options and the clusters.
     num_switches = -(-num_batches // every) - 1
     if num_switches < 2:
         raise UserError(f"--num-batches {num_batches}, --every {every}: need two switches; use a smaller --every")
     console, conditions = open_console(), describe_conditions()
     is_low = precision != "fp32" and rounding_seeds > 0
     if clusters is None:
-        alike = exact_clusters() if exact_sums else layout_clusters() if layouts else None
-        clusters = alike or default_clusters(precision, other_python)
+        if exact_sums:
+            clusters = exact_clusters()
+        elif layouts:
+            clusters = layout_clusters()
+        else:
+            clusters = default_clusters(precision, other_python)
     check_names("--only", only, [cluster.letter for cluster in clusters])
     clusters = [cluster for cluster in clusters if cluster.letter in (only or cluster.letter)]
     if len(clusters) < 2:
         raise UserError("--only: one cluster given, expected at least two; a run cannot switch otherwise")
     prepare_data(data)
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
-        shop = Workshop(
+        workshop = Workshop(
             folder=Path(folder).resolve(),
             config=configuration(
                 data.resolve(), num_batches, every, precision, seed, is_fused=not layouts, is_exact=exact_sums
             ),
             clusters=clusters,
         )
-        shop.prepare()
+        workshop.prepare()
         with ThreadPoolExecutor(jobs) as pool:
             machines = dict(zip((cluster.letter for cluster in clusters), pool.map(probe, clusters), strict=True))
-        described = [describe_cluster(cluster, machines) for cluster in clusters]
-        show(console, table_of_clusters(described))
-        at = (num_switches + 1) // 2 * every
-        # Four ranks on two cores take twice as long as one, and an emulated instruction set longer.
+        cluster_descriptions = [describe_cluster(cluster, machines) for cluster in clusters]
+        show(console, table_of_clusters(cluster_descriptions))
+
+        # The controls start at the middle switch, on a cluster that is fast here: four ranks on two cores take twice as
+        # long as one, and an emulated instruction set takes longer still.
+        tampered_at = (num_switches + 1) // 2 * every
         is_native = layouts or exact_sums or is_low
-        native = min(clusters, key=lambda cluster: cluster.num_ranks) if is_native else clusters[0]
-        nudged = {f"{alone(c)}.{seed}": (c, seed) for seed in range(1, rounding_seeds + 1) for c in clusters}
-        changed = change_precision(clusters[-1]) if is_low else {}
+        control_cluster = min(clusters, key=lambda cluster: cluster.num_ranks) if is_native else clusters[0]
+
+        # Choose the runs: name -> how it is launched.
+        nudged_runs = {f"{alone(c)}.{seed}": (c, seed) for seed in range(1, rounding_seeds + 1) for c in clusters}
+        changed_runs = change_precision(clusters[-1]) if is_low else {}
         controls = [name for name in CONTROLS if is_low or name != ROUNDED]
-        if nudged:
-            shop.launch(FIRST_BATCH, native, "stop_after=1ba")
+        if nudged_runs:
+            workshop.launch(FIRST_BATCH, control_cluster, "stop_after=1ba")
 
         relay_ended = threading.Event()
 
         def train(name: str) -> list[Launch]:
+            """Train one run to its end, in a thread of the pool. Controls wait for the checkpoint they start from."""
             if name in CONTROLS:
-                lost = partial(UserError, f"{SWITCHING}: ended before it saved batch {at}")
-                wait_for(checkpoint(shop, at).is_dir, math.inf, lost, relay_ended.is_set)
+                no_checkpoint_error = partial(UserError, f"{SWITCHING}: ended before it saved batch {tampered_at}")
+                wait_for(checkpoint(workshop, tampered_at).is_dir, math.inf, no_checkpoint_error, relay_ended.is_set)
                 console.print(f"training: {name}", highlight=False)
-                return [launch_control(shop, name, native, at, num_batches)]
+                return [launch_control(workshop, name, control_cluster, tampered_at, num_batches)]
             console.print(f"training: {name}", highlight=False)
-            if name in nudged:
-                cluster, nudging = nudged[name]
-                first = shop.run_folder(FIRST_BATCH) / "checkpoints" / "ba1"
-                tamper.republish(first, shop.run_folder(name) / "checkpoints", tamper.nudge(nudging))
-                return [shop.launch(name, cluster)]
-            if name in changed:
-                cluster, *arguments = changed[name]
-                return [shop.launch(name, cluster, *arguments)]
+            if name in nudged_runs:
+                cluster, rounding_seed = nudged_runs[name]
+                first = workshop.run_folder(FIRST_BATCH) / "checkpoints" / "ba1"
+                tamper.republish(first, workshop.run_folder(name) / "checkpoints", tamper.nudge(rounding_seed))
+                return [workshop.launch(name, cluster)]
+            if name in changed_runs:
+                cluster, *arguments = changed_runs[name]
+                return [workshop.launch(name, cluster, *arguments)]
             if name != SWITCHING:
-                return [shop.launch(name, next(c for c in clusters if alone(c) == name))]
+                return [workshop.launch(name, next(c for c in clusters if alone(c) == name))]
             try:
-                return shop.relay(name, every)
+                return workshop.relay(name, every)
             finally:
                 relay_ended.set()
 
         with ThreadPoolExecutor(jobs) as pool:
-            names = [SWITCHING, *map(alone, clusters), *nudged, *changed, *controls]
+            names = [SWITCHING, *map(alone, clusters), *nudged_runs, *changed_runs, *controls]
             launches = dict(zip(names, pool.map(train, names), strict=True))
-        late = () if is_low or untimed else (every, *LATE_BATCHES)
-        resumes = [launch_late(shop, native, at, after, data) for after in late]
+
+        # Nothing else runs now, so these launches can be timed.
+        resume_batches = () if is_low or untimed else (every, *LATE_BATCHES)
+        resumes = [launch_late(workshop, control_cluster, tampered_at, after, data) for after in resume_batches]
+
         report = conditions | {
             "layouts": layouts,
             "exact_sums": exact_sums,
@@ -171,21 +192,27 @@ def run(
             "seed": seed,
             "rounding_seeds": rounding_seeds,
             "only": list(only),
-            "tampered_at": at,
-            "clusters": described,
-            "uninterrupted": {c.letter: dataclasses.asdict(read(shop, alone(c))) for c in clusters}
+            "tampered_at": tampered_at,
+            "clusters": cluster_descriptions,
+            "uninterrupted": {c.letter: dataclasses.asdict(read(workshop, alone(c))) for c in clusters}
             | {
-                f"{c.letter}+{nudging}": dataclasses.asdict(read(shop, name, before=(FIRST_BATCH, 1)))
-                for name, (c, nudging) in nudged.items()
+                f"{c.letter}+{rounding_seed}": dataclasses.asdict(read(workshop, name, before=(FIRST_BATCH, 1)))
+                for name, (c, rounding_seed) in nudged_runs.items()
             },
-            "changed": {name: dataclasses.asdict(read(shop, name)) for name in changed},
-            SWITCHING: dataclasses.asdict(read(shop, SWITCHING)),
-            "controls": {name: dataclasses.asdict(read(shop, name, before=(SWITCHING, at))) for name in controls},
+            "changed": {name: dataclasses.asdict(read(workshop, name)) for name in changed_runs},
+            SWITCHING: dataclasses.asdict(read(workshop, SWITCHING)),
+            "controls": {
+                name: dataclasses.asdict(read(workshop, name, before=(SWITCHING, tampered_at))) for name in controls
+            },
             "other_tensors": [
-                name for name in controls if tensors_of(shop, name, at) != tensors_of(shop, SWITCHING, at)
+                name
+                for name in controls
+                if tensors_of(workshop, name, tampered_at) != tensors_of(workshop, SWITCHING, tampered_at)
             ],
-            "launches": {name: [dataclasses.asdict(one) for one in launched] for name, launched in launches.items()},
-            "resumes": [{"after_batch": one.first_batch - 1, **dataclasses.asdict(one)} for one in resumes],
+            "launches": {
+                name: [dataclasses.asdict(launch) for launch in launched] for name, launched in launches.items()
+            },
+            "resumes": [{"after_batch": launch.first_batch - 1, **dataclasses.asdict(launch)} for launch in resumes],
         }
     evaluate(report)
     write(report, out)
@@ -197,7 +224,10 @@ def run(
 
 
 def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
-    """Four ways to compute one run on this machine; a GPU, where there is one, is the second."""
+    """Return four ways to compute one run on this machine. If it has a GPU, that is the second one.
+
+    `other_python` is the interpreter of the last cluster.
+    """
     import torch
 
     cpu = {"OMP_NUM_THREADS": "1", **NO_GPU}
@@ -214,19 +244,26 @@ def default_clusters(precision: str, other_python: str | None) -> list[Cluster]:
 
 
 def change_precision(last: Cluster) -> dict[str, tuple[Any, ...]]:
-    """Return launches of the last cluster with another release, precision or mixed precision: name -> how."""
-    ours = dataclasses.replace(last, python=sys.executable)
+    """Return launches of the last cluster with another torch release, precision or mixed precision.
+
+    The result maps a name to the cluster and further arguments of the launch.
+    """
+    this_release = dataclasses.replace(last, python=sys.executable)
     return {
-        "ours": (ours,),
-        "ours-fp32": (ours, "precision=fp32"),
+        "ours": (this_release,),
+        "ours-fp32": (this_release, "precision=fp32"),
         "fp32": (last, "precision=fp32"),
-        "ours-full": (ours, "fsdp_config.mixed_precision=FULL"),
+        "ours-full": (this_release, "fsdp_config.mixed_precision=FULL"),
     }
 
 
 def cluster_of(
     letter: str, num_ranks: int, microbatch: int, attention: str, fsdp: dict[str, Any], environment: dict[str, str]
 ) -> Cluster:
+    """Build a cluster from the settings that distinguish it from the others.
+
+    `microbatch` is in samples, `attention` is an attn_impl, and `fsdp` is a whole fsdp_config.
+    """
     overlay = {
         "device_train_microbatch_size": microbatch,
         "device_eval_batch_size": GLOBAL_BATCH // num_ranks,
@@ -242,11 +279,11 @@ ALIKE: dict[str, Any] = {
     "fsdp_config": {"sharding_strategy": "FULL_SHARD"},
     "environment": {"OMP_NUM_THREADS": "1", **NO_GPU},
 }
-"""Overlay of clusters that divide one run, and compute alike."""
+"""Overlay that clusters share which divide the run in different ways and otherwise compute alike."""
 
 
 def layout_clusters() -> list[Cluster]:
-    """Five ways to divide one run."""
+    """Return five ways to divide one run: pipeline, tensor and context parallelism, and data parallelism alone."""
     pipeline, tensor = {"pp_config": {"pipeline_parallel_degree": 2}}, {"tp_config": {"tensor_parallel_degree": 2}}
     context = {"cp_config": {"context_parallel_degree": 2, "kind": "heads"}}
     layouts: list[tuple[int, dict[str, Any]]] = [
@@ -258,14 +295,14 @@ def layout_clusters() -> list[Cluster]:
     ]
     clusters = []
     for letter, (num_ranks, changes) in zip("ABCDE", layouts, strict=True):
-        groups = num_ranks // math.prod(degrees_of(changes).values())
-        overlay = ALIKE | changes | {"device_eval_batch_size": GLOBAL_BATCH // groups}
+        data_parallel_degree = num_ranks // math.prod(degrees_of(changes).values())
+        overlay = ALIKE | changes | {"device_eval_batch_size": GLOBAL_BATCH // data_parallel_degree}
         clusters.append(Cluster(letter=letter, num_ranks=num_ranks, overlay=overlay))
     return clusters
 
 
 def exact_clusters() -> list[Cluster]:
-    """Four ways to divide one run that compute its microbatches alike."""
+    """Return four ways to divide one run which compute every microbatch alike, so that exact sums make them equal."""
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
     layouts: list[tuple[int, dict[str, Any]]] = [
         (2, {}),
@@ -280,7 +317,7 @@ def exact_clusters() -> list[Cluster]:
 
 
 def degrees_of(overlay: dict[str, Any]) -> dict[str, int]:
-    """Return the degrees of layouts that have a block of their own, such as {"pipeline": 2}."""
+    """Return the degrees of the kinds of parallelism that an overlay has a block for, such as {"pipeline": 2}."""
     blocks = {"pipeline": "pp_config", "tensor": "tp_config", "context": "cp_config"}
     return {name: overlay[block][f"{name}_parallel_degree"] for name, block in blocks.items() if block in overlay}
 
@@ -295,11 +332,15 @@ def configuration(
     is_fused: bool = True,
     is_exact: bool = False,
 ) -> dict[str, Any]:
-    """Return the quickstart's run, smaller. With `is_fused`, queries, keys and values are one matrix. With `is_exact`,
-    it has exact sums, and evaluates samples, not batches, which have other sizes on other ranks."""
+    """Return the run's YAML as a dictionary: the quickstart's run with a smaller model.
 
-    def dataset(split: str, **more: Any) -> dict[str, Any]:
-        return {"name": "text", "dataset": {"local": str(data), "split": split, **more}}
+    `every` is the number of batches between saves, and between evaluations. With `is_fused`, queries, keys and values
+    are one matrix. With `is_exact`, the run has exact sums.
+    """
+
+    def dataset(split: str, **options: Any) -> dict[str, Any]:
+        """Return the loader of one split of the prepared data."""
+        return {"name": "text", "dataset": {"local": str(data), "split": split, **options}}
 
     return {
         "run_name": "switch",
@@ -340,7 +381,7 @@ def configuration(
 
 
 def prepare_data(data: Path) -> None:
-    """Prepare the standard library's source, as in the quickstart, unless it is there."""
+    """Prepare the source of Python's standard library as in the quickstart, unless `data` is there already."""
     if (data / "summary.json").is_file():
         return
     from llmfoundry_lite.prepare.prepare import prepare
@@ -350,45 +391,60 @@ def prepare_data(data: Path) -> None:
     prepare(request, data, show_progress=True)
 
 
-def launch_control(shop: Workshop, name: str, cluster: Cluster, at: int, num_batches: int) -> Launch:
-    """Carry on from the switching run's checkpoint, changed, to the end."""
+def launch_control(workshop: Workshop, name: str, cluster: Cluster, batch: int, num_batches: int) -> Launch:
+    """Continue from the switching run's checkpoint at `batch`, with the change of the control `name`, to the end."""
     _, change = CONTROLS[name]
-    # The schedule is a function of the batch and is not saved, so it is the run that is tampered with here.
-    shifted = [f"scheduler.t_warmup={WARMUP - 1}ba", f"scheduler.t_max={num_batches - 1}ba"]
-    tamper.republish(checkpoint(shop, at), shop.run_folder(name) / "checkpoints", change)
-    return shop.launch(name, cluster, *(shifted if name == "schedule" else []))
+    arguments = []
+    if name == "schedule":
+        # The schedule is a function of the batch and is not saved, so the run's arguments are changed instead.
+        arguments = [f"scheduler.t_warmup={WARMUP - 1}ba", f"scheduler.t_max={num_batches - 1}ba"]
+    tamper.republish(checkpoint(workshop, batch), workshop.run_folder(name) / "checkpoints", change)
+    return workshop.launch(name, cluster, *arguments)
 
 
-def launch_late(shop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Launch:
-    """Train one batch after batch `batch`, from a checkpoint that is set to it."""
+def launch_late(workshop: Workshop, cluster: Cluster, at: int, batch: int, data: Path) -> Launch:
+    """Train one batch after batch number `batch`, from the checkpoint at batch `at`, whose counters are set to `batch`.
+
+    This is how long a resume takes late in a run, without training that long.
+    """
     index = json.loads((data / "train" / "index.json").read_text())
     batches_in_epoch = sum(shard["samples"] for shard in index["shards"]) // GLOBAL_BATCH
     name = f"after-{batch}"
     tamper.republish(
-        checkpoint(shop, at), shop.run_folder(name) / "checkpoints", tamper.move_run(batch, batches_in_epoch, SEQ_LEN)
+        checkpoint(workshop, at),
+        workshop.run_folder(name) / "checkpoints",
+        tamper.move_run(batch, batches_in_epoch, SEQ_LEN),
     )
-    return shop.launch(name, cluster, f"max_duration={2 * LATE_BATCHES[-1]}ba", "stop_after=1ba", "eval_interval=0")
+    return workshop.launch(name, cluster, f"max_duration={2 * LATE_BATCHES[-1]}ba", "stop_after=1ba", "eval_interval=0")
 
 
 def alone(cluster: Cluster) -> str:
+    """Return the name of this cluster's uninterrupted run."""
     return f"alone-{cluster.letter}"
 
 
-def checkpoint(shop: Workshop, batch: int) -> Path:
-    return shop.run_folder(SWITCHING) / "checkpoints" / f"ba{batch}"
+def checkpoint(workshop: Workshop, batch: int) -> Path:
+    """Return the folder of the switching run's checkpoint at this batch."""
+    return workshop.run_folder(SWITCHING) / "checkpoints" / f"ba{batch}"
 
 
-def tensors_of(shop: Workshop, name: str, batch: int) -> str | None:
-    """Return the digest of all tensors of a checkpoint."""
-    return open_checkpoint(shop.run_folder(name) / "checkpoints" / f"ba{batch}").manifest.state_digest
+def tensors_of(workshop: Workshop, name: str, batch: int) -> str | None:
+    """Return the digest of all tensors in a run's checkpoint at this batch, or None if it has none."""
+    return open_checkpoint(workshop.run_folder(name) / "checkpoints" / f"ba{batch}").manifest.state_digest
 
 
-def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
-    """Read a run's series; with `before`, another run's batches up to that one go before its own."""
-    records = shop.records(name)
+def read(workshop: Workshop, name: str, before: tuple[str, int] | None = None) -> Series:
+    """Read the series of a run's losses from its metrics.
+
+    A run that continued another's checkpoint has records only from there on. With `before`, the name of that other run
+    and the batch of the checkpoint, the other run's records up to this batch are put in front.
+    """
+    records = workshop.records(name)
     if before is not None:
-        other, until = before
-        records = {batch: record for batch, record in shop.records(other).items() if batch <= until} | records
+        earlier_run, last_batch = before
+        records = {
+            batch: record for batch, record in workshop.records(earlier_run).items() if batch <= last_batch
+        } | records
     return read_series([records[batch] for batch in sorted(records)])
 
 
@@ -396,21 +452,30 @@ def read(shop: Workshop, name: str, before: tuple[str, int] | None = None) -> Se
 
 
 def evaluate(report: dict[str, Any]) -> None:
-    """Add to what was run what it shows: bands, verdicts, `passed`."""
-    alone, runs = report["uninterrupted"].values(), {SWITCHING: report[SWITCHING], **report["controls"]}
+    """Compare the runs in a report, and add the results: `band`, `deviation`, `verdicts`, `leave_one_out`, `passed`.
+
+    Takes a report that `run` has made, or one read from JSON. With exact sums, the runs without a mistake must also be
+    equal in each bit of their losses and evaluations.
+    """
+    alone = report["uninterrupted"].values()
+    runs = {SWITCHING: report[SWITCHING], **report["controls"]}
+
+    # The rounded weights may show in the digest of the checkpoint's tensors only. The digest of the untouched copy must
+    # not differ.
     other_tensors = report.get("other_tensors", ())
     shown_by = {ROUNDED: "the digest of the checkpoint's tensors"} if ROUNDED in other_tensors else {}
     band.evaluate(report, runs, alone, sound=(SWITCHING, UNTOUCHED), shown_by=shown_by)
     report["passed"] &= UNTOUCHED not in other_tensors
+
     if report["exact_sums"]:
-        same = [*alone, report[SWITCHING], report["controls"][UNTOUCHED]]
-        report["passed"] &= all(run == same[0] for run in same)  # losses and evaluations, to the last bit
+        equal_runs = [*alone, report[SWITCHING], report["controls"][UNTOUCHED]]
+        report["passed"] &= all(run == equal_runs[0] for run in equal_runs)  # losses and evaluations, to the last bit
     report["leave_one_out"] = leave_one_out([band.as_series(series) for series in alone])
 
 
 def table_of(report: dict[str, Any]) -> Table:
-    """Tabulate every run beside the uninterrupted ones."""
-    names = {name: words for name, (words, _) in CONTROLS.items()} | {SWITCHING: SWITCHING}
+    """Return a table of the switching run and the controls: data, deviation from the uninterrupted runs, verdict."""
+    names = {name: description for name, (description, _) in CONTROLS.items()} | {SWITCHING: SWITCHING}
     title = f"switching every {report['every']} batches, {report['precision']}"
     columns = list(VERDICT_COLUMNS.items())
     columns.insert(-1, ("validation / band", lambda row: times(row["validation_ratio"])))
@@ -418,10 +483,11 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def table_of_changes(report: dict[str, Any]) -> Table:
-    """Tabulate how far another release takes a run, and another precision, beside the band."""
+    """Return a table of how far another torch release, and another precision, takes a run, relative to the band."""
     last = report["clusters"][-1]
     runs = report["changed"] | {"theirs": report["uninterrupted"][last["letter"]]}
     ours, theirs = (release.partition("+")[0] for release in (report["torch"], last["torch"]))
+    # What changed, its description, and the names of the two runs compared.
     pairs = [
         ("release", f"fp32 of torch {ours} and {theirs}", "ours-fp32", "fp32"),
         ("release", f"bf16 of torch {ours} and {theirs}", "ours", "theirs"),
@@ -429,11 +495,12 @@ def table_of_changes(report: dict[str, Any]) -> Table:
         ("precision", f"fp32 and bf16 of torch {theirs}", "fp32", "theirs"),
         ("mixed precision", f"DEFAULT and FULL in bf16 of torch {ours}", "ours", "ours-full"),
     ]
+
     rows = []
-    for changed, between, a, b in pairs:
-        distance_t = band.measure_deviation(runs[a]["losses"], [runs[b]["losses"]])
+    for what_changed, compared, first, second in pairs:
+        distance_t = band.measure_deviation(runs[first]["losses"], [runs[second]["losses"]])
         largest = (distance_t / report["band"]).max()
-        rows.append([changed, between, f"{distance_t[-1]:.1e}", times(largest)])
+        rows.append([what_changed, compared, f"{distance_t[-1]:.1e}", times(largest)])
     columns = ["changed", "between", "distance, nats", "largest / band"]
     return measured_table(f"one thing changed on cluster {last['letter']}", columns, rows, num_keys=2)
 
@@ -448,7 +515,7 @@ VERDICT_COLUMNS: dict[str, Any] = {
 
 
 def rows_of_verdicts(report: dict[str, Any], names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return rows for VERDICT_COLUMNS, with the runs' `names` in words."""
+    """Return one row for each verdict, as VERDICT_COLUMNS takes them. `names` maps a run to its name in words."""
     verdicts = {name: Verdict(**values) for name, values in report["verdicts"].items()}
     return [
         {
@@ -463,91 +530,111 @@ def rows_of_verdicts(report: dict[str, Any], names: dict[str, str]) -> list[dict
 
 
 def table_of_clusters(clusters: Sequence[dict[str, Any]]) -> Table:
-    rows = [[c["letter"], c["words"], c["device"], c["torch"]] for c in clusters]
+    """Return a table of the clusters that were compared."""
+    rows = [[cluster["letter"], cluster["words"], cluster["device"], cluster["torch"]] for cluster in clusters]
     return measured_table("the clusters", ["cluster", "", "device", "torch"], rows)
 
 
 def times(ratio: float) -> str:
+    """Format a ratio: with two decimals below 10, otherwise as an integer."""
     return f"{ratio:,.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
-    batches = report["num_batches"]
+    """Return the notes below the table, one sentence or more each: band, relay, data, and how sound runs fare."""
+    num_batches = report["num_batches"]
     digests = {digest for series in report["uninterrupted"].values() for digest in series["digests"]}
-    runs = list(report["uninterrupted"].values())
-    found = (
-        f"band: {report['band'][-1]:.1e} nats per token after {batches} batches, the largest distance between two of "
-        f"{len(runs)} uninterrupted runs (running root mean square)"
+    uninterrupted = list(report["uninterrupted"].values())
+    band_note = (
+        f"band: {report['band'][-1]:.1e} nats per token after {num_batches} batches, the largest distance between two "
+        f"of {len(uninterrupted)} uninterrupted runs (running root mean square)"
     )
     if report["exact_sums"]:
-        num_unlike = sum(run != runs[0] for run in runs)
-        found = f"band: its width is 0. {num_unlike} of {len(runs)} uninterrupted runs differ from the first in a bit"
-        found += f" of a loss; the switching run {'does' if report[SWITCHING] != runs[0] else 'does not'}. Ratios are "
-        found += f"to the distance of two neighbouring fp32 numbers, {report['band'][-1]:.1e} nats"
+        num_unlike = sum(run != uninterrupted[0] for run in uninterrupted)
+        does = "does" if report[SWITCHING] != uninterrupted[0] else "does not"
+        band_note = (
+            f"band: its width is 0. {num_unlike} of {len(uninterrupted)} uninterrupted runs differ from the first in a "
+            f"bit of a loss; the switching run {does}. Ratios are to the distance of two neighbouring fp32 numbers, "
+            f"{report['band'][-1]:.1e} nats"
+        )
     notes = [
-        found,
+        band_note,
         f"moved by one relay, in {len(report['launches'][SWITCHING])} allocations: "
         f"`llmfoundry-lite relay {SWITCHING}.yaml`",
-        f"data: {len(digests)} different digests for {batches} batches, over all runs that should have the same data",
+        f"data: {len(digests)} different digests for {num_batches} batches, over all runs that should have the same "
+        "data",
     ]
+
     if report["leave_one_out"]:
         ratios = ", ".join(f"{ratio:.2f}" for ratio in report["leave_one_out"])
         num_outside = sum(ratio > 1 for ratio in report["leave_one_out"])
         notes.append(
             f"distance of each uninterrupted run from the others, divided by their band: {ratios}. Above 1, a run "
-            f"without any mistake leaves the band of the others: {num_outside} of {len(runs)} do"
+            f"without any mistake leaves the band of the others: {num_outside} of {len(uninterrupted)} do"
         )
+
     share = report["verdicts"][SWITCHING]["share_outside"]
     notes.append(f"share of batches at which the switching run is farther off than any two others so far: {share:.0%}")
-    alike, unlike = band.measure_pairs(report["uninterrupted"])
-    if alike:
+    same_cluster, different_clusters = band.measure_pairs(report["uninterrupted"])
+    if same_cluster:
         notes.append(
             "uninterrupted: a run on each cluster, and runs in which each weight was changed by at most one fp32 "
-            f"number after batch 1. Median distance after {batches} batches: {median(alike):.1e} between two runs of "
-            f"one cluster, {median(unlike):.1e} between runs of different clusters. The runs with changed weights "
-            "share their first batch"
+            f"number after batch 1. Median distance after {num_batches} batches: {median(same_cluster):.1e} between "
+            f"two runs of one cluster, {median(different_clusters):.1e} between runs of different clusters. The runs "
+            "with changed weights share their first batch"
         )
+
     resumes = [
-        f"after batch {r['after_batch']:,} {r['seconds_to_first_batch']:.1f} s, "
-        f"of which {r['seconds_to_first_batch'] - (r['seconds_to_restore'] or 0):.1f} s after the restore"
-        for r in report["resumes"]
+        f"after batch {resume['after_batch']:,} {resume['seconds_to_first_batch']:.1f} s, "
+        f"of which {resume['seconds_to_first_batch'] - (resume['seconds_to_restore'] or 0):.1f} s after the restore"
+        for resume in report["resumes"]
     ]
     if resumes:
         notes.append(
             f"from the command to the end of the first batch: {'; '.join(resumes)} (mostly imports; the load average "
             f"was {report['load_average']:.0f})"
         )
+
     if any(cluster["emulated"] for cluster in report["clusters"]):
         notes.append("emulated: the same machine, limited to an older instruction set, in place of another vendor")
     return notes
 
 
 def write(report: dict[str, Any], out: Path | None) -> None:
-    """Show what was found; with `out`, write switch.json (everything), switch.md (the tables), switch.png."""
+    """Print the report, and with `out`, write the JSON, the Markdown page and the figure.
+
+    Builds the command that repeats the measurement from the report's options, and the name of the files: switch,
+    switch-layouts or switch-exact, with the precision at the end if it was compared with another one.
+    """
+    # Options that differ from their defaults.
     options = "" if report["precision"] == "fp32" else f" --precision {report['precision']}"
-    seeds = report["rounding_seeds"]
-    options += f" --rounding-seeds {seeds}" if seeds else ""
+    num_seeds = report["rounding_seeds"]
+    options += f" --rounding-seeds {num_seeds}" if num_seeds else ""
     batches, every = report["num_batches"], report["every"]
     options += f" --num-batches {batches} --every {every}" if (batches, every) != (100, 20) else ""
     options += f" --only {','.join(report['only'])}" if report["only"] else ""
-    options += " --other-python …" if len({c["torch"] for c in report["clusters"]}) > 1 else ""
-    how = (
+    options += " --other-python …" if len({cluster["torch"] for cluster in report["clusters"]}) > 1 else ""
+
+    introduction = (
         f"{report['num_batches']} batches of {GLOBAL_BATCH} x {SEQ_LEN} tokens, {report['precision']}, switching every "
         f"{report['every']} batches; the controls get a deliberate mistake at batch {report['tampered_at']}."
     )
-    name, kind = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
+
+    # Name the files and the heading.
+    name, compared = ("switch-layouts", "layouts") if report["layouts"] else ("switch", "clusters")
     if report["changed"]:
-        low = report["precision"].removeprefix("amp_")
-        name, kind = f"{name}-{low}", f"{kind}, in {low}"
+        low_precision = report["precision"].removeprefix("amp_")
+        name, compared = f"{name}-{low_precision}", f"{compared}, in {low_precision}"
     options += " --layouts" if report["layouts"] else ""
     if report["exact_sums"]:
-        name, kind, options = "switch-exact", "layouts, with exact sums", f"{options} --exact-sums"
+        name, compared, options = "switch-exact", "layouts, with exact sums", f"{options} --exact-sums"
+
     tell(
         report,
-        *(how, table_of(report), notes_of(report), *([table_of_changes(report)] if report["changed"] else [])),
+        *(introduction, table_of(report), notes_of(report), *([table_of_changes(report)] if report["changed"] else [])),
         table_of_clusters(report["clusters"]),
         name=name,
-        heading=f"One run, switching between {kind}",
+        heading=f"One run, switching between {compared}",
         command=f"python -m benchmarks switch{options}",
         asked=("precision", "num_batches", "every", "seed"),
         plot=partial(plot_switch, {control: words for control, (words, _) in CONTROLS.items()}),
@@ -556,31 +643,37 @@ def write(report: dict[str, Any], out: Path | None) -> None:
 
 
 def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str, Any]:
-    """Describe a cluster for report and figure. Emulated: torch may not use all the instructions of the first one."""
-    overlay, machine, first = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
+    """Describe a cluster for the report and the figure.
+
+    `machines` has what `probe` found for each letter. A cluster is emulated if torch uses other instructions on it than
+    on the first one, although both are this machine.
+    """
+    overlay, machine, first_machine = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
     fsdp, degrees = overlay["fsdp_config"], degrees_of(overlay)
     shards = cluster.num_ranks // math.prod(degrees.values())
     sharding = fsdp["sharding_strategy"]
     if degrees:
         degrees |= {"shard": shards} if shards > 1 else {}
         sharding = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-    emulated = bool(machine.isa) and machine.isa != first.isa
-    isa = {"DEFAULT": "SSE"}.get(machine.isa, machine.isa)
-    instructions = isa + (" (emulated)" if emulated else "")
-    words = [
+
+    emulated = bool(machine.isa) and machine.isa != first_machine.isa
+    isa_name = {"DEFAULT": "SSE"}.get(machine.isa, machine.isa)
+    instructions = isa_name + (" (emulated)" if emulated else "")
+
+    descriptions = [
         f"{cluster.num_ranks} rank{'s' if cluster.num_ranks > 1 else ''}",
         sharding,
         f"microbatch {overlay['device_train_microbatch_size']}",
         *([f"{overlay['model']['attn_config']['attn_impl']} attention"] if "model" in overlay else []),
         *([f"mixed precision {fsdp['mixed_precision']}"] if "mixed_precision" in fsdp else []),
-        *([instructions] if isa else []),
+        *([instructions] if isa_name else []),
     ]
     return {
         "letter": cluster.letter,
         "num_ranks": cluster.num_ranks,
         "sharding": sharding,
         "instructions": instructions or machine.device,
-        "words": ", ".join(words),
+        "words": ", ".join(descriptions),
         "emulated": emulated,
         "device": machine.device,
         "torch": machine.torch,
