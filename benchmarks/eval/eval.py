@@ -1,15 +1,20 @@
-"""Evaluation in context beside lm-evaluation-harness: the same model, items, prompts, precision and cores.
+"""Compare the speed of evaluation in context with lm-evaluation-harness, with all else equal.
 
-python -m benchmarks eval --peer-python ~/lm-eval/bin/python
+    python -m benchmarks eval --peer-python ~/lm-eval/bin/python
 
-The peer is an environment of its own (`pip install "lm-eval[hf]==0.4.13"`); without one, our figures stand alone.
-Both sides read the same rendered prompts from one file and tokenise context and choice together. What is timed is, of
-ours, all but loading the model; of the peer's, tokenising and scoring alone. Decisions are compared item by item. Items
-are made up, in the shapes of ARC (zero-shot, five examples of each item's own, five fixed examples), HellaSwag (long
-endings) and PIQA (two choices), since only lengths matter for speed; `--data` brings a file of real ones.
+Model, items, prompts, precision and cores are the same. The peer is an environment of its own (`pip install
+"lm-eval[hf]==0.4.13"`). Without one, only our figures are measured. Both sides read the same rendered prompts from one
+file, and tokenise context and choice together. The time of ours is everything except loading the model; that of the
+peer is tokenising and scoring alone. Decisions are compared item by item.
 
-On a CPU that others use as well, times say who else was there; processor seconds (with OMP_NUM_THREADS=1, or threads
-that wait for each other count as working) say what either side needs. Both are told.
+Only lengths matter for speed, so the items are generated in the shapes of ARC (zero-shot, five examples of each item's
+own, five fixed examples), HellaSwag (long endings) and PIQA (two choices). `--data` reads a file of real items instead.
+
+On a machine that others use as well, wall-clock times depend on them. Processor seconds say what either side needs, if
+OMP_NUM_THREADS=1 (threads that wait for each other would count as working). Both are reported.
+
+The order of this file: the benchmark and its table, the items and the model, the processes that answer, and our side's
+measurement, which runs in such a process.
 """
 
 import json
@@ -51,21 +56,25 @@ from llmfoundry_machines.bench import frame
 from llmfoundry_machines.bench.steps import SHAPES, model_of
 
 VOCAB_SIZE = 8192
-"""Vocabulary of the tokenizer that is made for the items."""
+"""Vocabulary of the tokenizer that is trained on the items."""
 LOGITS_AT_A_TIME = 256
-"""Positions, when the product that makes logits is timed."""
+"""Positions in one product when the computation of logits is timed."""
 
 
 class Suite(NamedTuple):
-    """Items of one shape: words in a question, words in a choice, choices, examples."""
+    """Shape of a set of items. Lengths are ranges of words, both ends included."""
 
     words: tuple[int, int]
+    """Length of a question."""
     choice_words: tuple[int, int]
+    """Length of a choice."""
     num_choices: int
     num_fewshot: int
+    """Examples before each question."""
     is_fixed: bool
+    """Whether all questions have the same examples."""
     wanted: float | None
-    """How many times the peer's items/s."""
+    """Target: our items per second as a multiple of the peer's. None: no target."""
 
 
 SUITES = {
@@ -87,7 +96,11 @@ def run(
     num_rounds: int = 1,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure each suite on both sides in turn, print a table, return it. Raises DataError when a side fails."""
+    """Measure each suite on both sides in turns, print a table and return the report, which is also written into `out`.
+
+    `peer_python` is an interpreter that has lm-eval, and `model` a model folder; the default is random weights of this
+    `shape`. `data` is a file of real items that replaces the suites. Raises DataError when a side fails.
+    """
     frame.check_names("--shape", [shape], SHAPES)
     console = frame.open_console()
     report: dict[str, Any] = frame.describe_conditions() | {
@@ -98,28 +111,32 @@ def run(
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        names = {data.name: Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
-        files = {name: folder / f"{i}.jsonl" for i, name in enumerate(names)}
-        for name, suite in names.items():
+
+        # Write one file of prompts for each suite. The sizes of a real file's suite are not used.
+        suites = {data.name: Suite((0, 0), (0, 0), 0, 0, False, None)} if data else SUITES
+        files = {name: folder / f"{index}.jsonl" for index, name in enumerate(suites)}
+        for name, suite in suites.items():
             rows = read_real(data) if data else make_items(suite, num_items + suite.num_fewshot)
             write_rendered(rows, suite, num_items, files[name])
         model = model or make_model(shape, [path.read_text() for path in files.values()], folder / "model")
+
+        # One process for each side, which loads the model once.
         with ExitStack() as stack:
             our_side = stack.enter_context(_worker([sys.executable, "-m", "benchmarks.eval.eval", model]))
             peer = stack.enter_context(peer_of(peer_python, model)) if peer_python else None
-            for name, suite in names.items():
+            for name, suite in suites.items():
                 console.print(name)
                 sides = {"ours": partial(our_side, items=str(files[name]), is_fixed=suite.is_fixed)}
                 if peer is not None:
                     sides["lm-eval"] = partial(peer, items=str(files[name]))
-                found, _ = frame.take_turns(sides, num_rounds, console)
-                theirs = found.get("lm-eval", [])
+                results_of_sides, _ = frame.take_turns(sides, num_rounds, console)
+                theirs = results_of_sides.get("lm-eval", [])
                 floors = {
-                    key: frame.spread(one[key] for one in found["ours"]).median
+                    key: frame.spread(result[key] for result in results_of_sides["ours"]).median
                     for key in ("of_the_floor", "of_the_floor_with_logits")
                 }
                 wanted = {"wanted": suite.wanted} if theirs else {}
-                report["suites"][name] = compare(found["ours"], theirs) | floors | wanted
+                report["suites"][name] = compare(results_of_sides["ours"], theirs) | floors | wanted
                 # What has been measured is kept, whatever becomes of the rest.
                 about = {"name": "eval", "heading": HEADING, "command": COMMAND, "asked": ["shape"]}
                 frame.tell(report, table_of(report), FLOOR, **about, out=out)
@@ -128,28 +145,36 @@ def run(
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return rates of our side, and beside the peer's their ratios within rounds, and decisions that differ."""
+    """Return our rates and, if the peer was measured, its rates, the ratios within rounds, and what differs.
+
+    `ours` and `theirs` have one result of `measure` for each round; `theirs` may be empty. Decisions and
+    log-probabilities are compared in the first round, because they are the same in all of them.
+    """
 
     def rates(sides: list[dict[str, Any]], key: str) -> list[float]:
-        return [one["n"] / one[key] for one in sides]
+        """Return the items per second of each round."""
+        return [result["n"] / result[key] for result in sides]
 
-    found: dict[str, Any] = {}
-    for side, name in ((ours, "items"), (theirs, "peer_items")):
-        for key, per in (("seconds", "second"), ("cpu_seconds", "cpu_second")):
+    comparison: dict[str, Any] = {}
+    for side, prefix in ((ours, "items"), (theirs, "peer_items")):
+        for key, unit in (("seconds", "second"), ("cpu_seconds", "cpu_second")):
             if side:
-                found[f"{name}_per_{per}"] = frame.spread(rates(side, key)).median
+                comparison[f"{prefix}_per_{unit}"] = frame.spread(rates(side, key)).median
     if theirs:
-        pairs = zip(*(chain.from_iterable(side[0]["log_probability"]) for side in (ours, theirs)), strict=True)
-        found |= {
+        # Flatten the log-probabilities of all choices of all items.
+        log_probabilities = zip(
+            *(chain.from_iterable(side[0]["log_probability"]) for side in (ours, theirs)), strict=True
+        )
+        comparison |= {
             "times": frame.ratios(rates(ours, "seconds"), rates(theirs, "seconds")),
             "times_in_cpu_seconds": frame.ratios(rates(ours, "cpu_seconds"), rates(theirs, "cpu_seconds")),
             "num_different": {
                 metric: sum(a != b for a, b in zip(ours[0][metric], theirs[0][metric], strict=True))
                 for metric in ("acc", "acc_norm")
             },
-            "largest_difference_nats": max(abs(a - b) for a, b in pairs),
+            "largest_difference_nats": max(abs(a - b) for a, b in log_probabilities),
         }
-    return found
+    return comparison
 
 
 COLUMNS: list[frame.Column] = [
@@ -173,6 +198,7 @@ FLOOR = (
 
 
 def table_of(report: dict[str, Any]) -> Table:
+    """Return a table with one row for each suite."""
     rows = [{"name": name, **found} for name, found in report["suites"].items()]
     threads = f"{report['num_threads']} thread{'s' if report['num_threads'] > 1 else ''}"
     title = f"{report['shape']}, {report['num_items']} items, {report['num_rounds']} round(s), fp32, {threads}"
@@ -183,10 +209,12 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def make_items(suite: Suite, count: int) -> list[dict[str, Any]]:
+    """Generate items of a suite's shape from made-up words. The same call always returns the same items."""
     generator = random.Random(0)
     words = ["".join(generator.choices("aeioubdfghklmnprst", k=generator.randint(2, 9))) for _ in range(2000)]
 
     def text(bounds: tuple[int, int]) -> str:
+        """Return as many random words as a number drawn from these bounds, ends included."""
         return " ".join(generator.choices(words, k=generator.randint(*bounds)))
 
     return [
@@ -200,11 +228,15 @@ def make_items(suite: Suite, count: int) -> list[dict[str, Any]]:
 
 
 def read_real(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a multiple-choice task's file."""
     return read_rows(TaskConfig(label=path.stem, icl_task_type="multiple_choice", dataset_uri=str(path)))
 
 
 def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, path: Path) -> None:
-    """Write contexts with their examples already in them, so that both sides get the same prompts."""
+    """Write items whose contexts already contain their examples, so that both sides get the same prompts.
+
+    With fixed examples, the first `num_fewshot` rows are the examples, and the items follow them.
+    """
     task = TaskConfig(
         label="bench",
         icl_task_type="multiple_choice",
@@ -212,9 +244,9 @@ def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, pat
         continuation_delimiter="\nAnswer: ",
         fewshot_fixed=suite.is_fixed,
     )
-    first = suite.num_fewshot if suite.is_fixed else 0
+    first_item = suite.num_fewshot if suite.is_fixed else 0
     with path.open("w") as file:
-        for index in range(first, min(len(rows), first + num_items)):
+        for index in range(first_item, min(len(rows), first_item + num_items)):
             context = ""
             for example in choose_examples(task, range(len(rows)), index, suite.num_fewshot):
                 context += render_example(task, rows[example], is_first=not context)
@@ -224,7 +256,10 @@ def write_rendered(rows: list[dict[str, Any]], suite: Suite, num_items: int, pat
 
 
 def make_model(shape: str, texts: list[str], folder: Path) -> str:
-    """Write random weights and a tokenizer for these texts, as plain transformers loads them."""
+    """Write a model with random weights and a tokenizer for these texts, and return its folder.
+
+    The folder is an export that plain transformers can load.
+    """
     train_tokenizer(texts, VOCAB_SIZE).save(folder / "tokenizer")
     config = model_of(shape, 2048, no_bias=False)
     model = MPT(replace(config, vocab_size=max(VOCAB_SIZE, config.vocab_size)))
@@ -237,33 +272,45 @@ def make_model(shape: str, texts: list[str], folder: Path) -> str:
 
 
 Ask = Callable[..., dict[str, Any]]
+"""Sends a task to a side's process, as keyword arguments, and waits for its result."""
 
 
 @contextmanager
 def peer_of(python: str, model: str, name: str = "hf") -> Iterator[Ask]:
-    """Have lm-evaluation-harness, by its model `name`, answer calls with items=FILE, and kind and delimiter of the
-    task."""
+    """Start a process of lm-evaluation-harness, and yield the function that sends tasks to it.
+
+    `name` is lm_eval's name for the kind of model. A task is items=FILE, and optionally its kind and delimiter.
+    """
     with _worker([python, str(Path(__file__).with_name("peer.py")), model, name]) as ask:
         yield ask
 
 
 @contextmanager
 def _worker(command: list[str]) -> Iterator[Ask]:
-    """Start a process that loads the model and answers each line of JSON with another. It idles meanwhile."""
-    with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True)
+    """Start a process that loads the model and answers each line of JSON with another. Yields a function to ask it.
+
+    The process is idle between questions, so the sides do not disturb each other. It is ended when the block ends.
+    """
+    with tempfile.TemporaryFile("w+") as stderr_file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr_file, text=True
+        )
         assert process.stdin is not None and process.stdout is not None
         questions, answers = process.stdin, process.stdout
 
         def ask(**settings: Any) -> dict[str, Any]:
+            """Send one question and return its answer. Raises DataError with the process's error if it has ended."""
             with suppress(BrokenPipeError):
                 questions.write(json.dumps(settings) + "\n")
                 questions.flush()
+            # Libraries may print as well. Only a line that begins like a result is the answer.
             for line in answers:
-                if line.startswith('{"n"'):  # all else is chatter
+                if line.startswith('{"n"'):
                     return json.loads(line)
-            told.seek(0)
-            lines = told.read().strip().splitlines() or ["no output"]
+
+            # The output has ended without an answer, so the process has failed.
+            stderr_file.seek(0)
+            lines = stderr_file.read().strip().splitlines() or ["no output"]
             reason = next((line for line in reversed(lines) if "Error" in line), lines[-1])
             raise DataError(f"{command[0]} failed: {reason}")
 
@@ -278,6 +325,7 @@ def _worker(command: list[str]) -> Iterator[Ask]:
 
 
 def answer_questions(model: str) -> None:
+    """Load the model, then measure the task on each line of stdin. This is our side's process."""
     located = locate_and_load_model(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     _forward_rate(located.model)  # warms up
     for line in sys.stdin:
@@ -285,6 +333,11 @@ def answer_questions(model: str) -> None:
 
 
 def measure(located: LocatedModel, *, items: str, is_fixed: bool) -> dict[str, Any]:
+    """Evaluate the items of a file, and return their number, the seconds, the shares of the floor, and the answers.
+
+    The floor is the time in which a forward pass computes each distinct token of the items once, as plain text.
+    `is_fixed` says that all items have the same examples, whose tokens then need to be computed only once.
+    """
     task = TaskConfig(
         label="bench",
         icl_task_type="multiple_choice",
@@ -292,49 +345,61 @@ def measure(located: LocatedModel, *, items: str, is_fixed: bool) -> dict[str, A
         continuation_delimiter=" ",
         tokenization="joint",
     )
-    rates = [_forward_rate(located.model)]
+
+    # The forward rate is measured before and after, because a shared machine changes its speed.
+    tokens_per_second = [_forward_rate(located.model)]
     with tempfile.TemporaryDirectory() as folder:
         files = ResultFiles(Path(folder), "bench", "ours")
         started, cpu_started = time.perf_counter(), time.process_time()
         evaluate(located.model, located.tokenizer, [task], Results(model="", suite="", source=""), files)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        answered = [json.loads(line) for line in files.items_path.read_text().splitlines()]
-    rates += [_forward_rate(located.model)]
+        answers = [json.loads(line) for line in files.items_path.read_text().splitlines()]
+    tokens_per_second += [_forward_rate(located.model)]
+
+    # Count the distinct tokens: a tree of the items' requests shares equal beginnings.
     prepared = prepare_task(task, read_rows(task), 0, located.tokenizer, max_seq_len=2048, tokenization="joint")
     tree = Row()
-    for number, item in enumerate(prepared.items):
-        context = item.requests[0].context if is_fixed else (-1 - number, *item.requests[0].context)
+    for item_index, item in enumerate(prepared.items):
+        # A first token of its own, which is not counted, keeps an item from sharing with the others.
+        context = item.requests[0].context if is_fixed else (-1 - item_index, *item.requests[0].context)
         for request in item.requests:
-            tree.add(request._replace(context=context), number)
+            tree.add(request._replace(context=context), item_index)
     num_tokens = len(tree) - (0 if is_fixed else len(prepared.items))
-    floor = num_tokens / statistics.mean(rates)
+    floor_seconds = num_tokens / statistics.mean(tokens_per_second)
+
+    # Scoring also needs the logits of each answer token.
     is_ours = isinstance(located.model, TreeModel)
-    logits = _logits_seconds(located.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
-    elapsed = _elapsed(located.model, seconds, cpu_seconds)
+    logits_seconds = _logits_seconds(located.model, len({index for index, _, _ in tree.targets})) if is_ours else nan
+    elapsed_seconds = _elapsed(located.model, seconds, cpu_seconds)
     return {
-        "n": len(answered),
+        "n": len(answers),
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
-        "of_the_floor": floor / elapsed,
-        "of_the_floor_with_logits": (floor + logits) / elapsed,
-        "acc": [item["acc"] for item in answered],
-        "acc_norm": [item["acc_norm"] for item in answered],
-        "log_probability": [item["log_probability"] for item in answered],
+        "of_the_floor": floor_seconds / elapsed_seconds,
+        "of_the_floor_with_logits": (floor_seconds + logits_seconds) / elapsed_seconds,
+        "acc": [item["acc"] for item in answers],
+        "acc_norm": [item["acc_norm"] for item in answers],
+        "log_probability": [item["log_probability"] for item in answers],
     }
 
 
 def _forward_rate(model: Any) -> float:
-    """Measure tokens per second of plain text, without logits."""
+    """Measure how many tokens of plain text per second a forward pass computes, without logits."""
     tokens = torch.randint(0, 1000, (16, 128), device=model.device)
-    one = torch.zeros(1, dtype=torch.int64, device=model.device)
+    zero_index = torch.zeros(1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         started, cpu_started = time.perf_counter(), time.process_time()
-        float(model.score(Inputs(tokens, None, None), AnswerTokens(one, one, one, one)).log_probability_n[0])
+        # The one answer is only there because `score` needs one. Reading it waits for the device.
+        float(
+            model.score(
+                Inputs(tokens, None, None), AnswerTokens(zero_index, zero_index, zero_index, zero_index)
+            ).log_probability_n[0]
+        )
         return tokens.numel() / _elapsed(model, time.perf_counter() - started, time.process_time() - cpu_started)
 
 
 def _logits_seconds(model: TreeModel, num_positions: int) -> float:
-    """Time the product that makes logits of so many positions, without a softmax or loss."""
+    """Return the seconds of the matrix product that computes the logits of `num_positions`, without softmax or loss."""
     config = model.model.config
     hidden_ud = torch.randn(num_positions, config.d_model, device=model.device)
     unembedding_vd = torch.randn(config.vocab_size, config.d_model, device=model.device)
@@ -345,7 +410,7 @@ def _logits_seconds(model: TreeModel, num_positions: int) -> float:
 
 
 def _elapsed(model: Any, seconds: float, cpu_seconds: float) -> float:
-    """Return the seconds that count for the share of the floor: on a CPU, processor time."""
+    """Return the seconds that the floor is compared with: on a CPU, which others may use, processor time."""
     return cpu_seconds if model.device.type == "cpu" else seconds
 
 

@@ -1,14 +1,19 @@
-"""The answers of lm-evaluation-harness, item by item, on the public tasks' own files under `tokenization: joint`.
+"""Check that our answers are those of lm-evaluation-harness, item by item, on files of the public tasks.
 
-python -m benchmarks eval-parity --data data/eval --model runs/x/huggingface --peer-python ~/lm-eval/bin/python
+    python -m benchmarks eval-parity --data data/eval --model runs/x/huggingface --peer-python ~/lm-eval/bin/python
 
-Each side makes its prompts from the same rows, zero-shot: ours by the task's YAML, the peer by a template of its own
-that says the same. Compared are the choice by summed and by per-character log-probability, the log-probabilities
-themselves, and LAMBADA's accuracy and perplexity. Its rows, forty to a document, are also predicted as held-out text in
-windows; of these the perplexity is per byte. Where two options are closer to each other than the two sides are,
-rounding decides; such items are counted apart. An item whose answer is longer than the model is left out: ours skips
-and counts it, the peer ends there. Of schemas (Winograd) the peer divides by the length of the context rather than of
-the answer, and its own schema tasks leave that number out; so does this.
+Both sides make zero-shot prompts from the same rows, under `tokenization: joint`: ours by the task's YAML, the peer by
+a template that says the same. Compared are the choices by summed and by per-character log-probability, the
+log-probabilities themselves, and LAMBADA's accuracy and perplexity. LAMBADA's rows, forty to a document, are also
+predicted as held-out text in windows; the perplexity of these is per byte.
+
+Differences that are not counted as such:
+
+- Where two options are closer to each other than the two sides are, rounding decides. Such items are counted
+  separately.
+- An item whose answer is longer than the model's context is left out. Ours skips and counts it, the peer fails on it.
+- For schemas (Winograd), the peer divides by the length of the context rather than of the answer. Its own schema tasks
+  leave that metric out, and so does this benchmark.
 """
 
 import json
@@ -34,10 +39,10 @@ from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import Column, describe_conditions, open_console, tabulate, tell
 
 TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
-"""The task whose rows become documents, and how many become one: more than a window of tokens."""
+"""The task whose rows become documents, and the number of rows in one: longer than a window of tokens."""
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
-"""Tolerance of a summed log-probability, whichever is more: a long answer's is thousands of nats in fp32."""
+"""Tolerance of a summed log-probability, whichever is larger. Long answers have thousands of nats, summed in fp32."""
 
 Record = dict[str, Any]
 
@@ -51,16 +56,22 @@ def run(
     out: Path | None = None,
     task_folder: str = "evals",
 ) -> Record:
-    """Ask both sides, print a table, return it. Raises DataError when a file is missing or a side fails."""
+    """Let both sides answer all tasks, print a table, and return the report. Its `is_same` says whether they agree.
+
+    `model` is a folder that both sides can load, `data` the folder with the tasks' files, and `limit` the largest
+    number of rows of each. Raises DataError when a file is missing or a side fails.
+    """
     console = open_console()
     report: Record = describe_conditions() | {"model": Path(model).name, "limit": limit, "tasks": {}}
     with tempfile.TemporaryDirectory() as scratch, peer_of(peer_python, model) as ask_peer:
         for task in load_tasks(TASKS, task_folder):
-            found = sorted(data.glob(f"{task.label}*.jsonl"))
-            if not found:
+            task_files = sorted(data.glob(f"{task.label}*.jsonl"))
+            if not task_files:
                 raise DataError(f"--parity {data}: no {task.label}*.jsonl; `python scripts/fetch_tasks.py` fetches it")
-            console.print(f"{task.label}: {found[0]}", highlight=False)
-            rows = read_rows(replace(task, dataset_uri=str(found[0])))[:limit]
+            console.print(f"{task.label}: {task_files[0]}", highlight=False)
+            rows = read_rows(replace(task, dataset_uri=str(task_files[0])))[:limit]
+
+            # Ours answers first, because the peer may only get the items that ours has not skipped.
             items = Path(scratch) / f"{task.label}.jsonl"
             write_rows(rows, items)
             task = replace(task, dataset_uri=str(items), tokenization="joint", num_fewshot=[0])
@@ -71,13 +82,15 @@ def run(
             report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
                 "num_skipped": len(rows) - len(ours["index"])
             }
+
             if task.label == TEXT:
                 write_rows(documents_of(rows), items)
                 text = TaskConfig(label="text", icl_task_type="perplexity", dataset_uri=str(items))
                 theirs = ask_peer(items=str(items), kind="perplexity")
-                found = compare(ask_ours(model, text, Path(scratch)), theirs, "perplexity")
-                report["tasks"]["held-out text"] = found | {"num_skipped": 0}
-    report["is_same"] = all(is_same(found) for found in report["tasks"].values())
+                comparison = compare(ask_ours(model, text, Path(scratch)), theirs, "perplexity")
+                report["tasks"]["held-out text"] = comparison | {"num_skipped": 0}
+
+    report["is_same"] = all(is_same(comparison) for comparison in report["tasks"].values())
     verdict = "the same answers" if report["is_same"] else "NOT the same answers"
     notes = [f"{verdict} (log-probabilities to {TOLERANCE_NATS:g} nats or {TOLERANCE_SHARE:g} of them)"]
     heading, command = "The same answers as lm-evaluation-harness", f"python -m benchmarks eval-parity --data {data}"
@@ -86,28 +99,39 @@ def run(
 
 
 def write_rows(rows: Sequence[Record], path: Path) -> None:
+    """Write rows as JSONL."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def documents_of(rows: Sequence[Record]) -> list[Record]:
+    """Join LAMBADA's rows to documents, ROWS_OF_A_TEXT of them in each."""
     texts = [row["context"] + " " + row["continuation"] for row in rows]
     return [{"text": "\n".join(texts[i : i + ROWS_OF_A_TEXT])} for i in range(0, len(texts), ROWS_OF_A_TEXT)]
 
 
 def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
+    """Evaluate one task with our harness, and return its answers in the form that the peer's have.
+
+    `index` has the rows that were answered; the others were skipped because they are too long.
+    """
     located = locate_and_load_model(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     files = ResultFiles(folder, "parity", task.label)
     results = evaluate(located.model, located.tokenizer, [task], Results(model="", suite="", source=""), files)
     items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
-    names = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
+    metrics = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
     (record,) = results.tasks.values()
-    if task.icl_task_type == "perplexity":  # a document's windows are added up
-        nats = {item["index"]: 0.0 for item in items}
+
+    if task.icl_task_type == "perplexity":
+        # An item is one window. The peer reports whole documents, so add their windows up.
+        nats_of_documents = {item["index"]: 0.0 for item in items}
         for item in items:
-            nats[item["index"]] += item["log_probability"][0]
-        return {"log_probability": [[value] for value in nats.values()], "perplexity": 2 ** record["bits_per_byte"]}
+            nats_of_documents[item["index"]] += item["log_probability"][0]
+        return {
+            "log_probability": [[nats] for nats in nats_of_documents.values()],
+            "perplexity": 2 ** record["bits_per_byte"],
+        }
     return {
-        **{name: [item[name] for item in items] for name in names},
+        **{metric: [item[metric] for item in items] for metric in metrics},
         "log_probability": [item["log_probability"] for item in items],
         "num_characters": [item["num_characters"] for item in items],
         "index": [item["index"] for item in items],
@@ -116,46 +140,69 @@ def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
 
 
 def compare(ours: Record, theirs: Record, kind: str) -> Record:
+    """Compare the answers of both sides to the items of one task.
+
+    Returns the largest difference of a log-probability and whether all are within the tolerance; for each metric, both
+    accuracies, how many items differ, and how many of these by rounding; and both perplexities, where the task has
+    them.
+    """
     pairs = [
-        list(zip(x, y, strict=True)) for x, y in zip(ours["log_probability"], theirs["log_probability"], strict=True)
+        list(zip(our_item, their_item, strict=True))
+        for our_item, their_item in zip(ours["log_probability"], theirs["log_probability"], strict=True)
     ]
-    distances = [max(abs(a - b) for a, b in item) for item in pairs]
-    found: Record = {
+    distances = [max(abs(a - b) for a, b in item_pairs) for item_pairs in pairs]
+    comparison: Record = {
         "n": len(distances),
         "largest_difference_nats": max(distances),
         "are_close": all(
-            math.isclose(*pair, rel_tol=TOLERANCE_SHARE, abs_tol=TOLERANCE_NATS) for item in pairs for pair in item
+            math.isclose(*pair, rel_tol=TOLERANCE_SHARE, abs_tol=TOLERANCE_NATS)
+            for item_pairs in pairs
+            for pair in item_pairs
         ),
     }
+
     for metric in ("acc", "acc_norm"):
         if metric not in ours or metric not in theirs:
             continue
-        answers = list(zip(ours[metric], theirs[metric], strict=True))
-        differ = [i for i, (a, b) in enumerate(answers) if a != b]
-        ties = sum(_is_tie(ours, i, metric, 2 * distances[i]) for i in differ) if kind != "language_modeling" else 0
-        found[metric] = sum(a for a, _ in answers) / len(answers)
-        found[f"peer_{metric}"] = sum(b for _, b in answers) / len(answers)
-        found[f"{metric}_differ"] = len(differ)
-        found[f"{metric}_differ_by_rounding"] = ties
+        decisions = list(zip(ours[metric], theirs[metric], strict=True))
+
+        # Rounding decides a choice between options. LAMBADA's accuracy has no second option.
+        differing = [index for index, (a, b) in enumerate(decisions) if a != b]
+        num_ties = (
+            sum(_is_tie(ours, index, metric, 2 * distances[index]) for index in differing)
+            if kind != "language_modeling"
+            else 0
+        )
+        comparison[metric] = sum(a for a, _ in decisions) / len(decisions)
+        comparison[f"peer_{metric}"] = sum(b for _, b in decisions) / len(decisions)
+        comparison[f"{metric}_differ"] = len(differing)
+        comparison[f"{metric}_differ_by_rounding"] = num_ties
     if kind in ("language_modeling", "perplexity"):
-        found |= {"perplexity": ours["perplexity"], "peer_perplexity": theirs["perplexity"]}
-    return found
+        comparison |= {"perplexity": ours["perplexity"], "peer_perplexity": theirs["perplexity"]}
+    return comparison
 
 
 def _is_tie(ours: Record, item: int, metric: str, closer_than: float) -> bool:
-    sums, sizes = ours["log_probability"][item], ours["num_characters"][item]
-    rated = [s / n if metric == "acc_norm" else s for s, n in zip(sums, sizes, strict=True)]
-    first, second = sorted(rated)[-1:-3:-1]
+    """Return whether our two best options of an item are so close that a difference of this size could swap them."""
+    log_probabilities, num_characters = ours["log_probability"][item], ours["num_characters"][item]
+    scores = [
+        log_probability / length if metric == "acc_norm" else log_probability
+        for log_probability, length in zip(log_probabilities, num_characters, strict=True)
+    ]
+    first, second = sorted(scores)[-1:-3:-1]
     return first - second <= closer_than
 
 
-def is_same(found: Record) -> bool:
-    metrics = [metric for metric in ("acc", "acc_norm") if metric in found]
-    same_perplexity = "perplexity" not in found or math.isclose(
-        found["perplexity"], found["peer_perplexity"], rel_tol=TOLERANCE_NATS
+def is_same(comparison: Record) -> bool:
+    """Return whether a comparison found no difference except ties: decisions, log-probabilities and perplexity."""
+    metrics = [metric for metric in ("acc", "acc_norm") if metric in comparison]
+    same_perplexity = "perplexity" not in comparison or math.isclose(
+        comparison["perplexity"], comparison["peer_perplexity"], rel_tol=TOLERANCE_NATS
     )
-    same_decisions = all(found[f"{metric}_differ"] == found[f"{metric}_differ_by_rounding"] for metric in metrics)
-    return same_decisions and found["are_close"] and same_perplexity
+    same_decisions = all(
+        comparison[f"{metric}_differ"] == comparison[f"{metric}_differ_by_rounding"] for metric in metrics
+    )
+    return same_decisions and comparison["are_close"] and same_perplexity
 
 
 COLUMNS: list[Column] = [
@@ -173,11 +220,13 @@ COLUMNS: list[Column] = [
 
 
 def _differ(row: Mapping[str, Any], metric: str) -> str:
+    """Format the number of different decisions of a metric, as "3, 2 by rounding"."""
     differ, ties = row.get(f"{metric}_differ", ""), row.get(f"{metric}_differ_by_rounding")
     return f"{differ}, {ties} by rounding" if ties else str(differ)
 
 
 def table_of(report: Record) -> Table:
-    rows = [{"name": name, **found} for name, found in report["tasks"].items()]
+    """Return a table with one row for each task."""
+    rows = [{"name": name, **comparison} for name, comparison in report["tasks"].items()]
     peer = ", ".join(f"{name} {version}" for name, version in report["peer"].items())
     return tabulate(f"{report['model']}, fp32, joint tokenization, zero-shot, beside {peer}", COLUMNS, rows)

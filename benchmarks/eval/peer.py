@@ -1,4 +1,10 @@
-"""The peer's side of the eval benchmark: runs where lm-eval is, and imports nothing of ours but our model."""
+"""The peer's side of the eval benchmarks, which runs where lm-eval is installed.
+
+    python peer.py MODEL_FOLDER hf
+
+It imports nothing of this package except, with `llmfoundry_lite` instead of `hf`, its model for lm-eval. It reads one
+task from each line of stdin, as the JSON arguments of `measure`, and prints one line of results.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -14,7 +20,7 @@ from lm_eval.api.task import ConfigurableTask
 
 
 def answer_questions(folder: str, name: str) -> None:
-    """Read a file of items and their kind of task from each line; print a line of results for it."""
+    """Load the model, then measure each task that stands on a line of stdin, and print its result as JSON."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_ours(folder, device) if name == "llmfoundry_lite" else load_hf(folder, device)
     for line in sys.stdin:
@@ -22,12 +28,14 @@ def answer_questions(folder: str, name: str) -> None:
 
 
 def load_hf(folder: str, device: str) -> LM:
+    """Load a model folder with lm-eval's own class for transformers, in fp32."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=folder, dtype="float32", device=device, batch_size=16)
 
 
 def load_ours(folder: str, device: str) -> LM:
+    """Load a model folder with this package's class for lm-eval."""
     from lm_eval.api.registry import get_model
 
     from llmfoundry_formats.lm_eval import register
@@ -37,7 +45,12 @@ def load_ours(folder: str, device: str) -> LM:
 
 
 def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
-    answer = model.loglikelihood
+    """Evaluate a file of items as a task of lm-eval, and return results and seconds.
+
+    `kind` and `delimiter` are the task's icl_task_type and continuation_delimiter. Accuracies and log-probabilities are
+    given for each item, in the order of the file.
+    """
+    original_loglikelihood = model.loglikelihood
     task = ConfigurableTask(
         config={
             "task": "bench",
@@ -47,19 +60,22 @@ def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str
             **ask(kind, delimiter),
         }
     )
-    seconds = count_seconds(model)
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
-    model.loglikelihood = answer
-    of_all = found["results"]["bench"]
-    samples = sorted(found["samples"]["bench"], key=lambda sample: sample["doc_id"])
-    names = [name for name in ("acc", "acc_norm") if name in samples[0]]
+    wall_and_cpu_seconds = count_seconds(model)
+    results = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
+    model.loglikelihood = original_loglikelihood
+    aggregated = results["results"]["bench"]
+    samples = sorted(results["samples"]["bench"], key=lambda sample: sample["doc_id"])
+    metrics = [metric for metric in ("acc", "acc_norm") if metric in samples[0]]
+
     return {
         "n": len(samples),
-        "seconds": seconds[0],
-        "cpu_seconds": seconds[1],
-        **{name: [int(sample[name]) for sample in samples] for name in names},
+        "seconds": wall_and_cpu_seconds[0],
+        "cpu_seconds": wall_and_cpu_seconds[1],
+        **{metric: [int(sample[metric]) for sample in samples] for metric in metrics},
         "log_probability": [[nats_of(response[0]) for response in sample["resps"]] for sample in samples],
-        "perplexity": next((of_all[key] for key in ("perplexity,none", "byte_perplexity,none") if key in of_all), None),
+        "perplexity": next(
+            (aggregated[key] for key in ("perplexity,none", "byte_perplexity,none") if key in aggregated), None
+        ),
         "versions": {"lm-eval": lm_eval.__version__, "transformers": transformers.__version__},
     }
 
@@ -70,43 +86,47 @@ def nats_of(response: "float | tuple[float, bool] | list") -> float:
 
 
 def count_seconds(model: LM) -> list[float]:
-    """Return [wall, processor] seconds that fill up during tokenising and scoring.
+    """Make the model's loglikelihood add its time to the returned list, [wall, processor] seconds.
 
-    The peer's other work takes seconds whatever the number of items, and is left out.
+    Only tokenising and scoring are timed. lm-eval's other work takes the same time whatever the number of items.
     """
-    answer, seconds = model.loglikelihood, [0.0, 0.0]
+    original_loglikelihood, seconds = model.loglikelihood, [0.0, 0.0]
 
     def timed(*arguments: object, **options: object) -> object:
         started, cpu_started = time.perf_counter(), time.process_time()
-        found = answer(*arguments, **options)
+        answers = original_loglikelihood(*arguments, **options)
         seconds[0] += time.perf_counter() - started
         seconds[1] += time.process_time() - cpu_started
-        return found
+        return answers
 
     model.loglikelihood = timed
     return seconds
 
 
 def ask(kind: str, delimiter: str) -> dict:
-    """Return the task's prompts as templates. White space at the delimiter's end goes before the answer."""
-    head = delimiter.rstrip()
-    space = delimiter[len(head) :]
+    """Return the keys of a task's configuration that define its prompts and metrics.
+
+    `kind` is one of multiple_choice, schema, perplexity and language_modeling. lm-eval puts the delimiter's white space
+    before the answer, as ours does; the rest of the delimiter belongs to the question.
+    """
+    delimiter_text = delimiter.rstrip()
+    delimiter_space = delimiter[len(delimiter_text) :]
     if kind == "multiple_choice":
         return {
             "output_type": "multiple_choice",
-            "doc_to_text": "{{query}}" + head,
+            "doc_to_text": "{{query}}" + delimiter_text,
             "doc_to_choice": "{{choices}}",
             "doc_to_target": "gold",
-            "target_delimiter": space,
+            "target_delimiter": delimiter_space,
             "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
         }
-    if kind == "schema":  # a number as text means that the choices are contexts
+    if kind == "schema":  # the name of a number as doc_to_text tells lm-eval that the choices are contexts
         return {
             "output_type": "multiple_choice",
             "doc_to_text": "gold",
             "doc_to_choice": "{{context_options}}",
             "doc_to_target": "{{continuation}}",
-            "target_delimiter": head + space,
+            "target_delimiter": delimiter_text + delimiter_space,
             "metric_list": [{"metric": "acc"}],
         }
     if kind == "perplexity":
@@ -118,8 +138,8 @@ def ask(kind: str, delimiter: str) -> dict:
         }
     return {
         "output_type": "loglikelihood",
-        "doc_to_text": "{{context}}" + head,
-        "doc_to_target": space + "{{continuation}}",  # here the delimiter is not put in
+        "doc_to_text": "{{context}}" + delimiter_text,
+        "doc_to_target": delimiter_space + "{{continuation}}",  # lm-eval adds no delimiter to this output type
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }
 

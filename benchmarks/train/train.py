@@ -1,10 +1,12 @@
-"""Seconds of a training step: our Trainer beside a bare loop, its own matrix products, and its peers.
+"""Compare the seconds of a training step: our Trainer, a bare loop of our model, its matrix products alone, and peers.
 
-python -m benchmarks train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python --out results
+    python -m benchmarks train --seq-len 512 --batch-size 4 --peer-python foundry/bin/python --out results
 
-Every measurement is a process of its own, and the processes take turns, so that a machine that is slow for a while
-is slow for all of them. The table has the median step, and its rate beside that of matrix products of the model's own
-shapes, forward and backward, measured in the same turns.
+Every measurement is a process of its own. The processes take turns, so that a machine that is slow for a while is slow
+for all sides. The table has the median step of each side, and its FLOP/s beside those of matrix products of the model's
+own shapes, forward and backward, measured in the same turns.
+
+A side is named "SIDE DTYPE", such as "trainer bf16". `measure_side` says which program measures it.
 """
 
 import json
@@ -40,7 +42,7 @@ SIDES = {
     "bare": "our model, bare loop",
     "trainer": "our model, Trainer",
 }
-"""In the order of the table. LLM Foundry's and the plain model's bf16 is autocast."""
+"""Side -> its name in the table, in the table's order. In bf16, LLM Foundry's and the plain model use autocast."""
 
 
 def run(
@@ -54,13 +56,16 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure all sides, print a table, write train-SHAPE-LENGTH.json and .md to `out`, and return what the JSON holds.
+    """Measure all sides in turns, print a table, write train-SHAPE-LENGTH.json and .md to `out`, and return the report.
 
-    `overrides` (key=value) go to the Trainer's side.
+    `shape` names a model in SHAPES. `peer_python` is an interpreter that has LLM Foundry; without it, that side is left
+    out. `overrides` are key=value settings for the Trainer's side. Each side takes `num_steps` timed steps in each of
+    the rounds.
     """
     frame.check_names("--shape", [shape], SHAPES)
     console, report = frame.open_console(), frame.describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
+
     tasks = {
         f"{side} {dtype}": {"side": f"{side} {dtype}", "overrides": list(overrides), **settings}
         for dtype in DTYPES
@@ -69,19 +74,21 @@ def run(
     }
     measures = {side: partial(measure_side, task, peer_python) for side, task in tasks.items()}
     results, failed = frame.take_turns(measures, num_rounds, console)
-    flops = count_step_flops(shape, seq_len, batch_size)
+
+    model_flops = count_step_flops(shape, seq_len, batch_size)
     report |= {
         **settings,
         "num_rounds": num_rounds,
         "num_parameters": count_parameters(model_of(shape, seq_len)),
-        "model_flops_per_step": flops,
+        "model_flops_per_step": model_flops,
         "sides": {
-            side: summarise(rounds, flops, None if side.startswith("matmul") else batch_size * seq_len)
+            side: summarise(rounds, model_flops, None if side.startswith("matmul") else batch_size * seq_len)
             for side, rounds in results.items()
             if rounds
         },
         "failed": failed,
     }
+
     frame.tell(
         report,
         table_of(report),
@@ -96,7 +103,12 @@ def run(
 
 
 def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | None) -> dict[str, Any]:
-    """Summarise one side: the median of all its steps, and for ratios its rate and memory in each round."""
+    """Summarise the rounds of one side: the median of all its steps, and the rate and memory of each round.
+
+    `flops` are those of the model's step. A side that counts its own FLOPs, as the matrix products do, reports them
+    instead. `num_tokens` are the tokens of a step, or None for a side without tokens. The rounds are kept because
+    ratios of two sides are calculated within a round.
+    """
     seconds = statistics.median(value for result in rounds for value in result["step_seconds"])
     flops = rounds[0].get("flops", flops)
     return {
@@ -105,36 +117,54 @@ def summarise(rounds: Sequence[dict[str, Any]], flops: int, num_tokens: int | No
         "flops_per_sec": flops / seconds,
         "peak_bytes": max(result["peak_bytes"] for result in rounds),
         "rounds": [
-            {"flops_per_sec": flops / statistics.median(one["step_seconds"]), "peak_bytes": one["peak_bytes"]}
-            for one in rounds
+            {"flops_per_sec": flops / statistics.median(result["step_seconds"]), "peak_bytes": result["peak_bytes"]}
+            for result in rounds
         ],
     }
 
 
 def compare(report: dict[str, Any]) -> list[tuple[str, frame.Spread, str]]:
-    """Return (what, ratio, aim) for ratios of two sides, which compare between machines."""
-    sides, found = report["sides"], []
+    """Return the ratios of two sides as (what is compared, ratio with its spread, target in words or "").
 
-    def ratio(what: str, key: str, above: str, below: str, aim: str) -> None:
-        if above in sides and below in sides:
-            rounds = ([one[key] for one in sides[side]["rounds"]] for side in (above, below))
-            found.append((what, frame.ratios(*rounds), aim))
+    Ratios are comparable between machines, unlike seconds. A ratio is left out if one of its sides was not measured.
+    """
+    sides, comparisons = report["sides"], []
 
+    def ratio(what: str, key: str, numerator: str, denominator: str, target: str) -> None:
+        """Append the ratio of `key` for two sides, calculated within each round."""
+        if numerator in sides and denominator in sides:
+            rounds = (
+                [round_result[key] for round_result in sides[side]["rounds"]] for side in (numerator, denominator)
+            )
+            comparisons.append((what, frame.ratios(*rounds), target))
+
+    # The targets of the two dtypes differ only in the first two ratios.
     rate, memory = "flops_per_sec", "peak_bytes"
-    for dtype, faster, share in (("fp32", "1.3", "0.85"), ("bf16", "2.0", "0.70")):
-        ratio(f"Trainer over LLM Foundry, {dtype}", rate, f"trainer {dtype}", f"foundry {dtype}", f"at least {faster}")
+    for dtype, min_speedup, min_share_of_products in (("fp32", "1.3", "0.85"), ("bf16", "2.0", "0.70")):
         ratio(
-            f"Trainer over matrix products, {dtype}", rate, f"trainer {dtype}", f"matmul {dtype}", f"at least {share}"
+            f"Trainer over LLM Foundry, {dtype}",
+            rate,
+            f"trainer {dtype}",
+            f"foundry {dtype}",
+            f"at least {min_speedup}",
+        )
+        ratio(
+            f"Trainer over matrix products, {dtype}",
+            rate,
+            f"trainer {dtype}",
+            f"matmul {dtype}",
+            f"at least {min_share_of_products}",
         )
         ratio(f"Trainer over our bare loop, {dtype}", rate, f"trainer {dtype}", f"bare {dtype}", "at least 0.98")
         ratio(f"Trainer over a plain SDPA model, {dtype}", rate, f"trainer {dtype}", f"plain {dtype}", "")
         ratio(f"memory over LLM Foundry's, {dtype}", memory, f"trainer {dtype}", f"foundry {dtype}", "at most 0.6")
     ratio("Trainer in bf16 over LLM Foundry in fp32", rate, "trainer bf16", "foundry fp32", "at least 3.5")
     ratio("Trainer in bf16 over fp32", rate, "trainer bf16", "trainer fp32", "")
-    return found
+    return comparisons
 
 
 def table_of(report: dict[str, Any]) -> Table:
+    """Return a table with one row for each side and dtype. Matrix products have no tokens and no memory of interest."""
     rows = [
         result | {"step": f"{SIDES[name]}, {dtype}"}
         for side, result in report["sides"].items()
@@ -156,6 +186,7 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
+    """Return the ratios as lines, and the reasons for which sides could not be measured."""
     lines = [f"{what}: {value}{f' ({aim})' if aim else ''}" for what, value, aim in compare(report)]
     return [*lines, *(f"not measured: {reason}" for reason in report["failed"].values())]
 
@@ -164,7 +195,10 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
 
 def measure_side(settings: dict[str, Any], peer_python: str | None) -> dict[str, Any]:
-    """Measure one side in a process: LLM Foundry's interpreter, this file for `bare`, `bench.steps` for the rest."""
+    """Measure one side in a process of its own, and return its `step_seconds` and `peak_bytes`.
+
+    LLM Foundry runs in `peer_python` with `peer.py`, our bare loop in this file, and all other sides in `bench.steps`.
+    """
     side, dtype = settings["side"].split()
     if side == "foundry":
         task = {**settings, "dtype": dtype, "model": SHAPES[settings["shape"]]}
@@ -175,7 +209,10 @@ def measure_side(settings: dict[str, Any], peer_python: str | None) -> dict[str,
 
 
 def measure_bare(settings: dict[str, Any]) -> dict[str, Any]:
-    """Time our model and our loss without Composer. The first two steps are left out."""
+    """Time steps of our model and our loss without Composer. The first two steps warm up and are left out.
+
+    The loop is the one that all bare sides share. `settings` are those of `run` and the side's name.
+    """
     import torch.distributed as dist
 
     from llmfoundry_lite.config.layout import Layout
@@ -187,6 +224,8 @@ def measure_bare(settings: dict[str, Any]) -> dict[str, Any]:
 
     keep_freed_memory()
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+    # The model is built as a run on one device would build it.
     fsdp = FSDPConfig(sharding_strategy="NO_SHARD")
     precision = PRECISIONS["fp32" if settings["side"].endswith("fp32") else "amp_bf16", fsdp.mixed_precision]
     config = model_of(settings["shape"], settings["seq_len"])
