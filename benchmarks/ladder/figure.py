@@ -1,4 +1,4 @@
-"""The ladder's figure: losses over tokens with the moves, and the law with what it predicted and what came."""
+"""Figure of the ladder: losses over tokens, with the moves, and the law beside predictions and results."""
 
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,44 @@ from llmfoundry_machines.bench.frame import drawn
 
 
 def plot_ladder(report: dict[str, Any], path: Path) -> None:
-    """Draw the curves of all sizes, and the law. As PNG."""
+    """Draw the loss curves of all sizes, and their bits per byte beside the law, as a PNG.
+
+    The law that is drawn is the one that predicted the largest size, so it was fitted to all others.
+    """
     runs, grey = report["runs"], "#777777"
     with drawn(path, 2, (13, 5.2)) as (curves, law):
-        for i, one in enumerate(runs):
-            batches, means = np.array(one["losses"]).T
-            tokens = batches * one["tokens"] / one["batches"]
-            curves.plot(tokens, means, color=curve_color(i), linewidth=1.4, label=f"{one['parameters']:,} parameters")
-            at = np.searchsorted(batches, [last for last, _ in one["sites"][:-1]])
-            curves.plot(tokens[at], means[at], "|", color="#222222", markersize=13, markeredgewidth=1.6, zorder=5)
-            law.plot(one["parameters"], one["bits"], "o", color=curve_color(i), markersize=7, zorder=4)
+        for i, run in enumerate(runs):
+            batches, means = np.array(run["losses"]).T
+            tokens = batches * run["tokens"] / run["batches"]
+            curves.plot(tokens, means, color=curve_color(i), linewidth=1.4, label=f"{run['parameters']:,} parameters")
+            move_points = np.searchsorted(batches, [last for last, _ in run["sites"][:-1]])
+            curves.plot(
+                tokens[move_points],
+                means[move_points],
+                "|",
+                color="#222222",
+                markersize=13,
+                markeredgewidth=1.6,
+                zorder=5,
+            )
+            law.plot(run["parameters"], run["bits"], "o", color=curve_color(i), markersize=7, zorder=4)
+
+        # Entries of the legends.
         curves.plot([], [], "|", color="#222222", markersize=11, label="moves to another site")
         law.plot([], [], "o", color=grey, label="measured")
-        for one in filter(lambda one: one["predicted"], runs):
-            found, label = one["predicted"], "predicted, 95 % interval" if one is runs[-1] else None
-            ends = [[found["bits"] - found["bits_low"]], [found["bits_high"] - found["bits"]]]
-            look = {"color": "#222222", "capsize": 6, "markersize": 8, "zorder": 3, "linewidth": 1.2}
-            law.errorbar(one["parameters"], found["bits"], yerr=ends, fmt="x", label=label, **look)
-        sizes, last = np.array([one["parameters"] for one in runs]), runs[-1]["predicted"]
+        for run in filter(lambda run: run["predicted"], runs):
+            prediction, label = run["predicted"], "predicted, 95 % interval" if run is runs[-1] else None
+            ends = [[prediction["bits"] - prediction["bits_low"]], [prediction["bits_high"] - prediction["bits"]]]
+            style = {"color": "#222222", "capsize": 6, "markersize": 8, "zorder": 3, "linewidth": 1.2}
+            law.errorbar(run["parameters"], prediction["bits"], yerr=ends, fmt="x", label=label, **style)
+
+        sizes, last = np.array([run["parameters"] for run in runs]), runs[-1]["predicted"]
         fitted, grid = Law(last["floor"], last["scale"], last["exponent"]), np.geomspace(sizes[0], sizes[-1], 100)
-        words = f"{fitted.floor:.2f} + {fitted.scale:.3g} N^-{fitted.exponent:.2f}, fitted to the first {len(runs) - 1}"
-        law.plot(grid, fitted.at(grid), color=grey, linewidth=1.2, zorder=1, label=words)
+        label_of_law = (
+            f"{fitted.floor:.2f} + {fitted.scale:.3g} N^-{fitted.exponent:.2f}, fitted to the first {len(runs) - 1}"
+        )
+        law.plot(grid, fitted.at(grid), color=grey, linewidth=1.2, zorder=1, label=label_of_law)
+
         for axes, x_label, y_label in (
             (curves, "tokens trained on", "training loss, nats per token"),
             (law, "parameters, embedding included", "bits per byte of the held-out split"),

@@ -1,8 +1,9 @@
-"""Frontier's runs (arXiv 2312.12705) by the planner: 22, 175 and 1,000 billion parameters, beside what was published.
+"""Predict Frontier's runs (arXiv 2312.12705) of 22, 175 and 1,000 billion parameters, beside what was published.
 
-python -m benchmarks frontier --out results
+    python -m benchmarks frontier --out results
 
-Nothing is measured. A table has memory and rate of each model, another one strong scaling of 8,000 samples a batch.
+The planner predicts; nothing is measured. One table has memory and rate of each model, the other strong scaling with
+8,000 samples in a batch. `published.py` uses `predict` for its table of papers.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,16 @@ from llmfoundry_planner.plan.step import accelerator_named, find_hardware, step_
 
 DEVICE, PER_NODE, BATCH_SIZE = "MI250X", 8, 8000
 LAYOUTS = {"mpt-22b": (2, 4, 64), "mpt-175b": (4, 16, 1024), "mpt-1t": (8, 64, 1024)}
-"""Parts of a layer, stages, devices. Those of 22B are ours: the planner's fastest with ZERO_1."""
+"""Model -> tensor parallel degree, pipeline stages, devices. The paper does not give the layout of 22B; this one is the
+planner's fastest with ZERO_1."""
 PUBLISHED = {"mpt-22b": 73.5, "mpt-175b": 69.2, "mpt-1t": 61.2}
-"""TFLOP/s of a device, half a card."""
+"""TFLOP/s of a device, which is half a card."""
+# Numbers of devices in the strong scaling.
 COUNTS = {"mpt-175b": (128, 256, 512, 1024), "mpt-1t": (512, 1024, 2048, 3072)}
 LEFT = {"mpt-175b": 0.8993, "mpt-1t": 0.8705}
-"""Published: the share of the first count's rate a device that is left on the last one."""
+"""Published scaling efficiency: a device's rate on the last of COUNTS, as a share of its rate on the first."""
 BYTES = 14
-"""State of a parameter, as the paper counts them: one moment of Adam's two."""
+"""State of a parameter as the paper counts it, with only one of Adam's two moments."""
 RATES: list[frame.Column] = [
     ("model", "{model}"),
     ("devices", "{num_devices:,}"),
@@ -47,18 +50,23 @@ SCALING: list[frame.Column] = [
 
 
 def run(out: Path | None = None) -> dict[str, Any]:
-    """Print both tables, write frontier.json, .md and .png to `out`."""
+    """Predict all runs, print both tables, and return the report. `out` gets frontier.json, .md and .png."""
     models, scaling = [], list[dict[str, Any]]()
+
+    # Memory and rate of each model.
     for model, (tensor, stages, num_devices) in LAYOUTS.items():
         row: dict[str, Any] = {"model": model, "num_devices": num_devices, "tensor": tensor, "stages": stages}
         row |= predict(model, num_devices) | {"published": PUBLISHED[model]}
         models.append(row | {"difference": row["predicted"] / row["published"] - 1})
+
+    # Strong scaling: the same batch on more devices. The paper gives the efficiency on the last count.
     for model, counts in COUNTS.items():
         rows = [{"model": model, "num_devices": count} | predict(model, count) for count in counts]
         for row in rows:
             row["left"] = row["predicted"] / rows[0]["predicted"]
         rows[-1] |= {"published": LEFT[model], "points": 100 * (rows[-1]["left"] - LEFT[model])}
         scaling += rows
+
     report = frame.describe_conditions() | {"models": models, "scaling": scaling}
     rates = f"{DEVICE} (half a card), fp16, one sample a microbatch, blocks computed again; {BYTES} bytes a parameter"
     frame.tell(
@@ -81,10 +89,14 @@ def run(out: Path | None = None) -> dict[str, Any]:
 
 
 def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE, *changes: str) -> dict[str, Any]:
-    """Predict the rate of a device, in TFLOP/s, with copies that divide the optimizer's state alone."""
+    """Predict the TFLOP/s of one device, and the terabytes of the model's whole state.
+
+    The layout of the model is that of LAYOUTS; all remaining devices hold copies, which share the optimizer's state.
+    The batch is reduced to a multiple of the copies. `changes` are further key=value settings of the run.
+    """
     tensor, stages, _ = LAYOUTS[model]
-    copies = num_devices // (tensor * stages)
-    batch_size = batch_size // copies * copies
+    num_copies = num_devices // (tensor * stages)
+    batch_size = batch_size // num_copies * num_copies
     overrides: Sequence[str] = [
         f"global_train_batch_size={batch_size}",
         "device_train_microbatch_size=1",
@@ -93,6 +105,7 @@ def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE, *changes
         f"tp_config.tensor_parallel_degree={tensor}",
         f"pp_config.pipeline_parallel_degree={stages}",
     ]
+
     config = load_train_config([model, *overrides, *changes]).config
     layout, device = layout_of(config, num_devices, PER_NODE), accelerator_named(DEVICE)
     mfu = step_time(config, layout, find_hardware(device)).mfu(config, layout, device)
@@ -104,21 +117,30 @@ def predict(model: str, num_devices: int, batch_size: int = BATCH_SIZE, *changes
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw each model's rate beside the published one, and what is left of it on more devices."""
-    with frame.drawn(path, 2, (10, 3.8), f"Frontier, {DEVICE}: predicted, beside published") as (rates, left):
+    """Draw each model's rate beside the published one (left), and the scaling efficiency on more devices (right)."""
+    with frame.drawn(path, 2, (10, 3.8), f"Frontier, {DEVICE}: predicted, beside published") as (
+        rate_axes,
+        scaling_axes,
+    ):
         for shift, key in ((-0.2, "predicted"), (0.2, "published")):
-            places = [index + shift for index in range(len(report["models"]))]
-            rates.bar(places, [row[key] for row in report["models"]], 0.4, label=key)
-        rates.set_xticks(range(len(report["models"])), [row["model"] for row in report["models"]])
-        rates.set_ylabel("TFLOP/s of a device")
-        rates.spines[["top", "right"]].set_visible(False)
+            positions = [index + shift for index in range(len(report["models"]))]
+            rate_axes.bar(positions, [row[key] for row in report["models"]], 0.4, label=key)
+        rate_axes.set_xticks(range(len(report["models"])), [row["model"] for row in report["models"]])
+        rate_axes.set_ylabel("TFLOP/s of a device")
+        rate_axes.spines[["top", "right"]].set_visible(False)
+
         for model, colour in zip(COUNTS, ("#4c72b0", "#dd8452"), strict=True):
             rows = [row for row in report["scaling"] if row["model"] == model]
             counts = [row["num_devices"] for row in rows]
-            left.plot(counts, [100 * row["left"] for row in rows], "o-", color=colour, label=f"{model}, predicted")
-            left.plot(counts[-1:], [100 * LEFT[model]], "s", mfc="none", color=colour, label=f"{model}, published")
+            scaling_axes.plot(
+                counts, [100 * row["left"] for row in rows], "o-", color=colour, label=f"{model}, predicted"
+            )
+            scaling_axes.plot(
+                counts[-1:], [100 * LEFT[model]], "s", mfc="none", color=colour, label=f"{model}, published"
+            )
+
         ticks = sorted({row["num_devices"] for row in report["scaling"]})
-        frame.label_axes(left, ticks, "devices", "efficiency, %", from_zero=False)
-        left.set_ylim(80, 101)
-        for axes in (rates, left):
+        frame.label_axes(scaling_axes, ticks, "devices", "efficiency, %", from_zero=False)
+        scaling_axes.set_ylim(80, 101)
+        for axes in (rate_axes, scaling_axes):
             axes.legend(frameon=False, fontsize=8)

@@ -1,10 +1,13 @@
-"""The planner, compared with published figures: rows that it was fitted to, rows held out, and figures of papers.
+"""Compare the planner with published figures: rows that it was fitted to, rows held out, and figures of papers.
 
-python -m benchmarks published --out benchmarks/results
-python -m benchmarks published --fit        the constants of plan/rates.py, fitted anew: 1 minute
+    python -m benchmarks published --out benchmarks/results
+    python -m benchmarks published --fit        fits the constants of plan/rates.py anew: 1 minute
 
-A row of LLM Foundry's table is held out by a hash of what was run; the other half fits the constants. No cell is
-written by hand: what is missed is printed beside what is hit.
+LLM Foundry's README publishes the throughput of MPT on A100 and H100. A row of that table is held out by a hash of what
+was run; the other half fits the planner's constants. No cell is written by hand: misses are printed beside hits.
+
+The order of this file: the published rows, the benchmark, the fit and its errors, the errors after `plan --calibrate`,
+the papers, and the tables.
 """
 
 import hashlib
@@ -86,16 +89,21 @@ A100-40GB 350m pure: 32768x8x1x4=13416 8192x8x4x4=34933 4096x8x8x4=46833 2048x64
 A100-40GB 125m pure: 32768x8x1x4=32651 16384x8x2x3=55484 4096x8x13x3=115162 2048x128x26x1=123936 2048x32x26x1=127122
   2048x16x26x1=130535 1024x8x52x3=148289 512x8x104x3=156735
 """
-"""Device, model, how it was run; then sequence length x devices x microbatch x microbatches = tokens a second of a
-device. Source: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at commit 8c8dd48; two rows of three."""
+"""Before the colon: device, model, and how it was run (a key of WAYS). Behind it, for each row: sequence length x
+devices x microbatch size x number of microbatches = tokens per second of one device. For example, `2048x256x8x1=1035`
+is a sequence of 2048 on 256 devices with one microbatch of 8, at 1,035 tokens per second and device.
 
+Source: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at commit 8c8dd48; two of every three rows."""
+
+# How a row was run -> arguments of a run of ours.
 WAYS = {
     "recomputed": ["fsdp_config.activation_checkpointing=true"],
     "pure": ["fsdp_config.mixed_precision=PURE"],
     "grad-op": ["fsdp_config.sharding_strategy=SHARD_GRAD_OP"],
-    "fp8": [],  # what is stored is bf16
+    "fp8": [],  # only the products are in fp8; the memory is that of bf16
     "plain": [],
 }
+# A size for which no YAML ships -> arguments that make it from MPT-1B.
 WITHOUT_FILE = {"760m": ["model.d_model=1536", "model.n_layers=24", "model.n_heads=12"]}
 NODE_SIZE = 8
 TORCH_NAMES = {
@@ -106,33 +114,38 @@ TORCH_NAMES = {
 
 
 class Published(NamedTuple):
+    """One row of the table: what was run, as arguments of a run of ours, and how fast it was."""
+
     device: str
     model: str
     num_devices: int
     arguments: list[str]
-    """A run's arguments."""
+    """Arguments of `llmfoundry-lite train` for the same run."""
     tokens_per_second: int
     """Rate of one device."""
     is_fp8: bool
     is_held_out: bool
+    """Whether the row is left out of the fit, and used to measure its error."""
 
     @property
     def is_plain_7b(self) -> bool:
+        """Whether this is MPT-7B with its usual sequence length."""
         return self.model == "7b" and "max_seq_len=2048" in self.arguments
 
     @property
     def name(self) -> str:
+        """Device, number of devices and arguments, to identify the row in a test's message."""
         return " ".join([self.device, str(self.num_devices), *self.arguments])
 
 
 def published() -> list[Published]:
-    """Return the rows of the table, with the arguments of a run of ours."""
+    """Parse TABLE into rows, with the arguments of a run of ours."""
     rows = []
     for line in TABLE.strip().replace("\n  ", " ").splitlines():
-        head, points = line.split(": ")
-        device, model, *ways = head.split()
-        for point in points.split():
-            sizes, rate = point.split("=")
+        description, row_texts = line.split(": ")
+        device, model, *way_names = description.split()
+        for row_text in row_texts.split():
+            sizes, rate = row_text.split("=")
             seq_len, num_devices, microbatch_size, num_microbatches = map(int, sizes.split("x"))
             arguments = [
                 f"mpt-{'1b' if model in WITHOUT_FILE else model}",
@@ -148,15 +161,17 @@ def published() -> list[Published]:
                 *(f"max_seq_len={seq_len}", f"model.max_seq_len={seq_len}"),
                 f"device_train_microbatch_size={microbatch_size}",
                 f"global_train_batch_size={num_devices * microbatch_size * num_microbatches}",
-                *(override for way in ways for override in WAYS[way]),
+                *(override for way in way_names for override in WAYS[way]),
             ]
-            is_held_out = hashlib.sha256(f"{head} {sizes}".encode()).digest()[0] % 2 == 1
-            rows.append(Published(device, model, num_devices, arguments, int(rate), "fp8" in ways, is_held_out))
+
+            # The hash depends on what was run alone, so that correcting a rate does not move a row to the other half.
+            is_held_out = hashlib.sha256(f"{description} {sizes}".encode()).digest()[0] % 2 == 1
+            rows.append(Published(device, model, num_devices, arguments, int(rate), "fp8" in way_names, is_held_out))
     return rows
 
 
 class Row(NamedTuple):
-    """A published row, ready to be predicted."""
+    """A published row together with what the planner needs to predict it."""
 
     published: Published
     config: TrainConfig
@@ -164,24 +179,34 @@ class Row(NamedTuple):
     hardware: Hardware
 
     def error(self, hardware: Hardware | None = None) -> float:
-        """Return the predicted rate over the published one, less 1."""
-        found = step_time(self.config, self.layout, hardware or self.hardware).tokens_per_second
-        return found / self.published.num_devices / self.published.tokens_per_second - 1
+        """Return the relative error of the prediction: predicted rate / published rate - 1.
+
+        `hardware` replaces the row's own, for example with rates that are being fitted.
+        """
+        predicted_tokens_per_second = step_time(self.config, self.layout, hardware or self.hardware).tokens_per_second
+        return predicted_tokens_per_second / self.published.num_devices / self.published.tokens_per_second - 1
 
 
 def read_rows() -> list[Row]:
-    """Return the rows in bf16."""
+    """Return the rows in bf16, ready to be predicted. The planner does not predict the rate of fp8."""
     rows = []
-    for one in published():
-        if not one.is_fp8:
-            config = load_train_config(one.arguments).config
-            layout = layout_of(config, one.num_devices, NODE_SIZE)
-            rows.append(Row(one, config, layout, find_hardware(ACCELERATORS[one.device], published=True)))
+    for published_row in published():
+        if not published_row.is_fp8:
+            config = load_train_config(published_row.arguments).config
+            layout = layout_of(config, published_row.num_devices, NODE_SIZE)
+            rows.append(
+                Row(published_row, config, layout, find_hardware(ACCELERATORS[published_row.device], published=True))
+            )
     return rows
 
 
 def run(*, fit: bool = False, out: Path | None = None) -> dict[str, Any]:
-    """Predict every published figure; with --fit, fit the constants first and print them."""
+    """Predict every published figure, print the tables, and return the report, which `out` also gets.
+
+    With `fit`, the constants are fitted first and printed. They are not used for the predictions: those come from
+    plan/rates.py. `passed` is true if at least 80 % of each family's held-out rows are inside the interval that `plan`
+    prints.
+    """
     rows = read_rows()
     report: dict[str, Any] = describe_conditions() | {
         "rows": len(rows),
@@ -190,10 +215,12 @@ def run(*, fit: bool = False, out: Path | None = None) -> dict[str, Any]:
     if fit:
         report["fitted"] = {name: round(value, 4) for name, value in fit_rates(rows).items()}
         print("\n".join(f"{name} {value}" for name, value in report["fitted"].items()))
+
     report["errors"] = list(errors_by_kind(rows))
     report["far"] = list(errors_on_more_devices(rows))
     report["papers"] = [list(figure) for figure in figures()]
     report["passed"] = all(kind["within"] >= 0.8 for kind in report["errors"] if kind["kind"] in FAMILIES)
+
     parts = HOW, table_of_errors(report), FAR, table_of_far(report), PAPERS, table_of_papers(report)
     heading, command = "The planner, compared with published figures", "python -m benchmarks published"
     tell(report, *parts, name="published", heading=heading, command=command, out=out)
@@ -222,13 +249,18 @@ PAPERS = (
 # ------------------------------------------------------------------------------------------------------- the fit
 
 FAMILIES = ("A100", "H100")
+# Constants of plan/rates.py that apply to all devices and are fitted.
 FITTED = ("STREAM_BYTES", "LOGIT_BYTES", "OVERLAP_COST", "JITTER")
 LARGEST_ERROR = 0.25
-"""Errors beyond the largest count as that: a few rows of the table differ from their neighbours."""
+"""A larger error counts as this much in the fit, because a few rows of the table differ from their neighbours."""
 
 
 def fit_rates(rows: Sequence[Row]) -> dict[str, float]:
-    """Fit shares of the peak and the constants of any device to the rows that are not held out, step by step."""
+    """Fit the shares of peak of each family, and the constants of all devices, to the rows that are not held out.
+
+    The search starts from the values in plan/rates.py. Returns constant -> fitted value, with keys such as "JITTER" and
+    "A100.products".
+    """
     rows = [row for row in rows if not row.published.is_held_out]
     start = {name: float(getattr(rates, name)) for name in FITTED}
     for family in FAMILIES:
@@ -238,14 +270,21 @@ def fit_rates(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def mean_error(rows: Sequence[Row], values: Mapping[str, float]) -> float:
-    """Return the mean of the rows' errors, in logarithms, with these constants in place of those of `rates`."""
+    """Return the mean absolute error of the rows, in logarithms, if the planner had these constants.
+
+    The fit minimises it. `values` has the keys that `fit_rates` returns. The constants of all devices are patched into
+    the planner meanwhile.
+    """
     constants = {name: values[name] for name in FITTED if name in values and hasattr(step, name)}
+
+    # Constants that `step` does not use, such as the jitter, are part of the hardware.
     with patch.dict(vars(step), constants):
         errors = [math.log1p(row.error(with_values(row.hardware, values))) for row in rows]
     return sum(min(abs(error), LARGEST_ERROR) for error in errors) / len(errors)
 
 
 def with_values(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
+    """Return the hardware with the fitted shares of peak of its family, and the fitted jitter of its node."""
     family = hardware.accelerator.name.split("-")[0]
     products, attention = values[f"{family}.products"], values[f"{family}.attention"]
     efficiency = replace(hardware.efficiency, products=products, attention=attention)
@@ -254,33 +293,37 @@ def with_values(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
 
 
 def kinds(row: Row) -> Iterator[str]:
-    """Yield what a row counts towards: its accelerator, its size, its number of devices."""
-    one = row.published
-    yield one.device.split("-")[0]
-    yield one.device
-    yield "up to 3b" if one.model in ("125m", "350m", "760m", "1b", "3b") else "7b and more"
-    yield "up to 8 devices" if one.num_devices <= NODE_SIZE else "more than 8 devices"
+    """Yield the groups that a row's error counts towards: family, device, model size, number of devices."""
+    published_row = row.published
+    yield published_row.device.split("-")[0]
+    yield published_row.device
+    yield "up to 3b" if published_row.model in ("125m", "350m", "760m", "1b", "3b") else "7b and more"
+    yield "up to 8 devices" if published_row.num_devices <= NODE_SIZE else "more than 8 devices"
 
 
 def errors_by_kind(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield the errors of the rows that were held out."""
-    found: dict[str, list[tuple[float, bool]]] = {}
+    """Yield the errors of the held-out rows for each group of `kinds`: median, 90th percentile, largest.
+
+    `within` is the share of the rows whose published rate is inside the interval that `plan` prints.
+    """
+    errors_of_kinds: dict[str, list[tuple[float, bool]]] = {}
     for row in rows:
         if row.published.is_held_out:
             for kind in kinds(row):
-                found.setdefault(kind, []).append((row.error(), is_within(row, row.hardware)))
-    for kind, pairs in sorted(found.items()):
-        errors = sorted(abs(error) for error, _ in pairs)
+                errors_of_kinds.setdefault(kind, []).append((row.error(), is_within(row, row.hardware)))
+    for kind, errors_and_hits in sorted(errors_of_kinds.items()):
+        errors = sorted(abs(error) for error, _ in errors_and_hits)
         yield {
             "kind": kind,
             "rows": len(errors),
             "median": median(errors),
             "ninth of ten": errors[math.ceil(0.9 * len(errors)) - 1],
             "largest": errors[-1],
-            "within": sum(is_inside for _, is_inside in pairs) / len(pairs),
+            "within": sum(is_inside for _, is_inside in errors_and_hits) / len(errors_and_hits),
         }
 
 
+# Which published rows `plan --calibrate` is given as if they had been measured.
 CALIBRATIONS: Mapping[str, Callable[[Published], bool]] = {
     "MPT-7B on 8 devices, one row": lambda row: row.num_devices == NODE_SIZE and row.is_plain_7b,
     "8 devices": lambda row: row.num_devices == NODE_SIZE,
@@ -289,39 +332,46 @@ CALIBRATIONS: Mapping[str, Callable[[Published], bool]] = {
 
 
 def errors_on_more_devices(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Yield errors on more devices than those of the rows that `plan --calibrate` is given."""
-    for device, (name, is_measured) in itertools.product(TORCH_NAMES, CALIBRATIONS.items()):
-        own = [row for row in rows if row.published.device == device]
-        near = [row for row in own if is_measured(row.published)]
-        most = max((row.published.num_devices for row in near), default=0)
-        far = [row for row in own if row.published.num_devices > most]
-        if not near or len(far) < 2:
+    """Yield what `plan --calibrate` predicts for many devices after it has measured a few.
+
+    For each device and each of CALIBRATIONS, the rows with few devices calibrate the planner, and the errors are those
+    of the rows with more devices. Cases with fewer than two such rows are left out.
+    """
+    for device, (calibration, is_measured) in itertools.product(TORCH_NAMES, CALIBRATIONS.items()):
+        rows_of_device = [row for row in rows if row.published.device == device]
+        measured_rows = [row for row in rows_of_device if is_measured(row.published)]
+        max_measured_devices = max((row.published.num_devices for row in measured_rows), default=0)
+        predicted_rows = [row for row in rows_of_device if row.published.num_devices > max_measured_devices]
+        if not measured_rows or len(predicted_rows) < 2:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            hardware = calibrate(near[0].hardware, [write_report(near, Path(folder))], {})
-        found = [(abs(row.error(hardware)), is_within(row, hardware)) for row in far]
-        counts = sorted({row.published.num_devices for row in far})
-        low, high = hardware.interval(counts[-1])
+            hardware = calibrate(measured_rows[0].hardware, [write_report(measured_rows, Path(folder))], {})
+        errors_and_hits = [(abs(row.error(hardware)), is_within(row, hardware)) for row in predicted_rows]
+
+        device_counts = sorted({row.published.num_devices for row in predicted_rows})
+        low, high = hardware.interval(device_counts[-1])
         yield {
             "device": device,
-            "measured": name,
-            "steps": len(near),
-            "predicted": " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1]))),
-            "rows": len(far),
-            "median": median(error for error, _ in found),
-            "largest": max(error for error, _ in found),
+            "measured": calibration,
+            "steps": len(measured_rows),
+            "predicted": " to ".join(
+                str(device_count) for device_count in dict.fromkeys((device_counts[0], device_counts[-1]))
+            ),
+            "rows": len(predicted_rows),
+            "median": median(error for error, _ in errors_and_hits),
+            "largest": max(error for error, _ in errors_and_hits),
             "interval": f"{low:.2f} to {high:.2f}",
-            "within": sum(is_inside for _, is_inside in found) / len(found),
+            "within": sum(is_inside for _, is_inside in errors_and_hits) / len(errors_and_hits),
         }
 
 
 def write_report(rows: Sequence[Row], folder: Path) -> Path:
-    """Write rows as `bench scaling --out` writes its own."""
+    """Write published rows to a file in the form that `bench scaling --out` writes, and return its path."""
     steps = []
     for row in rows:
-        one, batch_tokens = row.published, row.config.global_train_batch_size * row.config.max_seq_len
-        seconds = batch_tokens / one.tokens_per_second / one.num_devices
-        steps.append({"num_devices": one.num_devices, "seconds": seconds, "config": as_dict(row.config)})
+        published_row, batch_tokens = row.published, row.config.global_train_batch_size * row.config.max_seq_len
+        seconds = batch_tokens / published_row.tokens_per_second / published_row.num_devices
+        steps.append({"num_devices": published_row.num_devices, "seconds": seconds, "config": as_dict(row.config)})
     report = {"schema": REPORT_SCHEMA, "bench": "scaling", "device_name": TORCH_NAMES[rows[0].published.device]}
     path = folder / "scaling.json"
     write_atomically(path, json.dumps(report | {"rows": steps}))
@@ -329,7 +379,7 @@ def write_report(rows: Sequence[Row], folder: Path) -> Path:
 
 
 def is_within(row: Row, hardware: Hardware) -> bool:
-    """Return whether the published rate is inside the interval that `plan` prints."""
+    """Return whether the published rate is inside the interval that `plan` prints around its prediction."""
     low, high = hardware.interval(row.published.num_devices)
     return low <= 1 / (1 + row.error(hardware)) <= high
 
@@ -338,7 +388,7 @@ def is_within(row: Row, hardware: Hardware) -> bool:
 
 
 class Figure(NamedTuple):
-    """A published figure and the planner's."""
+    """A figure of a paper, and what the planner predicts for it."""
 
     about: str
     source: str
@@ -349,64 +399,95 @@ class Figure(NamedTuple):
 
     @property
     def verdict(self) -> str:
+        """One of hit (within 5 %, or 5 points for a share), MISS, and fitted (a constant was chosen by this figure)."""
         if self.is_fitted:
             return "fitted"
-        difference = abs(self.predicted - self.published)
-        return "hit" if difference <= 5 * (1 if self.unit == "%" else self.published / 100) else "MISS"
+        one_percent = 1 if self.unit == "%" else self.published / 100
+        is_hit = abs(self.predicted - self.published) <= 5 * one_percent
+        return "hit" if is_hit else "MISS"
 
 
 FRONTIER, MOSAIC, ALCF = "arXiv 2312.12705", "MosaicML 2023", "arXiv 2310.04607"
 FMS, KEMPNER = "fms-fsdp at 0d31998", "KempnerForge, 2026-04-05"
 MI250_CARD_PEAK = 362
+"""TFLOP/s in 16 bits of a card, which is two devices."""
 
 
 def figures() -> Iterator[Figure]:
-    at = {n: frontier.predict("mpt-175b", n)["predicted"] for n in (128, 1024)}
-    yield Figure("Frontier, 175B on 1,024 devices", FRONTIER, 69.2, at[1024], "TFLOP/s", True)
-    yield Figure("Frontier, 175B: left of 128 devices' rate on 1,024", FRONTIER, 89.93, share(at, 1024, 128), "%", True)
+    """Yield the figures of all papers, in the order of the table."""
+
+    # Frontier. The first two figures chose the rate of products and the jitter of its nodes.
+    teraflops_by_devices = {count: frontier.predict("mpt-175b", count)["predicted"] for count in (128, 1024)}
+    yield Figure("Frontier, 175B on 1,024 devices", FRONTIER, 69.2, teraflops_by_devices[1024], "TFLOP/s", True)
+    yield Figure(
+        "Frontier, 175B: left of 128 devices' rate on 1,024",
+        FRONTIER,
+        89.93,
+        share(teraflops_by_devices, 1024, 128),
+        "%",
+        True,
+    )
+
     plain = frontier.predict("mpt-175b", 1024, frontier.BATCH_SIZE, "model.attn_config.attn_impl=reference")
-    what = "Frontier: FlashAttention-2 gains over plain attention (taken: 175B on 1,024 devices)"
-    yield Figure(what, FRONTIER, 30, 100 * at[1024] / plain["predicted"] - 100, "%")
-    at = {n: frontier.predict("mpt-1t", n)["predicted"] for n in (512, 1024, 3072)}
-    yield Figure("Frontier, 1T on 1,024 devices", FRONTIER, 61.2, at[1024], "TFLOP/s")
-    yield Figure("Frontier, 1T: left of 512 devices' rate on 3,072", FRONTIER, 87.05, share(at, 3072, 512), "%")
-    weak = {n: frontier.predict("mpt-1t", n, n * 25 // 8)["predicted"] for n in (1024, 3072)}
-    yield Figure("Frontier, 1T: weak scaling from 1,024 devices to 3,072", FRONTIER, 100, share(weak, 3072, 1024), "%")
+    about = "Frontier: FlashAttention-2 gains over plain attention (taken: 175B on 1,024 devices)"
+    yield Figure(about, FRONTIER, 30, 100 * teraflops_by_devices[1024] / plain["predicted"] - 100, "%")
+    teraflops_by_devices = {count: frontier.predict("mpt-1t", count)["predicted"] for count in (512, 1024, 3072)}
+    yield Figure("Frontier, 1T on 1,024 devices", FRONTIER, 61.2, teraflops_by_devices[1024], "TFLOP/s")
+    yield Figure(
+        "Frontier, 1T: left of 512 devices' rate on 3,072", FRONTIER, 87.05, share(teraflops_by_devices, 3072, 512), "%"
+    )
+    weak_scaling = {count: frontier.predict("mpt-1t", count, count * 25 // 8)["predicted"] for count in (1024, 3072)}
+    yield Figure(
+        "Frontier, 1T: weak scaling from 1,024 devices to 3,072", FRONTIER, 100, share(weak_scaling, 3072, 1024), "%"
+    )
     small = frontier.predict("mpt-22b", 64)["predicted"]
     yield Figure("Frontier, 22B (layout by the planner: 2 parts, 4 stages)", FRONTIER, 73.5, small, "TFLOP/s")
-    stages = {n: staged(n) for n in (2, 16)}
-    what = "Frontier, III.4: left with 16 stages of 2 stages' rate, 8 microbatches a stage (22B, 8 parts)"
-    yield Figure(what, FRONTIER, 100, share(stages, 16, 2), "%")
-    cards = {n: mi250_card(n) for n in (4, 128)}
-    yield Figure("MPT-7B on 4 MI250, of a card", MOSAIC, 166, cards[4], "TFLOP/s", True)
-    yield Figure("MPT-7B on 128 MI250, of a card", MOSAIC, 159, cards[128], "TFLOP/s", True)
+
+    teraflops_by_stages = {count: staged(count) for count in (2, 16)}
+    about = "Frontier, III.4: left with 16 stages of 2 stages' rate, 8 microbatches a stage (22B, 8 parts)"
+    yield Figure(about, FRONTIER, 100, share(teraflops_by_stages, 16, 2), "%")
+
+    # MosaicML's MI250.
+    rate_by_cards = {count: mi250_card(count) for count in (4, 128)}
+    yield Figure("MPT-7B on 4 MI250, of a card", MOSAIC, 166, rate_by_cards[4], "TFLOP/s", True)
+    yield Figure("MPT-7B on 128 MI250, of a card", MOSAIC, 159, rate_by_cards[128], "TFLOP/s", True)
     for device, expected in (("A100-40GB", 85), ("A100-80GB", 77)):
         yield Figure(f"MI250 (a card) over {device}, mean of MPT sizes", MOSAIC, expected, over(device), "%")
-    xl = {n: gpt2_xl(n, microbatch_size=16) for n in (4, 64)}
-    what = "GPT-2 XL, A100: left of 4 devices' rate on 64 (taken: 16 samples at a time)"
-    yield Figure(what, ALCF, 75.8, share(xl, 64, 4), "%")
-    for few, many in ((1, 4), (1, 32)):
-        gain = gpt2_xl(64, num_microbatches=many) / gpt2_xl(64, num_microbatches=few)
-        yield Figure(f"GPT-2 XL, 64 A100: {few} to {many} microbatches, times the rate", ALCF, 1.74, gain, "x")
-    cards = {n: gpt2_xl(2 * n, microbatch_size=8, device="MI250") for n in (1, 4)}
-    what = "GPT-2 XL, MI250: left of 1 card's rate on 4 (taken: 8 samples at a time)"
-    yield Figure(what, ALCF, 80, share(cards, 4, 1), "%")
+
+    # GPT-2 XL at ALCF.
+    rate_by_devices = {count: gpt2_xl(count, microbatch_size=16) for count in (4, 64)}
+    about = "GPT-2 XL, A100: left of 4 devices' rate on 64 (taken: 16 samples at a time)"
+    yield Figure(about, ALCF, 75.8, share(rate_by_devices, 64, 4), "%")
+    for few_microbatches, many_microbatches in ((1, 4), (1, 32)):
+        gain = gpt2_xl(64, num_microbatches=many_microbatches) / gpt2_xl(64, num_microbatches=few_microbatches)
+        yield Figure(
+            f"GPT-2 XL, 64 A100: {few_microbatches} to {many_microbatches} microbatches, times the rate",
+            ALCF,
+            1.74,
+            gain,
+            "x",
+        )
+    rate_by_cards = {count: gpt2_xl(2 * count, microbatch_size=8, device="MI250") for count in (1, 4)}
+    about = "GPT-2 XL, MI250: left of 1 card's rate on 4 (taken: 8 samples at a time)"
+    yield Figure(about, ALCF, 80, share(rate_by_cards, 4, 1), "%")
     gain = gpt2_xl(8, num_microbatches=4, device="MI250") / gpt2_xl(8, device="MI250")
     yield Figure("GPT-2 XL, 4 MI250: 1 to 4 microbatches, times the rate", ALCF, 1.2, gain, "x")
     yield from newer_figures()
 
 
 def share(rate: Mapping[int, float], many: int, few: int) -> float:
+    """Return a device's rate on `many` devices in % of its rate on `few`."""
     return 100 * rate[many] / rate[few]
 
 
 def shape(d_model: int, n_layers: int, n_heads: int, vocab_size: int, seq_len: int = 2048) -> list[str]:
+    """Return the arguments of a run whose model has these sizes. Everything else is as in MPT-1B."""
     sizes = f"d_model: {d_model}, n_layers: {n_layers}, n_heads: {n_heads}, vocab_size: {vocab_size}"
     return ["mpt-1b", f"model={{name: mpt_causal_lm, {sizes}, max_seq_len: {seq_len}}}", f"max_seq_len={seq_len}"]
 
 
 def staged(num_stages: int) -> float:
-    """Return TFLOP/s of a device of one copy of 22 billion parameters, with 8 microbatches for each stage."""
+    """Return the TFLOP/s of a device that trains one copy of 22B in this many stages, 8 microbatches for each."""
     config = load_train_config(
         [
             *("mpt-22b", f"global_train_batch_size={8 * num_stages}", "device_train_microbatch_size=1"),
@@ -418,12 +499,13 @@ def staged(num_stages: int) -> float:
 
 
 def teraflops(config: TrainConfig, num_devices: int, device: str, peak: float) -> float:
+    """Predict the TFLOP/s of a device or card whose peak is `peak` TFLOP/s, counting the model's FLOPs."""
     layout, accelerator = layout_of(config, num_devices, NODE_SIZE), ACCELERATORS[device]
     return peak * step_time(config, layout, find_hardware(accelerator, published=True)).mfu(config, layout, accelerator)
 
 
 def mi250_card(num_cards: int) -> float:
-    """Return TFLOP/s of a card that trains MPT-7B by FULL_SHARD, in batches of 1,536."""
+    """Return the TFLOP/s of a card that trains MPT-7B with FULL_SHARD, in batches of 1,536 samples."""
     config = load_train_config(
         [
             *("mpt-7b", "global_train_batch_size=1536", "device_train_microbatch_size=6", "train_loader.num_workers=8"),
@@ -434,8 +516,8 @@ def mi250_card(num_cards: int) -> float:
 
 
 def over(device: str) -> float:
-    """Return the rate of a node of four MI250 cards over that of four of these devices, in %, the sizes' mean."""
-    found = []
+    """Return the rate of four MI250 cards in % of the rate of four of these devices, the mean of four MPT sizes."""
+    percentages = []
     for size, microbatch_size in (("1b", 4), ("3b", 2), ("7b", 2), ("13b", 1)):
         config = load_train_config(
             [
@@ -445,12 +527,12 @@ def over(device: str) -> float:
         ).config
         cards, others = (
             step_time(
-                config, layout_of(config, n, NODE_SIZE), find_hardware(ACCELERATORS[name], published=True)
+                config, layout_of(config, count, NODE_SIZE), find_hardware(ACCELERATORS[name], published=True)
             ).tokens_per_second
-            for name, n in (("MI250", 8), (device, 4))
+            for name, count in (("MI250", 8), (device, 4))
         )
-        found.append(100 * cards / others)
-    return sum(found) / len(found)
+        percentages.append(100 * cards / others)
+    return sum(percentages) / len(percentages)
 
 
 POLARIS = replace(
@@ -465,7 +547,10 @@ POLARIS = replace(
 def gpt2_xl(
     num_devices: int, *, microbatch_size: int = 1, num_microbatches: int = 1, device: str = "A100-40GB"
 ) -> float:
-    """Return tokens a second of a device: 16 bits, ZeRO stage 1, sequences of 1,024, gradients reduced at the end."""
+    """Return the tokens per second of a device that trains GPT-2 XL, with sequences of 1,024.
+
+    Everything is in 16 bits, with ZeRO stage 1, and gradients are reduced once at the end of a batch.
+    """
     batch_size = num_devices * microbatch_size * num_microbatches
     config = load_train_config(
         [
@@ -486,16 +571,18 @@ LLAMA = {
     "3 8B": (shape(4096, 32, 32, 128256, seq_len=4096), 14336, 8),
     "3 15B": (shape(5120, 40, 40, 128256, seq_len=4096), 17920, 8),
 }
-"""Shape, width of the feed-forward layer, heads of keys and values."""
+"""Size -> arguments for its shape, width of the feed-forward layer, number of key and value heads."""
 
 
 def newer_figures() -> Iterator[Figure]:
-    """Yield rates of newer software than that of 2023, in thousands of tokens a second of all devices."""
+    """Yield figures measured with software newer than that of 2023, in thousands of tokens per second in all."""
     hybrid = "fsdp_config={sharding_strategy: HYBRID_SHARD, mixed_precision: PURE}"
-    what = "Llama 2 7B on 128 A100-80GB, not compiled, software of 2024"
+    about = "Llama 2 7B on 128 A100-80GB, not compiled, software of 2024"
     a100 = find_hardware(ACCELERATORS["A100-80GB"])
-    yield Figure(what, FMS, 128 * 3.760, llama("2 7B", 128, 2, 1, a100, hybrid), "k tokens/s")
-    h200 = find_hardware(ACCELERATORS["H200"])  # in nodes of four
+    yield Figure(about, FMS, 128 * 3.760, llama("2 7B", 128, 2, 1, a100, hybrid), "k tokens/s")
+
+    # KempnerForge's nodes have four H200.
+    h200 = find_hardware(ACCELERATORS["H200"])
     h200 = replace(h200, node=replace(h200.node, num_devices=4, adapter_bytes_per_second=200e9))
     recomputed = (
         "fsdp_config={sharding_strategy: FULL_SHARD, activation_checkpointing: true, reduce_every_microbatch: false}"
@@ -507,21 +594,21 @@ def newer_figures() -> Iterator[Figure]:
         ("3 15B", 8, 4, 4, 35.405),
     ):
         compiled = ["compile_config={}"] if num_devices <= 4 else []
-        how = "compiled" if compiled else "not compiled (taken: 400 Gbit/s for each device)"
-        found = llama(size, num_devices, microbatch_size, num_microbatches, h200, recomputed, *compiled)
-        yield Figure(f"Llama {size} on {num_devices} H200, {how}", KEMPNER, published, found, "k tokens/s")
+        conditions = "compiled" if compiled else "not compiled (taken: 400 Gbit/s for each device)"
+        predicted = llama(size, num_devices, microbatch_size, num_microbatches, h200, recomputed, *compiled)
+        yield Figure(f"Llama {size} on {num_devices} H200, {conditions}", KEMPNER, published, predicted, "k tokens/s")
 
 
 def llama(
     size: str, num_devices: int, microbatch_size: int, num_microbatches: int, hardware: Hardware, *arguments: str
 ) -> float:
-    """Return thousands of tokens a second of all devices, with sequences of 4,096."""
-    shaped, width, num_kv_heads = LLAMA[size]
+    """Return the thousands of tokens per second of all devices that train this Llama, with sequences of 4,096."""
+    shape_arguments, ffn_width, num_kv_heads = LLAMA[size]
     config = load_train_config(
         [
-            *shaped,
+            *shape_arguments,
             "model.tie_word_embeddings=false",
-            f"model.ffn_config={{ffn_type: mptglu, ffn_hidden_size: {width}}}",
+            f"model.ffn_config={{ffn_type: mptglu, ffn_hidden_size: {ffn_width}}}",
             f"model.attn_config={{attn_type: grouped_query_attention, kv_n_heads: {num_kv_heads}}}",
             f"device_train_microbatch_size={microbatch_size}",
             f"global_train_batch_size={num_devices * microbatch_size * num_microbatches}",
@@ -536,16 +623,19 @@ def llama(
 
 
 def percent(number: float) -> str:
+    """Format a share as a percentage."""
     return f"{100 * number:.1f}%"
 
 
 def table_of_errors(report: dict[str, Any]) -> Table:
+    """Return a table of the errors on held-out rows, one row for each group."""
     names = ("median", "ninth of ten", "largest", "within")
     rows = [[kind["kind"], str(kind["rows"]), *(percent(kind[name]) for name in names)] for kind in report["errors"]]
     return measured_table("errors on rows that were held out", ["rows of", "rows", *names], rows)
 
 
 def table_of_far(report: dict[str, Any]) -> Table:
+    """Return a table of the errors on more devices than were measured."""
     columns = ["device", "measured", "steps", "predicted", "rows", "median", "largest", "interval", "within"]
     shares = ("median", "largest", "within")
     rows = [[percent(far[name]) if name in shares else str(far[name]) for name in columns] for far in report["far"]]
@@ -553,9 +643,16 @@ def table_of_far(report: dict[str, Any]) -> Table:
 
 
 def table_of_papers(report: dict[str, Any]) -> Table:
-    found = [Figure(*figure) for figure in report["papers"]]
+    """Return a table of the figures of papers."""
+    paper_figures = [Figure(*figure) for figure in report["papers"]]
     rows = [
-        [one.about, one.source, f"{one.published:.4g} {one.unit}", f"{one.predicted:.3g} {one.unit}", one.verdict]
-        for one in found
+        [
+            figure.about,
+            figure.source,
+            f"{figure.published:.4g} {figure.unit}",
+            f"{figure.predicted:.3g} {figure.unit}",
+            figure.verdict,
+        ]
+        for figure in paper_figures
     ]
     return Table("figures of papers", ["what", "source", "published", "predicted", ""], rows)
