@@ -1,10 +1,13 @@
-"""Do intervals and verdicts of `compare` keep what they promise? Simulated where the truth is known.
+"""Check by simulation that intervals and verdicts of `compare` keep what they promise, where the truth is known.
 
-python -m benchmarks intervals --out docs/measurements
+    python -m benchmarks intervals --out docs/measurements
 
-Items are drawn anew many times from two models whose difference is set. Counted: how often the 95 % interval holds the
-true difference (coverage), how often a difference is claimed where there is none (size) or one (power), and how often
-interval and verdict contradict each other. Nothing here needs a model or a GPU.
+Items are drawn many times from two models whose difference is set. Counted are: how often the 95 % interval contains
+the true difference (coverage), how often a difference is claimed where there is none (size) or one (power), and how
+often interval and verdict contradict each other. No model or GPU is needed.
+
+`items` and `means` draw answers that are right or wrong, `texts` draws documents with bits per byte. In lambdas of this
+file, `g` is the random generator and `d` the true difference.
 """
 
 import math
@@ -21,22 +24,29 @@ from llmfoundry_machines.bench.frame import describe_conditions, measured_table,
 
 LEVEL, SEED, NUM_TESTS = 0.05, 17, (1, 5, 10, 20)
 TEXT_DRAWS = 10
-"""A draw of texts costs 10,000 resamples: there are so many times fewer of them."""
+"""A draw of texts costs 10,000 bootstrap resamples, so this many times fewer of them are made."""
 
 
 class Row(NamedTuple):
+    """Result of all draws of one case."""
+
     case: str
     size: str
     difference: float
+    """The true one."""
     coverage: float
+    """Share of the draws whose interval contains the true difference."""
     claimed: float
-    """Size where the difference is 0, power elsewhere."""
+    """Share of the draws with a significant difference: size if the true difference is 0, otherwise power."""
     num_contradictions: int
     num_draws: int
 
 
 def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
-    """Simulate, print tables, write intervals.json and .md to `out`."""
+    """Simulate all cases, print the tables, return their rows, and write intervals.json and .md to `out`.
+
+    `num_draws` is the number of draws of a case with one task; the other cases are slower and have fewer.
+    """
     console, rows = open_console(), []
     for row in [*items(num_draws), *means(num_draws), *texts(max(1, num_draws // TEXT_DRAWS))]:
         console.print(f"{row.case}, {row.size}: {row.difference:+.2f}", markup=False)
@@ -54,7 +64,7 @@ def run(*, num_draws: int = 20_000, out: Path | None = None) -> list[Row]:
 
 
 def items(num_draws: int) -> Iterator[Row]:
-    """One task; `discordance` is the share of items that one model alone answers."""
+    """Yield cases of one task. `discordance` is the share of items that only one of the models answers."""
     generator = np.random.default_rng(SEED)
     for n, discordance, difference in (
         *((20, q, 0.0) for q in (0.05, 0.2, 0.5)),
@@ -66,6 +76,7 @@ def items(num_draws: int) -> Iterator[Row]:
         *((2000, q, 0.0) for q in (0.01, 0.1, 0.4)),
         *((2000, 0.2, d) for d in (0.02, 0.05)),
     ):
+        # The items that only one model answers are shared so that the difference is the true one.
         won, lost = (discordance + difference) / 2, (discordance - difference) / 2
         counts = generator.multinomial(n, [won, lost, 1 - discordance], num_draws).astype(np.float64)
         ones = np.ones(num_draws)
@@ -74,22 +85,28 @@ def items(num_draws: int) -> Iterator[Row]:
 
 
 def means(num_draws: int) -> Iterator[Row]:
-    """Means of tasks, and units of several items."""
+    """Yield cases of means over tasks, and of units that have several items each."""
     generator = np.random.default_rng(SEED + 1)
     for case, size, num_units, shares, draw in SCENES:
         for difference in (0.0, 0.1):
-            found = [significance.count(draw(generator, difference), shares) for _ in range(num_draws // 2)]
+            counts_of_draws = [significance.count(draw(generator, difference), shares) for _ in range(num_draws // 2)]
+            # Columns over the draws, as `judged` takes them.
             wins, losses, jumps = (
-                np.array(column) for column in zip(*((c[0], c[1], c[3]) for c in found), strict=True)
+                np.array(column)
+                for column in zip(*((counts[0], counts[1], counts[3]) for counts in counts_of_draws), strict=True)
             )
             yield judged(case, size, difference, Counts(wins, losses, num_units, jumps))
 
 
 def answers(generator: np.random.Generator, shape: tuple[int, ...], difference: float, likeness: float) -> Floats:
-    """(items, askings): other less first. An item is a draw of two models' answers; another asking of it (a prompt, a
-    number of examples) says the same with the probability `likeness`, and is drawn anew otherwise."""
+    """Draw the difference of two models' answers, other less first, as [items, repetitions] with -1, 0 and 1.
+
+    An item is drawn once. Another repetition of it (another prompt, or number of examples) repeats this draw with the
+    probability `likeness`, and is drawn anew otherwise. The expected value of every element is `difference`.
+    """
 
     def drawn(shape: tuple[int, ...]) -> Floats:
+        """Draw independently: 1 with probability 0.15 + difference / 2, -1 with 0.15 - difference / 2, otherwise 0."""
         uniform = generator.random(shape)
         return np.where(uniform < 0.15 + difference / 2, 1.0, np.where(uniform > 0.85 + difference / 2, -1.0, 0.0))
 
@@ -97,19 +114,24 @@ def answers(generator: np.random.Generator, shape: tuple[int, ...], difference: 
 
 
 Scene = tuple[str, str, int, Floats, Callable[[np.random.Generator, float], Floats]]
+"""Case, size, number of units, each unit's share of the mean, and a function that draws each unit's contribution to the
+difference, given a generator and the true difference."""
 
 
 def _scenes() -> Iterator[Scene]:
-    def equal(num: int) -> Floats:
-        return np.full(num, 1 / num)
+    """Yield the scenes that `means` simulates."""
 
-    for num, likeness in ((60, 0.6), (300, 0.6), (300, 1.0)):
+    def equal(num_units: int) -> Floats:
+        """Return equal shares for this number of units."""
+        return np.full(num_units, 1 / num_units)
+
+    for num_units, likeness in ((60, 0.6), (300, 0.6), (300, 1.0)):
         yield (
             f"mean of three prompts over one file, {likeness:.0%} the same",
-            f"{num} items",
-            num,
-            equal(num),
-            lambda g, d, num=num, likeness=likeness: answers(g, (num, 3), d, likeness).sum(axis=1) / (3 * num),
+            f"{num_units} items",
+            num_units,
+            equal(num_units),
+            lambda g, d, num=num_units, likeness=likeness: answers(g, (num, 3), d, likeness).sum(axis=1) / (3 * num),
         )
     sizes = (40, 100, 1000)
     yield (
@@ -119,21 +141,24 @@ def _scenes() -> Iterator[Scene]:
         np.concatenate([np.full(n, 1 / (3 * n)) for n in sizes]),
         lambda g, d: np.concatenate([answers(g, (n, 1), d, 0.0)[:, 0] / (3 * n) for n in sizes]),
     )
-    for num, of in ((10, 20), (40, 5), (200, 5)):
+    for num_units, items_per_unit in ((10, 20), (40, 5), (200, 5)):
         yield (
             "clusters, 50% of whose items say the same",
-            f"{num} of {of} items",
-            num,
-            equal(num),
-            lambda g, d, num=num, of=of: answers(g, (num, of), d, 0.5).sum(axis=1) / (num * of),
+            f"{num_units} of {items_per_unit} items",
+            num_units,
+            equal(num_units),
+            lambda g, d, num=num_units, of=items_per_unit: answers(g, (num, of), d, 0.5).sum(axis=1) / (num * of),
         )
-    many = np.random.default_rng(SEED).integers(1, 30, 40)
+    cluster_sizes = np.random.default_rng(SEED).integers(1, 30, 40)
     yield (
         "clusters of 1 to 29 items, 50% of whose items say the same",
-        f"40 clusters, {many.sum()} items",
+        f"40 clusters, {cluster_sizes.sum()} items",
         40,
-        many / many.sum(),
-        lambda g, d: np.where(np.arange(29) < many[:, None], answers(g, (40, 29), d, 0.5), 0).sum(axis=1) / many.sum(),
+        cluster_sizes / cluster_sizes.sum(),
+        lambda g, d: (
+            np.where(np.arange(29) < cluster_sizes[:, None], answers(g, (40, 29), d, 0.5), 0).sum(axis=1)
+            / cluster_sizes.sum()
+        ),
     )
     categories = np.repeat([5, 10, 100], 10)
     shares = np.repeat(1 / (30 * categories), categories)
@@ -150,22 +175,28 @@ SCENES: list[Scene] = list(_scenes())
 
 
 def judged(case: str, size: str, difference: float, counts: Counts) -> Row:
-    """`counts` of arrays: one element for each draw."""
+    """Count how often interval and verdict are right in the draws of one case.
+
+    `counts` has arrays, with one element for each draw: wins, losses, and jump, the largest contribution of one unit.
+    """
     wins, losses, jumps = (np.asarray(part, np.float64) for part in (counts.wins, counts.losses, counts.jump))
     z, num_units = significance.z_of(LEVEL), counts.num_units
     high = jumps * significance.upper_limit(wins, losses, num_units, z)
     low = -jumps * significance.upper_limit(losses, wins, num_units, z)
     claimed = np.array(
-        [significance.score_p(Counts(a, b, num_units, 1.0)) < LEVEL for a, b in zip(wins, losses, strict=True)]
+        [
+            significance.score_p(Counts(draw_wins, draw_losses, num_units, 1.0)) < LEVEL
+            for draw_wins, draw_losses in zip(wins, losses, strict=True)
+        ]
     )
-    excludes = (low > 0) | (high < 0)
+    interval_excludes_zero = (low > 0) | (high < 0)
     return Row(
         case=case,
         size=size,
         difference=difference,
         coverage=float(((low <= difference) & (difference <= high)).mean()),
         claimed=float(claimed.mean()),
-        num_contradictions=int((excludes != claimed).sum()),
+        num_contradictions=int((interval_excludes_zero != claimed).sum()),
         num_draws=len(wins),
     )
 
@@ -174,25 +205,36 @@ def judged(case: str, size: str, difference: float, counts: Counts) -> Row:
 
 
 def texts(num_draws: int) -> Iterator[Row]:
-    """Bits per byte over documents whose lengths differ by factors; `tails`: how documents scatter about the mean."""
+    """Yield cases of bits per byte over documents whose lengths differ by factors.
+
+    The cases differ in the distribution of the documents' differences around the mean, see TAILS.
+    """
     generator = np.random.default_rng(SEED + 2)
     for name in TAILS:
-        for n in (20, 50, 100):
+        for num_documents in (20, 50, 100):
             for difference in (0.0, 0.05):
-                tally = np.zeros(3)
+                # Covered, claimed, and contradictory draws.
+                num_draws_with = np.zeros(3)
                 for _ in range(num_draws):
-                    found = text_of(name, n, difference, generator)
-                    interval = found.interval(LEVEL)
+                    result = text_of(name, num_documents, difference, generator)
+                    interval = result.interval(LEVEL)
                     assert interval is not None
                     low, high = interval
-                    is_claimed = found.p < LEVEL
-                    tally += [low <= difference <= high, is_claimed, is_claimed == (low <= 0 <= high)]
-                share = tally / num_draws
+                    is_claimed = result.p < LEVEL
+                    num_draws_with += [low <= difference <= high, is_claimed, is_claimed == (low <= 0 <= high)]
+                shares = num_draws_with / num_draws
                 yield Row(
-                    f"bits per byte, {name}", f"{n} documents", difference, share[0], share[1], int(tally[2]), num_draws
+                    f"bits per byte, {name}",
+                    f"{num_documents} documents",
+                    difference,
+                    shares[0],
+                    shares[1],
+                    int(num_draws_with[2]),
+                    num_draws,
                 )
 
 
+# Distribution -> function that draws this many differences of documents, with a mean of 0.
 SKEWED = "skewed (log-normal, sigma 1)"
 TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
     "normal": lambda generator, n: generator.normal(0, 0.1, n),
@@ -206,22 +248,27 @@ def text_of(tails: str, n: int, difference: float, generator: np.random.Generato
 
 
 def text_of_rows(tails: str, n: int, difference: float, generator: np.random.Generator) -> tuple[Floats, Floats]:
-    """(documents, [nats, bytes]) of two models."""
-    sizes = generator.lognormal(6, 0.7, n)
-    rates = 1 + generator.normal(0, 0.3, n)
-    first = np.stack([sizes * rates, sizes], axis=1)
-    other = np.stack([sizes * (rates + difference + TAILS[tails](generator, n)), sizes], axis=1)
+    """Draw the [nats, bytes] of each document for two models, whose nats per byte differ by `difference` on average."""
+    document_bytes = generator.lognormal(6, 0.7, n)
+    nats_per_byte = 1 + generator.normal(0, 0.3, n)
+    first = np.stack([document_bytes * nats_per_byte, document_bytes], axis=1)
+    other = np.stack(
+        [document_bytes * (nats_per_byte + difference + TAILS[tails](generator, n)), document_bytes], axis=1
+    )
     return first, other
 
 
 def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
-    """(documents, tests, share claimed where there is no difference, draws): Holm holds the smallest of several p
-    against 0.05 over their number. Of the texts above, the skewed alone: it is far tails that they do not show."""
+    """Yield how often one of several tests claims a difference where there is none: (documents, tests, share, draws).
+
+    Holm's correction compares the smallest of several p with 0.05 divided by their number. This tests the far tails of
+    the distribution, which `texts` does not, so only the skewed texts are drawn.
+    """
     generator = np.random.default_rng(SEED + 4)
-    for n in (20, 50, 100):
-        p = np.array([text_of(SKEWED, n, 0.0, generator).p for _ in range(num_draws)])
+    for num_documents in (20, 50, 100):
+        p = np.array([text_of(SKEWED, num_documents, 0.0, generator).p for _ in range(num_draws)])
         for num_tests in NUM_TESTS:
-            yield n, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
+            yield num_documents, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
 
 
 PROMISE = (
@@ -233,21 +280,30 @@ PROMISE = (
 
 
 def table_of_cases(rows: list[Row]) -> Table:
+    """Return a table of coverage and claims, one row for each case."""
     headings = ["case", "size", "difference", "covered by 95 % interval", "called different", "contradictions", "draws"]
     cells = [
         [
-            *(r.case, r.size, f"{r.difference:.2f}", f"{r.coverage:.3f}", f"{r.claimed:.3f}"),
-            *(str(r.num_contradictions), f"{r.num_draws:,}"),
+            *(row.case, row.size, f"{row.difference:.2f}", f"{row.coverage:.3f}", f"{row.claimed:.3f}"),
+            *(str(row.num_contradictions), f"{row.num_draws:,}"),
         ]
-        for r in rows
+        for row in rows
     ]
     return measured_table("coverage and claims", headings, cells)
 
 
 def table_of_levels(levels: list[tuple[int, int, float, int]]) -> Table:
+    """Return a table of how often a difference is claimed among several tests, relative to Holm's first level."""
     title = "skewed texts among several tests: how often one is called different from its like, at Holm's first level"
     rows = [
-        [str(n), str(tests), f"{LEVEL / tests:.4f}", f"{share:.4f}", f"{share * tests / LEVEL:.1f}", f"{num:,}"]
-        for n, tests, share, num in levels
+        [
+            str(num_documents),
+            str(num_tests),
+            f"{LEVEL / num_tests:.4f}",
+            f"{share:.4f}",
+            f"{share * num_tests / LEVEL:.1f}",
+            f"{num_draws:,}",
+        ]
+        for num_documents, num_tests, share, num_draws in levels
     ]
     return measured_table(title, ["documents", "tests", "level", "found", "found / level", "draws"], rows)

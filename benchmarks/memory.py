@@ -1,6 +1,13 @@
-"""Memory of all that ships: the estimate of `plan` beside the rehearsal.
+"""Compare the planner's estimate of memory with the rehearsal, for all models, devices and layouts that ship.
 
-python -m benchmarks memory --models mpt-125m,mpt-1b --out results
+    python -m benchmarks memory --models mpt-125m,mpt-1b --out results
+
+A rehearsal runs a step without a GPU and counts what is allocated. The estimate must never be below it, and not far
+above.
+
+A `Case` is one run to rehearse. `find_cases` makes them from models x overlays x numbers of devices, `compare`
+rehearses one, and `describe` makes its row of the report. Rows of a run that `--out` has already are not rehearsed
+again; only their estimate is made anew.
 """
 
 import dataclasses
@@ -30,34 +37,41 @@ from llmfoundry_planner.rehearse.rehearse import rank_of_fullest
 from llmfoundry_planner.rehearse.search import sized_batch
 
 LARGE = 1024
+"""Number of devices on which the last rank is rehearsed instead of the first."""
 COMMON = "h100-8"
-"""Overlay whose rows come first."""
+"""Overlay whose cases are rehearsed first."""
 COUNTS = [1, 2, 4, *range(8, 1025, 8)]
+"""Numbers of devices that are tried for `smallest`."""
 MAX_EXCESS = 0.05
-"""By which the estimate may exceed the rehearsal. It is never below it."""
+"""Share of the rehearsal by which the estimate may exceed it. It must never be below it."""
 MAX_EXCESS_BYTES = 8 * MIB
-"""Or by so much, where that is more: of a model that takes 50 MiB."""
+"""An excess that is always allowed, because 5 % of a small model, such as one of 50 MiB, is next to nothing."""
 HEADINGS = ["model", "hardware", "devices", "microbatch", "rehearsed, GiB", "estimate, GiB", "difference"]
 
 
 class Case(NamedTuple):
+    """One run to rehearse: a model on a number of devices, with the largest microbatch that fits by the estimate."""
+
     model: str
     overlays: list[str]
-    """Those that lead to the same run, each a device's or `DEVICE + LAYOUT`; the last one's device is rehearsed."""
+    """All that lead to the same run. Each is a device's overlay, or `DEVICE + LAYOUT`."""
     device: Accelerator
+    """The device of the last overlay, which is the one that is rehearsed."""
     arguments: list[str]
+    """Arguments of `llmfoundry-lite train`."""
     num_devices: int
     microbatch_size: int
     run: str = ""
-    """A digest of the run with all its settings: a rehearsal of another is none of this."""
+    """Digest of the run with all its settings. A rehearsal with another digest is one of another run."""
 
 
 def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence[str]) -> list[Case]:
-    """Each model x overlay x count, with the largest microbatch that the estimate gives room for. Raises ConfigError.
+    """Return the cases of each model x overlay x number of devices that can be run, those of common overlays first.
 
-    `devices`: numbers, or `smallest`, the fewest on which one sample fits. Batches are short: two microbatches.
+    `devices` are numbers, or `smallest`: the fewest devices on which one sample fits. Batches are short, with two
+    microbatches. Overlays that lead to the same run are put together in one case. Raises ConfigError.
     """
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for model in models:
         for overlay in overlays:
             device = find_device(overlay.split(" + "), None)
@@ -67,55 +81,64 @@ def find_cases(models: Sequence[str], overlays: Sequence[str], devices: Sequence
                 case = find_case(model, overlay, device, config, num_devices)
                 if case is None:
                     continue
+
+                # Two runs are the same if they differ only in what has no influence on memory.
                 sized = load_train_config(case.arguments).config
-                same = dataclasses.replace(sized, environment={}, run_name="", run_folder="")
-                kind = json.dumps([as_dict(same), num_devices], default=str)
-                known = found[kind].overlays if kind in found else []
-                digest = hashlib.sha256(kind.encode()).hexdigest()[:16]
-                found[kind] = case._replace(overlays=[*known, overlay], run=digest)
-    return sorted(found.values(), key=turn_of)
+                comparable = dataclasses.replace(sized, environment={}, run_name="", run_folder="")
+                run_text = json.dumps([as_dict(comparable), num_devices], default=str)
+                known_overlays = cases[run_text].overlays if run_text in cases else []
+                digest = hashlib.sha256(run_text.encode()).hexdigest()[:16]
+                cases[run_text] = case._replace(overlays=[*known_overlays, overlay], run=digest)
+    return sorted(cases.values(), key=turn_of)
 
 
 def turn_of(case: Case) -> tuple[bool, bool]:
-    """Sort the commonest overlay first, layouts last."""
+    """Return the sort key of a case: layouts last, and the common overlay first among the others."""
     return any(" + " in overlay for overlay in case.overlays), COMMON not in case.overlays
 
 
 def with_layouts(model: str, overlays: Sequence[str]) -> list[str]:
-    """Return the overlays, and each with the model's own layouts for devices of so much memory."""
-    found = list(overlays)
+    """Return the overlays, and after them each overlay with the model's own layouts for devices of this size."""
+    combinations = list(overlays)
     for overlay in overlays:
         size = find_device([overlay], None).memory_bytes // GIB
         layouts = (name for name in shipped("layouts") if re.fullmatch(rf"{model}-\d+x{size}gb", name))
-        found += [f"{overlay} + {name}" for name in layouts]
-    return found
+        combinations += [f"{overlay} + {name}" for name in layouts]
+    return combinations
 
 
 def find_case(model: str, overlay: str, device: Accelerator, config: TrainConfig, num_devices: int) -> Case | None:
-    """Find the largest microbatch by the estimate; None where not even one sample fits."""
+    """Return the case of a model on this many devices of this kind, or None if not even one sample fits.
+
+    The global batch is reduced to a multiple of the ranks that hold data, or raised to one sample for each.
+    """
     if not can_be_divided(config, num_devices):
         return None
     num_ranks = layout_of(config, num_devices, min(PER_NODE, num_devices)).num_data_ranks
-    batch = max(config.global_train_batch_size, num_ranks) // num_ranks * num_ranks
-    fitting = [
+    batch_size = max(config.global_train_batch_size, num_ranks) // num_ranks * num_ranks
+    fitting_sizes = [
         size
-        for size in find_sizes(config, batch // num_ranks)
-        if fits(dataclasses.replace(config, global_train_batch_size=batch), device, size, num_devices)
+        for size in find_sizes(config, batch_size // num_ranks)
+        if fits(dataclasses.replace(config, global_train_batch_size=batch_size), device, size, num_devices)
     ]
-    if not fitting:
+    if not fitting_sizes:
         return None
-    size = max(fitting)
-    arguments = [model, *overlay.split(" + "), *sized_batch(config, size, batch // num_ranks, num_ranks)]
+    size = max(fitting_sizes)
+    arguments = [model, *overlay.split(" + "), *sized_batch(config, size, batch_size // num_ranks, num_ranks)]
     return Case(model, [overlay], device, arguments, num_devices, size)
 
 
 def smallest_count(config: TrainConfig, device: Accelerator) -> int | None:
-    batch = config.global_train_batch_size
-    counts = (n for n in COUNTS if batch % n == 0 and can_be_divided(config, n))
-    return next((n for n in counts if fits(config, device, 1, n)), None)
+    """Return the smallest of COUNTS on which one sample fits and which divides the global batch, or None."""
+    batch_size = config.global_train_batch_size
+    counts = (
+        num_devices for num_devices in COUNTS if batch_size % num_devices == 0 and can_be_divided(config, num_devices)
+    )
+    return next((num_devices for num_devices in counts if fits(config, device, 1, num_devices)), None)
 
 
 def can_be_divided(config: TrainConfig, num_devices: int) -> bool:
+    """Return whether this run's layout can be placed on this number of devices."""
     try:
         layout_of(config, num_devices, min(PER_NODE, num_devices))
     except ConfigError:
@@ -130,35 +153,48 @@ def run(
     minutes: float = 600,
     out: Path | None = None,
 ) -> int:
-    """Rehearse all cases but those that `out` has already, and print each as it is done.
+    """Rehearse all cases except those that `out` has already, and print each when it is done.
 
-    Returns exit code 2 when an estimate is below its rehearsal or more than 5 % above it. Raises ConfigError for a bad
-    count.
+    `models` and `overlays` default to all that ship, except the CPU. `devices` are as in `find_cases`. No rehearsal
+    starts after `minutes`; the cases left out are named, and a later call with the same `out` goes on from there.
+
+    Returns exit code 2 if an estimate is below its rehearsal or too far above it, otherwise 0. Raises ConfigError for a
+    bad number of devices.
     """
     for count in devices:
         if count != "smallest" and not (count.isdecimal() and int(count)):
             raise ConfigError(f"--devices: {count!r} given, expected numbers, or smallest")
-    models, overlays = models or shipped("pretrain"), overlays or [n for n in shipped("hardware") if n != "cpu"]
-    deadline, left_out, rows = time.monotonic() + 60 * minutes, [], []
-    known = measured_before(out)
+    models = models or shipped("pretrain")
+    overlays = overlays or [name for name in shipped("hardware") if name != "cpu"]
+
+    deadline = time.monotonic() + 60 * minutes
+    left_out, rows = [], []
+    rows_by_run = measured_before(out)
     print(*HEADINGS, sep="  ", flush=True)
     with ForkServer() as server:
         cases = [case for model in models for case in find_cases([model], with_layouts(model, overlays), devices)]
         for case in sorted(cases, key=turn_of):
-            row = known.get(case.run)
+            row = rows_by_run.get(case.run)
             if row is None and time.monotonic() > deadline:
                 left_out.append(f"{case.model} on {case.num_devices} x {', '.join(case.overlays)}")
                 continue
+            # The estimate is made anew in any case: it is what this benchmark checks.
             rows.append(describe(case, row["rehearsed"]) if row else compare(server, case))
             print(*cells(rows[-1]), sep="  ", flush=True)
             if out is not None:
                 write_report(rows, out)
+
     if left_out:
         print(f"no time for: {'; '.join(left_out)}", flush=True)
     return EXIT_DONE if all(is_sound(row) for row in rows) else EXIT_USER
 
 
 def compare(server: ForkServer, case: Case) -> dict[str, Any]:
+    """Rehearse a case, and return its row of the report. If the rehearsal fails, the row has the error's last line.
+
+    The fullest rank is rehearsed: in a pipeline that of the fullest stage. On LARGE devices it is the last rank,
+    otherwise the first.
+    """
     config = load_train_config(case.arguments).config
     layout = layout_of(config, case.num_devices, min(PER_NODE, case.num_devices))
     rank = case.num_devices - 1 if case.num_devices == LARGE else 0
@@ -177,6 +213,7 @@ def compare(server: ForkServer, case: Case) -> dict[str, Any]:
 
 
 def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str, Any]:
+    """Return the row of the report: the case, the estimate, and what the rehearsal measured."""
     config = load_train_config(case.arguments).config
     layout = layout_of(config, case.num_devices, min(PER_NODE, case.num_devices))
     estimate = estimate_training_memory(config, layout, case.device)
@@ -195,6 +232,7 @@ def describe(case: Case, rehearsed: dict[str, Any], error: str = "") -> dict[str
 
 
 def is_sound(row: dict[str, Any]) -> bool:
+    """Return whether the estimate is at least the rehearsal, and above it by no more than is allowed."""
     if row["error"]:
         return False
     rehearsed_bytes = row["rehearsed"]["allocated_bytes"]
@@ -202,22 +240,26 @@ def is_sound(row: dict[str, Any]) -> bool:
 
 
 def difference(row: dict[str, Any]) -> float:
+    """Return estimate / rehearsal - 1."""
     return row["estimated_bytes"] / row["rehearsed"]["allocated_bytes"] - 1
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    first = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
+    """Format a row of the report under HEADINGS."""
+    first_cells = [row["model"], ", ".join(row["overlays"]), f"{row['num_devices']:,}", str(row["microbatch_size"])]
     if row["error"]:
-        return [*first, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
+        return [*first_cells, row["error"], f"{row['estimated_bytes'] / GIB:.2f}", ""]
     sizes = (row["rehearsed"]["allocated_bytes"], row["estimated_bytes"])
-    return [*first, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
+    return [*first_cells, *(f"{size / GIB:.2f}" for size in sizes), f"{difference(row):+.1%}"]
 
 
 def shipped(kind: str) -> list[str]:
+    """Return the names of the YAML files that ship in this folder of yamls/."""
     return sorted(path.stem for path in (shipped_folder("yamls") / kind).glob("*.yaml"))
 
 
 def read_report(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of memory.json in this folder, or no rows if there is none."""
     path = folder / "memory.json" if folder is not None else None
     return json.loads(path.read_text())["rows"] if path is not None and path.is_file() else []
 
@@ -228,14 +270,17 @@ def measured_before(folder: Path | None) -> dict[str, dict[str, Any]]:
 
 
 def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Write memory.json and memory.md. Earlier rows of other models, overlays or counts stay."""
+    """Write memory.json and memory.md. Earlier rows of other models, overlays or numbers of devices stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    new = {combination for row in rows for combination in combinations_of(row)}
-    old = [row for row in read_report(folder) if not new & combinations_of(row)]
+    new_combinations = {combination for row in rows for combination in combinations_of(row)}
+    kept_rows = [row for row in read_report(folder) if not new_combinations & combinations_of(row)]
     keys = ("num_parameters", "model", "num_devices", "overlays")
-    rows = sorted([*old, *rows], key=lambda row: [row[key] for key in keys])
-    lines = ",\n".join(json.dumps(row) for row in rows)  # a line for each, so that a diff of two can be read
-    write_atomically(folder / "memory.json", f'{{"rows": [\n{lines}\n]}}\n')
+    rows = sorted([*kept_rows, *rows], key=lambda row: [row[key] for key in keys])
+
+    # One line for each row, so that a diff of two reports can be read.
+    json_rows = ",\n".join(json.dumps(row) for row in rows)
+    write_atomically(folder / "memory.json", f'{{"rows": [\n{json_rows}\n]}}\n')
+
     lines = [
         "# Memory: the estimate compared with the rehearsal",
         "",
@@ -252,4 +297,5 @@ def write_report(rows: list[dict[str, Any]], folder: Path) -> None:
 
 
 def combinations_of(row: dict[str, Any]) -> set[tuple[str, int, str]]:
+    """Return every (model, number of devices, overlay) that this row stands for."""
     return {(row["model"], row["num_devices"], overlay) for overlay in row["overlays"]}

@@ -1,9 +1,14 @@
-"""The order of samples: how well it mixes, beside StreamingDataset's algorithms; what a data set of any size costs.
+"""Measure the order of samples: how well it mixes, beside StreamingDataset's, and what opening a large data set costs.
 
-python -m benchmarks order --num-shards 1560000
+    python -m benchmarks order --num-shards 1560000
 
-A batch drawn blindly holds a domain's samples with the variance of a binomial. A ratio below 1 means batches that are
-more even than that; a ratio above 1 means waves of one domain and another.
+Mixing. A batch drawn at random contains samples of a domain with the variance of a binomial distribution. The measure
+is the variance over that one. A ratio below 1 means that batches are more even than random; a ratio above 1 means that
+domains come in waves.
+
+Opening. A data set of any number of shards is opened in a process of its own, which reads one batch.
+
+Arrays name their axes: `_bl` is [batches, samples of a batch].
 """
 
 import json
@@ -24,16 +29,23 @@ from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, tell
 
 NUM_DOMAINS, SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, BATCH_SIZE = 8, 50, 1_000, 256
+"""Data set of the measurement of mixing. The shards of a domain follow one another."""
 WINDOWS = (4_096, 65_536, 262_144)
+"""Values of shuffle_block_size: the number of samples from which batches are drawn at any time."""
 PEERS = (("py1e", 1), ("py1e", 64), ("py1br", 1), ("py1br", 64))
-"""StreamingDataset's default and the one it had before, with one canonical node (its default) and with many."""
+"""StreamingDataset's current and previous default algorithm, with one canonical node (its default) and with many."""
 
 WANTED_SECONDS, WANTED_MB = 20, 400
+"""Targets of opening a data set."""
 SCALE_BATCH, SCALE_TOKENS = 64, 8
+"""Samples of the batch that is read, and tokens of a sample."""
 
 
 def run(*, num_shards: int = 1_560_000, num_workers: int = 2, out: Path | None = None) -> dict[str, Any]:
-    """Measure both, print them, and write `shuffle.md` and `shuffle.json` to `out`."""
+    """Measure mixing and opening, print the tables, and return the report. `out` gets shuffle.md and shuffle.json.
+
+    `num_shards` is the size of the data set that is opened, with `num_workers` loader workers.
+    """
     report = describe_conditions() | {
         "mixing": measure_mixing(),
         "opening": measure_opening(num_shards, num_workers),
@@ -54,11 +66,13 @@ WINDOW = "The window is `shuffle_block_size`: the number of samples from which b
 
 
 def table_of_mixing(report: dict[str, Any]) -> Table:
+    """Return a table with one row for each order and one column for each window."""
     rows = [[name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in report["mixing"].items()]
     return measured_table("how well the order mixes", ["order", *(f"window {window:,}" for window in WINDOWS)], rows)
 
 
 def table_of_opening(report: dict[str, Any]) -> Table:
+    """Return a table of the seconds and memory that opening takes, beside the targets."""
     opening = report["opening"]
     headings = ["shards", "loader workers", "seconds to the first batch", "wanted", "MB, workers included", "wanted"]
     row = [
@@ -69,6 +83,7 @@ def table_of_opening(report: dict[str, Any]) -> Table:
 
 
 def opening_in_words(report: dict[str, Any]) -> str:
+    """Return the paragraph below that table: processor time and load, which explain the seconds."""
     opening = report["opening"]
     return (
         f"Opening took {opening['open_seconds']:.1f} s of that time. Processor time was {opening['cpu_seconds']:.1f} "
@@ -82,7 +97,7 @@ def opening_in_words(report: dict[str, Any]) -> str:
 
 
 def measure_mixing() -> dict[str, list[float]]:
-    """Name of the order -> variance of domains over the binomial's, for each window."""
+    """Return order -> for each of WINDOWS, the variance of the domains over that of a binomial."""
     mixing = {"ours": [variance_over_binomial(domains_of(our_batches(window))) for window in WINDOWS]}
     for name, num_nodes in PEERS:
         mixing[f"{name}, {num_nodes} canonical node{'s' if num_nodes > 1 else ''}"] = [
@@ -92,15 +107,23 @@ def measure_mixing() -> dict[str, list[float]]:
 
 
 def variance_over_binomial(domains_bl: NDArray[np.int64]) -> float:
-    """Variance of how often each domain is in a batch [batches, batch size], the mean over domains."""
-    batch_size, ratios = domains_bl.shape[1], []
+    """Return the variance of how often a domain occurs in a batch over that of a binomial, the mean over domains.
+
+    `domains_bl` has the domain of each sample. A domain with share p of the samples has the variance batch_size p (1 -
+    p) if batches are drawn at random.
+    """
+    batch_size = domains_bl.shape[1]
+    ratios = []
     for domain in np.unique(domains_bl):
-        share = float((domains_bl == domain).mean())
-        ratios.append(float((domains_bl == domain).sum(axis=1).var()) / (batch_size * share * (1 - share)))
+        is_domain_bl = domains_bl == domain
+        share = float(is_domain_bl.mean())
+        binomial_variance = batch_size * share * (1 - share)
+        ratios.append(float(is_domain_bl.sum(axis=1).var()) / binomial_variance)
     return float(np.mean(ratios))
 
 
 def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
+    """Return the sample ids of all batches in our order, [batches, samples of a batch]."""
     order = SampleOrder(
         shard_sizes_per_stream=[_shard_sizes()],
         epoch_samples_per_stream=[int(_shard_sizes().sum())],
@@ -113,22 +136,28 @@ def our_batches(window_samples: int, epoch: int = 0) -> NDArray[np.int64]:
 
 
 def streaming_batches(algorithm: str, num_canonical_nodes: int, window_samples: int) -> NDArray[np.int64]:
-    """Batches of StreamingDataset on one node of 8 ranks, with a loader worker each [batches, batch size]."""
+    """Return the sample ids of StreamingDataset's batches on one node of 8 ranks, with one loader worker each.
+
+    A last batch that is not full is left out.
+    """
     from streaming.base.partition import get_partitions
     from streaming.base.shuffle import get_shuffle
 
     sizes = _shard_sizes()
-    places = get_partitions("relaxed", int(sizes.sum()), num_canonical_nodes, 1, 8, 1, BATCH_SIZE // 8)[0, :, 0]
-    ids = get_shuffle(algorithm, sizes, num_canonical_nodes, 9176, 0, window_samples // num_canonical_nodes)
-    is_whole = (places >= 0).all(axis=(0, 2))
-    return ids[places].swapaxes(0, 1).reshape(-1, BATCH_SIZE)[is_whole]
+    partition = get_partitions("relaxed", int(sizes.sum()), num_canonical_nodes, 1, 8, 1, BATCH_SIZE // 8)[0, :, 0]
+    shuffled_ids = get_shuffle(algorithm, sizes, num_canonical_nodes, 9176, 0, window_samples // num_canonical_nodes)
+    # The partition is [ranks, batches, samples of a rank], and has -1 where a sample is missing.
+    is_whole = (partition >= 0).all(axis=(0, 2))
+    return shuffled_ids[partition].swapaxes(0, 1).reshape(-1, BATCH_SIZE)[is_whole]
 
 
 def domains_of(ids_bl: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the domain of each sample."""
     return ids_bl // (SHARDS_PER_DOMAIN * SAMPLES_PER_SHARD)
 
 
 def _shard_sizes() -> NDArray[np.int64]:
+    """Return the number of samples of each shard, in order of the domains."""
     return np.full(NUM_DOMAINS * SHARDS_PER_DOMAIN, SAMPLES_PER_SHARD, np.int64)
 
 
@@ -136,7 +165,7 @@ def _shard_sizes() -> NDArray[np.int64]:
 
 
 def measure_opening(num_shards: int, num_workers: int) -> dict[str, Any]:
-    """Open a data set of so many shards in a process of its own, and read a batch."""
+    """Open a data set of this many shards in a process of its own, and return what it took to read a batch."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         write_index(Path(folder), num_shards)
@@ -152,19 +181,31 @@ def measure_opening(num_shards: int, num_workers: int) -> dict[str, Any]:
 
 
 def write_index(folder: Path, num_shards: int) -> None:
-    """A data set that is not there but for one shard and the links to it that the first batches lead to."""
+    """Write the index of a data set of this many shards, of which only those exist that the first batches read.
+
+    These are links to one real shard. The index is written as text, shard by shard, with this shard's record as the
+    template.
+    """
     from streaming import MDSWriter
 
     samples_per_shard = 16_384
     with MDSWriter(out=str(folder / "one"), columns={"tokens": "bytes"}, hashes=["xxh3_64"]) as writer:
         for _ in range(samples_per_shard):
             writer.write({"tokens": np.arange(SCALE_TOKENS, dtype=np.int64).tobytes()})
-    [record] = json.loads((folder / "one" / "index.json").read_text())["shards"]
-    before, after = json.dumps(record, sort_keys=True).split(record["raw_data"]["basename"])
+    [shard_record] = json.loads((folder / "one" / "index.json").read_text())["shards"]
+
+    text_before_name, text_after_name = json.dumps(shard_record, sort_keys=True).split(
+        shard_record["raw_data"]["basename"]
+    )
     with open(folder / "index.json", "w") as file:
         file.write('{"shards": [')
-        file.writelines(f"{', ' if shard else ''}{before}shard.{shard:05d}.mds{after}" for shard in range(num_shards))
+        file.writelines(
+            f"{', ' if shard else ''}{text_before_name}shard.{shard:05d}.mds{text_after_name}"
+            for shard in range(num_shards)
+        )
         file.write('], "version": 2}')
+
+    # Find the shards of the first batches in the order that the reader will have.
     order = SampleOrder(
         shard_sizes_per_stream=[np.full(num_shards, samples_per_shard)],
         epoch_samples_per_stream=[num_shards * samples_per_shard],
@@ -178,30 +219,34 @@ def write_index(folder: Path, num_shards: int) -> None:
 
 
 def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
+    """Open the data set, read one batch, and send seconds and memory to the parent process."""
     from llmfoundry_lite.config.data_schema import TextDatasetConfig
     from llmfoundry_lite.data.dataset import TextDataset
     from llmfoundry_lite.data.loader import build_text_loader
 
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a launched process
-    load_average, before = os.getloadavg()[0], _own_bytes([os.getpid()])
-    begin, cpu_begin = time.perf_counter(), time.process_time()
+    load_average, bytes_before = os.getloadavg()[0], _own_bytes([os.getpid()])
+    started, cpu_started = time.perf_counter(), time.process_time()
+
     config = TextDatasetConfig(local=str(folder), shuffle=True)
     dataset = TextDataset(config, max_seq_len=SCALE_TOKENS, global_batch_size=SCALE_BATCH)
     opened = time.perf_counter()
     batches = iter(build_text_loader(dataset, num_workers=num_workers))
     next(batches)
-    seconds = time.perf_counter() - begin
-    cpu_seconds = time.process_time() - cpu_begin
+    seconds = time.perf_counter() - started
+    cpu_seconds = time.process_time() - cpu_started
+
+    # What the workers took has to be read while they are alive.
     children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
     workers_cpu_seconds = sum(sum(psutil.Process(child).cpu_times()[:2]) for child in children)
-    after = _own_bytes([os.getpid(), *children])
+    bytes_after = _own_bytes([os.getpid(), *children])
     sender.send(
         {
             "seconds": seconds,
-            "open_seconds": opened - begin,
+            "open_seconds": opened - started,
             "cpu_seconds": cpu_seconds,
             "workers_cpu_seconds": workers_cpu_seconds,
-            "megabytes": (after - before) / 1e6,
+            "megabytes": (bytes_after - bytes_before) / 1e6,
             "load_average": load_average,
             "num_cores": len(os.sched_getaffinity(0)),
         }
@@ -209,5 +254,5 @@ def _open_and_read(folder: Path, num_workers: int, sender: Connection) -> None:
 
 
 def _own_bytes(pids: list[int]) -> int:
-    """Return the processes' resident memory; a page that n of them share counts as 1/n in each (Linux)."""
+    """Return the processes' resident memory. A page that n of them share counts as 1/n in each (Linux)."""
     return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)

@@ -1,13 +1,13 @@
-"""Speed of `data prepare` beside LLM Foundry's converter, on the same file, tokenizer, length and cores.
+"""Compare the speed of `data prepare` with LLM Foundry's converter, on the same file, tokenizer, length and cores.
 
     python -m benchmarks prepare --peer-command ~/lf-venv/bin/llmfoundry
 
 Both must make the same samples. LLM Foundry is not a dependency: the peer is the `llmfoundry` program of another
-environment (`pip install llm-foundry==0.22.0 "setuptools<80"`); without one, our figure stands alone.
+environment (`pip install llm-foundry==0.22.0 "setuptools<80"`). Without one, only our side is measured.
 
-The same text also comes as parquet, for which the peer has no command; and one core does all that several do. What is
-timed is the whole command, start-up included, because that is what a user waits for. Documents are cut to the
-length of web pages, since the peer copies the rest of a document for every sample it cuts from it.
+Our side also prepares the same text from parquet, for which the peer has no command, and on a single core. The time is
+that of the whole command, including its start, because that is what a user waits for. Documents are cut to the length
+of web pages, because the peer copies the rest of a document for every sample that it cuts from it.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from llmfoundry_machines.bench import frame
 
 PEER_VARIABLE = "LLMFOUNDRY_COMMAND"
 DOCUMENT_CHARACTERS = 2500
-"""Documents are cut at the first blank line after so many: about a web page."""
+"""A document ends at the first blank line after this many characters: about the length of a web page."""
 TRAINING_STRIDE = 8
 """The tokenizer is trained on every eighth document."""
 OURS, PEER = "llmfoundry-lite data prepare", "LLM Foundry convert_dataset_json"
@@ -60,16 +60,19 @@ def run(
     num_rounds: int = 1,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Time both sides in turns, print a table, write prepare.json and .md to `out`, and return what the JSON holds.
+    """Time all sides in turns, print a table, write prepare.json and .md to `out`, and return the report.
 
-    `peer_command` is the peer's program; by default that of LLMFOUNDRY_COMMAND, or the `llmfoundry` on the PATH.
-    Raises DataError when a side fails, or the peer made other samples than we did.
+    `peer_command` is the peer's program. The default is that of the variable LLMFOUNDRY_COMMAND, or the `llmfoundry` on
+    the PATH. `text_bytes` is the size of the text, `vocab_size` that of the tokenizer which is trained on it. Raises
+    DataError when a side fails, or when the sides made different samples.
     """
-    # Long because it is the story of the benchmark, told once from top to bottom.
+    # This function is long because it is the whole benchmark from top to bottom.
     peer_command = peer_command or os.environ.get(PEER_VARIABLE) or shutil.which("llmfoundry")
     console, report = frame.open_console(), frame.describe_conditions()
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         work = Path(folder)
+
+        # The input of all sides: the text as JSON lines and as parquet, and a tokenizer trained on it.
         documents, text_bytes = write_documents(work / "text.jsonl", text_bytes)
         with (work / "text.jsonl").open() as lines:
             sample = (json.loads(line)["text"] for index, line in enumerate(lines) if index % TRAINING_STRIDE == 0)
@@ -79,21 +82,27 @@ def run(
         write_parquet(work / "text.jsonl", work / "text.parquet")
 
         def ours(source: str, cores: int) -> Callable[[], Timing]:
-            made = work / f"{source} on {cores}"
-            return partial(time_command, our_command(work / source, work, made, max_seq_len, cores), cores, made)
+            """Return a function that times our command on this file and number of cores."""
+            out_folder = work / f"{source} on {cores}"
+            command = our_command(work / source, work, out_folder, max_seq_len, cores)
+            return partial(time_command, command, cores, out_folder)
 
         sides = {OURS: ours("text.jsonl", num_cores)}
         sides |= {OURS_OF_PARQUET: ours("text.parquet", num_cores), OURS_ON_ONE_CORE: ours("text.jsonl", 1)}
         if peer_command:
             command = their_command(peer_command, work, max_seq_len)
             sides[PEER] = partial(time_command, command, num_cores, work / "peer")
-        found, _ = frame.take_turns(sides, num_rounds, console)
-        made = {folder.parent.name: describe_samples(folder) for folder in sorted(work.glob("* on */train"))}
+        timings_of_sides, _ = frame.take_turns(sides, num_rounds, console)
+
+        # Times are comparable only if all sides made the same samples.
+        samples_of_sides = {
+            folder.parent.name: describe_samples(folder) for folder in sorted(work.glob("* on */train"))
+        }
         if peer_command:
-            made[PEER] = describe_samples(work / "peer")
-        if len(set(made.values())) > 1:
-            raise DataError(f"the times cannot be compared, because the samples differ: {made}")
-        num_samples, _ = made[f"text.jsonl on {num_cores}"]
+            samples_of_sides[PEER] = describe_samples(work / "peer")
+        if len(set(samples_of_sides.values())) > 1:
+            raise DataError(f"the times cannot be compared, because the samples differ: {samples_of_sides}")
+        num_samples, _ = samples_of_sides[f"text.jsonl on {num_cores}"]
     report |= {
         "text_bytes": text_bytes,
         "documents": documents,
@@ -102,7 +111,7 @@ def run(
         "vocab_size": tokenizer.vocab_size,
         "num_cores": num_cores,
         "num_rounds": num_rounds,
-        "sides": {name: [timing._asdict() for timing in timings] for name, timings in found.items()},
+        "sides": {name: [timing._asdict() for timing in timings] for name, timings in timings_of_sides.items()},
     }
     frame.tell(
         report,
@@ -118,29 +127,34 @@ def run(
 
 
 def our_command(source: Path, work: Path, out: Path, max_seq_len: int, num_cores: int) -> list[str]:
-    """Return our command, which puts everything into one split, as the peer does."""
+    """Return our command. Everything goes into one split, as it does with the peer."""
     options = ["--source", str(source), "--tokenizer", str(work / "tokenizer"), "--val-fraction", "0"]
     target = ["--out", str(out), "--max-seq-len", str(max_seq_len), "--num-workers", str(num_cores)]
     return [sys.executable, "-m", "llmfoundry_lite.cli.main", "data", "prepare", *options, *target]
 
 
 def their_command(peer_command: str, work: Path, max_seq_len: int) -> list[str]:
-    """Return the peer's own command, without compression, because ours does not compress either."""
+    """Return the peer's command, without compression, because ours does not compress either."""
     source = ["--path", str(work / "text.jsonl"), "--tokenizer", str(work / "tokenizer"), "--eos-text", END_OF_TEXT]
     target = ["--out-root", str(work / "peer"), "--concat-tokens", str(max_seq_len), "--compression", ""]
     return [peer_command, "data_prep", "convert_dataset_json", *source, *target]
 
 
-def time_command(command: list[str], num_cores: int, made: Path) -> Timing:
-    """Run one side on the same `num_cores` cores, alone; `made` is where it writes."""
-    shutil.rmtree(made, ignore_errors=True)
+def time_command(command: list[str], num_cores: int, out_folder: Path) -> Timing:
+    """Run a command on the first `num_cores` cores of this process, and return its wall-clock and processor seconds.
+
+    `out_folder` is the folder that it writes into, which is removed first. Raises DataError with the command's last
+    line if it fails.
+    """
+    shutil.rmtree(out_folder, ignore_errors=True)
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     cpu_before = children_cpu_seconds()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "HF_DATASETS_CACHE": cache}  # or else the peer finds its last run's table there
+        # A new cache, because otherwise the peer would find the table of its previous run there.
+        environment = {**os.environ, "HF_DATASETS_CACHE": cache}
         started = time.monotonic()
         try:
-            ended = subprocess.run(
+            result = subprocess.run(
                 command,
                 stdout=output,
                 stderr=output,
@@ -150,20 +164,24 @@ def time_command(command: list[str], num_cores: int, made: Path) -> Timing:
         except OSError as error:
             raise DataError(f"{command[0]} cannot be started: {error.strerror}") from error
         seconds = time.monotonic() - started
-        if ended.returncode:
+        if result.returncode:
             output.seek(0)
             last_line = (output.read().strip().splitlines() or ["no output"])[-1]
-            raise DataError(f"{command[0]} failed with exit code {ended.returncode}: {last_line}")
+            raise DataError(f"{command[0]} failed with exit code {result.returncode}: {last_line}")
     return Timing(seconds, children_cpu_seconds() - cpu_before)
 
 
 def children_cpu_seconds() -> float:
+    """Return the processor seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def write_documents(path: Path, text_bytes: int) -> tuple[int, int]:
-    """Write Python source code of this environment as JSON lines. Returns counts of documents and their bytes."""
+    """Write Python source code of this environment as JSON lines, until it has `text_bytes`.
+
+    Returns the number of documents and their bytes.
+    """
     num_documents = num_bytes = 0
     with path.open("w", encoding="utf-8") as file:
         for document in documents_of_this_environment():
@@ -186,16 +204,16 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 def documents_of_this_environment() -> Iterator[str]:
-    """Yield pieces of every installed Python file, the standard library first, no content twice."""
-    seen: set[bytes] = set()
+    """Yield pieces of every installed Python file, the standard library first. Equal files are read once."""
+    digests: set[bytes] = set()
     for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(folder).rglob("*.py")):
             content = path.read_bytes()
             digest = hashlib.sha256(content).digest()
-            # The two sides differ, on purpose, about a document that spells the end-of-text token.
-            if digest in seen or END_OF_TEXT.encode() in content:
+            # The two sides treat a document that contains the end-of-text token in different ways, on purpose.
+            if digest in digests or END_OF_TEXT.encode() in content:
                 continue
-            seen.add(digest)
+            digests.add(digest)
             try:
                 yield from pieces(content.decode("utf-8"))
             except UnicodeDecodeError:
@@ -203,7 +221,7 @@ def documents_of_this_environment() -> Iterator[str]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a text at blank lines into pieces of at least DOCUMENT_CHARACTERS."""
+    """Cut a text at blank lines into pieces of at least DOCUMENT_CHARACTERS. The last piece may be shorter."""
     start = 0
     while start < len(text):
         blank = text.find("\n\n", start + DOCUMENT_CHARACTERS)
@@ -225,25 +243,29 @@ def describe_samples(folder: Path) -> tuple[int, str]:
 
 
 def table_of(report: dict[str, Any]) -> Table:
+    """Return a table with a row for each side: seconds, and how many times as fast as the peer it is."""
     title = (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:.1f} MB of text, "
         f"{report['samples']:,} samples of {report['max_seq_len']} tokens, vocabulary {report['vocab_size']:,}, "
         f"{report['num_cores']} cores"
     )
     rows = []
-    peer = report["sides"].get(PEER, [])
+    peer_timings = report["sides"].get(PEER, [])
     for name, timings in report["sides"].items():
         seconds, cpu_seconds = (frame.spread(timing[key] for timing in timings) for key in Timing._fields)
         rate = report["text_bytes"] / 1e6 / seconds.median
-        times = [
-            str(frame.ratios((timing[key] for timing in peer), (timing[key] for timing in timings))) if peer else ""
+        speedups = [
+            str(frame.ratios((timing[key] for timing in peer_timings), (timing[key] for timing in timings)))
+            if peer_timings
+            else ""
             for key in Timing._fields
         ]
-        rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}", *times])
+        rows.append([name, f"{seconds.median:.1f}", f"{rate:.2f}", f"{cpu_seconds.median:.1f}", *speedups])
     return frame.measured_table(title, ["", "seconds", "MB/s", "CPU seconds", "times as fast", "in CPU seconds"], rows)
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
+    """Return the note below the table."""
     if PEER not in report["sides"]:
         return [f"{PEER}: not measured; give its program with --peer-command or {PEER_VARIABLE}"]
     return ["all make the same samples; the peer reads the JSON lines"]
