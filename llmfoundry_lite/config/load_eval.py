@@ -1,8 +1,8 @@
 """Load the configuration of an evaluation: YAML files and `key=value` arguments become a frozen `EvalConfig`.
 
 `load_eval_config` is the top function. It reads and merges the files (`layers.py`), translates LLM Foundry's keys,
-builds the `EvalConfig`, and then loads its tasks, most of which are named files in a task folder. Training runs with
-`icl_tasks` use `load_tasks`, too. Nothing here imports torch.
+completes the values, builds the `EvalConfig`, and then loads its tasks, most of which are named files in a
+task folder. Training runs with `icl_tasks` use `load_tasks`, too. Nothing here imports torch.
 """
 
 import os
@@ -54,6 +54,7 @@ class LoadedEval(NamedTuple):
 
     config: EvalConfig
     tasks: list[TaskConfig]
+    """Tasks to evaluate, whose data can be found."""
     notes: list[str]
     """Lines to print before anything starts: keys without effect, tasks and categories that are left out."""
 
@@ -71,20 +72,8 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     Raises ConfigError, in one line.
     """
     # Read the arguments, and merge the files and `key=value` pairs.
-    flags = [argument for argument in arguments if argument.startswith("-")]
-    for flag in flags:
-        if flag != "--all-checkpoints":
-            raise ConfigError(
-                f"command line: unknown option {flag}; expected YAML files, key=value pairs or --all-checkpoints"
-            )
-    positional = [argument for argument in arguments if argument not in flags]
-    runs = [argument for argument in positional if not is_yaml(argument) and not is_key_value(argument)]
-    if runs and not flags:
-        suggestion = f"models.{_name_of_run(runs[0])}={runs[0]}"
-        raise ConfigError(
-            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {suggestion}"
-        )
-    layers = read_layers([argument for argument in positional if argument not in runs], for_training=False, given=given)
+    files_and_settings, runs = _split_arguments(arguments)
+    layers = read_layers(files_and_settings, for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
 
     # Translate LLM Foundry's keys, and refuse those that are unknown.
@@ -93,43 +82,91 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     foundry.drop_variables(values, layers, EvalConfig)
     refuse_unknown_keys(EvalConfig, values, "", layers)
 
-    # Complete the values: models from the command line, available tasks if no file names any, and the suite's name.
-    if flags:
+    # Complete the values, and build the dataclasses.
+    if runs is not None:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
-    has_file = given is not None or any(is_yaml(argument) for argument in arguments)
-    if not values.get("models"):
-        if flags:
-            raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")
-        if has_file:
-            raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
-        raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
+    has_yaml = any(is_yaml(argument) for argument in arguments)
+    _check_that_models_are_given(values, with_option=runs is not None, with_file=has_yaml or given is not None)
     lacks_tasks = given is not None and not values.get("icl_tasks")
-    if not has_file or lacks_tasks:
-        layers.insert(0, _find_available_tasks(values))
-        values = {**layers[0].values, **values}
-    values.setdefault("suite", "tasks" if given is not None else Path(layers[0].source).stem)
+    if lacks_tasks or (given is None and not has_yaml):
+        available_tasks = _find_available_tasks(values)
+        layers.insert(0, available_tasks)  # first, so that all other layers override it
+        values = {**available_tasks.values, **values}
+    default_suite = "tasks" if given is not None else Path(layers[0].source).stem
+    values.setdefault("suite", default_suite)
     config = build_block(EvalConfig, values, "", layers)
     with naming_source(layers):
         _check(config)
 
-    # Load the tasks, and find their data.
+    # Load the tasks, and find their data, whose paths may begin at data_root.
     tasks = []
     for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes):
-        tasks.append(replace(task, dataset_uri=_find_file(task.dataset_uri, config.data_root)))
+        dataset_uri = _find_file(task.dataset_uri, config.data_root)
+        tasks.append(replace(task, dataset_uri=dataset_uri))
     notes_on_missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, notes_on_missing = _without_missing(tasks)
     for task in tasks:
         if task.dataset_uri.startswith("hf://"):
             companions.require("llmfoundry_formats", f"{task.label}: {task.dataset_uri}")
+
+    # A gauntlet averages the results of tasks by category.
     if config.eval_gauntlet is not None:
         notes += _check_gauntlet(config.eval_gauntlet, layers)
         notes += _note_incomplete(config.eval_gauntlet, tasks)
     return LoadedEval(config, tasks, notes + notes_on_missing)
 
 
+def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Split the arguments of an evaluation into YAML files and `key=value` pairs, and the runs of `--all-checkpoints`.
+
+    The second is None without that option, and empty if no run follows it. `["a.yaml", "--all-checkpoints", "runs/x"]`
+    gives `(["a.yaml"], ["runs/x"])`. Raises ConfigError for unknown options, and for runs without the option.
+    """
+    options = [argument for argument in arguments if argument.startswith("-")]
+    for option in options:
+        if option != "--all-checkpoints":
+            raise ConfigError(
+                f"command line: unknown option {option}; expected YAML files, key=value pairs or --all-checkpoints"
+            )
+
+    files_and_settings = []
+    runs = []
+    for argument in arguments:
+        if argument in options:
+            continue
+        if is_yaml(argument) or is_key_value(argument):
+            files_and_settings.append(argument)
+        else:
+            runs.append(argument)
+    if runs and not options:
+        suggestion = f"models.{_name_of_run(runs[0])}={runs[0]}"
+        raise ConfigError(
+            f"command line: {runs[0]!r} is neither a .yaml file nor key=value; a model is given as {suggestion}"
+        )
+    return files_and_settings, runs if options else None
+
+
+def _check_that_models_are_given(values: Mapping[str, Any], *, with_option: bool, with_file: bool) -> None:
+    """Raise ConfigError, with an example, if the merged `values` name no model to evaluate.
+
+    The example depends on how the evaluation was called: with the option `--all-checkpoints` (`with_option`), with a
+    YAML file or a program's configuration (`with_file`), or with neither.
+    """
+    if values.get("models"):
+        return
+    if with_option:
+        raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")
+    if with_file:
+        raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
+    raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
+
+
 def _check(config: EvalConfig) -> None:
-    """Raise ConfigError if the suite or a model has a name that cannot name a file, or if there is no task."""
+    """Raise ConfigError if the suite or a model has a name that cannot be a file's, or if there is no task.
+
+    The name of the suite becomes a folder of results, and the name of a model becomes a file in it.
+    """
     if not re.fullmatch(r"\w[\w. \-]{0,150}", config.suite):
         folder = f"a folder in results_folder ({config.results_folder}), without slashes"
         raise ConfigError(f"suite: {config.suite!r} given, expected the name of {folder}")
@@ -146,10 +183,10 @@ def _name_of_run(run: str) -> str:
 
 
 def _add_runs(models: Any, runs: Sequence[str]) -> Any:
-    """Return `models` (name -> place) with an entry for each run, by the name of the run's folder.
+    """Return `models` (name -> path or URL) with an entry for each run, by the name of the run's folder.
 
-    Raises ConfigError if two have the same name. Models that are not a dictionary are returned unchanged, because the
-    schema will refuse them.
+    With the run `runs/mpt-1b`, `{}` becomes `{"mpt-1b": "runs/mpt-1b"}`. Models that are not a dictionary are
+    returned unchanged, because the schema will refuse them. Raises ConfigError if two have the same name.
     """
     if not isinstance(models, dict):
         return models
@@ -169,8 +206,13 @@ def _add_runs(models: Any, runs: Sequence[str]) -> Any:
 def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[str]:
     """Translate LLM Foundry's keys of an evaluation into ours, in place. Returns a note for each without effect.
 
+    Afterwards `values` has our keys and names, `models` is a dictionary, and `eval_gauntlet` is a block instead of the
+    path of its file. Keys that are ours already are not changed. Values of a wrong type are left for the schema to
+    refuse. `layers` are the files that the values come from, for errors.
+
     Raises ConfigError for a model that cannot be evaluated here, and for a file that does not exist.
     """
+    # Keys and names that only differ in spelling.
     notes = foundry.drop_keys(values, layers, foundry.EVAL_WITHOUT_EFFECT)
     for their_key, our_key in EVAL_SYNONYMS.items():
         if their_key in values and values.get(our_key) is None:
@@ -179,23 +221,13 @@ def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[st
     if isinstance(precision, str):  # the schema refuses a list or a block
         values["precision"] = PRECISIONS.get(precision, precision)
 
-    # Tasks and the gauntlet may be files. Their paths may begin at data_root, such as `scripts` in LLM Foundry's clone.
+    # Tasks and the gauntlet may be YAML files. A gauntlet's block is read here, tasks are read by `load_tasks`.
     for key in ("icl_tasks", "eval_gauntlet"):
-        file = values.get(key)
-        if isinstance(file, str) and file.endswith((".yaml", ".yml")) and find_yaml(file) is None:
-            path = _find_file(file, str(values.get("data_root") or "."))
-            values[key] = path
-            if not exists(path):
-                raise ConfigError(
-                    f"{source_of(key, layers)}: {key}: {path} does not exist; data_root=FOLDER says where its path "
-                    "begins"
-                )
-    # A gauntlet's file holds the block itself, or has it under the key eval_gauntlet.
+        path = values.get(key)
+        if isinstance(path, str):
+            values[key] = _find_yaml_of(key, path, values, layers)
     if isinstance(values.get("eval_gauntlet"), str):
-        layer = read_file(values["eval_gauntlet"])
-        is_block = "eval_gauntlet" not in layer.values
-        values_of_file = merge_layers([layer], GauntletConfig if is_block else EvalConfig)
-        values["eval_gauntlet"] = values_of_file if is_block else values_of_file["eval_gauntlet"]
+        values["eval_gauntlet"] = _read_gauntlet(values["eval_gauntlet"])
 
     # Older YAMLs have a single model in the keys of a training run, newer ones have a list of models.
     if isinstance(values.get("model"), dict) and not values.get("models"):
@@ -206,6 +238,33 @@ def _translate(values: dict[str, Any], layers: Sequence[ConfigLayer]) -> list[st
     if isinstance(values.get("models"), list):
         values["models"] = _name_models(values["models"], source_of("models", layers), notes)
     return notes
+
+
+def _find_yaml_of(key: str, path: str, values: Mapping[str, Any], layers: Sequence[ConfigLayer]) -> str:
+    """Return the path of the YAML file that `key` names, which may begin at data_root, such as LLM Foundry's `scripts`.
+
+    A file that is found already, and a name without the suffix .yaml, are returned unchanged. Raises ConfigError if
+    there is no such file.
+    """
+    has_suffix = path.endswith((".yaml", ".yml"))
+    if not has_suffix or find_yaml(path) is not None:
+        return path
+    data_root = str(values.get("data_root") or ".")
+    path_below_root = _find_file(path, data_root)
+    if not exists(path_below_root):
+        raise ConfigError(
+            f"{source_of(key, layers)}: {key}: {path_below_root} does not exist; data_root=FOLDER says where its path "
+            "begins"
+        )
+    return path_below_root
+
+
+def _read_gauntlet(path: str) -> Any:
+    """Return the block of a gauntlet from its file, which holds the block itself or has it under `eval_gauntlet`."""
+    layer = read_file(path)
+    if "eval_gauntlet" in layer.values:
+        return merge_layers([layer], EvalConfig)["eval_gauntlet"]
+    return merge_layers([layer], GauntletConfig)
 
 
 def _find_file(path: str, data_root: str) -> str:
@@ -220,8 +279,9 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
 
     `[{model_name: opt, model: {name: hf_causal_lm, pretrained_model_name_or_path: facebook/opt-125m}}]` becomes
     `{"opt": "hf:facebook/opt-125m"}`. `source` is the list's file, for messages. A note is added to `notes` for each
-    tokenizer that is not the model's own. Raises ConfigError for models that cannot be evaluated, and names given
-    twice.
+    tokenizer that is not the model's own, because it has no effect.
+
+    Raises ConfigError for models that cannot be evaluated, and for two models of the same name.
     """
     locations: dict[str, str] = {}
     for index, entry in enumerate(models):
@@ -232,9 +292,10 @@ def _name_models(models: Sequence[Any], source: str, notes: list[str]) -> dict[s
                 f"{source}: models[{index}]: {name!r} is not evaluated here; expected an MPT's load_path, "
                 "or model.pretrained_model_name_or_path under hf_causal_lm, not in 8 bits and without adapters"
             )
-        # The name becomes the name of a file: facebook/opt-125m becomes opt-125m.
-        name = str(entry.get("model_name") or location).rstrip("/").rsplit("/", 1)[-1]
-        name = re.sub(r"[^\w.\-]", "_", name)
+        # A result's file has the model's name, so the name has to fit one: facebook/opt-125m becomes opt-125m.
+        given_name = str(entry.get("model_name") or location)
+        last_part = given_name.rstrip("/").rsplit("/", 1)[-1]
+        name = re.sub(r"[^\w.\-]", "_", last_part)
         if name in locations:
             raise ConfigError(f"{source}: models[{index}]: there are two models named {name}; rename one")
         locations[name] = location
@@ -265,6 +326,7 @@ def _locate_model(entry: Any) -> str | None:
     is_modified = model.get("peft_config") or model.get("load_in_8bit")
     if model.get("name") != "hf_causal_lm" or not pretrained or is_modified:
         return None
+    # `a/b` may be a name on the Hub or a folder of this machine. If there is such a folder, it takes precedence.
     is_path_or_url = re.match(r"[./~]|\w+:", str(pretrained)) or os.path.isdir(str(pretrained))
     return str(pretrained) if is_path_or_url else f"hf:{pretrained}"
 
@@ -273,37 +335,45 @@ def _locate_model(entry: Any) -> str | None:
 
 
 def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[ConfigLayer]) -> list[str]:
-    """Raise ConfigError for a gauntlet whose categories and averages do not fit together.
+    """Check that the categories and averages of a gauntlet fit together. Raises ConfigError.
 
-    Returns a note for each average that names a category which does not exist beside others that do.
+    A gauntlet has categories of tasks (benchmarks), and averages over categories. Returns a note for each average that
+    names a category which does not exist beside others that do.
     """
     notes = []
     key = f"{source_of('eval_gauntlet', layers)}: eval_gauntlet"
     if gauntlet.rescale_accuracy and not gauntlet.subtract_random_baseline:
         raise ConfigError(f"{key}.rescale_accuracy: true given, which needs subtract_random_baseline: true")
 
-    names = [category.name for category in gauntlet.categories]
+    category_names = [category.name for category in gauntlet.categories]
     for category in gauntlet.categories:
-        if names.count(category.name) > 1 or not category.benchmarks:
-            problem = "is there twice" if category.benchmarks else "has no benchmark"
-            raise ConfigError(f"{key}.categories: {category.name} {problem}")
+        if not category.benchmarks:
+            raise ConfigError(f"{key}.categories: {category.name} has no benchmark")
+        if category_names.count(category.name) > 1:
+            raise ConfigError(f"{key}.categories: {category.name} is there twice")
 
-    # Results have averages and categories in one table, so their names must differ.
-    for average, categories in (gauntlet.averages or {}).items():
-        if average in names:
-            raise ConfigError(f"{key}.averages: {average} is a category's name; choose another")
-        unknown = [category for category in categories if category not in names]
-        if unknown and len(unknown) == len(categories):
-            raise ConfigError(f"{key}.averages.{average}: no category {unknown[0]!r}; there are: {', '.join(names)}")
+    averages = gauntlet.averages or {}
+    for average_name, categories in averages.items():
+        # Results have averages and categories in one table, so their names must differ.
+        if average_name in category_names:
+            raise ConfigError(f"{key}.averages: {average_name} is a category's name; choose another")
+        unknown_names = [name for name in categories if name not in category_names]
+        if unknown_names and len(unknown_names) == len(categories):
+            raise ConfigError(
+                f"{key}.averages.{average_name}: no category {unknown_names[0]!r}; there are: "
+                f"{', '.join(category_names)}"
+            )
         # LLM Foundry ignores unknown categories, and some of its YAMLs have them.
-        notes += [f"eval_gauntlet: {average} is without {name!r}, which is no category here" for name in unknown]
+        for name in unknown_names:
+            notes.append(f"eval_gauntlet: {average_name} is without {name!r}, which is no category here")
     return notes
 
 
 def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> list[str]:
     """Return a note for each category of a gauntlet that needs a task which is not evaluated.
 
-    The user can then stop before hours are spent on the other tasks.
+    The user can then stop before hours are spent on the other tasks. A benchmark is named by a task and its number of
+    examples: `arc_easy/5-shot`.
     """
     evaluated_tasks = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
     notes = []
@@ -331,40 +401,44 @@ def load_tasks(
         - {label: arc_easy, num_fewshot: [5]}       # the task of that name, with another number of examples
         - {label: mine, icl_task_type: multiple_choice, dataset_uri: mine.jsonl}
 
-    `layers` are the files that the entries come from, for errors. Lines are added to `notes` for metrics that are not
-    computed, and for keys without effect.
+    A single name or file need not be in a list. `layers` are the files that the entries come from, for errors. Lines
+    are added to `notes` for metrics that are not computed, and for keys without effect.
 
     Raises ConfigError for tasks that do not exist, that are not valid, or that are listed twice.
     """
-    metrics: dict[str, list[str]] = {}
-    """Metric that is not computed -> labels of the tasks that ask for it."""
-    tasks = _load_entries([entries] if isinstance(entries, str) else entries, task_folder, layers, metrics)
+    # Load the tasks. Metrics that are not computed are collected, with the labels of the tasks that ask for them.
+    if isinstance(entries, str):
+        entries = [entries]
+    unknown_metrics: dict[str, list[str]] = {}
+    tasks = _load_entries(entries, task_folder, layers, unknown_metrics)
     if notes is not None:
-        for name, labels in metrics.items():
+        for metric_name, labels in unknown_metrics.items():
             notes.append(
-                f"icl_tasks: metric_names: {name} is not computed ({_name_some(labels)}); metric has acc_per_token, "
-                "acc or acc_norm"
+                f"icl_tasks: metric_names: {metric_name} is not computed ({_name_some(labels)}); metric has "
+                "acc_per_token, acc or acc_norm"
             )
         notes += _note_unused_keys(tasks)
 
-    results: set[str] = set()
+    # Results are named by label and number of examples, so the two together may only be there once.
+    result_names: set[str] = set()
     for task in tasks:
-        for shots in task.num_fewshot:
-            name = f"{task.label}/{shots}-shot"
-            if name in results:
-                raise ConfigError(f"icl_tasks: {name} is listed twice; remove one, or give it another label")
-            results.add(name)
+        for num_examples in task.num_fewshot:
+            result_name = f"{task.label}/{num_examples}-shot"
+            if result_name in result_names:
+                raise ConfigError(f"icl_tasks: {result_name} is listed twice; remove one, or give it another label")
+            result_names.add(result_name)
     return tasks
 
 
 def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
     """Return a note for each key without effect. Tasks with the same key and the same reason share a note."""
-    labels_by_problem: dict[tuple[str, str], list[str]] = {}
+    labels_by_key_and_reason: dict[tuple[str, str], list[str]] = {}
     for task in tasks:
         for unused in find_unused_keys(task, task):
-            labels_by_problem.setdefault((unused.key, unused.reason), []).append(task.label)
+            labels = labels_by_key_and_reason.setdefault((unused.key, unused.reason), [])
+            labels.append(task.label)
     notes = []
-    for (key, reason), labels in labels_by_problem.items():
+    for (key, reason), labels in labels_by_key_and_reason.items():
         notes.append(f"icl_tasks: {key} has no effect ({_name_some(labels)}): {reason}")
     return notes
 
@@ -391,9 +465,9 @@ def _without_missing(tasks: Sequence[TaskConfig]) -> tuple[list[TaskConfig], lis
 def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     """Return a configuration layer that lists every task whose data is on this machine.
 
-    Used when the command line names models but no YAML file. The tasks are those of the task folder, and the text that
-    `data prepare` held out from the data of each run among the models. The layer is empty if `icl_tasks` is set
-    already. Raises ConfigError if no task is found.
+    It is used when the command line names models but no YAML file. The tasks are those of the task folder, and the text
+    that `data prepare` held out from the data of each run among the models. `values` is the merged configuration. The
+    layer is empty if `icl_tasks` is set there already. Raises ConfigError if no task is found.
     """
     folder = str(values.get("task_folder") or "evals")
     if values.get("icl_tasks"):
@@ -423,7 +497,8 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
 
 def _label_of(path: str) -> str:
     """Return the label of a held-out text: `c4_text` for `data/c4/val/text.jsonl`."""
-    return re.sub(r"[^\w.-]+", "-", f"{Path(path).absolute().parent.parent.name}_text")
+    data_folder = Path(path).absolute().parent.parent
+    return re.sub(r"[^\w.-]+", "-", f"{data_folder.name}_text")
 
 
 def find_held_out_text(model: str) -> str | None:
@@ -445,17 +520,18 @@ def find_held_out_text(model: str) -> str | None:
 
 
 def _load_entries(
-    entries: Sequence[Any], task_folder: str, layers: Sequence[ConfigLayer], metrics: dict[str, list[str]]
+    entries: Sequence[Any], task_folder: str, layers: Sequence[ConfigLayer], unknown_metrics: dict[str, list[str]]
 ) -> list[TaskConfig]:
     """Load the tasks of a list, whose entries are as in `load_tasks`.
 
-    `metrics` maps each metric that is not computed to the labels of the tasks that ask for it. It is extended in place.
+    `unknown_metrics` maps each metric that is not computed to the labels of the tasks that ask for it. It is extended
+    in place.
     """
     tasks: list[TaskConfig] = []
     for index, entry in enumerate(entries):
         path = f"icl_tasks[{index}]"
         if isinstance(entry, str):
-            tasks += _load_task_file(entry, task_folder, metrics)
+            tasks += _load_task_file(entry, task_folder, unknown_metrics)
             continue
 
         # A block without a type changes some keys of the task that its label names.
@@ -467,22 +543,23 @@ def _load_entries(
             changes = {key: value for key, value in entry.items() if key != "label"}
             entry = {**merge_layers([layer], TaskConfig), **changes}
 
-        task = _build_task(entry, path, layers)
+        task = _build_task(entry, path, layers)  # refuses an entry that is not a block
         tasks.append(task)
 
-        metric_names = entry.get("metric_names") or [] if isinstance(entry, dict) else []
+        # LLM Foundry's metrics are ignored. The user is told of those that are not computed anyway.
+        metric_names = entry.get("metric_names") or []
         if isinstance(metric_names, str):
             metric_names = [metric_names]
         for metric_name in metric_names:
             if metric_name not in THEIR_METRICS:
-                metrics.setdefault(str(metric_name), []).append(task.label)
+                unknown_metrics.setdefault(str(metric_name), []).append(task.label)
     return tasks
 
 
-def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) -> list[TaskConfig]:
+def _load_task_file(name: str, task_folder: str, unknown_metrics: dict[str, list[str]]) -> list[TaskConfig]:
     """Load the tasks of a file, which holds the keys of one task, or a list of tasks under `icl_tasks`.
 
-    `name` is a path, or the name of a file in the task folder. `metrics` is as in `_load_entries`.
+    `name` is a path, or the name of a file in the task folder. `unknown_metrics` is as in `_load_entries`.
     """
     layer = _read_task_file(name, task_folder)
     if "icl_tasks" in layer.values:
@@ -491,7 +568,7 @@ def _load_task_file(name: str, task_folder: str, metrics: dict[str, list[str]]) 
         entries = [merge_layers([layer], TaskConfig)]
     if not isinstance(entries, list):
         raise ConfigError(f"{layer.source}: icl_tasks: {entries!r} given, expected a list of tasks")
-    return _load_entries(entries, task_folder, [layer], metrics)
+    return _load_entries(entries, task_folder, [layer], unknown_metrics)
 
 
 def _read_task_file(name: str, task_folder: str) -> ConfigLayer:
@@ -508,10 +585,12 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[C
     names = sorted(file.stem for file in find_task_folder(task_folder).glob("*.y*ml"))
     if label.endswith((".yaml", ".yml")) or label in names:
         return _read_task_file(label, task_folder)
-    near = find_nearest(label, names)
+
+    # A task of the user's own would have a type, so this one is misspelt or incomplete.
+    nearest_name = find_nearest(label, names)
     hint = "one of your own says icl_task_type and dataset_uri"
-    if near:
-        hint = f"did you mean {near}?"
+    if nearest_name:
+        hint = f"did you mean {nearest_name}?"
     elif names:
         hint += f"; there are: {', '.join(names)}"
     raise ConfigError(f"{source_of(path, layers)}: {path}.label: {task_folder} has no task {label!r}; {hint}")
@@ -520,11 +599,16 @@ def _read_named_task(label: str, path: str, task_folder: str, layers: Sequence[C
 def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskConfig:
     """Build a task from its block in `icl_tasks`, whose keys are ours or LLM Foundry's. `path` is its dotted key.
 
-    Raises ConfigError for keys that are unknown or not valid, or that do not go with the type of the task.
+    Raises ConfigError for an entry that is not a block, and for keys that are unknown, not valid, or do not go with the
+    type of the task.
     """
     values = entry
     if isinstance(entry, dict):
-        values = {TASK_SYNONYMS.get(key, key): value for key, value in entry.items() if key not in TASK_WITHOUT_EFFECT}
+        values = {}
+        for key, value in entry.items():
+            if key not in TASK_WITHOUT_EFFECT:
+                our_key = TASK_SYNONYMS.get(key, key)
+                values[our_key] = value
         # `num_fewshot: 5` means [5].
         if isinstance(values.get("num_fewshot"), int):
             values["num_fewshot"] = [values["num_fewshot"]]

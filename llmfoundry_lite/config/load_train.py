@@ -36,10 +36,10 @@ class LoadedTrain(NamedTuple):
 
     config: TrainConfig
     dry_run: str
-    """Empty for a launch. `plan` and `full` check the configuration alone, `here` also this machine."""
+    """Kind of dry run, empty for a launch. `plan` and `full` check the configuration, and `here` also this machine."""
     notes: list[str]
-    """Lines to print: the overlay that `hardware=auto` has chosen; keys that have no effect (in a dry run, a line and a
-    reason for each); and keys that may not do what they seem to."""
+    """Lines to print: the overlay that `hardware=auto` has chosen, keys that have no effect (in a dry run, a line and a
+    reason for each), and keys that may not do what they seem to."""
 
 
 def load_train_config(
@@ -56,15 +56,8 @@ def load_train_config(
     Raises ConfigError, whose line names the file, the key, what was given, and what was expected.
     """
     # Read and merge the files and arguments.
-    options = [argument for argument in arguments if argument.startswith("-")]
-    for option in options:
-        if option not in DRY_RUNS:
-            raise ConfigError(
-                f"command line: unknown option {option}; expected YAML files, key=value pairs, "
-                f"{join_with_or([*DRY_RUNS])}"
-            )
-    dry_run = DRY_RUNS[options[-1]] if options else ""
-    layers = read_layers([argument for argument in arguments if argument not in options], given=given)
+    dry_run = _read_options(arguments)
+    layers = read_layers(_without_options(arguments), given=given)
     values = merge_layers(layers, TrainConfig)
     notes = [layer.note for layer in layers if layer.note]
 
@@ -73,8 +66,7 @@ def load_train_config(
         foundry.refuse_fine_tuning(values)
         refuse_other_kinds(values)
     without_effect = foundry.drop_keys(values, layers) + foundry.drop_values_without_effect(values, layers)
-    is_launch = not dry_run
-    if is_launch and len(without_effect) > 1:
+    if len(without_effect) > 1 and not dry_run:
         notes.append(foundry.in_one_line(without_effect))
     else:
         notes += without_effect
@@ -87,26 +79,51 @@ def load_train_config(
         notes.append(f"run_name: {name}, by the environment variable RUN_NAME; run_name=NAME names another")
     _set_names(values, layers, environ)
 
-    # Build the dataclasses, which checks each key by itself. Then check the keys together.
+    # Build the dataclasses, which checks each key by itself. Arguments of the user's own objects have no schema.
     _collect_own_arguments(values)
     config = build_block(TrainConfig, values, "", layers)
     with naming_source(layers):
         for import_path in config.callbacks.extra:
             check_import_path("callbacks", import_path)
+
+    # Check the keys together.
     check_together(config, layers)
     notes += find_surprises(config, layers, under_srun=_is_under_srun(environ))
     return LoadedTrain(config, dry_run=dry_run, notes=notes)
 
 
+def _read_options(arguments: Sequence[str]) -> str:
+    """Return the kind of dry run that the options ask for, a value of DRY_RUNS; empty without options.
+
+    The last option counts. Raises ConfigError for an option that training does not have.
+    """
+    dry_run = ""
+    for argument in arguments:
+        if not argument.startswith("-"):
+            continue
+        if argument not in DRY_RUNS:
+            raise ConfigError(
+                f"command line: unknown option {argument}; expected YAML files, key=value pairs, "
+                f"{join_with_or([*DRY_RUNS])}"
+            )
+        dry_run = DRY_RUNS[argument]
+    return dry_run
+
+
+def _without_options(arguments: Sequence[str]) -> list[str]:
+    """Return the YAML files and `key=value` pairs among the arguments of a launch."""
+    return [argument for argument in arguments if not argument.startswith("-")]
+
+
 def _is_under_srun(environ: Mapping[str, str]) -> bool:
     """Return whether SLURM's `srun` has started the ranks itself, instead of a launcher such as composer on each node.
 
-    A launcher kills its ranks some seconds after a signal; srun leaves them more time. Under srun with several tasks,
-    `adopt_srun` has set WORLD_SIZE to their number. With one task, WORLD_SIZE is only set by a launcher.
+    A launcher kills its ranks some seconds after a signal; srun leaves them more time.
     """
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS")
     if num_tasks is None:
         return False
+    # With several tasks, `adopt_srun` has set WORLD_SIZE to their number. With one task, only a launcher sets it.
     world_size_by_srun = None if num_tasks == "1" else num_tasks
     return environ.get("WORLD_SIZE") == world_size_by_srun
 
@@ -120,8 +137,7 @@ def find_run_folder(
     no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
     try:
-        files_and_settings = [argument for argument in arguments if not argument.startswith("-")]
-        layers = read_layers(files_and_settings, check_overlays=False, given=given)
+        layers = read_layers(_without_options(arguments), check_overlays=False, given=given)
         values = merge_layers(layers, TrainConfig)
         _set_names(values, layers, environ)
     except ConfigError:
@@ -139,6 +155,7 @@ def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: M
 
     Raises ConfigError for a name that cannot be the name of a folder.
     """
+    # Find the name, and where it comes from, for the error.
     name = values.get("run_name")
     source = f"{source_of('run_name', layers)}: run_name"
     if name is None:
@@ -151,10 +168,12 @@ def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: M
         raise ConfigError(
             f"{source}: {name!r} given, expected the name of a folder: letters and digits, and . _ - after the first"
         )
+
     # Plain text instead of FromEnvironment, so that the record has the name and the folder that were used.
     values["run_name"] = str(name)
     values["run_folder"] = str(values.get("run_folder") or _default_run_folder(values))
 
+    # A dotted key is split into its block and the key in it. Blocks that the YAML leaves out are skipped.
     for folder_key in FOLDERS_WITH_RUN_NAME:
         block_key, _, key = folder_key.rpartition(".")
         block = values
@@ -167,8 +186,8 @@ def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: M
 def _default_run_folder(values: Mapping[str, Any]) -> str:
     """Return the default of run_folder, `runs/{run_name}`. The caller replaces `{run_name}`.
 
-    If several launches train one run together, each has a folder of its own in it, `runs/{run_name}/island0`, which the
-    companion's block in `values` names.
+    If several launches train one run together, as the block of a companion in `values` says, each has a folder of its
+    own, such as `runs/{run_name}/island0`. The block names it.
     """
     parts = [f"runs/{RUN_NAME}"]
     for key, block in given_blocks(values).items():
@@ -183,9 +202,13 @@ def _default_run_folder(values: Mapping[str, Any]) -> str:
 def _collect_own_arguments(values: dict[str, Any]) -> None:
     """Move the arguments of a user's own `python:` objects into `kwargs` or `extra`, whose keys are not checked.
 
-    Objects are the optimizer, loaders and callbacks. Changes `values` in place:
-    `optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}` becomes
-    `optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}`.
+    The objects are the optimizer, loaders and callbacks. Changes `values` in place:
+
+        optimizer: {name: python:my.module:Sgd, lr: 0.1, nesterov: true}      # becomes
+        optimizer: {name: python:my.module:Sgd, lr: 0.1, kwargs: {nesterov: true}}
+
+        callbacks: {python:my.module:Log: {every: 10}}                        # becomes
+        callbacks: {extra: {python:my.module:Log: {every: 10}}}
     """
     # The user's optimizer may have an argument of the same name as a key of ours, such as `betas`, so only the first
     # keys stay. All keys of a loader stay, because they may come from a hardware overlay.

@@ -2,8 +2,8 @@
 
 Keys have LLM Foundry's names. A field's type, default and `setting` say which values its key may have, how it may
 change in mid-run, and whether a hardware overlay may set it (`fields.py`). `load_train.py` builds a TrainConfig from
-files and `key=value` arguments; all other code only reads it. Properties of TrainConfig are what follows from several
-keys. `as_dict` at the end is the form in which a run records its configuration.
+files and `key=value` arguments; all other code only reads it. Properties of TrainConfig are values that follow from one
+or several keys. `as_dict` at the end is the form in which a run records its configuration.
 """
 
 from dataclasses import dataclass
@@ -198,13 +198,13 @@ DEFAULT_EVAL_TOKENS = 8192
 """Default number of tokens of a device in one forward pass of an evaluation, which keeps no activations."""
 
 MAX_SEED = 2**32 - 2**16
-"""Largest seed. A rank adds its number, less than 2**16, and the sum must fit into 32 bits."""
+"""Largest seed. Each rank adds its rank number, which is less than 2**16, and the sum must fit into 32 bits."""
 
 
 def _parse_eval_interval(written: Scalar) -> Duration:
     """Parse a duration such as `100ba`, or the number 0, which never evaluates.
 
-    Raises ValueError, whose text says what was expected, also for 0 with a unit.
+    Raises ValueError, whose text says what was expected, for anything else. That includes 0 with a unit, such as `0ba`.
     """
     interval = Duration.parse(written, TIME_UNITS)
     if interval.value == 0 and written != 0:
@@ -213,7 +213,7 @@ def _parse_eval_interval(written: Scalar) -> Duration:
 
 
 def _is_all_or_count(value: int) -> bool:
-    """Return whether a number is -1, which stands for all, or above 0."""
+    """Return whether a number is valid for a key that takes a count, or -1 for all."""
     return value == -1 or value > 0
 
 
@@ -478,23 +478,29 @@ class TrainConfig:
     @property
     def reduces_every_microbatch(self) -> bool:
         """Whether gradients are summed over devices after each microbatch, instead of after the last one."""
+        # A stage of a pipeline sums its gradients once, after all microbatches.
         if self.pipeline.pipeline_parallel_degree > 1:
-            return False  # a pipeline's stage sums its gradients once, after the schedule
+            return False
         if self.sharding.reduce_every_microbatch is not None:
             return self.sharding.reduce_every_microbatch
+        # By default, only for a large model. Its gradients are then kept in shards between microbatches.
         return self.model.num_matrix_parameters > MAX_REPLICATED_PARAMETERS
 
     def first_microbatch_size(self, device_batch_size: int) -> int:
         """Return the number of samples in the first microbatch of a launch.
 
-        `device_batch_size` is the number of samples of a device in each batch. This is the configured size if it is a
-        number, and otherwise the device's whole batch, which a pipeline divides into its number of microbatches.
+        `device_batch_size` is the number of samples of a device in each batch. A microbatch is the part of them in one
+        forward and backward pass. With 8 samples, a `device_train_microbatch_size` of 4 gives 4, of 16 gives 8, and of
+        "auto" gives 1. Without the key it is all 8, or 2 in a pipeline of 4 microbatches.
         """
-        # The launch then measures larger sizes, beginning with one sample.
-        if self.device_train_microbatch_size == "auto":
-            return 1
-        if self.device_train_microbatch_size is not None:
-            return min(int(self.device_train_microbatch_size), device_batch_size)
+        configured_size = self.device_train_microbatch_size
+        if configured_size == "auto":
+            return 1  # from there, the launch measures how many samples fit
+        if configured_size is not None:
+            return min(int(configured_size), device_batch_size)
+
+        # By default, a microbatch is the whole batch of the device. A pipeline needs several microbatches, because each
+        # of its stages computes another one at the same time.
         if self.pipeline.pipeline_parallel_degree == 1:
             return device_batch_size
         num_microbatches = self.pipeline.num_microbatches
@@ -523,7 +529,7 @@ class TrainConfig:
 
     @property
     def eval_subset_samples(self) -> int | None:
-        """Number of samples of each evaluation; None for all. It does not depend on the number of devices."""
+        """Number of samples of each validation set to evaluate, on all devices together; None for all."""
         if self.eval_subset_num_batches == -1:
             return None
         return self.eval_subset_num_batches * self.global_train_batch_size
@@ -576,7 +582,7 @@ def with_keys(config: TrainConfig) -> dict[str, Any]:
 def as_dict(config: TrainConfig) -> dict[str, Any]:
     """Return a configuration as a run records it: nested dictionaries, lists, numbers and text, without secrets.
 
-    Text from an environment variable is as it was written, `${oc.env:NAME}`. Credentials in URLs are masked.
+    Text from an environment variable is recorded as the YAML has it, `${oc.env:NAME}`. Credentials in URLs are masked.
     """
 
     def without_secrets(text: str) -> str:
@@ -595,7 +601,8 @@ def as_dict(config: TrainConfig) -> dict[str, Any]:
 def keys_of_optimizer(block: dict[str, Any]) -> dict[str, Any]:
     """Return the block of an optimizer in a record, without the keys that have no effect.
 
-    A user's own `python:` optimizer does not get our `betas` or `weight_decay`. Its arguments are in `kwargs`.
+    A user's own `python:` optimizer does not get our `betas` or `weight_decay`. Its arguments are in `kwargs`. All keys
+    of our own optimizers stay.
     """
     if not str(block.get("name")).startswith("python:"):
         return block
