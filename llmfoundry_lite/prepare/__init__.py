@@ -1,0 +1,15 @@
+"""`llmfoundry-lite data prepare`: documents -> tokens -> samples of equal length in MDS shards.
+
+Read `prepare.py` first. Its docstring describes the result, and `prepare` is the whole command. `request.py` defines
+what a user asks for. Then read the files in the order in which a document passes through them:
+
+1. `listing.py` finds the files that `--source` names. `sources.py` cuts them, or the standard library, into units:
+   parts that are the same in every launch, and that one worker reads at a time.
+2. `contents.py` reads and decompresses a file, and `documents.py` reads the documents of a unit.
+3. `token_files.py` is step 1: it tokenises units in several processes, and writes a token file for each.
+4. `samples.py` is step 2: it divides documents into training and validation, and writes samples into shards.
+5. `out_folder.py` publishes the result, and finds out how far an earlier launch has come. `summary.py` describes the
+   result in summary.json.
+
+Tokenizers are in `data/tokenizer.py`. Companions read tables and data sets of the Hugging Face Hub.
+"""

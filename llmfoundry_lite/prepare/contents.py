@@ -1,7 +1,9 @@
 """Readers of one input file, as a single text or as lines. A companion reads the rows of CSV, parquet and arrow.
 
-A small file may decompress to any size, so no document of a compressed file may exceed MAX_DOCUMENT_BYTES. For a text
-that cannot be read, an `UnreadableText` is returned, so that the caller decides whether to stop or to skip it.
+`read_text` is for files that are one document, and `read_lines` for files of lines. Both use `open_content`, which
+decompresses. A small file may decompress to any size, so no document of a compressed file may exceed
+MAX_DOCUMENT_BYTES. For a text that cannot be read, an `UnreadableText` is returned, so that the caller decides whether
+to stop or to skip it.
 """
 
 import gzip
@@ -49,8 +51,11 @@ TOO_LARGE_PLAIN = UnreadableText(
 def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Context manager: open a file for reading, decompressed if its suffix is .gz or .zst.
 
-    Yields the file, and a function that returns how many bytes have been read from disk so far. Raises DataError for a
-    compressed file that is damaged or truncated.
+    Yields the file, and a function that returns how many bytes have been read from disk so far, for a progress bar. In
+    a compressed file, these are fewer than the bytes that have been read from the yielded file.
+
+    Raises DataError for a compressed file that is damaged or truncated, in the block that reads it. Other errors in the
+    block are raised unchanged.
     """
     with open(path, "rb", opener=open_regular) as file:
         try:
@@ -63,6 +68,7 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             else:
                 yield file, file.tell
         except (EOFError, OSError, ValueError, zlib.error) as error:
+            # Tell errors of decompression from all others: they have no `errno`, and come from a compressed file.
             is_plain = path.suffix not in COMPRESSED_SUFFIXES
             is_raised_by_caller = isinstance(error, DataError | UnicodeError)  # in the `with` block
             is_disk_error = getattr(error, "errno", None) is not None
@@ -86,8 +92,12 @@ def decompression_error(path: Path, error: Exception) -> DataError:
 def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
     """Read a file as one text, without a byte order mark. `encoding` None is UTF-8.
 
-    Returns an UnreadableText for a file that is too large, or not valid in the encoding.
+    Returns an UnreadableText for a file that is too large, or not valid in the encoding, such as
+    UnreadableText("invalid_utf8", " is not valid UTF-8 (byte 17); --encoding names another encoding").
+
+    Raises DataError for a damaged compressed file, and OSError for one that cannot be read.
     """
+    # Read it. Of a compressed file, one byte more than the limit shows that the text is too large.
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     max_bytes = MAX_DOCUMENT_BYTES + 1 if is_compressed else -1
     with open_content(path) as (file, _):
@@ -96,6 +106,8 @@ def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
         content = file.read(max_bytes)
     if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
+
+    # Decode it.
     try:
         return content.decode(encoding or "utf-8").removeprefix("\ufeff")
     except UnicodeError as error:
@@ -106,21 +118,26 @@ def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
 def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | UnreadableText, int]]:
     """Yield the lines of a file, converted to UTF-8, each with the number of bytes read from disk so far.
 
-    `encoding` is that of the file; None is UTF-8. For a line of more than MAX_DOCUMENT_BYTES, TOO_LARGE is yielded. A
-    byte that is not valid in the encoding becomes a surrogate, which is not valid UTF-8, so that decoding the line
+    Lines end with b"\\n", except perhaps the last one. `encoding` is the file's encoding; None is UTF-8. For a line of
+    more than MAX_DOCUMENT_BYTES, TOO_LARGE is yielded.
+
+    A byte that is not valid in the encoding becomes a surrogate, which is not valid UTF-8, so that decoding the line
     fails later, and the caller can name the line. Raises DataError for a file that cannot be decoded at all.
     """
     with open_content(path) as (file, bytes_read), encoding_errors_as_data_errors(path, encoding):
-        text = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
+        decoded_file = io.TextIOWrapper(file, encoding, "surrogateescape", newline="\n") if encoding else None
         is_skipping_line = False  # whether the rest of a line that was too large is being skipped, block by block
         while True:
+            # Read a line, or a part of it if it is longer than the limit.
             limit = BLOCK_BYTES if is_skipping_line else MAX_DOCUMENT_BYTES
-            if text is not None:
-                line = text.readline(limit).encode("utf-8", "surrogatepass")
+            if decoded_file is not None:
+                line = decoded_file.readline(limit).encode("utf-8", "surrogatepass")
             else:
                 line = file.readline(limit)
             if not line:
                 return
+
+            # The first part of a line that is too large stands for the whole line, and further parts are skipped.
             is_line_end = line.endswith(b"\n") or len(line) < limit
             if not is_skipping_line:
                 yield line if is_line_end else TOO_LARGE, bytes_read()

@@ -128,29 +128,31 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
     """Yield the documents of a unit, in order, and add those that are skipped to `skipped`.
 
     Empty documents are always skipped. With the request's `on_error="stop"`, a document that cannot be read raises
-    DataError, which says where it is.
+    DataError, which says where it is. With "skip", it is counted in `skipped`, and the first ones are described there.
     """
-    for index, value in read_values(unit, request.text_keys, request.encoding):
+    for index, text in read_values(unit, request.text_keys, request.encoding):
         content = b""
-        if isinstance(value, str):
+        if isinstance(text, str):
             try:
-                content = value.encode("utf-8")
+                content = text.encode("utf-8")
             except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which no encoding can write
                 description = ": its text contains half of a surrogate pair, which is not valid Unicode"
-                value = UnreadableText("invalid_utf8", description)
+                text = UnreadableText("invalid_utf8", description)
 
-        if isinstance(value, str) and content:
+        # A document that can be read. Files of the standard library have the split key of their module.
+        if isinstance(text, str) and content:
             module = unit.modules[index].encode() if unit.modules else b""
             key = split_key(module, STDLIB_HASH_SEED) if module else split_key(content)
-            yield Document(value, len(content), key)
+            yield Document(text, len(content), key)
             continue
 
-        if not isinstance(value, UnreadableText):
+        # A document that is skipped.
+        if not isinstance(text, UnreadableText):
             skipped.counts["empty"] += 1
             continue
-        skipped.counts[value.reason] += 1
+        skipped.counts[text.reason] += 1
         if not unit.modules:  # a user cannot repair the standard library
-            sentence = f"{unit.describe_location(index)}{value.description}"
+            sentence = f"{unit.describe_location(index)}{text.description}"
             if request.on_error == "stop":
                 raise DataError(f"{sentence}; repair it, or leave such documents out with --on-error skip")
             if len(skipped.examples) < MAX_EXAMPLES_PER_UNIT:
@@ -162,9 +164,11 @@ def read_values(
 ) -> Iterator[tuple[int, str | UnreadableText]]:
     """Yield the index and text of each document in a unit, or an UnreadableText for one that cannot be read.
 
+    text_keys: the fields of JSON objects, or the columns of tables, that contain the text.
+    encoding: encoding of text files; None is UTF-8.
+
     The index is for `Unit.describe_location`. In a byte range it is the line's offset in the file, otherwise the
-    position in the unit. Lines of white space are ignored. `text_keys` are the fields of the text in JSON and tables,
-    and `encoding` is that of text files; None is UTF-8.
+    position in the unit. Lines of white space are ignored.
     """
     match unit.kind:
         case "whole":
@@ -175,7 +179,7 @@ def read_values(
                 if isinstance(line, UnreadableText):
                     yield index, line
                     continue
-                if index == 0:
+                if index == 0:  # a file may begin with a byte order mark
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line and not line.isspace():
                     yield index, text_of_line(line, text_keys)
@@ -183,7 +187,7 @@ def read_values(
             read_table = companions.load("llmfoundry_formats.tables:read_table", "rows of parquet and arrow")
             rows = read_table(Path(unit.names[0]), unit.start, unit.end, text_keys)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
-        case _:
+        case _:  # "rows", whose texts have been read already
             yield from enumerate(unit.content or ())
 
 
@@ -194,11 +198,15 @@ def read_line_range(unit: Unit) -> Iterator[tuple[int, bytes | UnreadableText]]:
     3, because "ab" starts before it. A line of more than MAX_PLAIN_BYTES is yielded as an UnreadableText.
     """
     with open(unit.names[0], "rb", opener=open_regular) as file:
+        # Skip the end of a line that starts in the previous range. Reading begins at the byte before the range: if that
+        # is a line end, a line starts at the beginning of the range, and nothing is skipped.
         offset = unit.start
-        if unit.start > 0:  # skip a line that starts in the previous range
+        if unit.start > 0:
             file.seek(unit.start - 1)
             # Read no further than the range, or one long line would be read again for each of its ranges.
             offset += len(file.readline(unit.end - unit.start + 1)) - 1
+
+        # Yield lines until one starts beyond the range.
         while offset < unit.end:
             line = file.readline(MAX_PLAIN_BYTES + 1)
             if not line:
@@ -225,7 +233,12 @@ def count_lines(path: Path, end: int) -> int:
 
 
 def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | UnreadableText:
-    """Return the text in a line of JSON, from the fields `text_keys`, or an UnreadableText that says why not."""
+    """Return the text in a line of JSON, or an UnreadableText that says why there is none.
+
+    `text_keys` are the fields that contain the text. With ("title", "body"), the line {"title": "A", "body": "b"} has
+    the text "A\\n\\nb". The line {"title": 7} has an UnreadableText of the reason "not_text", and a line that is not a
+    JSON object has one of the reason "invalid_json".
+    """
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -235,7 +248,7 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | UnreadableTex
             reason = f"{error.msg}, column {error.colno}"
         elif isinstance(error, RecursionError):
             reason = "too deep"
-        else:  # a number of more than 4,300 digits
+        else:  # a number of more than 4,300 digits, which Python refuses to parse
             reason, _, _ = str(error).partition(";")
         return UnreadableText("invalid_json", f" does not parse as JSON ({reason}); expected one object per line")
     if not isinstance(row, dict):
@@ -246,8 +259,10 @@ def text_of_line(line: bytes, text_keys: tuple[str, ...]) -> str | UnreadableTex
 def text_of_row(row: Mapping[str, Any] | UnreadableText, text_keys: tuple[str, ...]) -> str | UnreadableText:
     """Return the text of a row: the values of `text_keys`, with a blank line between them.
 
-    Returns an UnreadableText for a row without one of the keys, and for a value that is not a string. A row that is one
-    already is returned unchanged.
+    row: field or column -> value, or an UnreadableText for a row that could not be read, which is returned unchanged.
+    text_keys: names of fields or columns. `a.b` is also the field `b` of the object in `a`.
+
+    Returns an UnreadableText for a row without one of the keys, and for a value that is not a string.
     """
     if isinstance(row, UnreadableText):
         return row
@@ -268,6 +283,7 @@ def text_of_row(row: Mapping[str, Any] | UnreadableText, text_keys: tuple[str, .
 def get_value(row: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key. If a row has no key `a.b`, that is the value of `b` in the object `a`.
 
+    The key "meta.text" has the value 1 in {"meta.text": 1, "meta": {"text": 2}}, and 2 in {"meta": {"text": 2}}.
     Returns MISSING if there is neither.
     """
     if key in row:

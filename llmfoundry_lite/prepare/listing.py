@@ -3,7 +3,9 @@
 A file that has several names is read once, under a name that is not a link if there is one. Links to folders are
 followed after the folders beside them, and each folder is read once, so a circle of links ends.
 
-`list_files` builds a `Listing`. The functions below it record in the listing which files are not read, and why.
+`list_files` builds a `Listing`. It expands each source (`expand_source`, `walk_folder`), and checks each file
+(`_check_file`). The functions below it record in the listing which files are not read, and why. In a folder that the
+`datasets` library has saved, `separate_data_names` finds the data files.
 """
 
 import glob
@@ -72,16 +74,18 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
     """List the files that paths, folders (recursively) and globs refer to, in the order in which they are read.
 
     That is the order of `sources`, and within a folder or glob the order of paths. Hidden files and folders are ignored
-    unless a source names them. `split` is the split to read of data sets that were saved by `datasets`.
+    unless a source names them.
 
-    Raises DataError if a source has nothing to read, and with `on_error="stop"` for a file or folder that cannot be
-    read.
+    split: the split to read of data sets that were saved by `datasets`.
+    on_error: "stop" to raise DataError for a file or folder that cannot be read, or "skip" to record it.
+
+    Returns a listing of at least one file. Raises DataError if a source has nothing to read.
     """
     listing = Listing(split=split, on_error=on_error)
     path_of_inode: dict[tuple[int, int], Path] = {}  # (device, inode) -> path under which the file is read
     for source in sources:
+        # Check the files of the source. Links come last, so that a file is read under its own name.
         num_ignored_before = listing.num_ignored
-        # Links come last, so that a file is read under its own name.
         paths = sorted(expand_source(source, listing), key=lambda path: (os.path.islink(path), path.as_posix()))
         new_files: list[tuple[Path, int]] = []
         for path in paths:
@@ -89,6 +93,7 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
             if size is not None and path not in listing.files:
                 new_files.append((path, size))
 
+        # Each source must have something to read.
         if not any(map(is_readable_kind, paths)) and not listing.unreadable:
             is_empty = not paths and listing.num_ignored == num_ignored_before
             if is_empty:
@@ -105,9 +110,12 @@ def list_files(sources: Sequence[str], *, split: str, on_error: str) -> Listing:
 def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int], Path]) -> int | None:
     """Return the size of a file in bytes if it is to be read. Otherwise record the reason in the listing, return None.
 
-    `path_of_inode` maps the device and inode of each file found so far to its path. A new file is added to it. Raises
-    DataError for a file that cannot be read if the listing's policy is to stop.
+    path_of_inode: device and inode of each file found so far -> its path. A new file is added. A file that is there
+        under another path is not read again.
+
+    Raises DataError for a file that cannot be read if the listing's policy is to stop.
     """
+    # The file must be there, of a supported kind, and readable.
     if not os.path.exists(path):
         is_link = os.path.islink(path)
         listing.record_unreadable(path, f"it is {describe_dead_link(path)}" if is_link else "No such file or directory")
@@ -119,6 +127,7 @@ def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int
         listing.record_unreadable(path, "Permission denied")
         return None
 
+    # It must have content that has not been read under another name.
     status = path.stat()
     if status.st_size == 0 and path.suffix in COMPRESSED_SUFFIXES:
         listing.record_unreadable(path, f"it has 0 bytes, so it is no whole {path.suffix} file")
@@ -133,7 +142,8 @@ def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int
 def file_kind(path: Path) -> str | None:
     """Return the kind of a file by its suffix: "whole", "lines", "csv" or "table", as in SUFFIXES.
 
-    Returns None for files that are not supported, including compressed tables.
+    `log.jsonl` and `log.jsonl.gz` are "lines". Returns None for files that are not supported, including compressed
+    tables such as `rows.parquet.gz`.
     """
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     suffix = path.with_suffix("").suffix if is_compressed else path.suffix
@@ -151,8 +161,12 @@ def is_readable_kind(path: Path) -> bool:
 def expand_source(source: str, listing: Listing) -> Iterable[Path]:
     """Return the paths of all files that a path, folder or glob refers to, including pipes and other special files.
 
+    `data` is a folder, of which all files are returned, also those in folders within it. `data/*.txt` is a glob, and
+    `data/**` one that matches at any depth. A folder that a glob matches is read like one that is named.
+
     Folders that cannot be read are recorded in the listing. Raises DataError if nothing is found.
     """
+    # A path that exists is taken literally, even if it contains characters of a glob.
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         return walk_folder(path, listing)
@@ -161,7 +175,7 @@ def expand_source(source: str, listing: Listing) -> Iterable[Path]:
     if os.path.islink(path):
         raise DataError(f"{source} is {describe_dead_link(path)}")
 
-    # The part of the path that exists as a folder is taken literally: `run[1]/*.txt` does not match run1.
+    # Otherwise it is a glob. The part that exists as a folder is taken literally: `run[1]/*.txt` does not match run1.
     folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path())
     pattern = Path(glob.escape(str(folder))) / path.relative_to(folder)
     for folder_path, reason in find_unreadable_folders(pattern).items():
@@ -185,8 +199,10 @@ def expand_source(source: str, listing: Listing) -> Iterable[Path]:
 def find_unreadable_folders(pattern: Path) -> dict[Path, str]:
     """Find the folders that a glob would have to read but cannot, because `glob` ignores them silently.
 
-    Returns the reason for each. For the pattern `data/*/a.txt`, `data` must be listed and each folder in it entered.
+    Returns the reason for each. For the pattern `data/*/a.txt`, `data` must be listed and each folder in it entered. If
+    `data/b` may not be entered, the result is {Path("data/b"): "Permission denied"}.
     """
+    # The folders at depth N match the first N parts of the pattern. Their own names are parts of it, too.
     parts = pattern.parts
     first_depth = 1 if pattern.is_absolute() else 0
     last_depth = len(parts) if parts[-1] == "**" else len(parts) - 1
@@ -196,6 +212,8 @@ def find_unreadable_folders(pattern: Path) -> dict[Path, str]:
         folders = [os.curdir]
         if depth > 0:
             folders = sorted(glob.glob(os.path.join(*parts[:depth], ""), recursive=True))
+
+        # Try what `glob` would do: enter the folder, and list it if the next part is a pattern.
         for folder in folders:
             try:
                 os.stat(os.path.join(folder, os.curdir))
@@ -214,23 +232,27 @@ def walk_folder(folder: Path, listing: Listing) -> Iterator[Path]:
     """
     first_paths: dict[str, str] = {}  # real path of a folder -> the path under which it was found first
     for path, folders, files in os.walk(folder, onerror=listing.record_unreadable_folder, followlinks=True):
+        # Links to folders may lead in a circle, so each folder is read once.
         first_path = first_paths.setdefault(os.path.realpath(path), path)
         if first_path != path:
             listing.repeated.append(f"{path} is the same folder as {first_path}")
             folders.clear()  # so that `os.walk` does not enter them
             continue
 
+        # In a saved data set, count the files that are not part of it.
         data_names, ignored_names = separate_data_names(Path(path), [*folders, *files], listing.split)
         for name in ignored_names:
             if not name.startswith("."):
                 listing.num_ignored += count_files(Path(path, name))
 
+        # Yield the files of this folder.
         all_folders = set(folders)
         visible_names = [name for name in sorted(data_names) if not name.startswith(".")]
         for name in visible_names:
             if name not in all_folders:
                 yield Path(path, name)
-        # `os.walk` enters these next, in this order.
+
+        # Tell `os.walk` which folders to enter next, in this order. It reads the list that it has passed.
         data_folders = all_folders.intersection(visible_names)
         folders[:] = sorted(data_folders, key=lambda name: (os.path.islink(Path(path, name)), name))
 
@@ -245,6 +267,9 @@ def separate_data_names(folder: Path, names: list[str], split: str) -> tuple[lis
 
     In a folder that the `datasets` library has saved, only its data files are read, and of several splits only `split`.
     In any other folder, all names are read. The library's description files, and other splits, are in neither list.
+
+    A saved data set of one split has for instance data-0.arrow, dataset_info.json and state.json, and the latter lists
+    data-0.arrow. If the user has put notes.txt beside them, the result is (["data-0.arrow"], ["notes.txt"]).
 
     Returns the names to read, and the names to ignore. Raises DataError if there is no such split, and for a data set
     whose selection of rows was saved separately, because that is not supported.

@@ -66,7 +66,8 @@ def build_request_record(
 def describe_difference(stored: dict[str, Any], current: dict[str, Any]) -> str | None:
     """Describe the first difference between a stored and the current record of a request; None if there is none.
 
-    Only the keys of `current` are compared.
+    An example is "max_seq_len was 1024 and is 2048 now". Only the keys of `current` are compared. "layout" is the
+    version of the work in progress, PARTIAL_VERSION.
     """
     for key, value in current.items():
         stored_value = stored.get(key)
@@ -100,11 +101,16 @@ def check_unchanged(source: Source, record: dict[str, Any]) -> None:
 def find_finished(out: Path, record: dict[str, Any], existing_tokenizer: Tokenizer | None) -> Summary | None:
     """Return the summary of a finished preparation in `out`; None if there is none.
 
-    Raises DataError if that is the preparation of another request than `record`. `existing_tokenizer` is the tokenizer
-    of the current request, unless it is to be trained.
+    record: the current request, as `build_request_record` returns it.
+    existing_tokenizer: its tokenizer; None if it is to be trained.
+
+    Removes work in progress beside a finished preparation. Raises DataError if that is the preparation of another
+    request.
     """
     if not (out / SUMMARY_FILE).is_file():
         return None
+
+    # Compare the requests. The end-of-text token is not in the record, but in the summary of the tokenizer.
     summary = load_summary(out)
     changed = describe_difference(summary.request, record)
     if existing_tokenizer and not changed:
@@ -121,12 +127,15 @@ def open_partial(
 ) -> Path:
     """Open the folder of work in progress: that of an earlier launch with the same request, or a new one.
 
-    `record` describes the current request, and `existing_tokenizer` is its tokenizer unless it is to be trained.
-    `notify` is called with a sentence if earlier work is resumed or discarded.
+    record: the current request, as `build_request_record` returns it.
+    existing_tokenizer: its tokenizer; None if it is to be trained.
+    notify: called with a sentence if earlier work is resumed or discarded.
 
-    Returns the path of the folder. Raises DataError if it contains finished units of another request, and if `out`
-    contains files that this command has not written.
+    Returns the path of the folder, `.partial`, which has a request file, and the folder `units` of token files. Raises
+    DataError if it contains finished units of another request, and if `out` contains files that this command has not
+    written.
     """
+    # Resume the work of an earlier launch, if it is of the same request.
     partial = out / PARTIAL
     request_file = partial / REQUEST_FILE
     record = record | {
@@ -138,7 +147,7 @@ def open_partial(
         write_atomically(request_file, content)
         return partial
 
-    # Nothing can be resumed, so the work starts from the beginning.
+    # Nothing can be resumed, so the work starts from the beginning. Remove only what this command has written.
     has_request = request_file.is_file()
     if (partial / PUBLISHING).is_file() and not has_request:
         discard_preparation(out)  # a launch with --overwrite was killed while it was doing this
@@ -153,12 +162,11 @@ def open_partial(
 
 
 def _can_resume(partial: Path, record: dict[str, Any], notify: Callable[[str], None]) -> bool:
-    """Return whether the work in `partial` belongs to the current request, so that it can be resumed.
+    """Return whether the work in `partial` belongs to the current request `record`, so that it can be resumed.
 
-    Returns False for another request of which no unit is finished, so that the work can be discarded. If units are
-    finished, raises DataError, and also if the stored request cannot be read. Units that were made with
-    `on_error="stop"` are valid for "skip" too, because no document in them was unreadable. `notify` is called with a
-    sentence that says whether the work is resumed or discarded.
+    Returns False if it belongs to another request, and no unit is finished, so that the caller may discard it. Raises
+    DataError if units of another request are finished, or if the stored request cannot be read. `notify` is called with
+    a sentence that says whether the work is resumed or discarded.
     """
     stored = read_json_object(partial / REQUEST_FILE)
     if not stored:
@@ -166,6 +174,7 @@ def _can_resume(partial: Path, record: dict[str, Any], notify: Callable[[str], N
             f"{partial / REQUEST_FILE} cannot be read, so it is unknown what was begun there; choose another --out, or "
             "pass --overwrite to discard it"
         )
+    # Units that were made with "stop" are valid for "skip" too, because no document in them was unreadable.
     if stored.get("on_error") == "stop" and record["on_error"] == "skip":
         stored["on_error"] = "skip"
 
@@ -205,18 +214,24 @@ def check_outside_sources(out: Path, sources: Sequence[str]) -> None:
 def publish(partial: Path, out: Path, summary: Summary) -> None:
     """Move the finished data from `.partial` into the output folder, and then write the summary.
 
-    The summary marks the preparation as complete, so it comes last. The tokenizer is copied rather than moved, so that
-    a launch that follows a kill still finds it in `.partial`, and can publish again.
+    The summary marks the preparation as complete, so it comes last. If this process is killed at any point, the next
+    launch can publish again: the token files and the tokenizer stay in `.partial` until the summary is written, so that
+    it can write the shards again. The mark says that folders in `out` are of this command, and may be replaced.
     """
+    # Copy the tokenizer, so that it stays in `.partial`.
     copy = partial / "tokenizer.copy"
     copy.mkdir(exist_ok=True)
     for path in (partial / "tokenizer").iterdir():  # `copytree` would hide the error of a full disk
         shutil.copy(path, copy)
     sync_folder(copy)
+
+    # Set the mark, unless an earlier launch has. Before that, `out` must not have other content.
     mark = partial / PUBLISHING
     if not mark.exists():
         check_no_other_content(out)
         write_atomically(mark, b"")
+
+    # Move the folders, then declare the preparation complete.
     for source, target in (("train", "train"), ("val", "val"), ("tokenizer.copy", "tokenizer")):
         shutil.rmtree(out / target, ignore_errors=True)  # from a launch that was killed here
         if (partial / source).is_dir():
@@ -228,7 +243,8 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
 def discard_preparation(out: Path) -> None:
     """Remove an earlier preparation from the output folder, whether it is finished or not.
 
-    Only files that this command has written are removed: those beside its summary, request file or mark.
+    Only files that this command has written are removed: those beside its summary, request file or mark. If this
+    process is killed, the next launch finds the mark, and removes the rest.
     """
     partial = out / PARTIAL
     mark = partial / PUBLISHING
@@ -239,6 +255,8 @@ def discard_preparation(out: Path) -> None:
         partial.mkdir(exist_ok=True)
         write_atomically(mark, b"")
         (out / SUMMARY_FILE).unlink()
+
+    # Remove what was published, then the work in progress with the mark.
     if mark.is_file():
         for name in (*SPLITS, "tokenizer"):
             shutil.rmtree(out / name, ignore_errors=True)

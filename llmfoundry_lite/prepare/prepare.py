@@ -72,10 +72,14 @@ def prepare(
 ) -> Summary:
     """Tokenise documents into samples and write them as MDS shards. Resumes the work of a launch that was killed.
 
-    `num_workers` is the number of processes that tokenise, by default one for each core that this process may use. A
-    script that calls this function with more than one needs the usual `if __name__ == "__main__":`. `max_lost_text` is
-    the fraction of characters that the tokenizer may lose; `data/spelling.py` defines what is lost. `overwrite`
-    discards an earlier preparation in `out`. `notify` is called with a sentence when work is skipped or resumed.
+    request: the sources, the tokenizer, and everything else that decides the result.
+    out: folder of the result, which is created.
+    num_workers: number of processes that tokenise, by default one for each core that this process may use. A script
+        that calls this function with more than one needs the usual `if __name__ == "__main__":`.
+    max_lost_text: fraction of characters that the tokenizer may lose; `data/spelling.py` defines what is lost.
+    overwrite: discard an earlier preparation in `out`. Without it, a finished preparation of the same request is
+        returned, and one of another request is an error.
+    notify: called with a sentence when work is skipped or resumed.
 
     Returns the summary, which is also in `out`. Raises DataError for any fault of the input, request or disk. A
     preparation that fails writes no summary.
@@ -83,6 +87,8 @@ def prepare(
     leave_if_imported_by_worker()
     started = time.monotonic()
     out = Path(out).expanduser()
+
+    # Open the input, and describe the request with the state of the input.
     check_outside_sources(out, request.sources)
     source = open_source(request)
     if request.val_fraction is None:
@@ -94,12 +100,15 @@ def prepare(
     listing = source.listing
 
     with disk_errors_as_data_errors(out), only_preparation_in(out):
+        # Return a finished preparation of the same request.
         if overwrite:
             discard_preparation(out)
         finished = find_finished(out, record, existing_tokenizer)
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
+
+        # Do the work, in the folder of work in progress: tokenise (step 1), then pack samples into shards (step 2).
         notify_of_duplicates(listing.repeated, notify)
         partial = open_partial(out, record, existing_tokenizer, notify)
         with progress_bars(show_progress) as bars:
@@ -109,6 +118,7 @@ def prepare(
             packed = pack_samples(partial, counts.num_units, request, tokenizer, bars)
         check_unchanged(source, record)
 
+        # Publish the result.
         seconds = time.monotonic() - started
         summary = Summary(
             format_version=FORMAT_VERSION,
@@ -151,17 +161,22 @@ def notify_of_duplicates(sentences: Sequence[str], notify: Callable[[str], None]
 def provide_tokenizer(
     partial: Path, existing_tokenizer: Tokenizer | None, request: PrepareRequest, source: Source, bars: Progress
 ) -> Tokenizer:
-    """Put the tokenizer of a preparation into `.partial/tokenizer`, unless an earlier launch has, and load it.
+    """Put the tokenizer of a preparation into the folder `tokenizer` in `partial`, and load it from there.
 
-    `existing_tokenizer` is that of the request; if it is None, a tokenizer is trained. Returns the tokenizer loaded
-    from the folder in any case, because worker processes load it from there too.
+    existing_tokenizer: the tokenizer that the request names, which is saved. If it is None, a tokenizer is trained on
+        texts of `source`, with the size of the vocabulary in `request.tokenizer`, such as train:32768.
+
+    If an earlier launch has put the tokenizer there, it is kept. The result is loaded from the folder in any case,
+    because worker processes load it from there too, and must have the same.
     """
+    # Discard the tokenizer of an earlier launch if the one that the request names has changed since.
     folder = partial / "tokenizer"
     if folder.is_dir() and existing_tokenizer:
         is_same = tokenizer_identity(load_tokenizer(folder)) == tokenizer_identity(existing_tokenizer)
         if not is_same:
             shutil.rmtree(folder)
 
+    # Save the tokenizer under another name first, so that a folder of the right name is always complete.
     if not folder.is_dir():
         tokenizer = existing_tokenizer
         if tokenizer is None:
@@ -179,13 +194,16 @@ def provide_tokenizer(
 def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
     """Read texts of the training split on which to train a tokenizer, about TOKENIZER_SAMPLE_BYTES of them.
 
-    They are from every n-th unit if the size of the source is known, and from the beginning of a stream otherwise.
-    Documents of the validation split are left out. Which these are is decided only after tokenising: if the validation
-    fraction does not give one sample, `samples.choose_threshold` holds out more documents. So this leaves out enough of
-    them by a safe estimate, RESERVED_BYTES_PER_TOKEN.
+    They are from every n-th unit if the size of the source is known, and from the beginning of a stream otherwise. A
+    source of 500 MiB is read from every fourth unit.
+
+    Documents of the validation split are left out, so that they do not influence the tokenizer. Which these are is
+    decided only after tokenising: if the validation fraction does not give one sample, `samples.choose_threshold` holds
+    out more documents. So this leaves out enough of them by a safe estimate, RESERVED_BYTES_PER_TOKEN.
 
     Raises DataError if there is no document.
     """
+    # Read documents from units that are evenly spread.
     total_bytes = source.total_bytes or 0
     step = max(1, -(-total_bytes // TOKENIZER_SAMPLE_BYTES))  # rounded up
     documents: list[Document] = []
@@ -199,6 +217,7 @@ def sample_for_training(source: Source, request: PrepareRequest) -> list[str]:
     if not documents:
         raise DataError(f"{' '.join(request.sources)}: no document to train a tokenizer on")
 
+    # Leave out those that may be held out for validation: documents with a split key below the threshold.
     keys = np.array([document.split_key for document in documents], np.uint64)
     sizes = np.array([document.num_bytes for document in documents], np.int64)
     threshold = initial_threshold(request)

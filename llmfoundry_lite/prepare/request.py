@@ -52,7 +52,10 @@ class PrepareRequest:
     """Compression of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
 
     def __post_init__(self) -> None:
-        """Raise DataError for a value that is not valid. The error names the option of the command."""
+        """Raise DataError for a value that is not valid. The error names the option of the command.
+
+        Whether sources and tokenizer exist is not checked here, but when they are opened.
+        """
         if not self.text_keys or not all(self.text_keys):
             raise DataError("--text-key is empty; expected the name of a field or column")
         if not 1 <= self.max_seq_len <= MAX_SEQ_LEN:
@@ -64,6 +67,8 @@ class PrepareRequest:
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
+
+        # A shard must have room for one sample.
         min_limit = SHARD_HEAD_BYTES + MAX_BYTES_PER_TOKEN * self.max_seq_len
         if not min_limit <= self.size_limit_bytes < SHARD_LIMIT_BYTES:
             raise DataError(
@@ -95,12 +100,19 @@ def check_encoding(encoding: str) -> None:
 
 
 def check_compression(compression: str) -> None:
-    """Raise DataError unless `compression` is a known algorithm, alone or with one of its levels, such as `zstd:9`."""
-    names = set()
+    """Raise DataError unless `compression` is a known algorithm, alone or with one of its levels.
+
+    "zstd", "zstd:9" and "snappy" are valid. "zstd:23" and "snappy:1" are not: zstd has the levels 1 to 22, and snappy
+    has none. The error lists all algorithms with their levels.
+    """
+    valid_names = set()
     descriptions = []
-    for name, levels in COMPRESSION_LEVELS.items():
-        names.add(name)
-        names.update(f"{name}:{level}" for level in levels)
-        descriptions.append(f"{name}, {name}:{levels[0]} to {name}:{levels[-1]}" if levels else name)
-    if compression not in names:
+    for algorithm, levels in COMPRESSION_LEVELS.items():
+        valid_names.add(algorithm)
+        valid_names.update(f"{algorithm}:{level}" for level in levels)
+        if levels:
+            descriptions.append(f"{algorithm}, {algorithm}:{levels[0]} to {algorithm}:{levels[-1]}")
+        else:
+            descriptions.append(algorithm)
+    if compression not in valid_names:
         raise DataError(f"--compression {compression}: expected one of {', '.join(descriptions)}")

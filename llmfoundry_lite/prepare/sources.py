@@ -85,6 +85,9 @@ def _check_not_url(source: str) -> None:
 def open_source(request: PrepareRequest) -> Source:
     """Open the sources of a request: the standard library, a data set of the Hub, or local files.
 
+    `request.sources` is ("python-stdlib",), one name such as ("hf:allenai/c4:en",), or files, folders and globs. Files
+    are listed here, and read only when the units of the result are read.
+
     Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
     """
     sources = [source for source in request.sources if source]
@@ -105,6 +108,7 @@ def open_source(request: PrepareRequest) -> Source:
         open_hub = companions.load("llmfoundry_formats.hub_texts:open_hub", special_sources[0])
         return open_hub(special_sources[0].removeprefix(HUB_PREFIX), request)
 
+    # Local files.
     listing = list_files(sources, split=request.split, on_error=request.on_error)
     for path in listing.files:
         if file_kind(path) in TABLES:
@@ -123,8 +127,10 @@ def open_source(request: PrepareRequest) -> Source:
 def summarize_files(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
     """Summarize the state of files: their number, total bytes, and a digest of names, sizes and modification times.
 
-    `files` are (name, path, whether the modification time is part of the digest). Two summaries are equal only if no
-    file has changed. Raises DataError for a file that no longer exists.
+    files: (name, path, whether the modification time is part of the digest) of each.
+
+    Returns for instance {"files": 2, "bytes": 4096, "digest": "0f3a9c…"}. Two summaries are equal only if no file has
+    changed its name, size or time; the content of files is not read. Raises DataError for a file that no longer exists.
     """
     digest = hashlib.sha256()
     num_files = 0
@@ -145,8 +151,12 @@ def open_standard_library(folder: Path | None = None) -> Source:
     """Open the source code of this interpreter's standard library, which is text that needs no download.
 
     Files are ordered by their path within the library (in `folder`), so neither the order nor the split depends on
-    where Python is installed. Raises DataError if Python was installed without its source code.
+    where Python is installed. Documents of one top-level module, such as `json` with all its files, are held out
+    together, because files of a module resemble each other.
+
+    Raises DataError if Python was installed without its source code.
     """
+    # List the files.
     folder = Path(folder or sysconfig.get_path("stdlib"))
     files: list[Path] = []
     if folder.is_dir():
@@ -155,6 +165,7 @@ def open_standard_library(folder: Path | None = None) -> Source:
     if not files:
         raise DataError(f"this Python ({sys.executable}) comes without the source of its standard library")
 
+    # Find their sizes and modules: `json/decoder.py` is in the module json, and `ast.py` is the module ast.
     sizes = {folder / path: (folder / path).stat().st_size for path in files}
     total_bytes = sum(sizes.values())
     modules = {str(folder / path): path.parts[0].removesuffix(".py") for path in files}
@@ -185,7 +196,8 @@ def is_library_source(path: Path) -> bool:
 def choose_unit_bytes(total_bytes: int) -> int:
     """Choose the target size of units, so that small inputs have enough units for all workers.
 
-    Units are TARGET_UNITS parts of the input, but have at least MIN_UNIT_BYTES and at most MAX_UNIT_BYTES.
+    Units are TARGET_UNITS parts of the input, but have at least MIN_UNIT_BYTES and at most MAX_UNIT_BYTES. An input of
+    64 MiB has 64 units of 1 MiB, and one of 1 MiB has 4 units of 256 KiB.
     """
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
@@ -196,6 +208,8 @@ def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
     Several small text files share a unit. A plain UTF-8 file of lines is cut into byte ranges. One that is compressed,
     or in another encoding, is read here, and its units have its lines as content: a compressed file has no offsets, and
     another encoding may have other line ends. A companion cuts tables.
+
+    Consecutive files of one kind are cut together, so that text files share units only with those beside them.
     """
     encoding = request.encoding
     target = choose_unit_bytes(sum(listing.files.values()))
@@ -238,12 +252,16 @@ def stream_units(
 ) -> Iterator[Unit]:
     """Cut a stream of lines or texts into units that contain them.
 
-    A unit has about `target` bytes or characters, and at most MAX_ROWS_PER_UNIT values. `values` are lines or texts,
-    each with the number of bytes read from disk so far. `kind` and `name` are those of the units. `size_bytes` is the
-    size of the file; the last unit gets all bytes that are left, so that the progress bar reaches its end.
+    kind, name: `kind` and the name in `names` of the units.
+    values: lines or texts, each with the number of bytes read from disk so far.
+    target: bytes or characters of a unit, from which on it ends. It has at most MAX_ROWS_PER_UNIT values.
+    size_bytes: size of the file, if it is known. The last unit gets all bytes that are left, so that the progress bar
+        reaches its end.
+
+    Lines of 30, 40, 20 and 50 bytes with a target of 60 make a unit of the lines 1 and 2, and one of the lines 3 and 4.
     """
-    first_number = 1
-    bytes_before = 0
+    first_number = 1  # of the first line in the group
+    bytes_before = 0  # read from disk for earlier groups
     for group, length in group_by_size(values, _length_of_value, target, max_items=MAX_ROWS_PER_UNIT):
         _, bytes_read = group[-1]
         is_last = length < target and len(group) < MAX_ROWS_PER_UNIT

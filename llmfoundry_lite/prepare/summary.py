@@ -85,6 +85,7 @@ def load_summary(folder: str | Path) -> Summary:
     path = Path(folder) / SUMMARY_FILE
     try:
         content = read_json(path, "a summary")
+        # JSON has objects for the inner dataclasses, and lists for tuples. Older summaries lack some of the tuples.
         content["tokenizer"] = TokenizerSummary(**content["tokenizer"])
         content["splits"] = {split: SplitSummary(**counts) for split, counts in content["splits"].items()}
         for name in ("skipped_examples", "unreadable", "repeated"):
@@ -125,12 +126,14 @@ def _table_of_splits(summary: Summary, title: str) -> Table:
 
 
 def _describe_summary(summary: Summary) -> list[str]:
-    """Return the lines that are printed below the table of splits.
+    """Return the lines that are printed below the table of splits: tokenizer, documents and files left out, and speed.
 
     Names of files and texts may be untrusted, so control characters in them are escaped.
     """
     tokenizer = summary.tokenizer
     lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
+
+    # Documents and files that are not in the result.
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)
     if skipped:
         lines.append(f"documents skipped: {skipped}")
@@ -141,6 +144,8 @@ def _describe_summary(summary: Summary) -> list[str]:
     if summary.unreadable:
         lines.append(f"files and folders left out because they cannot be read: {len(summary.unreadable):,}")
         lines += first_sentences(summary.unreadable, len(summary.unreadable))
+
+    # Text that the tokenizer loses, and a missing split.
     if summary.lost_text:
         sentence = describe_lost_text(summary.lost_text)
         if sentence:
@@ -155,7 +160,11 @@ def _describe_summary(summary: Summary) -> list[str]:
 
 
 def first_sentences(sentences: tuple[str, ...], count: int) -> list[str]:
-    """Return the first MAX_SHOWN sentences as indented lines, and a line with the number of others of `count`."""
+    """Return the first MAX_SHOWN sentences as indented lines, and a line with the number of others.
+
+    `count` is the number of all things that the sentences are about, which may be more than there are sentences: with 2
+    sentences and a count of 9, the third line is "  and 7 more".
+    """
     lines = [f"  {printable(sentence)}" for sentence in sentences[:MAX_SHOWN]]
     num_more = count - len(lines)
     if num_more > 0:

@@ -1,8 +1,11 @@
 """Step 1 of `data prepare`: units of text -> token files, by any worker in any order.
 
-A unit is not tokenised again if its token file, `.partial/units/NNNNNNNN.npz`, exists and is of the same text and
-tokenizer. `tokenize_source` is the whole step. A `TokenFiles` writes single files; this process has one, and so does
-each worker.
+A unit is a part of the source that one worker reads at a time. It is not tokenised again if its token file,
+`.partial/units/NNNNNNNN.npz`, exists and is of the same text and tokenizer.
+
+`tokenize_source` is the whole step. A `TokenFiles` writes single files; this process has one, and so does each worker.
+There are two encoders with the same result: the tokenizers library, and a faster one in a companion, whose tokens are
+compared with those of the library before and while it is used.
 """
 
 import math
@@ -127,9 +130,13 @@ def tokenize_source(
 ) -> TokenizeCounts:
     """Write the token files of all units of a source, except those that earlier launches have written.
 
-    `partial` is the folder of work in progress, and `tokenizer` the one in it. The fast encoder is used if it is
-    installed and the source is large enough. If it makes other tokens than the tokenizers library, its files are made
-    again without it, and `notify` is called with a sentence.
+    partial: the folder of work in progress.
+    tokenizer: the tokenizer in that folder.
+    num_workers: number of processes that tokenise; 1 is this process.
+    max_lost_text: fraction of characters that the tokenizer may lose.
+
+    The fast encoder is used if it is installed and the source is large enough. If it makes other tokens than the
+    tokenizers library, its files are made again without it, and `notify` is called with a sentence.
 
     Raises DataError for a tokenizer that loses more than the fraction `max_lost_text` of the characters, and the error
     of the first unit that fails.
@@ -153,6 +160,7 @@ def write_token_files(
     Lost text is added up in the order of units, also for files of earlier launches, so that every launch rejects the
     tokenizer at the same unit. Raises DataError if too much text is lost, and Unequal if the fast encoder fails.
     """
+    # Start the work. Units are tokenised while the loop below asks for them.
     counts = TokenizeCounts()
     remaining_bytes = source.total_bytes
     task = bars.add_task("tokenising", total=remaining_bytes)
@@ -162,6 +170,7 @@ def write_token_files(
     else:
         finished_units = write_in_worker_processes(files, units, num_workers)
 
+    # Count what is finished, in the order of units.
     for number, unit, unit_counts in finished_units:
         counts.num_units = number + 1
         if unit_counts is not None:
@@ -173,6 +182,7 @@ def write_token_files(
             remaining_bytes -= unit.num_bytes
             bars.update(task, total=remaining_bytes)
 
+        # Reject the tokenizer as soon as enough text shows that it loses too much.
         counts.loss += files.load_loss(number)
         if counts.loss.characters >= MIN_CHARACTERS_TO_REJECT:
             check_lost_text(counts.loss, files.request, max_lost_text)
@@ -220,7 +230,10 @@ def write_in_worker_processes(
     """Write the missing token files in worker processes. Yields all units in order, each when its file is complete.
 
     Results are taken in the order of units, so that every launch over the same input reports the same unreadable
-    document. Raises the error of a worker, and DataError if a worker process has ended.
+    document. Units are submitted ahead of the one that is awaited, but only a few for each worker, because submitted
+    units hold their text in memory (MAX_TASKS_PER_WORKER, MAX_PENDING_PER_WORKER).
+
+    Raises the error of a worker, and DataError if a worker process has ended.
     """
     workers = ProcessPoolExecutor(
         num_workers,
@@ -235,7 +248,7 @@ def write_in_worker_processes(
     def must_wait_for_first() -> bool:
         """Return whether the first pending unit should be yielded before another unit is submitted."""
         _, _, first_future = pending[0]
-        if first_future is None:
+        if first_future is None:  # it has a token file, so there is nothing to wait for
             return True
         num_tasks = sum(future is not None for _, _, future in pending)
         return num_tasks > MAX_TASKS_PER_WORKER * num_workers or len(pending) > MAX_PENDING_PER_WORKER * num_workers
@@ -359,8 +372,8 @@ class TokenFiles:
     def is_current(self, number: int, unit: Unit) -> bool:
         """Return whether the token file of a unit was made from the same text by the same tokenizer.
 
-        A file that the fast encoder has made is current only if the fast encoder is used. Returns False for a damaged
-        or missing file.
+        A file that the fast encoder has made is current only if the fast encoder is used, because it is made again by
+        the tokenizers library once the fast encoder is distrusted. Returns False for a damaged or missing file.
         """
         try:
             with np.load(self.path(number)) as stored:
@@ -380,6 +393,7 @@ class TokenFiles:
         `number` is the unit's position in the source. Raises DataError for a document that cannot be read, unless such
         documents are to be skipped, and Unequal if the fast encoder fails.
         """
+        # Encode the documents. At the beginning of the unit, also measure how much text the tokenizer loses.
         dtype = token_dtype(self.tokenizer)
         end_of_text = np.array([self.tokenizer.eos_token_id], dtype)
         skipped = Skipped()
@@ -401,6 +415,7 @@ class TokenFiles:
             if loss.characters < MAX_MEASURED_CHARACTERS:
                 loss += self.speller.measure(document.text[: MAX_MEASURED_CHARACTERS - loss.characters])
 
+        # Write the file.
         token_unit = TokenUnit(
             tokens=np.concatenate(token_arrays) if token_arrays else np.empty(0, dtype),
             doc_tokens=np.array(doc_tokens, np.int64),
