@@ -1,21 +1,26 @@
-"""Random faults of ranks, islands, links, the leader and the coordinator while three islands train one run.
+"""Random faults of ranks, islands, links, the leader and the coordinator, while three islands train one run.
 
-    python -m benchmarks islands-faults --out results                   some 9 minutes on two busy cores
-    python -m benchmarks islands-faults --way exact --out results       with exact sums, held against one world's bits
+    python -m benchmarks islands-faults --out results                   about 9 minutes on two busy cores
+    python -m benchmarks islands-faults --way exact --out results       with exact sums, to the bits of a single world
     python -m benchmarks islands-faults --way local --out results       with local steps, every 10
-    python -m benchmarks islands-faults --way streaming --out results   in fragments that travel while islands compute
+    python -m benchmarks islands-faults --way streaming --out results   in fragments that are sent while islands compute
 
-Three islands train a tiny model. Each owns a part of the sum. Gradients leave during the backward pass, over links on
-which they are under way for as long as ranks compute: faults hit overlapped exchanges. Ranks are real, as the launcher
-starts them; an island that has ended is launched again, as a scheduler would, and joins in the middle. For each fault:
-seconds until two more batches are finished, and until those that had to leave have left. Nothing may take longer than
-the deadline. In the end every batch is there once, with the data of a single world. The loss is held against the band
-of three single worlds; with exact sums it must have their bits.
+Three islands train a tiny model. Each owns a part of the sum of gradients. Gradients are sent during the backward pass,
+over links so slow that they take as long as the computation; so faults hit exchanges that overlap with it. Ranks are
+real, as the launcher starts them. An island that has ended is launched again, as a scheduler would, and joins in the
+middle of the run.
 
-With local steps no single world trains the same. Instead each outer step must account for every row of its round: as
+For each fault two times are measured: until two more batches are finished, and until those launches have left that have
+to. Neither may be longer than DEADLINE_SECONDS. In the end every batch must be there once, with the data of a single
+world (a launch without islands). The loss is compared with the band of three single worlds; with exact sums it must
+have their bits.
+
+With local steps, no single world trains the same. Instead, each outer step must account for every row of its round: as
 trained, or as lost with an island by name. Weights are compared at each outer step. `streaming` trains lost rows again.
 
-`links.py` has links that can be cut, frozen or dead one way.
+How this file is ordered: kinds of faults, `Keeper` (one island), `Ways` (connections to the coordinator), `Scene`
+(everything together, and `disturb`, which causes a fault), then `run`, the checks, and the tables. `links.py` has links
+that can be cut, frozen, or dead in one direction.
 """
 
 import asyncio
@@ -57,14 +62,15 @@ SETTINGS = {"shape": "tiny", "seq_len": 64, "batch_size": 8, "num_steps": 6000}
 SILENCE_SECONDS = 3.0
 """`islands coordinate --silence`. A rank leaves a silent coordinator after 4 s, see `coordination.member`."""
 DEADLINE_SECONDS = 10.0
-"""For batches to go on where an island and the coordinator are left; and for those to leave that have to."""
+"""Limit for batches to go on where an island and the coordinator are left, and for those to leave that have to."""
 LAUNCH_SECONDS = 120.0
-"""The same where all begin again, on two busy cores."""
+"""Limit where all islands are launched again, on two busy cores. Longer waits end the benchmark."""
 FROZEN_SECONDS = 6.0
-"""Seconds that a rank is frozen. It then wakes up where the others have gone on without it."""
+"""Seconds that a rank is frozen: long enough that the others have gone on without it when it wakes up."""
 LINK_SECONDS = (0.3, 1.0, 4.0)
+"""Seconds until links between islands are repaired, one of which is drawn."""
 LINK_BITS = 40e6
-"""Bits per second of links between islands that nothing ails."""
+"""Bits per second of links between islands that are in order."""
 LOCAL = ["islands.sync.every=10ba", "islands.check_weights_every=1"]
 STREAMING = [f"islands.sync.{setting}" for setting in ("fragments=2", "delay=3ba", "lost_rows=retrain")]
 WAYS = {
@@ -73,12 +79,13 @@ WAYS = {
     "local": (", local steps", LOCAL),
     "streaming": (", local steps in fragments", LOCAL + STREAMING),
 }
-"""`--way` -> words of the heading, and settings."""
+"""`--way` -> words of the heading, and settings of the run."""
 MAX_BANDS = 2.0
-"""The loss may be so many bands from that of the single worlds: rows are divided in many more ways than theirs."""
+"""Largest deviation of the loss from the single worlds', in bands: rows are divided in many more ways than theirs."""
 SHARE_WHOLE = 0.8
-"""Share of faults that come when all islands train; the others come while one may still be on its way."""
+"""Share of the faults that wait until all islands train. The others come while one may still be starting."""
 SAVE_EVERY = 10
+"""Batches between saves."""
 
 KILL, KILL_ISLAND, FREEZE = "a rank killed", "an island killed", "a rank frozen"
 KILL_LEADER, KILL_SAVING = "the leader killed", "the leader killed as it saves"
@@ -102,34 +109,45 @@ SHARES = {
     HALF_LINKS: 2,
     SLOW_LINKS: 2,
 }
-"""How often, of 50."""
+"""Number of faults of each kind in 50."""
+# Faults of links between islands -> the state of the links, see links.py.
 BETWEEN_ISLANDS = {CUT: "cut", FREEZE_LINKS: "frozen", HALF_LINKS: "half", SLOW_LINKS: "open"}
+# Faults after which no island can go on, because none has a coordinator.
 WITHOUT_COORDINATOR = (KILL_COORDINATOR, FREEZE_COORDINATOR, ALL_WAYS)
 
 
 class Fault(NamedTuple):
+    """What one fault did, in seconds from its beginning."""
+
     kind: str
     target: str
-    """The island, if it was one."""
+    """Name of the island that was hit. Empty if it was the coordinator or the links between islands."""
     had_to_leave: float | None
-    """Seconds until all launches had left that the fault had cut off; None: it had cut off none."""
+    """Until all launches had left that the fault cut off from the coordinator. None: it cut off none."""
     seconds: float
-    """Until two more batches were finished, by any island."""
+    """Until two more batches were finished by any island."""
     others_left: bool
-    """An island and the coordinator could go on."""
+    """Whether an island and the coordinator could go on without a new launch."""
 
     @property
     def hung(self) -> float:
-        """Seconds that something waited in vain. Launching anew is no waiting."""
+        """Seconds that anything waited longer than it should have to. A new launch does not count as waiting."""
         return max(self.had_to_leave or 0.0, self.seconds if self.others_left else 0.0)
 
 
 def deal(num_faults: int, chance: random.Random) -> list[str]:
-    """Kinds of faults in order: each at least once where there is room, then by their shares."""
+    """Draw the kinds of this many faults, in order.
+
+    Each kind occurs at least once if there is room for all, then by SHARES: 50 faults are dealt exactly as SHARES says.
+    """
     kinds = list(SHARES)
-    more = [kind for kind, count in SHARES.items() for _ in range(count - 1)]
-    chance.shuffle(more)
-    dealt = kinds + more + chance.choices(kinds, list(SHARES.values()), k=max(0, num_faults - len(kinds + more)))
+    further_kinds = [kind for kind, count in SHARES.items() for _ in range(count - 1)]
+    chance.shuffle(further_kinds)
+    dealt = (
+        kinds
+        + further_kinds
+        + chance.choices(kinds, list(SHARES.values()), k=max(0, num_faults - len(kinds + further_kinds)))
+    )
     dealt = dealt[:num_faults]
     chance.shuffle(dealt)
     return dealt
@@ -139,7 +157,11 @@ def deal(num_faults: int, chance: random.Random) -> list[str]:
 
 
 class Keeper:
-    """One island: a process that has imported the code, whose forks are its ranks, launched again when they end."""
+    """One island, which is launched again whenever it ends.
+
+    A server process imports the code once, and its forks are the ranks of each launch. `launch` runs one launch, `keep`
+    one after the other until `is_over` is set (meant for a thread), and `end` kills everything.
+    """
 
     def __init__(
         self,
@@ -154,51 +176,58 @@ class Keeper:
         self.arguments = [str(yaml), f"run_folder={folder / name}", *settings]
         self.log = Log(folder / name / "metrics.jsonl")
         self.newest = self.num_read = 0
-        """The last batch in the log, and how many of its lines have been read."""
+        """The last batch in the log, and the number of records that have been read."""
         self.codes: list[int] = []
-        """Exit codes of launches that have ended."""
+        """Exit codes of the launches that have ended."""
         self.is_over = threading.Event()
-        mine, its = open_channel()
-        command = [sys.executable, "-m", "llmfoundry_ops.server", str(its.fileno()), str(os.getpid())]
+
+        own_end, server_end = open_channel()
+        command = [sys.executable, "-m", "llmfoundry_ops.server", str(server_end.fileno()), str(os.getpid())]
         command += [program, "llmfoundry_lite.training.train", *HEAVY]
         with (folder / f"{name}.txt").open("ab") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output}
-            self.server = subprocess.Popen(command, pass_fds=[its.fileno()], env=with_root(), **streams)
-        its.close()
-        self.channel = mine
+            self.server = subprocess.Popen(command, pass_fds=[server_end.fileno()], env=with_root(), **streams)
+        server_end.close()
+        self.channel = own_end
         self.world: World | None = None
 
     def launch(self) -> int:
-        """Run a launch to its end; return its exit code."""
+        """Run one launch to its end, and return its exit code. Sets `world`."""
         self.world = World(self.channel, lambda: self.server.poll() is not None, self.num_ranks)
         environment = {**NO_GPU, **rendezvous(), "OMP_NUM_THREADS": "1", TOKEN: SECRET}
         self.world.start(self.arguments, environment, self.folder / f"{self.name}-logs")
         return self.world.wait().code
 
     def keep(self) -> None:
+        """Launch the island again and again, until `is_over` is set or its server has died. Appends to `codes`."""
         while not self.is_over.is_set() and self.server.poll() is None:
             self.codes.append(self.launch())
 
     def read_newest(self) -> int:
-        """Return the last batch that the log has."""
-        new = self.log.read()[self.num_read :]
-        self.num_read += len(new)
-        self.newest = max([self.newest, *(record["batch"] for record in new)])
+        """Return the last batch that the log has. Sets `newest` and `num_read`."""
+        new_records = self.log.read()[self.num_read :]
+        self.num_read += len(new_records)
+        self.newest = max([self.newest, *(record["batch"] for record in new_records)])
         return self.newest
 
     def ranks(self) -> list[int]:
-        """Return process ids."""
+        """Return the process ids of the ranks that run now."""
         processes = list(self.world.processes.values()) if self.world is not None else []
         return [process.pid for process in processes if process.code is None]
 
     def end(self) -> None:
+        """Kill the server and, with it, its forks."""
         self.channel.close()
         self.server.kill()
         self.server.wait()
 
 
 class Ways:
-    """Connections to the coordinator, one for each island, which can fail without a process that dies."""
+    """Connections to the coordinator, one for each island, which can fail although no process dies.
+
+    Each is a proxy with a file of its own, see `links.py`. The proxies run in a thread. `addresses` has the one that
+    each island dials.
+    """
 
     def __init__(self, folder: Path, port: int):
         self.paths = {name: folder / f"way-{name}.json" for name in SIZES}
@@ -209,20 +238,26 @@ class Ways:
         is_ready.wait()
 
     async def _carry(self, port: int, is_ready: threading.Event) -> None:
-        ways = {name: Links(path) for name, path in self.paths.items()}
-        for name, way in ways.items():
-            host, near = await way.through("127.0.0.1", port)
-            self.addresses[name] = f"{host}:{near}"
+        """Start the proxies, then follow their files. Runs in the thread's event loop, and sets `addresses`."""
+        links_of_islands = {name: Links(path) for name, path in self.paths.items()}
+        for name, links in links_of_islands.items():
+            host, proxy_port = await links.through("127.0.0.1", port)
+            self.addresses[name] = f"{host}:{proxy_port}"
         is_ready.set()
-        await asyncio.gather(*(way.watch() for way in ways.values()))
+        await asyncio.gather(*(links.watch() for links in links_of_islands.values()))
 
     def set(self, state: str, names: Sequence[str] = tuple(SIZES)) -> None:
+        """Set the state of these islands' connections, by default of all."""
         for name in names:
             set_links(self.paths[name], state)
 
 
 class Scene:
-    """Three islands, their links, and a coordinator."""
+    """Three islands, their links, and a coordinator, all running from the constructor on. `end` has to be called.
+
+    Attributes: `keepers` (name -> island), `ways` (connections to the coordinator), `links` (the file of the links
+    between islands), and `said` (the file with the coordinator's output, from which members and leader are read).
+    """
 
     def __init__(self, folder: Path, settings: Sequence[str] = ()):
         self.folder = folder
@@ -250,6 +285,7 @@ class Scene:
     # ---------------------------------------------------------------------------------------------- the coordinator
 
     def start_coordinator(self) -> None:
+        """Start a coordinator at the scene's port, and wait until it serves. Sets `coordinator`."""
         command = [sys.executable, "-m", "benchmarks.islands.links"]
         command += [str(self.port), "1", str(SILENCE_SECONDS), str(self.links)]
         count = self.said.read_text().count("coordinating at") if self.said.exists() else 0
@@ -259,11 +295,16 @@ class Scene:
         self.wait_for(lambda: self.said.read_text().count("coordinating at") > count, 60, "a coordinator")
 
     def kill_coordinator(self) -> None:
+        """Kill the coordinator, and wait until it has ended."""
         self.coordinator.kill()
         self.coordinator.wait()
 
     def last_view(self) -> tuple[list[str], str]:
-        """Return members and leader."""
+        """Return the members' names and the leader (the island that saves), as the coordinator last printed them.
+
+        Its line is like "epoch 3, batch 41: a 4, b 2, c 2; a saves". Returns no members and an empty
+        leader if it has printed none yet.
+        """
         lines = [line for line in self.said.read_text().splitlines() if "; " in line and line.endswith(" saves")]
         if not lines:
             return [], ""
@@ -273,38 +314,54 @@ class Scene:
     # ------------------------------------------------------------------------------------------------------ waiting
 
     def wait_for(self, is_there: Callable[[], Any], seconds: float, what: str) -> None:
-        """Raises UserError after `seconds`."""
+        """Wait until `is_there` is true. Raises UserError, with the coordinator's output, after `seconds`."""
 
         def lost() -> UserError:
+            """Build the error."""
             words = last_lines(self.said, 15) if self.said.exists() else ""
             return UserError(f"bench islands --faults: waited {seconds:g} s in vain for {what}\n{words}")
 
         wait_for(is_there, seconds, lost)
 
     def top(self) -> int:
-        """Return the last batch that any island has recorded. Launches also rewrite records of earlier batches."""
+        """Return the last batch that any island has recorded. Launches may also record earlier batches again."""
         return max(keeper.read_newest() for keeper in self.keepers.values())
 
     def wait_for_batches(self, count: int) -> None:
+        """Wait until `count` more batches have been recorded by any island."""
         top = self.top()
         self.wait_for(lambda: self.top() >= top + count, LAUNCH_SECONDS, "batches")
 
     def wait_for_all(self) -> None:
-        """Wait until all islands train and none waits for another's state."""
+        """Wait until all islands train, and none waits for another's state."""
         self.wait_for(lambda: set(self.last_view()[0]) == set(SIZES), LAUNCH_SECONDS, "all islands")
         self.wait_for_batches(2)
 
     # ----------------------------------------------------------------------------------------------------- the faults
 
     def disturb(self, kind: str, chance: random.Random) -> Fault:
+        """Cause one fault, wait until the run goes on, and return how long that took.
+
+        `kind` is a key of SHARES; `chance` draws the island that is hit and how. There are three cases:
+
+        - The fault hits one island or the links between islands. Others go on at once, and it ends by itself or by a
+          new launch.
+        - It cuts islands off from the coordinator. Their launches have to leave, and the fault is undone when they
+          have.
+        - It takes the coordinator away. All launches have to leave, and batches go on only after it is undone.
+
+        Raises UserError if the run does not go on within LAUNCH_SECONDS.
+        """
         members, leader = self.last_view()
         name = leader if kind in (KILL_LEADER, KILL_SAVING, FREEZE_LEADER) else chance.choice(list(SIZES))
         keeper = self.keepers[name]
         if kind == KILL_SAVING:
             self.wait_for(lambda: self.is_saving(keeper), LAUNCH_SECONDS, "a save")
+
+        # Cause the fault. `cut_off` are the islands whose launches have to leave, `undo` repairs it afterwards.
         cut_off: list[str] = []
-        ends = {island: len(one.codes) for island, one in self.keepers.items()}
-        top, started = self.top(), time.monotonic()
+        num_ended_launches = {island: len(other_keeper.codes) for island, other_keeper in self.keepers.items()}
+        top_before, started = self.top(), time.monotonic()
         undo: Callable[[], None] | None = None
         if kind == KILL_COORDINATOR:
             self.kill_coordinator()
@@ -322,39 +379,51 @@ class Scene:
             threading.Timer(chance.choice(LINK_SECONDS), set_links, (self.links, "open", LINK_BITS)).start()
         else:
             ranks = keeper.ranks()
-            whole = kind in (KILL_ISLAND, KILL_SAVING)
-            for pid in ranks if whole else [chance.choice(ranks)] if ranks else []:
+            hits_whole_island = kind in (KILL_ISLAND, KILL_SAVING)
+            if ranks and not hits_whole_island:
+                ranks = [chance.choice(ranks)]
+            for pid in ranks:
                 self.signal(pid, freeze=kind in (FREEZE, FREEZE_LEADER))
+
         others_left = kind not in WITHOUT_COORDINATOR and (kind in BETWEEN_ISLANDS or bool(set(members) - {name}))
-        gone: dict[str, float] = {}
-        on_at: float | None = None
+
+        left_after: dict[str, float] = {}
+        went_on_after: float | None = None
 
         def is_over() -> bool:
-            nonlocal on_at
+            """Note who has left and whether batches go on. Return whether it is time for the repair."""
+            nonlocal went_on_after
             now = time.monotonic() - started
             for island in cut_off:
-                if len(self.keepers[island].codes) > ends[island]:
-                    gone.setdefault(island, now)
-            if on_at is None and kind not in WITHOUT_COORDINATOR and self.top() >= top + 2:
-                on_at = now
-            return len(gone) == len(cut_off) and (on_at is not None or not others_left)
+                if len(self.keepers[island].codes) > num_ended_launches[island]:
+                    left_after.setdefault(island, now)
+            if went_on_after is None and kind not in WITHOUT_COORDINATOR and self.top() >= top_before + 2:
+                went_on_after = now
+            return len(left_after) == len(cut_off) and (went_on_after is not None or not others_left)
 
+        # Wait, repair, and if all islands had to leave, wait for the new launches.
         self.wait_for(is_over, LAUNCH_SECONDS, f"batches to go on after {kind} {name}")
         if undo is not None:
             undo()
-        if on_at is None:
-            self.wait_for(lambda: self.top() >= top + 2, LAUNCH_SECONDS, f"batches after {kind} {name}")
-            on_at = time.monotonic() - started
+        if went_on_after is None:
+            self.wait_for(lambda: self.top() >= top_before + 2, LAUNCH_SECONDS, f"batches after {kind} {name}")
+            went_on_after = time.monotonic() - started
         target = "" if kind in WITHOUT_COORDINATOR or kind in BETWEEN_ISLANDS else name
-        return Fault(kind, target, max(gone.values()) if gone else None, on_at, others_left)
+        return Fault(kind, target, max(left_after.values()) if left_after else None, went_on_after, others_left)
 
     def is_saving(self, keeper: Keeper) -> bool:
-        """Return whether its last batch has just ended and is one that is saved."""
+        """Return whether the island's newest record is new, newest of all islands, and of a batch that is saved.
+
+        Reads the log, so it returns true once for each such batch.
+        """
         before = keeper.newest
         return keeper.read_newest() > before and keeper.newest % SAVE_EVERY == 0 and keeper.newest == self.top()
 
     def signal(self, pid: int, *, freeze: bool) -> None:
+        """Kill a process, or freeze it for FROZEN_SECONDS. A process that has ended is ignored."""
+
         def send(number: int) -> None:
+            """Send a signal, unless the process has ended."""
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -363,14 +432,16 @@ class Scene:
             threading.Timer(FROZEN_SECONDS, send, (signal.SIGCONT,)).start()
 
     def thaw_coordinator(self) -> None:
+        """Let a frozen coordinator go on."""
         self.coordinator.send_signal(signal.SIGCONT)
 
     def replace_coordinator(self) -> None:
+        """Kill the coordinator and start another one."""
         self.kill_coordinator()
         self.start_coordinator()
 
     def finish(self) -> None:
-        """Let all islands leave after a batch; the last one saves."""
+        """Let all islands leave after their batch, and wait until they have. The last one saves."""
         for name, keeper in self.keepers.items():
             keeper.is_over.set()
             (self.folder / name / "STOP").touch()
@@ -378,7 +449,7 @@ class Scene:
             thread.join(LAUNCH_SECONDS)
 
     def end(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for keeper in self.keepers.values():
             keeper.is_over.set()
             keeper.end()
@@ -387,14 +458,17 @@ class Scene:
 
 
 def train_alone(
-    folder: Path, yaml: Path, num_ranks: int, last: int, options: Sequence[str] = ()
+    folder: Path, yaml: Path, num_ranks: int, last_batch: int, options: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Train the same batches in one world; return its records."""
-    settings = [f"stop_after={last}ba", "device_train_microbatch_size=1", *options]
+    """Train the same batches in one world, without islands, and return its records in order of the batches.
+
+    Raises UserError if the launch fails.
+    """
+    settings = [f"stop_after={last_batch}ba", "device_train_microbatch_size=1", *options]
     keeper = Keeper(folder, yaml, f"alone-{num_ranks}", num_ranks, settings)
     try:
-        if code := keeper.launch():
-            raise UserError(f"bench islands --faults: a single world of {num_ranks} ranks left with {code}")
+        if exit_code := keeper.launch():
+            raise UserError(f"bench islands --faults: a single world of {num_ranks} ranks left with {exit_code}")
     finally:
         keeper.end()
     return [record for _, record in sorted(keeper.log.last_of_each_batch().items())]
@@ -411,15 +485,15 @@ def run(
     out: Path | None = None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Disturb, check, print; with `out`, write islands-faults.json and .md there. Returns what the JSON holds.
+    """Cause all faults, check the run, print the tables, and return the report. `out` gets islands-faults.json and .md.
 
-    `way`: one of WAYS. With `exact` every batch must have the bits of a single world. Raises UserError when a run does
-    not come back from a fault.
+    `seed` determines which faults come when. `way` is a key of WAYS, which adds its name to the files' names. The run
+    is trained in `keep`, or in a temporary folder. Raises UserError when the run does not come back from a fault.
     """
     if way not in WAYS:
         raise UserError(f"--way: {way!r} given, expected {', '.join(WAYS)}")
     console, conditions, chance = open_console(), describe_conditions(), random.Random(seed)
-    (words, settings), is_local = WAYS[way], way in ("local", "streaming")
+    (heading_suffix, settings), is_local = WAYS[way], way in ("local", "streaming")
     faults: list[Fault] = []
     loads: list[float] = []
     started = time.monotonic()
@@ -427,93 +501,137 @@ def run(
         scene = Scene(Path(folder).resolve(), settings)
         try:
             scene.wait_for_all()
-            for number, kind in enumerate(deal(num_faults, chance), 1):
+            for fault_number, kind in enumerate(deal(num_faults, chance), 1):
                 if chance.random() < SHARE_WHOLE:
                     scene.wait_for_all()
                 scene.wait_for_batches(chance.randrange(1, 5))
                 time.sleep(chance.random() * 0.3)  # anywhere in a batch
                 faults.append(scene.disturb(kind, chance))
                 loads.append(os.getloadavg()[0])
-                told = f"{number}/{num_faults} {kind} {faults[-1].target}".rstrip()
-                console.print(f"{told}: {faults[-1].seconds:.1f} s", highlight=False)
+                progress = f"{fault_number}/{num_faults} {kind} {faults[-1].target}".rstrip()
+                console.print(f"{progress}: {faults[-1].seconds:.1f} s", highlight=False)
             scene.finish()
         finally:
             scene.end()
         logs = {name: keeper.log.read() for name, keeper in scene.keepers.items()}
         codes = {name: keeper.codes for name, keeper in scene.keepers.items()}
-        last = max(record["batch"] for log in logs.values() for record in log)
+        last_batch = max(record["batch"] for log in logs.values() for record in log)
         minutes = (time.monotonic() - started) / 60
+
+        # Train the same batches without islands, to compare with. Local steps have no such run.
         worlds = []
         for size in () if is_local else WORLDS:
-            console.print(f"training: {last} batches alone on {size} ranks")
-            worlds.append(train_alone(scene.folder, scene.yaml, size, last, settings))
+            console.print(f"training: {last_batch} batches alone on {size} ranks")
+            worlds.append(train_alone(scene.folder, scene.yaml, size, last_batch, settings))
+
     report = conditions | {"num_faults": num_faults, "seed": seed, "minutes": minutes, "load_during": max(loads)}
-    report |= {"num_batches": last, "faults": [fault._asdict() for fault in faults], "codes": codes}
+    report |= {"num_batches": last_batch, "faults": [fault._asdict() for fault in faults], "codes": codes}
     report |= check_rounds(logs) if is_local else check(logs, worlds)
     report["longest_hang_seconds"] = max(fault.hung for fault in faults)
+
     report["passed"] = (
         report["longest_hang_seconds"] <= DEADLINE_SECONDS
         and not report["missing"]
         and not report["other_data"]
         and report["bands"] <= MAX_BANDS
         and not (way == "exact" and report["other_bits"])
-        and not {code for some in codes.values() for code in some}
+        and not {code for codes_of_island in codes.values() for code in codes_of_island}
         - {EXIT_DONE, EXIT_FAILURE, EXIT_USER, EXIT_PREEMPTED}
     )
-    how = f"{num_faults} faults in {minutes:.0f} minutes and {last} batches. Three islands of 2, 1 and 1 ranks."
-    command = (
-        f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}{f' --way {way}' * bool(words)}"
+    introduction = (
+        f"{num_faults} faults in {minutes:.0f} minutes and {last_batch} batches. Three islands of 2, 1 and 1 ranks."
     )
-    about = {"heading": f"Faults of islands{words}", "asked": ("num_faults", "seed")}
-    about["name"] = f"islands-faults{f'-{way}' * bool(words)}"
-    tell(report, how, table_of(faults), notes_of(report), **about, command=command, out=out)
+    command = f"python -m benchmarks islands-faults --num-faults {num_faults} --seed {seed}"
+    command += f" --way {way}" * bool(heading_suffix)
+    page = {"heading": f"Faults of islands{heading_suffix}", "asked": ("num_faults", "seed")}
+    page["name"] = f"islands-faults{f'-{way}' * bool(heading_suffix)}"
+    tell(report, introduction, table_of(faults), notes_of(report), **page, command=command, out=out)
     console.print("passed" if report["passed"] else "FAILED: see the notes", style="bold")
     return report
 
 
 def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Look for missing batches, other data than the single worlds', and a loss outside their band."""
+    """Compare the islands' batches with those of the single worlds.
+
+    `logs` has the records of each island, `worlds` those of each single world. Returns the batches that are missing (or
+    too many), those with other data, those whose loss has other bits than in the first world, and the loss's largest
+    and last deviation.
+    """
     digests = {record["batch"]: record["data/digest"] for record in worlds[0]}
-    joined = {record["batch"]: record for log in logs.values() for record in log}
-    other = {r["batch"] for log in logs.values() for r in log if r["data/digest"] != digests.get(r["batch"])}
-    missing = sorted(set(digests) ^ set(joined))
+    newest_records = {record["batch"]: record for log in logs.values() for record in log}
+    batches_with_other_data = {
+        record["batch"]
+        for log in logs.values()
+        for record in log
+        if record["data/digest"] != digests.get(record["batch"])
+    }
+    missing = sorted(set(digests) ^ set(newest_records))
     losses = {record["batch"]: record["loss/train/total"] for record in worlds[0]}
-    bits = [batch for batch, record in joined.items() if record["loss/train/total"] != losses.get(batch)]
-    found = {"missing": missing, "other_data": sorted(other), "other_bits": bits, "bands": 0.0, "deviation": 0.0}
+    batches_with_other_bits = [
+        batch for batch, record in newest_records.items() if record["loss/train/total"] != losses.get(batch)
+    ]
+    findings = {
+        "missing": missing,
+        "other_data": sorted(batches_with_other_data),
+        "other_bits": batches_with_other_bits,
+        "bands": 0.0,
+        "deviation": 0.0,
+    }
     if not missing:
-        verdict = judge(read_series([joined[batch] for batch in sorted(joined)]), list(map(read_series, worlds)))
-        found |= {"bands": verdict.largest_ratio, "deviation": verdict.final_deviation}
-    return found
+        verdict = judge(
+            read_series([newest_records[batch] for batch in sorted(newest_records)]), list(map(read_series, worlds))
+        )
+        findings |= {"bands": verdict.largest_ratio, "deviation": verdict.final_deviation}
+    return findings
 
 
 def check_rounds(logs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Look for missing batches, rounds with rows that are neither trained nor named as lost, and other weights."""
+    """Check local steps: find missing batches, and rounds whose rows are neither trained nor reported as lost.
+
+    Returns the keys of `check`, where `other_data` has those rounds, and the numbers of samples lost and trained again,
+    and of islands whose weights differed after an outer step.
+    """
     batches = {record["batch"] for log in logs.values() for record in log}
-    unnamed, named, again = set[int](), dict[int, int](), dict[int, int]()
+    unaccounted_rounds, lost_in_round, again_in_round = set[int](), dict[int, int](), dict[int, int]()
     for record in (record for log in logs.values() for record in log if "islands/outer_norm" in record):
-        named[record["batch"]], again[record["batch"]] = (
-            record["islands/lost_in_round"],
-            record["islands/again_in_round"],
-        )
-        counted = record["islands/samples"] + named[record["batch"]] - again[record["batch"]]
-        if counted != record["islands/steps"] * SETTINGS["batch_size"]:
-            unnamed.add(record["batch"])
-    drifts = sum(max((r.get("islands/drifts", 0) for r in log), default=0) for log in logs.values())
-    found = {"missing": sorted(set(range(1, max(batches) + 1)) - batches), "other_data": sorted(unnamed)}
-    found |= {"num_lost": sum(named.values()), "num_again": sum(again.values()), "num_drifts": drifts}
-    return {**found, "bands": 0.0, "other_bits": []}
+        batch = record["batch"]
+        lost_in_round[batch] = record["islands/lost_in_round"]
+        again_in_round[batch] = record["islands/again_in_round"]
+        # Rows that are trained again belong to an earlier round, where they were lost.
+        accounted_rows = record["islands/samples"] + lost_in_round[batch] - again_in_round[batch]
+        if accounted_rows != record["islands/steps"] * SETTINGS["batch_size"]:
+            unaccounted_rounds.add(batch)
+
+    drifts = sum(max((record.get("islands/drifts", 0) for record in log), default=0) for log in logs.values())
+    findings = {"missing": sorted(set(range(1, max(batches) + 1)) - batches), "other_data": sorted(unaccounted_rounds)}
+    findings |= {
+        "num_lost": sum(lost_in_round.values()),
+        "num_again": sum(again_in_round.values()),
+        "num_drifts": drifts,
+    }
+    return {**findings, "bands": 0.0, "other_bits": []}
 
 
 def table_of(faults: Sequence[Fault]) -> Table:
+    """Return a table of how long faults of each kind took, with a row for each kind that occurred."""
     rows = []
     for kind in SHARES:
-        some = [fault for fault in faults if fault.kind == kind]
-        if not some:
+        faults_of_kind = [fault for fault in faults if fault.kind == kind]
+        if not faults_of_kind:
             continue
-        left = [fault.had_to_leave for fault in some if fault.had_to_leave is not None]
-        on = [fault.seconds for fault in some if fault.others_left]
-        anew = [fault.seconds for fault in some if not fault.others_left]
-        rows.append((kind, str(len(some)), *(str(spread(one)) if one else "" for one in (on, left, anew))))
+        leave_seconds = [fault.had_to_leave for fault in faults_of_kind if fault.had_to_leave is not None]
+        others_seconds = [fault.seconds for fault in faults_of_kind if fault.others_left]
+        relaunch_seconds = [fault.seconds for fault in faults_of_kind if not fault.others_left]
+        rows.append(
+            (
+                kind,
+                str(len(faults_of_kind)),
+                *(
+                    str(spread(seconds)) if seconds else ""
+                    for seconds in (others_seconds, leave_seconds, relaunch_seconds)
+                ),
+            )
+        )
     headings = (
         *("fault", "times", "s until others have finished two batches", "s until those cut off have left"),
         "s until two batches, where all launch again",
@@ -522,7 +640,10 @@ def table_of(faults: Sequence[Fault]) -> Table:
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
+    """Return the notes below the table: what the checks found, and the conditions."""
+
     def names(batches: Sequence[int]) -> str:
+        """Format a number of batches, with the first ten of them."""
         return f"{len(batches)}" + (f" ({', '.join(map(str, batches[:10]))})" if batches else "")
 
     if "num_lost" in report:

@@ -1,4 +1,4 @@
-"""The figure of `python -m benchmarks islands`: one curve, who computed which rows of it, and how far it strayed."""
+"""Figure of `python -m benchmarks islands`: the loss, which island computed which rows, and the deviation."""
 
 from pathlib import Path
 from typing import Any
@@ -7,32 +7,37 @@ from benchmarks.switch.figure import COLOURS, INK, QUIET, sign
 from llmfoundry_lite.report.canvas import fixed_settings, plt
 from llmfoundry_lite.report.figure import save_figure
 
+# Controls whose deviation is drawn -> their names in words.
 WRONG = {"weights": "a share weighted twice", "lost": "a batch lost at a repeat", "stale": "an old gradient counted"}
 WRONG_COLOURS = ("#c44e52", "#da8bc3", "#ccb974")
 
 
 @fixed_settings()
 def plot_islands(report: dict[str, Any], path: Path) -> None:
-    """The loss by batch, rows of each island below it, and the deviation against the band. As PNG."""
+    """Draw the loss by batch, the rows of each island below it, and the deviation against the band, as a PNG."""
     figure = plt.figure(figsize=(11, 7.2), layout="constrained", dpi=150)
     top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(1.8, 0.7, 1.2))
     batches, story = range(1, report["num_batches"] + 1), report["islands"]
-    first = next(iter(report["worlds"].values()))
-    top.plot(batches, first["losses"], color=COLOURS[2], linewidth=4, alpha=0.45, label="one world, never disturbed")
+    first_world = next(iter(report["worlds"].values()))
+    top.plot(
+        batches, first_world["losses"], color=COLOURS[2], linewidth=4, alpha=0.45, label="one world, never disturbed"
+    )
     top.plot(batches, story["losses"], color=INK, linewidth=1.2, label="two islands, one of which dies and comes back")
-    for batch, words, side in (
+
+    for batch, label, side in (
         (story["killed_after"], "B is killed", "right"),
         (story["back_from"] - 1, "B is back", "left"),
     ):
         for axes in (top, middle, bottom):
             axes.axvline(batch + 0.5, color=QUIET, linewidth=0.8, linestyle=":")
         place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": side}
-        top.annotate(words, (batch + 0.5, 0.62), (-6 if side == "right" else 6, 0), **place, color=INK)
+        top.annotate(label, (batch + 0.5, 0.62), (-6 if side == "right" else 6, 0), **place, color=INK)
+
     top.set_ylabel("loss, nats per token")
     top.legend(frameon=False, fontsize=9.5, loc="upper right")
     same = report["verdicts"]["islands"]["first_other_digest"] is None
-    what = "every batch has the data of one world, by its digest" if same else "NOT the same data"
-    top.set_title(f"One run on two clusters at once: {what}", fontsize=11)
+    data_note = "every batch has the data of one world, by its digest" if same else "NOT the same data"
+    top.set_title(f"One run on two clusters at once: {data_note}", fontsize=11)
     _draw_rows(middle, report)
     _draw_deviations(bottom, report)
     bottom.set_xlabel("batch")
@@ -44,22 +49,23 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
 
 
 def _draw_rows(axes: Any, report: dict[str, Any]) -> None:
-    """Rows of each batch: A's below, B's above."""
-    of_a, batches = report["rows"], range(1, report["num_batches"] + 1)
-    of_b = [max(of_a) - rows for rows in of_a]
+    """Draw how many rows of each batch each island computed: A's at the bottom, B's on top."""
+    rows_of_a, batches = report["rows"], range(1, report["num_batches"] + 1)
+    rows_of_b = [max(rows_of_a) - rows for rows in rows_of_a]
     for rows, below, name, colour, cluster in zip(
-        (of_a, of_b), ([0] * len(of_a), of_a), "AB", COLOURS, report["clusters"], strict=False
+        (rows_of_a, rows_of_b), ([0] * len(rows_of_a), rows_of_a), "AB", COLOURS, report["clusters"], strict=False
     ):
         axes.bar(batches, rows, 1.0, bottom=below, color=colour, alpha=0.75, lw=0)
         ranks = f"{cluster['num_ranks']} rank{'s' if cluster['num_ranks'] > 1 else ''}, {cluster['sharding']}"
-        words = f"{name}: {ranks},\n{cluster['instructions']}, torch {cluster['torch'].split('+')[0]}"
-        place = (1.005, below[0] + rows[0] / 2)
-        axes.annotate(words, place, xycoords=("axes fraction", "data"), color=colour, fontsize=8.5, va="center")
+        label = f"{name}: {ranks},\n{cluster['instructions']}, torch {cluster['torch'].split('+')[0]}"
+        position = (1.005, below[0] + rows[0] / 2)
+        axes.annotate(label, position, xycoords=("axes fraction", "data"), color=colour, fontsize=8.5, va="center")
     axes.set_ylabel("rows of\neach batch")
-    axes.set_yticks([0, max(of_a)])
+    axes.set_yticks([0, max(rows_of_a)])
 
 
 def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
+    """Draw how far the islands' run and the controls are from a single world, on a logarithmic axis."""
     band, batches = report["band"], range(1, report["num_batches"] + 1)
     floor = min(band) / 5
     axes.fill_between(batches, floor, band, color="#bbbbbb", alpha=0.6, lw=0)
@@ -82,9 +88,11 @@ def _draw_deviations(axes: Any, report: dict[str, Any]) -> None:
         f"the band of {len(report['worlds'])} single worlds", (0.99, floor * 1.6), xycoords=("axes fraction", "data"),
         color=QUIET, fontsize=9, ha="right",
     )  # fmt: skip
+
+    # The labels of the controls stand in a list, in the order of their curves.
     controls = sorted(notes[1:], key=lambda note: -note[1])
     style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "fontsize": 9, "va": "center"}
-    for number, (words, _, colour) in enumerate(controls):
-        place = (len(report["deviation"]["weights"]) + 2, 0.93 - 0.12 * number)
-        axes.annotate(f"{words}: caught", place, color=colour, **style)
+    for index, (words, _, colour) in enumerate(controls):
+        position = (len(report["deviation"]["weights"]) + 2, 0.93 - 0.12 * index)
+        axes.annotate(f"{words}: caught", position, color=colour, **style)
     axes.grid(alpha=0.25, linewidth=0.6)

@@ -1,12 +1,15 @@
-"""Local steps over slow links: loss at equal tokens beside one world, bytes, and the share of the time that computes.
+"""Local steps over slow links: the loss at equal tokens, the bytes, and the share of the time spent on computation.
 
-    python -m benchmarks islands-local --out results                   some 25 minutes on two quiet cores
+    python -m benchmarks islands-local --out results                   about 25 minutes on two quiet cores
 
-Two and four islands of one rank train a small MPT with an outer step after every 10, 50, 100 and 500 batches. Two also
-do with int8 on the wire, and in fragments that travel while they compute. A proxy holds each link between two islands
-to a rate and a delay (`links.py`). The loss is that of the validation data after the last outer step. One world trains
-the same batches. Links of the coordinator are not slowed. Ranks are forks of processes that have imported the code, one
-for each island (`faults.Keeper`).
+Two and four islands of one rank each train a small MPT with an outer step after every 10, 50, 100 and 500 batches. Two
+islands also exchange in int8, and in fragments that are sent while they compute. One world, a launch without islands,
+trains the same batches for comparison. The loss is that of the validation data after the last outer step.
+
+A proxy holds each link between two islands to a rate and a delay (`links.py`). The coordinator's links are not slowed.
+Ranks are forks of processes that have imported the code, one for each island (`faults.Keeper`).
+
+A cell of the tables is a number of islands, batches between outer steps, and a variant; it has a run for each seed.
 """
 
 import json
@@ -39,21 +42,26 @@ from llmfoundry_lite.tables import Table
 from llmfoundry_machines.bench.frame import describe_conditions, measured_table, open_console, tell
 
 NAMES = "abcd"
+"""Islands."""
 ROWS, SEQ_LEN = 8, 32
+"""Samples of a batch, and tokens of a sample."""
 BITS_PER_SECOND, DELAY_SECONDS = 10e6, 0.05
+"""Links between islands, each way."""
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> the factor of a 95 % interval of the mean (Student's t)."""
 SILENCE_SECONDS = 60.0
-"""On a busy machine no island is left out."""
+"""So long that no island is left out on a busy machine."""
 EXACT_BATCHES = 8
+"""Batches of the run with exact sums, which is only timed."""
 VARIANTS = {
     "": [],
     "int8": ["dtype=int8"],
     "4 fragments, delay 12": ["fragments=4", "delay=12ba"],
     "4 fragments, delay 5, int8": ["fragments=4", "delay=5ba", "dtype=int8"],
 }
-"""Name -> settings of local steps. All but the first are trained by two islands, every VARIED batches."""
+"""Name -> settings of local steps. All except the first are trained by two islands, every VARIED batches."""
 VARIED = 100
+# What was trained, bytes, what was found, source.
 PUBLISHED = (
     ("DiLoCo, 8 workers, every 500", "500 times less", "loss as synchronous or lower", "arXiv 2311.08105"),
     ("INTELLECT-1, 10B, every 100, int8", "400 times less", "83-96 % of the time computing", "arXiv 2412.01152"),
@@ -72,59 +80,76 @@ def run(
     out: Path | None = None,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Train, print; with `out`, write islands-local.json, .md and .png there. Returns what the JSON holds.
+    """Train all cells, print the tables, and return the report. `out` gets islands-local.json, .md and .png.
 
-    `costly_seeds`: seeds of four islands, and of outer steps every 10 batches. After `minutes` no other run begins.
-    Raises UserError.
+    `every` are the numbers of batches between outer steps. Cells of four islands, and those with outer steps every 10
+    batches, have only `costly_seeds` seeds. No run begins after `minutes`; the number of those left is reported. Raises
+    UserError.
     """
     console, conditions = open_console(), describe_conditions()
     prepare_data(data)
+
+    # Every cell with its number of seeds. The first seed of all cells is trained before the second.
     cells = [((1, 0, ""), num_seeds)]
-    cells += [((2, k, ""), costly_seeds if k < 50 else num_seeds) for k in every]
+    cells += [((2, interval, ""), costly_seeds if interval < 50 else num_seeds) for interval in every]
     cells += [((2, VARIED, variant), num_seeds) for variant in VARIANTS if variant]
-    cells += [((4, k, ""), costly_seeds) for k in every]
-    jobs = [(*cell, seed) for seed in range(num_seeds) for cell, seeds in cells if seed < seeds]
+    cells += [((4, interval, ""), costly_seeds) for interval in every]
+    runs_left = [
+        (*cell, seed) for seed in range(num_seeds) for cell, num_seeds_of_cell in cells if seed < num_seeds_of_cell
+    ]
     runs: list[dict[str, Any]] = []
     started = time.monotonic()
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
-        shop = Shop(Path(folder).resolve(), data.resolve(), num_batches)
+        trainer = RunTrainer(Path(folder).resolve(), data.resolve(), num_batches)
         try:
-            exact = shop.train(2, 0, "", 0, EXACT_BATCHES)
-            while jobs and time.monotonic() - started < 60 * minutes:
+            exact = trainer.train(2, 0, "", 0, EXACT_BATCHES)
+            while runs_left and time.monotonic() - started < 60 * minutes:
                 try:
-                    runs.append(shop.train(*jobs[0]))
-                except UserError as error:  # a rank on a busy machine took the coordinator for dead
+                    runs.append(trainer.train(*runs_left[0]))
+                except UserError as error:
+                    # On a busy machine, a rank may take the coordinator for dead. The run is repeated.
                     console.print(f"again: {error}", highlight=False)
                     continue
-                jobs.pop(0)
+                runs_left.pop(0)
                 shown = {key: runs[-1][key] for key in ("islands", "every", "variant", "seed", "loss", "seconds")}
                 console.print(json.dumps(shown), highlight=False)
         finally:
-            shop.end()
+            trainer.end()
+
     report = conditions | {"num_batches": num_batches, "num_seeds": num_seeds, "costly_seeds": costly_seeds}
-    report |= {"num_left": len(jobs), "minutes": (time.monotonic() - started) / 60}
-    report |= {"num_parameters": shop.num_parameters, "runs": runs, "exact": exact, "passed": True}
+    report |= {"num_left": len(runs_left), "minutes": (time.monotonic() - started) / 60}
+    report |= {"num_parameters": trainer.num_parameters, "runs": runs, "exact": exact, "passed": True}
     present(report, out)
     return report
 
 
 def present(report: dict[str, Any], out: Path | None) -> None:
-    """Show what was measured; with `out`, write it."""
-    cells = sorted({cell_of(one) for one in report["runs"]})
+    """Add the means of all cells to the report, and print it. With `out`, write it there."""
+    cells = sorted({cell_of(run) for run in report["runs"]})
     report["cells"] = [summarise(report["runs"], *cell) for cell in cells]
-    how = (
+    introduction = (
         f"{report['num_batches']} batches of {ROWS} x {SEQ_LEN} tokens, {report['num_parameters'] / 1e6:.1f} M "
         f"parameters, fp32. Each link: {BITS_PER_SECOND / 1e6:g} Mbit/s each way, {DELAY_SECONDS * 2e3:g} ms there and "
         "back."
     )
-    about = {"name": "islands-local", "heading": "Local steps over slow links", "plot": plot}
+    page = {"name": "islands-local", "heading": "Local steps over slow links", "plot": plot}
     seeds = f"--num-seeds {report['num_seeds']} --costly-seeds {report['costly_seeds']}"
     command, asked = f"python -m benchmarks islands-local {seeds}", ("num_batches", "num_seeds", "costly_seeds")
-    tell(report, how, table_of(report), notes_of(report), published(), command=command, asked=asked, **about, out=out)
+    tell(
+        report,
+        introduction,
+        table_of(report),
+        notes_of(report),
+        published(),
+        command=command,
+        asked=asked,
+        **page,
+        out=out,
+    )
 
 
-class Shop:
-    """Processes that have imported the code, and the runs that their forks train."""
+class RunTrainer:
+    """Trains the runs, one after the other, on processes that have imported the code. `end` has to be called."""
 
     def __init__(self, folder: Path, data: Path, num_batches: int):
         self.folder, self.num_runs = folder, 0
@@ -140,59 +165,81 @@ class Shop:
         self.num_parameters = count_parameters(
             ModelConfig(name="mpt_causal_lm", **model, attn_config=AttentionConfig(fused_qkv=True))
         )
-        self.shop = Workshop(folder=folder, config=config | {"export_at_end": False}, clusters=())
-        self.shop.prepare()
+        self.workshop = Workshop(folder=folder, config=config | {"export_at_end": False}, clusters=())
+        self.workshop.prepare()
         self.links = folder / "links.json"
         set_links(self.links, "open", BITS_PER_SECOND, DELAY_SECONDS)
         yaml = folder / "run.yaml"
         self.keepers = [Keeper(folder, yaml, name, 1, [], "llmfoundry_lite.launch_train") for name in NAMES]
 
     def train(self, count: int, every: int, variant: str, seed: int, stop_after: int | None = None) -> dict[str, Any]:
-        """Train one run to its end. `every` 0: exact islands, or one world."""
+        """Train one run to its end, and return its row of the report.
+
+        `count` is the number of islands, and `every` the batches between outer steps; 0 for exact sums, or for one
+        world without islands. `variant` is a key of VARIANTS. Raises UserError when an island fails.
+        """
         self.num_runs += 1
         name = f"run-{self.num_runs}"
         settings = [f"run_name={name}", f"seed={17 + seed}", f"save_folder={self.folder / 'saves' / name}"]
         settings += [f"train_loader.dataset.shuffle_seed={17 + seed}"]
         settings += [f"stop_after={stop_after}ba"] if stop_after else []
-        settings += [f"islands.sync.{one}" for one in (f"every={every}ba", *VARIANTS[variant])] if every else []
+        settings += [f"islands.sync.{setting}" for setting in (f"every={every}ba", *VARIANTS[variant])] if every else []
+
         cell = {"islands": count, "every": every, "variant": variant, "seed": seed}
         if count == 1:
             return cell | self._record([self._launch(self.keepers[0], name, settings)])
         with (
-            coordinated(self.shop, name, count, self.links, SILENCE_SECONDS) as address,
+            coordinated(self.workshop, name, count, self.links, SILENCE_SECONDS) as address,
             ThreadPoolExecutor(count) as pool,
         ):
 
             def launch(keeper: Keeper) -> Log:
-                own = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
-                return self._launch(keeper, name, [*settings, *own])
+                """Train one island to its end, and return its log."""
+                island_settings = [f"islands.coordinator={address}", f"islands.name={keeper.name}"]
+                return self._launch(keeper, name, [*settings, *island_settings])
 
             return cell | self._record(list(pool.map(launch, self.keepers[:count])))
 
     def _launch(self, keeper: Keeper, run: str, settings: Sequence[str]) -> Log:
+        """Run one launch to its end, and return its log. Raises UserError if it fails."""
         run_folder = self.folder / "runs" / run / keeper.name
         keeper.arguments = [str(self.folder / "run.yaml"), *settings, f"run_folder={run_folder}"]
-        if code := keeper.launch():
-            raise UserError(f"bench islands-local: {run}: {keeper.name} left with {code}, see {self.folder}")
+        if exit_code := keeper.launch():
+            raise UserError(f"bench islands-local: {run}: {keeper.name} left with {exit_code}, see {self.folder}")
         return Log(run_folder / "metrics.jsonl")
 
     def _record(self, logs: Sequence[Log]) -> dict[str, Any]:
-        """Describe a run by its first island's log; computing is that of its slowest island. An exchange lasts from its
-        last island's arrival to the commit. The last exchange comes after the last batch's time."""
-        batches = [[record for _, record in sorted(log.last_of_each_batch().items())] for log in logs]
-        first, last = batches[0], batches[0][-1]
-        computing = max(sum(record.get("islands/compute_seconds", 0.0) for record in records) for records in batches)
+        """Summarise a run by the logs of its islands.
+
+        Losses, seconds and bytes are those of the first island. `compute_seconds` are those of the slowest island. An
+        exchange lasts from the arrival of its last island until the commit: that is the shortest time that any island
+        waited for it. The last exchange comes after the last batch's time, so it is added.
+        """
+        records_of_islands = [[record for _, record in sorted(log.last_of_each_batch().items())] for log in logs]
+        first, last = records_of_islands[0], records_of_islands[0][-1]
+        computing = max(
+            sum(record.get("islands/compute_seconds", 0.0) for record in records) for records in records_of_islands
+        )
 
         def waited(record: dict[str, Any]) -> float:
+            """Return the seconds that an island waited for the exchange after this batch."""
             return record["islands/exchange_seconds"] + record["islands/decision_seconds"]
 
-        rounds = [same for same in zip(*batches, strict=True) if "islands/exchange_seconds" in same[0]]
-        exchanges = [min(map(waited, same)) for same in rounds]
-        is_own = "islands/loss" not in last
-        losses = [(r["batch"], r[LOSS if is_own else "islands/loss"]) for r in first if is_own or "islands/loss" in r]
+        exchanged_batches = [
+            records_of_batch
+            for records_of_batch in zip(*records_of_islands, strict=True)
+            if "islands/exchange_seconds" in records_of_batch[0]
+        ]
+        exchanges = [min(map(waited, records_of_batch)) for records_of_batch in exchanged_batches]
+        is_synchronous = "islands/loss" not in last
+        losses = [
+            (record["batch"], record[LOSS if is_synchronous else "islands/loss"])
+            for record in first
+            if is_synchronous or "islands/loss" in record
+        ]
         return {
             "loss": last.get("eval/loss"),
-            "seconds": sum(record[SECONDS] for record in first) + (0.0 if is_own else waited(last)),
+            "seconds": sum(record[SECONDS] for record in first) + (0.0 if is_synchronous else waited(last)),
             "compute_seconds": computing,
             "exchange_seconds": statistics.fmean(exchanges) if exchanges else None,
             "bytes": sum(record.get("islands/bytes", 0) for record in first),
@@ -202,6 +249,7 @@ class Shop:
         }
 
     def end(self) -> None:
+        """Kill all processes."""
         for keeper in self.keepers:
             keeper.end()
 
@@ -209,35 +257,49 @@ class Shop:
 # ------------------------------------------------------------------------------------------------------ what it shows
 
 
-def cell_of(one: dict[str, Any]) -> tuple[int, int, str]:
-    return one["islands"], one["every"], one["variant"]
+def cell_of(run: dict[str, Any]) -> tuple[int, int, str]:
+    """Return the cell that a run belongs to: islands, batches between outer steps, variant."""
+    return run["islands"], run["every"], run["variant"]
 
 
 def summarise(runs: Sequence[dict[str, Any]], count: int, every: int, variant: str) -> dict[str, Any]:
-    """Return means over seeds, and the difference to one world of the same seeds with its 95 % interval."""
-    alone = {one["seed"]: one["loss"] for one in runs if one["islands"] == 1}
-    some = [one for one in runs if cell_of(one) == (count, every, variant)]
-    differences = [one["loss"] - alone[one["seed"]] for one in some]
-    n = len(some)
-    half = STUDENT[n] * statistics.stdev(differences) / math.sqrt(n) if n > 1 else None
-    kept = {"islands": count, "every": every, "variant": variant, "seeds": n, "half": half}
-    kept |= {"loss": statistics.fmean(one["loss"] for one in some), "difference": statistics.fmean(differences)}
+    """Return the means of one cell over its seeds.
+
+    `difference` is the loss less that of one world with the same seed, `half` half of its 95 % interval (None for one
+    seed).
+    """
+    loss_of_one_world = {run["seed"]: run["loss"] for run in runs if run["islands"] == 1}
+    runs_of_cell = [run for run in runs if cell_of(run) == (count, every, variant)]
+    differences = [run["loss"] - loss_of_one_world[run["seed"]] for run in runs_of_cell]
+    num_seeds = len(runs_of_cell)
+    half_interval = STUDENT[num_seeds] * statistics.stdev(differences) / math.sqrt(num_seeds) if num_seeds > 1 else None
+    means = {"islands": count, "every": every, "variant": variant, "seeds": num_seeds, "half": half_interval}
+    means |= {
+        "loss": statistics.fmean(run["loss"] for run in runs_of_cell),
+        "difference": statistics.fmean(differences),
+    }
+
     for key in ("seconds", "compute_seconds", "exchange_seconds", "bytes"):
-        values = [one[key] for one in some if one[key] is not None]
-        kept[key] = statistics.fmean(values) if values else None
-    return kept
+        values = [run[key] for run in runs_of_cell if run[key] is not None]
+        means[key] = statistics.fmean(values) if values else None
+    return means
 
 
 def table_of(report: dict[str, Any]) -> Table:
+    """Return a table with a row for each cell."""
     rows = []
-    gradient = 4 * report["num_parameters"] * report["num_batches"]
+    gradient_bytes = 4 * report["num_parameters"] * report["num_batches"]
     for cell in report["cells"]:
         count, every, half = cell["islands"], cell["every"], cell["half"]
-        ways = 2 * (count - 1)
+        num_gradients = 2 * (count - 1)
         difference = f"{cell['difference']:+.3f}" + ("" if half is None else f" ± {half:.3f}") if every else ""
-        sent = [f"{cell['bytes'] / 1e6:,.0f}", f"{ways * gradient / cell['bytes']:.0f}"] if every else ["", ""]
-        waiting = [f"{cell['exchange_seconds']:.1f}"] if every else [""]
-        share = [f"{cell['compute_seconds'] / cell['seconds']:.0%}"] if every else [""]
+        bytes_cells = (
+            [f"{cell['bytes'] / 1e6:,.0f}", f"{num_gradients * gradient_bytes / cell['bytes']:.0f}"]
+            if every
+            else ["", ""]
+        )
+        exchange_cells = [f"{cell['exchange_seconds']:.1f}"] if every else [""]
+        compute_cells = [f"{cell['compute_seconds'] / cell['seconds']:.0%}"] if every else [""]
         name = "a single launch" if count == 1 else f"{count} islands, every {every}"
         name += f", {cell['variant']}" * bool(cell["variant"])
         rows.append(
@@ -246,10 +308,10 @@ def table_of(report: dict[str, Any]) -> Table:
                 str(cell["seeds"]),
                 f"{cell['loss']:.3f}",
                 difference,
-                *sent,
+                *bytes_cells,
                 f"{cell['seconds']:.0f}",
-                *waiting,
-                *share,
+                *exchange_cells,
+                *compute_cells,
             ]
         )
     headings = [
@@ -266,10 +328,12 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def published() -> Table:
+    """Return the table of what others have published."""
     return Table("what was published", ["", "bytes", "found", "source"], [list(row) for row in PUBLISHED], ())
 
 
 def notes_of(report: dict[str, Any]) -> list[str]:
+    """Return the notes below the tables."""
     exact = report["exact"]
     per_batch = exact["seconds"] / exact["num_batches"]
     return [
@@ -290,20 +354,25 @@ def notes_of(report: dict[str, Any]) -> list[str]:
 
 @fixed_settings()
 def plot(report: dict[str, Any], path: Path) -> None:
-    """The loss by batch, and what a round costs: difference to one world by bytes. As PNG."""
+    """Draw the loss by batch, and the difference to one world by the bytes that were sent, as a PNG.
+
+    The left panel has one seed of the runs without a variant; the right one has all cells.
+    """
     figure = plt.figure(figsize=(11, 4.6), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    shades = dict(zip(sorted({c["every"] for c in report["cells"]} - {0}), (*COLOURS, "#8c564b"), strict=False))
-    for one in sorted(report["runs"], key=lambda one: one["every"]):
-        if one["seed"] != report["runs"][0]["seed"] or one["islands"] > 2 or one["variant"]:
+    colour_of_interval = dict(
+        zip(sorted({cell["every"] for cell in report["cells"]} - {0}), (*COLOURS, "#8c564b"), strict=False)
+    )
+    for run in sorted(report["runs"], key=lambda run: run["every"]):
+        if run["seed"] != report["runs"][0]["seed"] or run["islands"] > 2 or run["variant"]:
             continue
-        batches, losses = np.array(one["losses"]).T
-        if one["islands"] == 1:
+        batches, losses = np.array(run["losses"]).T
+        if run["islands"] == 1:
             means = np.convolve(losses, np.ones(10) / 10, "valid")
             left.plot(batches[9:], means, color=QUIET, lw=2.5, alpha=0.6, label="one world, means of 10 batches")
         else:
-            label = f"two islands, local steps, every {one['every']}"
-            left.plot(batches, losses, "o-", ms=3, lw=1, color=shades[one["every"]], label=label)
+            label = f"two islands, local steps, every {run['every']}"
+            left.plot(batches, losses, "o-", ms=3, lw=1, color=colour_of_interval[run["every"]], label=label)
     left.set_xlabel("batch")
     left.set_ylabel("training loss of a round, nats per token")
     left.legend(frameon=False, fontsize=8.5)
@@ -313,7 +382,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for (count, variant), marker in markers.items():
         for cell in (cell for cell in report["cells"] if (cell["islands"], cell["variant"]) == (count, variant)):
             place, style = (cell["bytes"] / 1e6, cell["difference"], cell["half"]), {"fmt": marker, "capsize": 3}
-            right.errorbar(*place, color=shades[cell["every"]], **style)
+            right.errorbar(*place, color=colour_of_interval[cell["every"]], **style)
         right.plot([], [], marker, color=QUIET, label=variant or f"{count} islands")
     right.legend(frameon=False, fontsize=8.5, title="colour: every, as on the left", title_fontsize=8.5)
     right.axhline(0.0, color=QUIET, lw=0.8)

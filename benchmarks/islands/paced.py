@@ -1,7 +1,7 @@
-"""A rank of an island whose batches take a tenth of a second longer, as a larger model's would. See `faults`.
+"""A rank of an island whose batches take a tenth of a second longer, as those of a larger model would. See `faults.py`.
 
-Faults then hit computing and exchanges alike, and a run of some minutes has few enough batches to be trained again by
-single worlds. A launch without islands has the time it has.
+With longer batches, faults hit computation and exchanges alike, and a run of some minutes has few enough batches to be
+trained again without islands. A launch without islands is not slowed.
 """
 
 import importlib
@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 SECONDS = 0.1
+"""Added to each batch."""
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Slow the exchange of gradients, then run the usual program of a rank with these arguments."""
     from llmfoundry_islands.training.islands import Islands
     from llmfoundry_islands.training.local_islands import LocalIslands
 
     def delay(exchange: Any) -> Any:
-        def exchange_later(*given: Any) -> Any:
+        """Return the method with a pause before it."""
+
+        def exchange_later(*args: Any) -> Any:
             time.sleep(SECONDS)
-            return exchange(*given)
+            return exchange(*args)
 
         return exchange_later
 
