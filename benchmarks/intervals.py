@@ -133,6 +133,8 @@ def _scenes() -> Iterator[Scene]:
             equal(num_units),
             lambda g, d, num=num_units, likeness=likeness: answers(g, (num, 3), d, likeness).sum(axis=1) / (3 * num),
         )
+
+    # Each task counts a third, so an item of a small task counts more.
     sizes = (40, 100, 1000)
     yield (
         "mean of three tasks of different sizes",
@@ -141,6 +143,7 @@ def _scenes() -> Iterator[Scene]:
         np.concatenate([np.full(n, 1 / (3 * n)) for n in sizes]),
         lambda g, d: np.concatenate([answers(g, (n, 1), d, 0.0)[:, 0] / (3 * n) for n in sizes]),
     )
+
     for num_units, items_per_unit in ((10, 20), (40, 5), (200, 5)):
         yield (
             "clusters, 50% of whose items say the same",
@@ -149,6 +152,8 @@ def _scenes() -> Iterator[Scene]:
             equal(num_units),
             lambda g, d, num=num_units, of=items_per_unit: answers(g, (num, of), d, 0.5).sum(axis=1) / (num * of),
         )
+
+    # Clusters are drawn with 29 items each, of which only the first ones count.
     cluster_sizes = np.random.default_rng(SEED).integers(1, 30, 40)
     yield (
         "clusters of 1 to 29 items, 50% of whose items say the same",
@@ -160,6 +165,8 @@ def _scenes() -> Iterator[Scene]:
             / cluster_sizes.sum()
         ),
     )
+
+    # 10 categories of each size. Each category counts the same, however many items it has.
     categories = np.repeat([5, 10, 100], 10)
     shares = np.repeat(1 / (30 * categories), categories)
     yield (

@@ -254,6 +254,7 @@ def table_of(report: dict[str, Any]) -> Table:
     for name, timings in report["sides"].items():
         seconds, cpu_seconds = (frame.spread(timing[key] for timing in timings) for key in Timing._fields)
         rate = report["text_bytes"] / 1e6 / seconds.median
+        # The peer's time over this side's, within each round.
         speedups = [
             str(frame.ratios((timing[key] for timing in peer_timings), (timing[key] for timing in timings)))
             if peer_timings

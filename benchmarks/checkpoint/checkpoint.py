@@ -99,6 +99,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=folder) as work, _ended_by_sigterm():
 
         def measure(what: str, size: str, most_rounds: int = num_rounds) -> dict[str, Any]:
+            """Say what is measured now, and measure it with at most `most_rounds` warm rounds."""
             console.print(f"{what}: {size}")
             return _measure_on_ranks(what, size, min(num_rounds, most_rounds), work)
 

@@ -84,6 +84,7 @@ class Turns:
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, shape: Shape, store: CheckpointStore
     ) -> None:
+        """Build the saver, and run what should not be timed. Collective."""
         self.state = (model, optimizer)
         self.train = partial(train_batch, model, optimizer, shape)
         self.saver = Saver(store, after_publish=partial(keep_one, store))

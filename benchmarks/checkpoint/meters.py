@@ -73,6 +73,7 @@ class Limits:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], folder: Path):
+        """`tensors` are this rank's part of the state. On a GPU, they are copied into pinned memory."""
         self.tensors = tensors
         is_cuda = device_type() == "cuda"
         self.buffer = torch.zeros(sum(t.nbytes for t in tensors), dtype=torch.uint8, pin_memory=is_cuda)
@@ -169,6 +170,7 @@ class Memory:
     """
 
     def __init__(self, local_bytes: int) -> None:
+        """`local_bytes` is the size of this rank's part of the state."""
         self.local_bytes = local_bytes
         self.kept_bytes = 0
         self.extra_bytes = 0

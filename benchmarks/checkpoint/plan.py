@@ -87,6 +87,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-plan-", dir=folder) as work, _rank_of(0, num_ranks):
+        # Each step needs the previous one: restoring and pruning use the checkpoints that were saved.
         model, optimizer = build(config, num_ranks)
         measure_plan(figures, model, optimizer, num_ranks)
         measure_saves(figures, model, optimizer, Path(work), num_ranks)
@@ -337,6 +338,7 @@ class CountingFiles(MemoryFileSystem):
     is_inside = False
 
     def __getattribute__(self, name: str) -> Any:
+        """Return a method that counts, for methods that make a request."""
         method = super().__getattribute__(name)
         if CountingFiles.is_inside or name not in ("ls", "info", "cat_file", "pipe_file", "rm_file", "rm", "open"):
             return method
@@ -427,6 +429,7 @@ def _in_child(work: Callable[[], dict[str, float]]) -> tuple[float, float, dict[
     """
     reader, writer = os.pipe()
     child = os.fork()
+    # The child writes its result as JSON, and ends without the cleanup of this process.
     if child == 0:
         try:
             peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -437,6 +440,8 @@ def _in_child(work: Callable[[], dict[str, float]]) -> tuple[float, float, dict[
             os.write(writer, json.dumps([seconds, grown_megabytes, result]).encode())
         finally:
             os._exit(0)
+
+    # Closed here too, so that reading ends when the child ends.
     os.close(writer)
     with open(reader) as stream:
         text = stream.read()

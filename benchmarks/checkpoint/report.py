@@ -157,6 +157,7 @@ def table_of_growth(report: dict[str, Any]) -> Table:
     out."""
     rows = []
     for size, figures in report["growth"].items():
+        # Too large for the memory of this machine.
         if "left_out" in figures:
             rows.append([size, f"left out: {figures['left_out']}", "", "", "", "", ""])
             continue
@@ -165,6 +166,8 @@ def table_of_growth(report: dict[str, Any]) -> Table:
             statistics.median(round_figures[f"{key}_seconds"] for round_figures in warm)
             for key in ("stall", "durable", "load_verified")
         )
+
+        # Rates are those of all ranks together; extra memory is that of the rank with the largest share.
         total_bytes = sum(figures["local_bytes"])
         extra_bytes = max(round_figures["extra_bytes"] for round_figures in figures["rounds"])
         rows.append(

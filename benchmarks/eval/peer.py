@@ -51,6 +51,7 @@ def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str
     given for each item, in the order of the file.
     """
     original_loglikelihood = model.loglikelihood
+
     task = ConfigurableTask(
         config={
             "task": "bench",
@@ -62,8 +63,11 @@ def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str
     )
     wall_and_cpu_seconds = count_seconds(model)
     results = lm_eval.simple_evaluate(model=model, tasks=[task], log_samples=True, bootstrap_iters=0)
+    # Undo the timing, because the next task is measured with the same model.
     model.loglikelihood = original_loglikelihood
     aggregated = results["results"]["bench"]
+
+    # Put the samples into the order of the file.
     samples = sorted(results["samples"]["bench"], key=lambda sample: sample["doc_id"])
     metrics = [metric for metric in ("acc", "acc_norm") if metric in samples[0]]
 
@@ -93,6 +97,7 @@ def count_seconds(model: LM) -> list[float]:
     original_loglikelihood, seconds = model.loglikelihood, [0.0, 0.0]
 
     def timed(*arguments: object, **options: object) -> object:
+        """Answer, and add the seconds that this takes."""
         started, cpu_started = time.perf_counter(), time.process_time()
         answers = original_loglikelihood(*arguments, **options)
         seconds[0] += time.perf_counter() - started

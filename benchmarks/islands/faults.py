@@ -172,6 +172,7 @@ class Keeper:
         settings: Sequence[str],
         program: str = "benchmarks.islands.paced",
     ):
+        """Start the server, but no launch. `settings` are arguments of the run, `program` is a rank's module."""
         self.folder, self.name, self.num_ranks = folder, name, num_ranks
         self.arguments = [str(yaml), f"run_folder={folder / name}", *settings]
         self.log = Log(folder / name / "metrics.jsonl")
@@ -230,6 +231,7 @@ class Ways:
     """
 
     def __init__(self, folder: Path, port: int):
+        """Start the proxies for a coordinator at `port`, and wait until they accept connections."""
         self.paths = {name: folder / f"way-{name}.json" for name in SIZES}
         self.addresses: dict[str, str] = {}
         self.set("open")
@@ -260,6 +262,7 @@ class Scene:
     """
 
     def __init__(self, folder: Path, settings: Sequence[str] = ()):
+        """Start the coordinator, the proxies and all islands. `settings` are further keys of the run."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.yaml = write_run(folder, SETTINGS, "fp32")
@@ -269,8 +272,10 @@ class Scene:
         self.said = folder / "coordinator.txt"
         self.start_coordinator()
         self.ways = Ways(folder, self.port)
+
         common = ["autoresume=true", f"save_folder={folder / 'saves'}", f"save_interval={SAVE_EVERY}ba"]
         common += ["save_num_checkpoints_to_keep=2", "device_train_microbatch_size=1", "dist_timeout=60", *settings]
+        # Each island dials its own proxy of the coordinator.
         self.keepers = {
             name: Keeper(
                 *(folder, self.yaml, name, size),
@@ -558,6 +563,7 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
     and last deviation.
     """
     digests = {record["batch"]: record["data/digest"] for record in worlds[0]}
+    # A batch that was trained again after a fault counts with its last record.
     newest_records = {record["batch"]: record for log in logs.values() for record in log}
     batches_with_other_data = {
         record["batch"]
@@ -566,10 +572,13 @@ def check(logs: dict[str, list[dict[str, Any]]], worlds: Sequence[list[dict[str,
         if record["data/digest"] != digests.get(record["batch"])
     }
     missing = sorted(set(digests) ^ set(newest_records))
+
     losses = {record["batch"]: record["loss/train/total"] for record in worlds[0]}
     batches_with_other_bits = [
         batch for batch, record in newest_records.items() if record["loss/train/total"] != losses.get(batch)
     ]
+
+    # Without all batches, there is no series that could be compared.
     findings = {
         "missing": missing,
         "other_data": sorted(batches_with_other_data),
@@ -646,6 +655,7 @@ def notes_of(report: dict[str, Any]) -> list[str]:
         """Format a number of batches, with the first ten of them."""
         return f"{len(batches)}" + (f" ({', '.join(map(str, batches[:10]))})" if batches else "")
 
+    # Local steps report rows, other runs report digests and losses.
     if "num_lost" in report:
         compared = [
             f"missing batches: {names(report['missing'])}; outer steps with rows that are neither trained nor reported "

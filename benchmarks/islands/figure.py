@@ -24,6 +24,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
     )
     top.plot(batches, story["losses"], color=INK, linewidth=1.2, label="two islands, one of which dies and comes back")
 
+    # Mark when B was killed and when it was back, in all three panels.
     for batch, label, side in (
         (story["killed_after"], "B is killed", "right"),
         (story["back_from"] - 1, "B is back", "left"),
@@ -51,6 +52,7 @@ def plot_islands(report: dict[str, Any], path: Path) -> None:
 def _draw_rows(axes: Any, report: dict[str, Any]) -> None:
     """Draw how many rows of each batch each island computed: A's at the bottom, B's on top."""
     rows_of_a, batches = report["rows"], range(1, report["num_batches"] + 1)
+    # A batch's rows are divided between A and B; while B is away, A has all of them.
     rows_of_b = [max(rows_of_a) - rows for rows in rows_of_a]
     for rows, below, name, colour, cluster in zip(
         (rows_of_a, rows_of_b), ([0] * len(rows_of_a), rows_of_a), "AB", COLOURS, report["clusters"], strict=False

@@ -73,10 +73,12 @@ def table_of_answers(pairs: dict[tuple[str, int], Pair]) -> Table:
 def table_of_links(pairs: dict[tuple[str, int], Pair]) -> Table:
     """Return a table of the slowest link with which each way pays, and with which it loses little."""
     ways: dict[str, tuple[str | int, float | None]] = {EXACT: (EXACT, None), OVERLAP: (OVERLAP, None)}
+    # Each way with the bytes of a number that it exchanges; None: those of exact sums.
     ways |= {f"local, {name}": (LOCAL, size) for name, size in FORMATS.items()}
     rows = []
     for (model, num_devices), pair in pairs.items():
         gain_of_both = sum(pair.rates) / max(pair.rates)
+        # The gain over the faster cluster alone that the link has to allow.
         for purpose, gain in (("pays", 1.0), (f"loses under {LOST:.0%}", (1 - LOST) * gain_of_both)):
             links = [in_gigabits(pair.least_link(way, gain, size)) for way, size in ways.values()]
             rows.append([model, f"{num_devices} + {num_devices}", purpose, *links])

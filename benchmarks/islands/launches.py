@@ -75,9 +75,12 @@ class Islands:
         island_name = cluster.letter
         command = [cluster.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(cluster.num_ranks), *program, "run.yaml", f"{island_name}.yaml", f"run_name={self.run}"]
+
+        # Several launches of one run share its checkpoints, but have run folders of their own.
         if self.address:
             command += [f"islands.coordinator={self.address}", f"islands.name={island_name}"]
             command += [f"save_folder={self.workshop.folder / 'saves' / self.run}"]
+
         environment = {**environment_for(cluster), **cluster.environment, TOKEN: SECRET}
         output = self.workshop.folder / f"{self.run}-{island_name}.txt"
         launched = Launched([*command, *self.settings, *arguments], self.workshop.folder, environment, output)

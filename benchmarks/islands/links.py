@@ -45,6 +45,7 @@ class Direction:
     """The line of one direction, which all connections share: it is busy until `free_at` (time of the event loop)."""
 
     def __init__(self) -> None:
+        """The line is free at first."""
         self.free_at = 0.0
 
     async def pace(self, num_bytes: int, bits_per_second: float | None) -> None:
@@ -63,6 +64,7 @@ class Links:
     """
 
     def __init__(self, path: Path):
+        """Read the file at `path`. No proxy is started yet."""
         self.path = path
         self.ports: dict[tuple[str, int], int] = {}
         self.open_now: set[asyncio.StreamWriter] = set()

@@ -152,6 +152,7 @@ class RunTrainer:
     """Trains the runs, one after the other, on processes that have imported the code. `end` has to be called."""
 
     def __init__(self, folder: Path, data: Path, num_batches: int):
+        """Write the YAML, a smaller run than that of the switch benchmark, and start each island's server."""
         self.folder, self.num_runs = folder, 0
         config = configuration(data, num_batches, num_batches, "fp32", 17)
         config |= {"max_seq_len": SEQ_LEN, "global_train_batch_size": ROWS, "device_train_microbatch_size": 8}
@@ -160,6 +161,8 @@ class RunTrainer:
         config["optimizer"]["lr"] = 2e-3
         for key in ("train_loader", "eval_loader"):
             config[key]["dataset"].pop("shuffle_seed", None)
+
+        # Count the parameters without building the model.
         shape = config["model"]
         model = {key: value for key, value in shape.items() if key not in ("name", "attn_config")}
         self.num_parameters = count_parameters(
@@ -188,6 +191,7 @@ class RunTrainer:
         cell = {"islands": count, "every": every, "variant": variant, "seed": seed}
         if count == 1:
             return cell | self._record([self._launch(self.keepers[0], name, settings)])
+        # Several islands: a coordinator, and a thread for each island's launch.
         with (
             coordinated(self.workshop, name, count, self.links, SILENCE_SECONDS) as address,
             ThreadPoolExecutor(count) as pool,
@@ -231,6 +235,7 @@ class RunTrainer:
             if "islands/exchange_seconds" in records_of_batch[0]
         ]
         exchanges = [min(map(waited, records_of_batch)) for records_of_batch in exchanged_batches]
+        # Without local steps, every batch has the loss of the whole; with them, only outer steps do.
         is_synchronous = "islands/loss" not in last
         losses = [
             (record["batch"], record[LOSS if is_synchronous else "islands/loss"])
@@ -270,6 +275,7 @@ def summarise(runs: Sequence[dict[str, Any]], count: int, every: int, variant: s
     """
     loss_of_one_world = {run["seed"]: run["loss"] for run in runs if run["islands"] == 1}
     runs_of_cell = [run for run in runs if cell_of(run) == (count, every, variant)]
+    # Pairs of the same seed, so that the seed's own effect drops out.
     differences = [run["loss"] - loss_of_one_world[run["seed"]] for run in runs_of_cell]
     num_seeds = len(runs_of_cell)
     half_interval = STUDENT[num_seeds] * statistics.stdev(differences) / math.sqrt(num_seeds) if num_seeds > 1 else None
@@ -291,6 +297,7 @@ def table_of(report: dict[str, Any]) -> Table:
     gradient_bytes = 4 * report["num_parameters"] * report["num_batches"]
     for cell in report["cells"]:
         count, every, half = cell["islands"], cell["every"], cell["half"]
+        # Gradients that an island would send and receive without local steps, to and from each other island.
         num_gradients = 2 * (count - 1)
         difference = f"{cell['difference']:+.3f}" + ("" if half is None else f" ± {half:.3f}") if every else ""
         bytes_cells = (
@@ -363,6 +370,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     colour_of_interval = dict(
         zip(sorted({cell["every"] for cell in report["cells"]} - {0}), (*COLOURS, "#8c564b"), strict=False)
     )
+    # Left: single losses of a launch are noisy, so their means are drawn.
     for run in sorted(report["runs"], key=lambda run: run["every"]):
         if run["seed"] != report["runs"][0]["seed"] or run["islands"] > 2 or run["variant"]:
             continue
@@ -376,6 +384,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     left.set_xlabel("batch")
     left.set_ylabel("training loss of a round, nats per token")
     left.legend(frameon=False, fontsize=8.5)
+    # Right: the marker says the number of islands or the variant, the colour the interval.
     markers = {(2, ""): "o", (4, ""): "s"}
     for marker, variant in zip("^vD", (variant for variant in VARIANTS if variant), strict=True):
         markers[2, variant] = marker

@@ -80,6 +80,7 @@ def run(*, out: Path | None = None) -> dict[str, Any]:
 
     report = conditions | {"paced": paced, "packed": packed, "loads": loads}
     tables = measured_table("steps of islands", HEADINGS, list_rows(paced)), bytes_of_7b(packed["bytes"])
+    # The target holds for gradients that are sent during the backward pass. The worst case counts.
     overlapped = [row for row in paced if row["early"]]
     worst, worst_by_measured_rate = (
         min(row[key] / row["seconds"] for row in overlapped) for key in ("expected", "expected_of_link")
@@ -130,6 +131,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     """
     rows = []
     for num_islands, megabits, has_owners in CASES:
+        # The first island's link is the slow one.
         links = dict.fromkeys("abcd"[:num_islands], 1.0) | {"a": 0.1}
         shares = divide_sum(links) if has_owners else {}
         with proxy(folder / "paced.json", megabits * 1e6) as through:

@@ -22,6 +22,7 @@ def main(arguments: Sequence[str]) -> None:
         """Return the method with a pause before it."""
 
         def exchange_later(*args: Any) -> Any:
+            """Wait, then exchange."""
             time.sleep(SECONDS)
             return exchange(*args)
 

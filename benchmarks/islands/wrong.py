@@ -75,6 +75,7 @@ def stale(islands: Any) -> None:
         if self.num_repeats == 1 and gradients_of_islands:
             weights[self.name] = self.weight
             shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+            # The island's own part plus what is kept, with the weights that they would have had together.
             gradients = {name: self._gradient(parameter) for name, parameter in self.held.parameters.items()}
             for key, own_part in self.held.views(gradients)[1].items():
                 kept_parts = {
@@ -93,6 +94,7 @@ def dies(islands: Any) -> None:
     original_exchange = islands._exchange
 
     def exchange_and_die(self: Any, loss: torch.Tensor) -> Any:
+        """Exchange as usual, and die after the given batch, once its gradient has arrived."""
         label, report = self.summing.label, original_exchange(self, loss)
         if label == DIES_AT * LABELS_PER_BATCH:
             time.sleep(SECONDS_TO_ARRIVE)

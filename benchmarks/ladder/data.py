@@ -64,10 +64,12 @@ def texts(root: Path) -> Iterator[tuple[str, str]]:
     names = [path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()]
     for name in sorted(names, key=lambda name: (share(name), name)):
         path, package = root / name, name.partition("/")[0]
+        # The license and description of a package are in METADATA, which has no suffix.
         if (path.suffix.lower() not in SUFFIXES and path.name != "METADATA") or package == LEFT_OUT:
             continue
 
         content = path.read_bytes()
+
         digest, is_large = hashlib.sha256(content).digest(), len(content) > FILE_BYTES
         if is_large or digest in digests or bytes_of_packages[package] + len(content) > PACKAGE_BYTES:
             continue

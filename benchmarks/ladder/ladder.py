@@ -184,6 +184,7 @@ def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str
     """Return a run's row of the report: size, sites, losses, time, bits per byte, and what was predicted."""
     name, records = str(shape), records_of(keep, str(shape))
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
+    # The loss curve: means over at most MAX_POINTS stretches of consecutive batches.
     stretches = np.array_split(np.arange(len(losses)), min(len(losses), MAX_POINTS))
     task, seconds = (
         results_of(keep, name)[0].tasks[SPLIT],
@@ -287,6 +288,7 @@ def interval(name: str, row: Mapping[str, Any], digits: int = 4) -> str:
 
 def tables_of_runs(report: dict[str, Any]) -> list[Table]:
     """Return three tables: the runs, the predictions beside their results, and the predictions without a run."""
+    # Column heading, and a format or a function of the row.
     run_columns = (
         ("width x layers", "{name}"),
         ("parameters", "{parameters:,}"),
@@ -298,6 +300,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
         ("tokens/s", lambda row: f"{row['tokens'] / row['hours'] / 3600:,.0f}"),
         ("validation, nats per token", lambda row: f"{[*row['validation'].values()][-1]:.3f}"),
     )
+
     law_columns = (
         ("predicted", "{name}"),
         ("from sizes", "{num_sizes}"),
@@ -305,6 +308,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
         ("floor", lambda row: f"{row['floor']:.2f} ({interval('floor', row, 2)})"),
         ("expected", lambda row: f"{row['bits']:.4f} ({interval('bits', row)})"),
     )
+
     outcome_columns = (
         ("trained by then", lambda row: f"{row['at_batch'] / row['batches']:.0%}"),
         ("came", "{came:.4f}"),
@@ -312,6 +316,7 @@ def tables_of_runs(report: dict[str, Any]) -> list[Table]:
         ("", lambda row: "hit" if row["bits_low"] <= row["came"] <= row["bits_high"] else "MISS"),
     )
 
+    # A prediction's row has the figures of its run, overwritten by those of the prediction.
     rows = [{**run, "came": run["bits"], **run["predicted"]} for run in report["runs"] if run["predicted"]]
     title = "bits per byte of the held-out split, predicted by floor + scale N^-exponent (95 % intervals)"
     untrained = [{**run, **run["predicted"]} for run in report["untrained"]]
@@ -360,6 +365,7 @@ def tables_of_tasks(report: dict[str, Any]) -> list[Table]:
         """Format a figure with its standard error, if it has one."""
         return f"{row[key]:.3f}" + (f" ± {row[f'{key}_stderr']:.3f}" if f"{key}_stderr" in row else "")
 
+    # The held-out texts have a table of their own.
     task_keys = [key for key in report["tasks"][0] if key.endswith("shot") and key not in TEXT]
     text_columns = [("", "{model}"), *((title, partial(shown, part)) for part, title in TEXT.items())]
 

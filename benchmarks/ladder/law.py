@@ -106,6 +106,7 @@ class NGram:
     """
 
     def __init__(self, tokens: NDArray[np.int64], vocab_size: int, order: int = ORDER):
+        """Count the grams of all orders in `tokens`. A token is a number below `vocab_size`."""
         self.vocab_size = vocab_size
         self.orders: list[tuple[NDArray[np.int64], Floats, NDArray[np.int64], Floats, float]] = []
         keys, counts = np.unique(windows(tokens, order, vocab_size), return_counts=True)

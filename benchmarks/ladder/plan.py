@@ -82,6 +82,7 @@ def train(keep: Path, shape: Shape, lr: float, *, name: str = "", seed: int = 17
     """
     folder = keep / "runs" / (name or str(shape))
     options = [f"{key}={value}" for key, value in options_of(shape, lr, seed, folder.name).items()]
+    # Go on after the last batch that an earlier call has saved.
     saved = [int(path.name[2:]) for path in folder.glob("checkpoints/ba*") if path.name[2:].isdigit()]
     launches = launches_of(shape.num_batches, max(saved, default=0))
     if name and launches:

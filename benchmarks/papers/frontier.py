@@ -122,6 +122,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         rate_axes,
         scaling_axes,
     ):
+        # Left: two bars for each model, side by side.
         for shift, key in ((-0.2, "predicted"), (0.2, "published")):
             positions = [index + shift for index in range(len(report["models"]))]
             rate_axes.bar(positions, [row[key] for row in report["models"]], 0.4, label=key)
@@ -129,6 +130,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
         rate_axes.set_ylabel("TFLOP/s of a device")
         rate_axes.spines[["top", "right"]].set_visible(False)
 
+        # Right: only the last count has a published figure.
         for model, colour in zip(COUNTS, ("#4c72b0", "#dd8452"), strict=True):
             rows = [row for row in report["scaling"] if row["model"] == model]
             counts = [row["num_devices"] for row in rows]

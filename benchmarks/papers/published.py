@@ -216,6 +216,7 @@ def run(*, fit: bool = False, out: Path | None = None) -> dict[str, Any]:
         report["fitted"] = {name: round(value, 4) for name, value in fit_rates(rows).items()}
         print("\n".join(f"{name} {value}" for name, value in report["fitted"].items()))
 
+    # Predict: the held-out rows, rows with more devices than were measured, and the papers.
     report["errors"] = list(errors_by_kind(rows))
     report["far"] = list(errors_on_more_devices(rows))
     report["papers"] = [list(figure) for figure in figures()]
@@ -344,6 +345,8 @@ def errors_on_more_devices(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
         predicted_rows = [row for row in rows_of_device if row.published.num_devices > max_measured_devices]
         if not measured_rows or len(predicted_rows) < 2:
             continue
+
+        # Calibrate as a user would, from a file that `bench scaling` has written.
         with tempfile.TemporaryDirectory() as folder:
             hardware = calibrate(measured_rows[0].hardware, [write_report(measured_rows, Path(folder))], {})
         errors_and_hits = [(abs(row.error(hardware)), is_within(row, hardware)) for row in predicted_rows]

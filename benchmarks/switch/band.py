@@ -141,6 +141,7 @@ def evaluate(
             run.losses, [series.losses for series in uninterrupted_so_far]
         ).tolist()
         report["verdicts"][name] = dataclasses.asdict(verdict)
+        # A sound run has to be the same. A control has to differ here, or in another record.
         report["passed"] &= (verdict.is_the_same_run and not other_record) == (name in sound)
 
 

@@ -160,6 +160,7 @@ def run(
                 console.print(f"training: {name}", highlight=False)
                 return [launch_control(workshop, name, control_cluster, tampered_at, num_batches)]
             console.print(f"training: {name}", highlight=False)
+            # Move every weight by a rounding step after the first batch, which these runs share.
             if name in nudged_runs:
                 cluster, rounding_seed = nudged_runs[name]
                 first = workshop.run_folder(FIRST_BATCH) / "checkpoints" / "ba1"
@@ -170,6 +171,7 @@ def run(
                 return [workshop.launch(name, cluster, *arguments)]
             if name != SWITCHING:
                 return [workshop.launch(name, next(c for c in clusters if alone(c) == name))]
+            # Controls stop waiting when the relay has ended, even if it has failed.
             try:
                 return workshop.relay(name, every)
             finally:
@@ -543,6 +545,7 @@ def times(ratio: float) -> str:
 def notes_of(report: dict[str, Any]) -> list[str]:
     """Return the notes below the table, one sentence or more each: band, relay, data, and how sound runs fare."""
     num_batches = report["num_batches"]
+    # One digest for each batch, if all runs had the same data.
     digests = {digest for series in report["uninterrupted"].values() for digest in series["digests"]}
     uninterrupted = list(report["uninterrupted"].values())
     band_note = (
@@ -650,6 +653,7 @@ def describe_cluster(cluster: Cluster, machines: dict[str, Machine]) -> dict[str
     """
     overlay, machine, first_machine = cluster.overlay, machines[cluster.letter], next(iter(machines.values()))
     fsdp, degrees = overlay["fsdp_config"], degrees_of(overlay)
+    # Ranks that do not divide the model in another way shard its state.
     shards = cluster.num_ranks // math.prod(degrees.values())
     sharding = fsdp["sharding_strategy"]
     if degrees:

@@ -100,6 +100,7 @@ def nudge(seed: int) -> Change:
     """
 
     def change(content: Content) -> None:
+        """Draw a direction for each weight, in the order of the names, and move it."""
         generator = torch.Generator().manual_seed(seed)
         # Tied weights have several names, and are moved once.
         weights = {id(tensor): tensor for name, tensor in sorted(content.tensors.items()) if name.startswith("model/")}
@@ -121,6 +122,7 @@ def move_data(num_batches: int) -> Change:
     stays."""
 
     def change(content: Content) -> None:
+        """Change the number of samples that have been read in this epoch."""
         position = content.scalars["data"]
         position["sample_in_epoch"] += num_batches * position["global_batch_size"]
 
@@ -134,6 +136,7 @@ def move_run(batch: int, batches_in_epoch: int, seq_len: int) -> Change:
     """
 
     def change(content: Content) -> None:
+        """Set all counters of the timestamp, and the position in the data."""
         batch_size = content.scalars["data"]["global_batch_size"]
         epoch, batch_in_epoch = divmod(batch, batches_in_epoch)
         units_per_batch = {"batch": 1, "sample": batch_size, "token": batch_size * seq_len}

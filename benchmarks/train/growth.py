@@ -166,6 +166,7 @@ def plot_growth(report: dict[str, Any], path: Path) -> None:
     keys = {"parameters": "num_parameters", "sequence": "seq_len", "batch": "batch_size"}
     axis_labels = {"parameters": "parameters", "sequence": "tokens in a sample", "batch": "samples in a batch"}
     with frame.drawn(path, len(quantities), (11, 3.6), title_of(report), sharey=True) as panels:
+        # One panel for each quantity, all with the same axis of seconds.
         for axes, quantity in zip(panels, quantities, strict=True):
             rows = [row for row in report["rows"] if row["grows"] == quantity]
             x = [row[keys[quantity]] for row in rows]

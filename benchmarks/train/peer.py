@@ -30,6 +30,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     tokens = torch.randint(shape["vocab_size"], (settings["batch_size"], settings["seq_len"]), device=device)
 
     def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of predicting each next token, in bf16 autocast if that is measured."""
         with torch.autocast(device, torch.bfloat16, enabled=settings["dtype"] == "bf16"):
             logits = model(input_ids=tokens_bt).logits
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens_bt[:, 1:].flatten())

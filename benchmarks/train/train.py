@@ -66,6 +66,7 @@ def run(
     console, report = frame.open_console(), frame.describe_conditions()
     settings = {"shape": shape, "seq_len": seq_len, "batch_size": batch_size, "num_steps": num_steps}
 
+    # Every side in every dtype, in a process of its own.
     tasks = {
         f"{side} {dtype}": {"side": f"{side} {dtype}", "overrides": list(overrides), **settings}
         for dtype in DTYPES
@@ -232,6 +233,7 @@ def measure_bare(settings: dict[str, Any]) -> dict[str, Any]:
     model = build_parallel_model(config, fsdp, precision, build_mesh(Layout(), device_type()), seed=17)
 
     def compute_loss(tokens_bt: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of predicting each next token."""
         labels_bt = next_token_labels(tokens_bt)
         return model(tokens_bt, head=partial(cross_entropy_sum, labels_bt=labels_bt)) / labels_bt.numel()
 
