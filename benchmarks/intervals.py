@@ -108,9 +108,14 @@ def answers(generator: np.random.Generator, shape: tuple[int, ...], difference: 
     def drawn(shape: tuple[int, ...]) -> Floats:
         """Draw independently: 1 with probability 0.15 + difference / 2, -1 with 0.15 - difference / 2, otherwise 0."""
         uniform = generator.random(shape)
-        return np.where(uniform < 0.15 + difference / 2, 1.0, np.where(uniform > 0.85 + difference / 2, -1.0, 0.0))
+        is_win = uniform < 0.15 + difference / 2
+        is_loss = uniform > 0.85 + difference / 2
+        return np.where(is_win, 1.0, np.where(is_loss, -1.0, 0.0))
 
-    return np.where(generator.random(shape) < likeness, drawn((*shape[:-1], 1)), drawn(shape))
+    repeats_item = generator.random(shape) < likeness
+    item_draw = drawn((*shape[:-1], 1))
+    own_draw = drawn(shape)
+    return np.where(repeats_item, item_draw, own_draw)
 
 
 Scene = tuple[str, str, int, Floats, Callable[[np.random.Generator, float], Floats]]

@@ -314,7 +314,8 @@ class Scene:
         if not lines:
             return [], ""
         rows, leader = lines[-1].split(": ", 1)[1].rsplit("; ", 1)
-        return [part.split()[0] for part in rows.split(", ")], leader.split()[0]
+        members = [part.split()[0] for part in rows.split(", ")]
+        return members, leader.split()[0]
 
     # ------------------------------------------------------------------------------------------------------ waiting
 

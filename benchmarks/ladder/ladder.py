@@ -186,10 +186,8 @@ def describe_run(keep: Path, smaller: Sequence[Shape], shape: Shape) -> dict[str
     losses = np.array([records[batch]["loss/train/total"] for batch in sorted(records)])
     # The loss curve: means over at most MAX_POINTS stretches of consecutive batches.
     stretches = np.array_split(np.arange(len(losses)), min(len(losses), MAX_POINTS))
-    task, seconds = (
-        results_of(keep, name)[0].tasks[SPLIT],
-        sum(record["time/batch_seconds"] for record in records.values()),
-    )
+    task = results_of(keep, name)[0].tasks[SPLIT]
+    seconds = sum(record["time/batch_seconds"] for record in records.values())
     return {
         "name": name,
         "parameters": results_of(keep, name)[0].num_parameters,

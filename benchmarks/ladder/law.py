@@ -49,14 +49,16 @@ def fit(sizes_n: Sequence[float], losses_fn: Floats) -> Law:
     for exponent in EXPONENTS:
         # Regress on N^-exponent, relative to the first size, so that its values are near 1.
         decay_n = (sizes / sizes[0]) ** -exponent
-        slope_f = losses_fn @ (decay_n - decay_n.mean()) / ((decay_n - decay_n.mean()) ** 2).sum()
+        centred_n = decay_n - decay_n.mean()
+        slope_f = losses_fn @ centred_n / (centred_n**2).sum()
         # Where the regression's floor would be negative, regress through the origin instead.
         has_negative_floor_f = means_f < slope_f * decay_n.mean()
         slope_f = np.where(has_negative_floor_f, losses_fn @ decay_n / (decay_n @ decay_n), slope_f)
         floor_f = np.where(has_negative_floor_f, 0, means_f - slope_f * decay_n.mean())
 
         # Keep, for each row, what fits better than all exponents before.
-        squares_f = ((floor_f[:, None] + slope_f[:, None] * decay_n - losses_fn) ** 2).sum(axis=1)
+        predicted_fn = floor_f[:, None] + slope_f[:, None] * decay_n
+        squares_f = ((predicted_fn - losses_fn) ** 2).sum(axis=1)
         candidate = np.stack([squares_f, floor_f, slope_f * sizes[0] ** exponent, np.full(len(losses_fn), exponent)])
         best_candidate = np.where(squares_f < best_candidate[0], candidate, best_candidate)
     return Law(*best_candidate[1:])
@@ -73,7 +75,6 @@ def predict(
 
     Returns floor, scale, exponent and bits, each also with _low and _high.
     """
-
     # The first fit is that of the measured sums without noise; the others are the bootstrap's.
     columns = np.stack([*(rows[:, 0] for rows in documents_nu2), documents_nu2[0][:, 1] * math.log(2)], axis=1)
     sums = np.concatenate([columns.sum(axis=0)[None], bootstrap_sums(columns, np.random.default_rng(SEED), NUM_DRAWS)])

@@ -281,7 +281,8 @@ def mean_error(rows: Sequence[Row], values: Mapping[str, float]) -> float:
     # Constants that `step` does not use, such as the jitter, are part of the hardware.
     with patch.dict(vars(step), constants):
         errors = [math.log1p(row.error(with_values(row.hardware, values))) for row in rows]
-    return sum(min(abs(error), LARGEST_ERROR) for error in errors) / len(errors)
+    limited_errors = [min(abs(error), LARGEST_ERROR) for error in errors]
+    return sum(limited_errors) / len(errors)
 
 
 def with_values(hardware: Hardware, values: Mapping[str, float]) -> Hardware:
