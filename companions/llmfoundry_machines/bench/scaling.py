@@ -3,18 +3,21 @@
 llmfoundry-lite bench scaling --devices 1,2,4 fsdp_config.sharding_strategy=FULL_SHARD --out results
 llmfoundry-lite bench scaling --runs runs/on-8,runs/on-16,runs/on-32 --out results
 
-Without `--runs`, every point is a real launch on this machine, and the launches take turns. With `--runs`, nothing is
-started: finished runs of any machine share one table if their batch, precision, model and layout are the same.
+Without `--runs` (`run`), every point is a real launch on this machine, and the launches take turns. With `--runs`
+(`table_runs`), nothing is started: finished runs of any machine share one table if their batch, precision, model and
+layout are the same. Both read each run's log into a `Point`, and report the points alike (`report_points`).
+
+The global batch has the samples of a step on all devices together, the local batch those on one device.
 """
 
 import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,28 +37,29 @@ COMMAND = "llmfoundry-lite bench scaling"
 STRONG, WEAK = "strong", "weak"
 COLOURS = {STRONG: "#4c72b0", WEAK: "#dd8452"}
 WARM_UP = 2
-"""Steps left out of each run."""
+"""Steps at the beginning of each run that are left out."""
 PUBLISHED = (
     "Published for comparison (MosaicML 2023, MPT-7B, 1,536 samples): 166 TFLOP/s a card on 4 MI250, 159 on 128: "
     "95.8 % of it, strong."
 )
 
 
-class Point(NamedTuple):
-    """One run in a table of scaling."""
+@dataclass(frozen=True)
+class Point:
+    """One run in a table of scaling, or the median of several launches of it."""
 
-    where: str
+    run_folder: str
     num_devices: int
     batch_size: int
-    """Samples of a step, on all devices."""
-    same: dict[str, Any]
-    """Facts that must be equal in all runs of a table."""
+    """Samples of the global batch."""
+    conditions: dict[str, Any]
+    """Facts that must be equal in all runs of a table, such as `num_parameters` and `precision`."""
     flops_per_step: int
     tokens_per_step: int
     seconds: float
-    """The median step."""
+    """The median step's time."""
     peak_flops: float | None
-    """FLOP/s of one device, if the run knew it."""
+    """Peak FLOP/s of one device, if the run knew it."""
     config: dict[str, Any]
     """Configuration that was trained, for `plan --calibrate`."""
 
@@ -71,62 +75,85 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Launch all points in turns, print the table, write scaling.json, .md and .png to `out`.
+    """Launch a run for each point in turns, print the table, and return the report.
 
-    Strong scaling has `batch_size` samples on all devices together; weak scaling has the largest count's share of them
-    on each device. Raises ConfigError for counts that do not suit machine or batch, DataError when a launch fails.
+    `counts` are the numbers of devices. Strong scaling trains a global batch of `batch_size` samples on each of them;
+    weak scaling trains the local batch that this is on the largest count. For example, `counts` of 1, 2 and 4 with 8
+    samples are 1x8, 2x8, 4x8 (strong) and 1x2, 2x4, 4x8 (weak), which are five launches in each of `num_rounds` rounds.
+
+    With `out`, writes scaling.json, .md and .png there. Raises ConfigError for counts that do not suit the machine or
+    the batch, and DataError when a launch fails.
     """
     frame.check_names("--shape", [shape], SHAPES)
     frame.check_names("--dtype", [dtype], DTYPES)
     counts = sorted(set(counts))
     check_counts(counts, batch_size)
-    share = batch_size // counts[-1]
-    points = dict.fromkeys([*((n, batch_size) for n in counts), *((n, n * share) for n in counts)])
-    settings = {"shape": shape, "seq_len": seq_len, "num_steps": num_steps, "overrides": list(overrides)}
-    if device_type() == "cpu":  # every rank of every count gets as many cores
+    if device_type() == "cpu":
+        # Each rank gets as many cores as on the largest count, so that counts do not differ in them.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cores() // counts[-1])))
-    sides: dict[str, Any] = {
-        f"{n} devices, {size} samples": partial(launch, n, {**settings, "batch_size": size}, dtype)
-        for n, size in points
-    }
-    products = {**settings, "side": f"matmul {dtype}", "batch_size": share}
+
+    # The largest count's point belongs to both kinds of scaling. `sides` is a dict, so it is launched once.
+    local_batch_size = batch_size // counts[-1]
+    strong_points = [(count, batch_size) for count in counts]
+    weak_points = [(count, count * local_batch_size) for count in counts]
+    settings = {"shape": shape, "seq_len": seq_len, "num_steps": num_steps, "overrides": list(overrides)}
+    sides: dict[str, Any] = {}
+    for count, size in [*strong_points, *weak_points]:
+        sides[f"{count} devices, {size} samples"] = partial(launch, count, {**settings, "batch_size": size}, dtype)
+    products = {**settings, "side": f"matmul {dtype}", "batch_size": local_batch_size}
     sides["matrix products"] = partial(measure_in_a_process, products)
-    found, failed = frame.take_turns(sides, num_rounds, frame.open_console())
+
+    rounds_by_side, failed = frame.take_turns(sides, num_rounds, frame.open_console())
     if failed:
         raise DataError(f"bench scaling: {next(iter(failed.values()))}")
+
+    # Each round has a median over its steps. The report has the median over all rounds.
     products_flops = statistics.median(
-        one["flops"] / statistics.median(one["step_seconds"]) for one in found.pop("matrix products")
+        measurements["flops"] / statistics.median(measurements["step_seconds"])
+        for measurements in rounds_by_side.pop("matrix products")
     )
-    measured = [
-        rounds[0]._replace(seconds=statistics.median(point.seconds for point in rounds)) for rounds in found.values()
-    ]
-    measured.sort(key=lambda point: point.num_devices)
-    strong = [point for point in measured if point.batch_size == batch_size]
-    weak = [point for point in measured if point.batch_size == share * point.num_devices]
+    points = []
+    for rounds in rounds_by_side.values():
+        median_seconds = statistics.median(point.seconds for point in rounds)
+        points.append(replace(rounds[0], seconds=median_seconds))
+    points.sort(key=lambda point: point.num_devices)
+    strong = [point for point in points if point.batch_size == batch_size]
+    weak = [point for point in points if point.batch_size == local_batch_size * point.num_devices]
+
     options = {"devices": counts, "shape": shape, "seq_len": seq_len, "batch_size": batch_size, "dtype": dtype}
     command = frame.format_command(COMMAND, overrides, **options, num_steps=num_steps, num_rounds=num_rounds)
-    return tell_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, command, out)
+    return report_points({STRONG: strong, WEAK: weak}, products_flops, num_rounds * num_steps, command, out)
 
 
-def table_runs(places: Sequence[str], out: Path | None = None) -> dict[str, Any]:
-    """Tabulate finished runs in the same way. Raises DataError for runs that do not fit into one table, and why."""
-    points = sorted((read_point(place) for place in places), key=lambda point: point.num_devices)
-    return tell_points({kind_of(points): points}, None, None, frame.format_command(COMMAND, runs=places), out)
+def table_runs(run_folders: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+    """Report finished runs in the same way. Raises DataError for runs that do not fit into one table, and says why."""
+    points = sorted((read_point(run_folder) for run_folder in run_folders), key=lambda point: point.num_devices)
+    command = frame.format_command(COMMAND, runs=run_folders)
+    return report_points({determine_kind(points): points}, None, None, command, out)
 
 
-def tell_points(
-    by_kind: dict[str, list[Point]],
+def report_points(
+    points_by_kind: dict[str, list[Point]],
     products_flops: float | None,
     num_steps: int | None,
     command: str,
     out: Path | None,
 ) -> dict[str, Any]:
-    first = next(iter(by_kind.values()))[0]
+    """Print the table and notes, write scaling.json, .md and .png to `out`, if given, and return the report.
+
+    `points_by_kind` has the points of strong or weak scaling, or both, sorted by the number of devices.
+    `products_flops` is the measured rate of matrix products in FLOP/s, and `num_steps` the number of timed steps of
+    each point. Both are None for finished runs.
+    """
+    rows = []
+    for kind, points in points_by_kind.items():
+        rows += describe_points(kind, points)
+    conditions = next(iter(points_by_kind.values()))[0].conditions
     report = frame.describe_conditions() | {
-        **first.same,
+        **conditions,
         "num_steps": num_steps,
         "products_flops_per_sec": products_flops,
-        "rows": [row for kind, points in by_kind.items() for row in describe(kind, points)],
+        "rows": rows,
     }
     frame.tell(
         report,
@@ -135,7 +162,7 @@ def tell_points(
         name="scaling",
         heading="Scaling over devices",
         command=command,
-        asked=[key for key in first.same if key != "device_name"],
+        asked=[key for key in conditions if key != "device_name"],
         plot=plot,
         out=out,
     )
@@ -146,80 +173,115 @@ def tell_points(
 
 
 def check_counts(counts: Sequence[int], batch_size: int) -> None:
-    there = torch.cuda.device_count()
-    if there and counts[-1] > there:
-        raise ConfigError(f"--devices: {counts[-1]} given, this machine has {there}; table runs of others with --runs")
-    odd = [n for n in counts if batch_size % n]
-    if odd:
-        raise ConfigError(f"--batch-size: {batch_size} samples do not divide over {odd[0]} devices")
+    """Raise ConfigError unless this machine has the largest of `counts`, and each divides the batch.
+
+    `counts` are sorted. On a CPU a device is a process, so any count will do.
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and counts[-1] > num_gpus:
+        raise ConfigError(
+            f"--devices: {counts[-1]} given, this machine has {num_gpus}; table runs of others with --runs"
+        )
+    for count in counts:
+        if batch_size % count:
+            raise ConfigError(f"--batch-size: {batch_size} samples do not divide over {count} devices")
 
 
 def launch(num_devices: int, settings: dict[str, Any], dtype: str) -> Point:
-    """Train on so many ranks of this machine. Raises RuntimeError with the run's error."""
+    """Train on `num_devices` ranks of this machine, and read the run. Raises RuntimeError with the run's error.
+
+    `settings` has the keys of `steps.write_run`, and `overrides` of the configuration.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
         train_on_ranks(num_devices, [str(path), *settings["overrides"]])
         return read_point(f"{folder}/run")
 
 
-def read_point(place: str) -> Point:
-    """Read a run. Raises DataError for one without a configuration, and one on several counts of devices."""
-    found = read_run(place)
-    config, log = config_of(found), found.log
-    timed = np.isfinite(log.numbers(SECONDS)) & (log.batch > 0)
-    timed[np.flatnonzero(timed)[:WARM_UP]] = False
-    counts = set(log.num_devices[timed].tolist())
+def read_point(run_folder: str) -> Point:
+    """Read a run's configuration and log as a point. `run_folder` may be a URL.
+
+    Raises DataError for a run without a configuration, and for one whose batches ran on several numbers of devices.
+    """
+    finished_run = read_run(run_folder)
+    config = config_of(finished_run)
+    log = finished_run.log
+
+    # The log also has evaluations, which have no step's time. Batch 0 is an evaluation before training.
+    is_timed = np.isfinite(log.numbers(SECONDS)) & (log.batch > 0)
+    is_timed[np.flatnonzero(is_timed)[:WARM_UP]] = False
+    counts = set(log.num_devices[is_timed].tolist())
     if len(counts) != 1 or not np.isfinite(list(counts)).all():
         known = ", ".join(f"{count:g}" for count in sorted(counts)) or "nobody knows how many"
-        raise DataError(f"{place}: {known} devices in its batches; a table needs runs on one count each")
-    tokens = config.global_train_batch_size * config.max_seq_len
+        raise DataError(f"{run_folder}: {known} devices in its batches; a table needs runs on one count each")
+
+    # The log has no peak. It follows from the rate and its share of the peak, and is not finite without them.
     with np.errstate(divide="ignore", invalid="ignore"):
-        peaks = (log.numbers(FLOPS) / log.numbers(MFU))[timed]
-    last = found.segments[-1] if found.segments else None
-    size = last.device_train_microbatch_size if last else config.device_train_microbatch_size
-    planned = replace(config, device_train_microbatch_size=size, environment={}, run_folder="")
+        peaks = (log.numbers(FLOPS) / log.numbers(MFU))[is_timed]
+    peak_flops = float(np.median(peaks)) if np.isfinite(peaks).all() else None
+
+    # The last launch knows its device, and the microbatch size if the configuration says `auto`.
+    microbatch_size = config.device_train_microbatch_size
+    device_name = None
+    if finished_run.segments:
+        microbatch_size = finished_run.segments[-1].device_train_microbatch_size
+        device_name = finished_run.segments[-1].device
+
+    tokens_per_step = config.global_train_batch_size * config.max_seq_len
+    trained = replace(config, device_train_microbatch_size=microbatch_size, environment={}, run_folder="")
     return Point(
-        where=place,
+        run_folder=run_folder,
         num_devices=int(counts.pop()),
         batch_size=config.global_train_batch_size,
-        same={
+        conditions={
             "num_parameters": count_parameters(config.model),
             "seq_len": config.max_seq_len,
             "precision": config.precision,
             "sharding": name_layout(config),
-            "device_name": last and last.device,
+            "device_name": device_name,
         },
-        flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens,
-        tokens_per_step=tokens,
-        seconds=float(np.median(log.numbers(SECONDS)[timed])),
-        peak_flops=float(np.median(peaks)) if np.isfinite(peaks).all() else None,
-        config=as_dict(planned),
+        flops_per_step=count_flops_per_token(config.model, config.max_seq_len) * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        seconds=float(np.median(log.numbers(SECONDS)[is_timed])),
+        peak_flops=peak_flops,
+        config=as_dict(trained),
     )
 
 
 def name_layout(config: TrainConfig) -> str:
-    """Return `FULL_SHARD, tensor_parallel_degree 2`: all degrees but the number of copies."""
+    """Name the sharding and the degrees above 1 that divide a model or a sample, as in
+    `FULL_SHARD, tensor_parallel_degree 2`.
+
+    The data-parallel degree is left out, because it is what a table of scaling varies.
+    """
     degrees = {
         "tensor_parallel_degree": config.tensor_parallel_degree,
         "pipeline_parallel_degree": config.pipeline.pipeline_parallel_degree,
         "context_parallel_degree": config.context.context_parallel_degree,
     }
-    divided = (f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    return ", ".join([config.sharding.sharding_strategy, *divided])
+    divisions = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    return ", ".join([config.sharding.sharding_strategy, *divisions])
 
 
-def kind_of(points: Sequence[Point]) -> str:
-    """Return strong or weak. Raises DataError for neither, and where more than the count of devices differs."""
+def determine_kind(points: Sequence[Point]) -> str:
+    """Return STRONG if all points have the same global batch, WEAK if they have the same local one.
+
+    Raises DataError for other batches, for points whose conditions differ, and for two points on the same number of
+    devices.
+    """
     first = points[0]
     for point in points[1:]:
-        for key, value in first.same.items():
-            if point.same[key] != value:
+        for key, first_fact in first.conditions.items():
+            fact = point.conditions[key]
+            if fact != first_fact:
                 raise DataError(
-                    f"{key} is {value} in {first.where} and {point.same[key]} in {point.where}: not one table"
+                    f"{key} is {first_fact} in {first.run_folder} and {fact} in {point.run_folder}: not one table"
                 )
+
     counts = [point.num_devices for point in points]
     if len(set(counts)) < len(counts):
         raise DataError(f"runs on {', '.join(map(str, counts))} devices: a table needs one run for each count")
+
     if len({point.batch_size for point in points}) == 1:
         return STRONG
     if len({point.batch_size / point.num_devices for point in points}) == 1:
@@ -231,43 +293,63 @@ def kind_of(points: Sequence[Point]) -> str:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def describe(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return rows. `speed_up` is over the smallest count, `efficiency` is its share of the ideal speed-up."""
+def describe_points(kind: str, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Return a row for each point of one kind of scaling. The first point has the smallest number of devices.
+
+    `speed_up` is a point's tokens/s over the first point's. `efficiency` is the share that this is of the ideal
+    speed-up, by the number of devices: 3.2 times the tokens/s on 4 times the devices are an efficiency of 0.8.
+    """
     base = points[0]
-    return [
-        {
-            "kind": kind,
-            "num_devices": point.num_devices,
-            "batch_size": point.batch_size,
-            "seconds": point.seconds,
-            "tokens_per_second": (rate := point.tokens_per_step / point.seconds),
-            "flops_per_device": (flops := point.flops_per_step / point.seconds / point.num_devices),
-            "mfu": point.peak_flops and flops / point.peak_flops,
-            "speed_up": (speed_up := rate / (base.tokens_per_step / base.seconds)),
-            "efficiency": speed_up * base.num_devices / point.num_devices,
-            "config": point.config,
-        }
-        for point in points
-    ]
+    base_tokens_per_second = base.tokens_per_step / base.seconds
+    rows = []
+    for point in points:
+        tokens_per_second = point.tokens_per_step / point.seconds
+        flops_per_device = point.flops_per_step / point.seconds / point.num_devices
+        speed_up = tokens_per_second / base_tokens_per_second
+        rows.append(
+            {
+                "kind": kind,
+                "num_devices": point.num_devices,
+                "batch_size": point.batch_size,
+                "seconds": point.seconds,
+                "tokens_per_second": tokens_per_second,
+                "flops_per_device": flops_per_device,
+                "mfu": flops_per_device / point.peak_flops if point.peak_flops else None,
+                "speed_up": speed_up,
+                "efficiency": speed_up * base.num_devices / point.num_devices,
+                "config": point.config,
+            }
+        )
+    return rows
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    products, share = report["products_flops_per_sec"], list[frame.Column]()
+    """Build the table of all points. Rates are compared with the device's peak if that is known, and else with the rate
+    of matrix products if that was measured."""
+    products_flops = report["products_flops_per_sec"]
+    share_columns: list[frame.Column] = []
     if any(row["mfu"] for row in report["rows"]):
-        share = [("MFU", "{mfu:.1%}")]
-    elif products:
-        share = [("of its products", lambda row: f"{row['flops_per_device'] / products:.1%}")]
+        share_columns = [("MFU", "{mfu:.1%}")]
+    elif products_flops:
+        share_columns = [("of its products", lambda row: f"{row['flops_per_device'] / products_flops:.1%}")]
+
     columns: list[frame.Column] = [
-        *(("scaling", "{kind}"), ("devices", "{num_devices:,}"), ("samples", "{batch_size:,}")),
-        *(("seconds", "{seconds:.3f}"), ("tokens/s", "{tokens_per_second:,.0f}")),
+        ("scaling", "{kind}"),
+        ("devices", "{num_devices:,}"),
+        ("samples", "{batch_size:,}"),
+        ("seconds", "{seconds:.3f}"),
+        ("tokens/s", "{tokens_per_second:,.0f}"),
         ("GFLOP/s a device", lambda row: f"{row['flops_per_device'] / 1e9:,.1f}"),
-        *(*share, ("speed-up", "{speed_up:.2f}"), ("efficiency", "{efficiency:.1%}")),
+        *share_columns,
+        ("speed-up", "{speed_up:.2f}"),
+        ("efficiency", "{efficiency:.1%}"),
     ]
     steps = f", the median of {report['num_steps']} steps" if report["num_steps"] else ""
     return frame.tabulate(f"{build_title(report)}{steps}", columns, report["rows"], num_keys=3)
 
 
 def build_title(report: dict[str, Any]) -> str:
+    """Return the conditions that all rows share, as the title of the table and of the figure."""
     return (
         f"{report['num_parameters']:,} parameters, sequences of {report['seq_len']:,}, {report['precision']}, "
         f"{report['sharding']}, {report['device_name'] or 'an unknown device'}"
@@ -275,35 +357,53 @@ def build_title(report: dict[str, Any]) -> str:
 
 
 def build_notes(report: dict[str, Any]) -> list[str]:
+    """Return the lines below the table: a published result, and how this machine's devices were measured."""
     notes = [PUBLISHED]
-    cores, most = count_usable_cores(), max(row["num_devices"] for row in report["rows"])
-    if report["products_flops_per_sec"]:
-        notes.append(f"One device multiplies at {report['products_flops_per_sec'] / 1e9:,.1f} GFLOP/s alone.")
-        if device_type() == "cpu":
-            threads = os.environ.get("OMP_NUM_THREADS")
-            notes.append(f"A device is a rank over gloo with {threads} thread. {cores} cores may be used.")
-            if most > cores:
-                notes.append(f"{most} ranks share {cores} cores: their efficiency is at most {cores / most:.0%}.")
+    products_flops = report["products_flops_per_sec"]
+    if not products_flops:
+        return notes  # finished runs, perhaps of another machine
+
+    notes.append(f"One device multiplies at {products_flops / 1e9:,.1f} GFLOP/s alone.")
+    if device_type() == "cpu":
+        num_cores = count_usable_cores()
+        num_threads = os.environ.get("OMP_NUM_THREADS")
+        most_ranks = max(row["num_devices"] for row in report["rows"])
+        notes.append(f"A device is a rank over gloo with {num_threads} thread. {num_cores} cores may be used.")
+        if most_ranks > num_cores:
+            highest_efficiency = num_cores / most_ranks
+            notes.append(
+                f"{most_ranks} ranks share {num_cores} cores: their efficiency is at most {highest_efficiency:.0%}."
+            )
     return notes
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw each count's rate per device, with the efficiency (left), and the speed-up (right)."""
-    counts = sorted({row["num_devices"] for row in report["rows"]})
-    with frame.drawn(path, 2, (10, 3.8), build_title(report)) as (rates, ups):
-        ups.plot(counts, [n / counts[0] for n in counts], "--", color="#8c8c8c", label="ideal")
-        for kind in dict.fromkeys(row["kind"] for row in report["rows"]):
-            rows = [row for row in report["rows"] if row["kind"] == kind]
-            x, y = [row["num_devices"] for row in rows], [row["flops_per_device"] / 1e9 for row in rows]
-            line = {"color": COLOURS[kind], "marker": "o", "label": f"{kind} scaling"}
-            rates.plot(x, y, **line)
-            ups.plot(x, [row["speed_up"] for row in rows], **line)
-            offset, style = (0, 8 if kind == STRONG else -14), {"ha": "center", "fontsize": 8, "color": COLOURS[kind]}
-            for row, *place in zip(rows, x, y, strict=True):
-                rates.annotate(f"{row['efficiency']:.0%}", place, offset, textcoords="offset points", **style)
-        frame.label_axes(rates, counts, "devices", "model GFLOP/s of a device")
-        frame.label_axes(ups, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
-        rates.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in report["rows"]) / 1e9)
-        ups.set_yscale("log", base=2)
-        ups.set_yticks([n / counts[0] for n in counts], [f"{n / counts[0]:g}" for n in counts])
-        ups.legend(frameon=False, fontsize=9)
+    """Draw each device's rate, labelled with the efficiency (left), and the speed-up beside the ideal one (right)."""
+    all_rows = report["rows"]
+    counts = sorted({row["num_devices"] for row in all_rows})
+    ideal_speed_ups = [count / counts[0] for count in counts]
+    with frame.drawn(path, 2, (10, 3.8), build_title(report)) as (rate_axes, speed_up_axes):
+        speed_up_axes.plot(counts, ideal_speed_ups, "--", color="#8c8c8c", label="ideal")
+        for kind in dict.fromkeys(row["kind"] for row in all_rows):
+            rows = [row for row in all_rows if row["kind"] == kind]
+            num_devices = [row["num_devices"] for row in rows]
+            rates = [row["flops_per_device"] / 1e9 for row in rows]
+            colour = COLOURS[kind]
+            style = {"color": colour, "marker": "o", "label": f"{kind} scaling"}
+            rate_axes.plot(num_devices, rates, **style)
+            speed_up_axes.plot(num_devices, [row["speed_up"] for row in rows], **style)
+
+            # Labels of strong scaling are above its points, those of weak scaling below, so that they do not meet.
+            offset = (0, 8 if kind == STRONG else -14)
+            for row, *point in zip(rows, num_devices, rates, strict=True):
+                label = f"{row['efficiency']:.0%}"
+                rate_axes.annotate(
+                    label, point, offset, textcoords="offset points", ha="center", fontsize=8, color=colour
+                )
+
+        frame.label_axes(rate_axes, counts, "devices", "model GFLOP/s of a device")
+        rate_axes.set_ylim(0, 1.2 * max(row["flops_per_device"] for row in all_rows) / 1e9)
+        frame.label_axes(speed_up_axes, counts, "devices", f"speed-up over {counts[0]} device(s)", from_zero=False)
+        speed_up_axes.set_yscale("log", base=2)
+        speed_up_axes.set_yticks(ideal_speed_ups, [f"{speed_up:g}" for speed_up in ideal_speed_ups])
+        speed_up_axes.legend(frameon=False, fontsize=9)

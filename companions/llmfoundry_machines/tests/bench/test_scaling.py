@@ -29,7 +29,7 @@ def point(num_devices, batch_size, seconds, **changes):
 def test_one_batch_on_more_devices_is_strong_scaling():
     """4 devices take 8 s for 100 samples, 16 take 2.5 s: 3.2 times as fast on 4 times as many."""
     points = [point(4, 100, 8.0), point(16, 100, 2.5)]
-    rows = scaling.describe(scaling.kind_of(points), points)
+    rows = scaling.describe_points(scaling.determine_kind(points), points)
     assert [row["kind"] for row in rows] == ["strong", "strong"]
     assert [row["tokens_per_second"] for row in rows] == [800, 2560]
     assert [row["flops_per_device"] for row in rows] == [12_000, 9_600]
@@ -39,8 +39,8 @@ def test_one_batch_on_more_devices_is_strong_scaling():
 
 def test_a_batch_that_grows_with_the_devices_is_weak_scaling():
     points = [point(1, 4, 1.0), point(4, 16, 1.25)]
-    assert scaling.kind_of(points) == "weak"
-    assert [row["efficiency"] for row in scaling.describe("weak", points)] == [1.0, 0.8]
+    assert scaling.determine_kind(points) == "weak"
+    assert [row["efficiency"] for row in scaling.describe_points("weak", points)] == [1.0, 0.8]
 
 
 def test_a_run_s_first_two_batches_are_no_part_of_its_time(tmp_path):
@@ -64,7 +64,7 @@ def test_a_run_s_first_two_batches_are_no_part_of_its_time(tmp_path):
 )
 def test_runs_that_differ_in_more_than_their_devices_are_refused(other, words):
     with pytest.raises(DataError, match=words):
-        scaling.kind_of([point(1, 16, 1.0), other])
+        scaling.determine_kind([point(1, 16, 1.0), other])
 
 
 @pytest.mark.parametrize("block", ["tp_config.tensor", "pp_config.pipeline", "cp_config.context"])
@@ -75,7 +75,7 @@ def test_runs_whose_layers_blocks_or_samples_are_divided_otherwise_are_refused(b
     )
     words = f"sharding is FULL_SHARD in runs/1 and FULL_SHARD, {block[10:]}_parallel_degree 2 in runs/2"
     with pytest.raises(DataError, match=words):
-        scaling.kind_of([point(1, 16, 1.0, sharding=plain), point(2, 16, 1.0, sharding=divided)])
+        scaling.determine_kind([point(1, 16, 1.0, sharding=plain), point(2, 16, 1.0, sharding=divided)])
 
 
 def test_finished_runs_take_no_option_of_a_launch(capsys):
