@@ -1,11 +1,14 @@
-"""Model FLOPs utilisation on one device: shapes x attention x compiled or not, beside a plain compiled step.
+"""Model FLOPs utilisation (MFU) on one device: shapes x attention x compiled or not, beside a plain compiled step.
 
 llmfoundry-lite bench mfu --shapes 125m,350m,1b,3b,7b --minutes 8 --out results
 
-MFU stands beside the rate of matrix products of the model's own shapes, measured in the same run, and beside the
-datasheet's peak where `hardware.py` has the device. One device exchanges nothing: do not mix these figures with a
-cluster's. The most telling variants come first; those without time are named. Rows of the Trainer have their
-configuration, for `plan --calibrate`.
+A row's FLOP/s are shown as a share of two rates: that of matrix products of the model's own shapes, measured in the
+same run, and the datasheet's peak, if `hardware.py` has the device. One device exchanges nothing with others, so do not
+mix these figures with a cluster's.
+
+`run` measures each of `variants()` for each shape, the most telling first, until the time is up. What it had no time
+for is named. `turns.py` runs the measurements in processes, and `steps.py` is what they run. Rows of the Trainer have
+their configuration, for `plan --calibrate`.
 """
 
 import statistics
@@ -31,6 +34,8 @@ from llmfoundry_machines.bench.steps import SHAPES, count_step_flops, measure
 from llmfoundry_machines.bench.turns import Turns
 
 PLAIN = "a plain SDPA model, compiled"
+MOST_SAMPLES_AT_ONCE = 4
+"""Samples that a batch without microbatches may have, so that it fits into the memory of one device."""
 COLUMNS: list[Column] = [
     ("model", "{shape}"),
     ("step", "{step}"),
@@ -55,27 +60,44 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure until all is done or `minutes` have passed, print a table, write mfu.json and mfu.md to `out`."""
+    """Measure all variants of all shapes until `minutes` have passed, print a table, and return the report.
+
+    `batch_size` is in samples of `seq_len` tokens, and `overrides` are changes of the Trainer's configuration. With
+    `out`, writes mfu.json and mfu.md there. A variant that fails has its error in its row.
+    """
     check_names("--shapes", shapes, SHAPES)
-    known = accelerator()
+    device = accelerator()
     report: dict[str, Any] = describe_conditions() | {
         "seq_len": seq_len,
         "batch_size": batch_size,
         "num_steps": num_steps,
         "overrides": list(overrides),
-        "peak_flops": known.peak_flops("bf16") if known else None,
+        "peak_flops": device.peak_flops("bf16") if device else None,
         "rows": [],
         "left_out": [],
     }
-    where = {"num_devices": 1, "hardware": known and known.name}
-    cases = [(shape, name, settings) for name, settings in variants().items() for shape in shapes]
-    tasks = [task_of(shape, settings, report) for shape, _, settings in cases]
-    names = [(f"{shape}, {name}", number) for number, (shape, name, _) in enumerate(cases)]
+
+    # `Turns` knows a task by its index, and prepares the next one while it measures.
+    tasks = []
+    rows = []
+    for variant_name, settings in variants().items():
+        for shape in shapes:
+            task = build_task(shape, settings, report)
+            tasks.append(task)
+            rows.append(
+                {
+                    "shape": shape,
+                    "step": variant_name,
+                    "batch_size": task["batch_size"],
+                    "num_devices": 1,
+                    "hardware": device.name if device else None,
+                }
+            )
+    cases = [(f"{row['shape']}, {row['step']}", index) for index, row in enumerate(rows)]
     with Turns(measure, tasks) as turns:
-        for number, left in within_minutes(minutes, names, open_console(), report["left_out"]):
-            shape, name, _ = cases[number]
-            row = {"shape": shape, "step": name, "batch_size": tasks[number]["batch_size"], **where}
-            report["rows"].append(row | take_turn(turns, number, tasks[number], left))
+        for index, left_seconds in within_minutes(minutes, cases, open_console(), report["left_out"]):
+            report["rows"].append(rows[index] | measure_task(turns, index, tasks[index], left_seconds))
+
     tell(
         report,
         build_table(report),
@@ -90,63 +112,99 @@ def run(
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """Return name -> settings of one process, the most telling first. FlexAttention is measured with ALiBi."""
+    """Return the steps to measure, the most telling first: name -> its part of the settings of `steps.measure`.
+
+    The matrix products come first, since other rows are compared with them. Compiled steps and the plain model come
+    before the steps that only tell what compiling gains.
+    """
     first, *others = [name for name in available() if name != "reference"]
-    order = [(first, True), (first, False), *((name, True) for name in others), (PLAIN, True)]
-    found: dict[str, dict[str, Any]] = {PRODUCTS: {"side": "matmul bf16"}}
-    for attention, compiled in [*order, *((name, False) for name in others)]:
-        if attention == PLAIN:
-            found[PLAIN] = {"side": "plain bf16", "compiled": True}
-            continue
-        changes = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
-        changes += ["compile_config={}"] if compiled else []
-        changes += ["model.attn_config.alibi=true"] if attention == "flex" else []
-        name = "flex with ALiBi" if attention == "flex" else attention
-        found[f"{name}, {'compiled' if compiled else 'not compiled'}"] = {"side": "trainer bf16", "overrides": changes}
-    return found
+    ordered = [
+        (PRODUCTS, {"side": "matmul bf16"}),
+        trainer_variant(first, is_compiled=True),
+        trainer_variant(first, is_compiled=False),
+        *(trainer_variant(attention, is_compiled=True) for attention in others),
+        (PLAIN, {"side": "plain bf16", "compiled": True}),
+        *(trainer_variant(attention, is_compiled=False) for attention in others),
+    ]
+    return dict(ordered)
 
 
-def task_of(shape: str, settings: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of `steps.measure`. The plain model, which has no microbatches, and the products take at most 4
-    samples."""
+def trainer_variant(attention: str, *, is_compiled: bool) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of the Trainer's step with one implementation of attention.
+
+    FlexAttention is measured with ALiBi, which its name says.
+    """
+    overrides = [f"model.attn_config.attn_impl={attention}", "device_train_microbatch_size=auto"]
+    if is_compiled:
+        overrides.append("compile_config={}")
+    name = attention
+    if attention == "flex":
+        overrides.append("model.attn_config.alibi=true")
+        name = "flex with ALiBi"
+    compiled = "compiled" if is_compiled else "not compiled"
+    return f"{name}, {compiled}", {"side": "trainer bf16", "overrides": overrides}
+
+
+def build_task(shape: str, settings: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """Return all settings of `steps.measure` for one shape and variant. The report has those that all tasks share.
+
+    Only the Trainer divides the batch into microbatches. The plain model and the products compute their batch at once,
+    so they take at most MOST_SAMPLES_AT_ONCE. Their FLOP/s are compared, not their seconds.
+    """
     task = {"shape": shape, "seq_len": report["seq_len"], "num_steps": report["num_steps"], **settings}
-    if not settings["side"].startswith("trainer"):
-        return {**task, "batch_size": min(4, report["batch_size"])}
-    return {**task, "batch_size": report["batch_size"], "overrides": [*settings["overrides"], *report["overrides"]]}
+    if settings["side"].startswith("trainer"):
+        task["batch_size"] = report["batch_size"]
+        task["overrides"] = [*settings["overrides"], *report["overrides"]]
+    else:
+        task["batch_size"] = min(MOST_SAMPLES_AT_ONCE, report["batch_size"])
+    return task
 
 
-def take_turn(turns: Turns, number: int, task: dict[str, Any], left_seconds: float) -> dict[str, Any]:
-    """Return what one turn adds to its row: measurements, or an error."""
+def measure_task(turns: Turns, index: int, task: dict[str, Any], left_seconds: float) -> dict[str, Any]:
+    """Measure a task in its turn. Return what this adds to its row: measurements, or the `error` that ended it."""
     try:
-        found = turns.measure(number, left_seconds)
+        measurements = turns.measure(index, left_seconds)
     except RuntimeError as error:
         return {"error": str(error)}
-    seconds, num_tokens = statistics.median(found.pop("step_seconds")), task["batch_size"] * task["seq_len"]
-    is_products = "flops" in found
-    flops = found.pop("flops", None) or count_step_flops(task["shape"], task["seq_len"], task["batch_size"])
+
+    seconds = statistics.median(measurements.pop("step_seconds"))
+    # Products count their own FLOPs, and have no tokens/s because they leave out most of a step.
+    flops = measurements.pop("flops", None)
+    tokens_per_sec = None
+    if flops is None:
+        flops = count_step_flops(task["shape"], task["seq_len"], task["batch_size"])
+        tokens_per_sec = task["batch_size"] * task["seq_len"] / seconds
     return {
-        "microbatch_size": task["batch_size"],
+        "microbatch_size": task["batch_size"],  # the Trainer measures its own
         "seconds": seconds,
-        "tokens_per_sec": None if is_products else num_tokens / seconds,
+        "tokens_per_sec": tokens_per_sec,
         "flops_per_sec": flops / seconds,
-        **found,
+        **measurements,
     }
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    """Build the table: grouped by model, the products first."""
-    products = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
-    shapes, rows = list(dict.fromkeys(row["shape"] for row in report["rows"])), []
+    """Build the table from the report's rows, grouped by shape, each with the rows in the order of measurement."""
+    products_rates = {row["shape"]: row.get("flops_per_sec") for row in report["rows"] if row["step"] == PRODUCTS}
+    shapes = list(dict.fromkeys(row["shape"] for row in report["rows"]))
+    peak_flops = report["peak_flops"]
+    rows = []
     for row in sorted(report["rows"], key=lambda row: shapes.index(row["shape"])):
         if "error" in row:
             rows.append({"shape": row["shape"], "step": f"{row['step']}: {row['error']}"})
             continue
-        rate, own, peak = row["flops_per_sec"], products.get(row["shape"]), report["peak_flops"]
-        shown = {"tflops": rate / 1e12, "of_peak": peak and rate / peak}
+
+        # The cell of a value that is None stays empty.
+        rate = row["flops_per_sec"]
+        cells = {"tflops": rate / 1e12, "of_peak": rate / peak_flops if peak_flops else None}
         if row["step"] == PRODUCTS:
-            shown["microbatch_size"] = None
+            cells["microbatch_size"] = None
         else:
-            shown |= {"of_products": own and rate / own, "peak_gib": row["peak_bytes"] / GIB}
-        rows.append(row | shown)
-    title = f"{report['device']}, bf16, {report['batch_size']} x {report['seq_len']} tokens, the median of "
-    return tabulate(f"{title}{report['num_steps']} steps", COLUMNS, rows, num_keys=2)
+            products_rate = products_rates.get(row["shape"])
+            cells["of_products"] = rate / products_rate if products_rate else None
+            cells["peak_gib"] = row["peak_bytes"] / GIB
+        rows.append(row | cells)
+
+    size = f"{report['batch_size']} x {report['seq_len']} tokens"
+    title = f"{report['device']}, bf16, {size}, the median of {report['num_steps']} steps"
+    return tabulate(title, COLUMNS, rows, num_keys=2)

@@ -307,13 +307,13 @@ def measure_trainer(settings: dict[str, Any], dtype: str, mark: Mark) -> dict[st
     from llmfoundry_lite.config.schema import as_dict
     from llmfoundry_lite.parallel import fsdp
     from llmfoundry_lite.training.train import train
-    from llmfoundry_machines.bench.trainer import Measured, draw_on_device
+    from llmfoundry_machines.bench.trainer import MeasuredRunPartners, draw_on_device
 
     fsdp.initialise_weights = draw_on_device  # never undone: a process measures one side only
     with tempfile.TemporaryDirectory() as folder:
         path = write_run(Path(folder), settings, dtype)
         config = load_train_config([str(path), *settings.get("overrides", ())]).config
-        partners = Measured(mark)
+        partners = MeasuredRunPartners(mark)
         train(config, partners)
         metrics_lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
 
