@@ -1,4 +1,10 @@
-"""Parts that all benches share: conditions, rounds in turns, ratios, a report on the console and in files."""
+"""Parts that all benches share: conditions, rounds in turns, ratios, a report on the console and in files.
+
+A bench describes the machine (`describe_conditions`), measures its cases in rounds (`take_turns`) or until the time is
+up (`within_minutes`), builds tables from its rows (`tabulate`), and passes report and tables to `tell`, which prints
+them and writes NAME.json, NAME.md and NAME.png. Figures are drawn within `drawn`. The measuring itself is in `steps.py`
+and in each bench.
+"""
 
 import datetime
 import json
@@ -25,7 +31,7 @@ from llmfoundry_lite.tables import Table, markdown_list
 
 T = TypeVar("T")
 PIPE_WIDTH = 140
-"""Characters of a line where there is no terminal."""
+"""Characters of a line if the output is not a terminal, such as a pipe or a file."""
 
 
 class Spread(NamedTuple):
@@ -36,8 +42,8 @@ class Spread(NamedTuple):
     most: float
 
     def __format__(self, spec: str) -> str:
-        """Format as `1.50 (1.20 to 1.80)`; one number if all are equal."""
-        least, median, most = (format(value, spec or ".2f") for value in self)
+        """Format as `1.50 (1.20 to 1.80)`, or as one number if all three are equal. `spec` formats each of them."""
+        least, median, most = (format(number, spec or ".2f") for number in self)
         return median if self.least == self.most else f"{median} ({least} to {most})"
 
     def __str__(self) -> str:
@@ -45,7 +51,10 @@ class Spread(NamedTuple):
 
 
 def describe_conditions() -> dict[str, Any]:
-    """Describe date, machine, versions and the machine's load."""
+    """Return the date, machine, device, threads, load, and versions, which begin every report.
+
+    Call it before anything is measured, so that the load average is other programs'.
+    """
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
@@ -58,29 +67,43 @@ def describe_conditions() -> dict[str, Any]:
 
 
 def describe_machine() -> str:
-    """Name processor, cores and memory."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name", platform.machine())
-    if "cpu family" in facts:  # clouds cut names short: "AMD EPYC" is of any year
-        name += f" (family {facts['cpu family']}, model {facts.get('model', '?')})"
-    memory = psutil.virtual_memory().total / GIB
-    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB"
+    """Return processor, cores and memory, as in `AMD EPYC (family 25, model 1), 16 cores, 62 GiB`."""
+    facts = {}
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        # Lines are `model name : AMD EPYC`, once for each core. The last core's count.
+        for line in cpu_info.read_text().splitlines():
+            key, _, fact = line.partition(":")
+            facts[key.strip()] = fact.strip()
+
+    processor = facts.get("model name", platform.machine())
+    if "cpu family" in facts:
+        # Clouds cut names short: "AMD EPYC" may be of any year.
+        processor += f" (family {facts['cpu family']}, model {facts.get('model', '?')})"
+    memory_gib = psutil.virtual_memory().total / GIB
+    return f"{processor}, {os.cpu_count()} cores, {memory_gib:.0f} GiB"
 
 
 def check_names(option: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is not known."""
+    """Raise ConfigError, which begins with `option`, for the first of the `given` names that is not in `known`."""
     for name in given:
         if name not in known:
             raise ConfigError(f"{option}: {name!r} given, expected one of {', '.join(known)}")
 
 
 def format_command(command: str, more: Sequence[str] = (), **options: Any) -> str:
-    """Return the command line that measures the same again. Lists get commas, names dashes; `more` comes last."""
+    """Return the command line that measures the same again.
+
+    Options are numbers, strings or lists of them. `more` are positional arguments, which come last. For example,
+
+        format_command("bench scaling", ["precision=fp32"], devices=[1, 2], seq_len=64)
+
+    is `bench scaling --devices 1,2 --seq-len 64 precision=fp32`.
+    """
     words = [command]
-    for name, value in options.items():
-        values = [value] if isinstance(value, str | int | float) else value
-        text = ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+    for name, setting in options.items():
+        items = [setting] if isinstance(setting, str | int | float) else setting
+        text = ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in items)
         words.append(f"--{name.replace('_', '-')} {text}")
     return " ".join([*words, *more])
 
@@ -91,90 +114,113 @@ def format_command(command: str, more: Sequence[str] = (), **options: Any) -> st
 def take_turns(
     sides: Mapping[str, Callable[[], T]], num_rounds: int, console: Console
 ) -> tuple[dict[str, list[T]], dict[str, str]]:
-    """Measure every side once in each round, so that a slow moment of the machine meets all of them.
+    """Measure every side once in each round, so that a slow moment of the machine affects all of them.
 
-    Returns each side's results, and the reason for each side that raised RuntimeError and was not run again.
+    `sides` maps the name of each side to the function that measures it. Returns each side's results, one for each round
+    that it completed, and the reason for each side that raised RuntimeError. Such a side is not measured again.
     """
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    results: dict[str, list[T]] = {name: [] for name in sides}
     failed: dict[str, str] = {}
-    for number in range(1, num_rounds + 1):
+    for round_number in range(1, num_rounds + 1):
         for name, measure in sides.items():
             if name in failed:
                 continue
-            console.print(f"round {number}/{num_rounds}: {name}", highlight=False)
+            console.print(f"round {round_number}/{num_rounds}: {name}", highlight=False)
             try:
-                found[name].append(measure())
+                results[name].append(measure())
             except RuntimeError as error:
                 failed[name] = str(error).strip().splitlines()[-1]
-    return found, failed
+    return results, failed
 
 
 def within_minutes(
     minutes: float, cases: Iterable[tuple[str, T]], console: Console, left_out: list[str]
 ) -> Iterator[tuple[T, float]]:
-    """Yield each case, after its name is printed, and the seconds left. Cases that get no time go to `left_out`."""
+    """Print the name of each case, then yield the case and the seconds that are left, until `minutes` have passed.
+
+    `cases` are pairs of a name and anything that the caller needs. A case that is yielded in time is not interrupted.
+    The names of those that come too late are appended to `left_out`.
+    """
     deadline = time.monotonic() + 60 * minutes
     for name, case in cases:
-        if (left := deadline - time.monotonic()) > 0:
+        left_seconds = deadline - time.monotonic()
+        if left_seconds > 0:
             console.print(name, markup=False)
-            yield case, left
+            yield case, left_seconds
         else:
             left_out.append(name)
 
 
 def note_left_out(names: Sequence[str]) -> list[str]:
+    """Return a note, as `tell` takes them, on the cases that were left out. Empty if there are none."""
     return [f"no time for: {'; '.join(names)}"] if names else []
 
 
 def spread(values: Iterable[float]) -> Spread:
-    values = list(values)
-    return Spread(min(values), statistics.median(values), max(values))
+    """Return the least, the median and the largest of some numbers. There must be at least one."""
+    numbers = list(values)
+    return Spread(min(numbers), statistics.median(numbers), max(numbers))
 
 
 def ratios(above: Iterable[float], below: Iterable[float]) -> Spread:
-    """Divide two sides within each round that both have."""
-    return spread(a / b for a, b in zip(above, below, strict=False))
+    """Return the spread of one side's results over the other's, divided within each round that both have."""
+    return spread(numerator / denominator for numerator, denominator in zip(above, below, strict=False))
 
 
 # -------------------------------------------------------------------------------------------------------- reports
 
 Column = tuple[str, str | Callable[[Mapping[str, Any]], str]]
-"""A heading, and the format of a cell, such as `{seconds:.3f}`, or a function that returns the cell of a row."""
+"""A heading, and how to make a cell from a row: a format, such as `{seconds:.3f}`, or a function of the row."""
 
 
 def tabulate(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], num_keys: int = 1) -> Table:
-    """Build a table of rows by name. A cell is empty where the row lacks a value or has None.
+    """Build a table from dicts. The first `num_keys` columns identify a row.
 
-    A row with an `error` has it after its keys, in the place of what was to be measured.
+    A cell stays empty if the row lacks a value that the cell's format names, or has None for it. A row with an `error`
+    has only its keys and, in the next column, the error in place of what could not be measured.
     """
     cells = []
     for row in rows:
-        failed = [row["error"], *[""] * (len(columns) - num_keys - 1)] if row.get("error") else None
-        shown = columns if failed is None else columns[:num_keys]
-        cells.append([*(fill(show, row) for _, show in shown), *(failed or ())])
+        if row.get("error"):
+            keys = [format_cell(cell_format, row) for _, cell_format in columns[:num_keys]]
+            num_empty = len(columns) - num_keys - 1
+            cells.append([*keys, row["error"], *[""] * num_empty])
+        else:
+            cells.append([format_cell(cell_format, row) for _, cell_format in columns])
     return measured_table(title, [heading for heading, _ in columns], cells, num_keys)
 
 
-def fill(show: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
-    if callable(show):
-        return show(row)
-    names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(show) if name]
-    return "" if any(row.get(name) is None for name in names) else show.format_map(row)
+def format_cell(cell_format: str | Callable[[Mapping[str, Any]], str], row: Mapping[str, Any]) -> str:
+    """Return the cell of a row. `cell_format` is the second part of a Column."""
+    if callable(cell_format):
+        return cell_format(row)
+    # `{seconds:.3f}` names `seconds`, and `{seconds[0]}` does too.
+    names = [name.partition("[")[0] for _, name, _, _ in string.Formatter().parse(cell_format) if name]
+    if any(row.get(name) is None for name in names):
+        return ""
+    return cell_format.format_map(row)
 
 
 def measured_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 1) -> Table:
-    """Build a table whose columns of numbers are set to the right."""
-    right = [i for i in range(len(columns)) if not any(re.match(r"[^\W\d]", row[i]) for row in rows)]
-    return Table(title, columns, rows, right, num_keys)
+    """Build a table of cells that are already text. Columns without a cell that begins with a letter are aligned to the
+    right."""
+    right_columns = [
+        index for index in range(len(columns)) if not any(re.match(r"[^\W\d]", row[index]) for row in rows)
+    ]
+    return Table(title, columns, rows, right_columns, num_keys)
 
 
 def open_console() -> Console:
+    """Return a console as wide as the terminal, or PIPE_WIDTH wide if there is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
 def show(console: Console, *parts: Table | Sequence[str] | str) -> None:
-    """Print tables and lists of notes; paragraphs are for files alone."""
+    """Print the parts of a report that belong on a console: tables, and lists of notes.
+
+    Paragraphs, which are strings, are left out. They are for the page in Markdown.
+    """
     for part in parts:
         if isinstance(part, Table):
             console.print(f"\n{printable(part.title)}", markup=False, style="italic")
@@ -194,61 +240,79 @@ def tell(
     plot: Callable[[dict[str, Any], Path], None] | None = None,
     out: Path | None = None,
 ) -> None:
-    """Show the parts: tables, paragraphs, lists of notes. With `out`, write NAME.json, .md and what `plot` draws, .png.
+    """Print a report. With `out`, also write it to that folder as NAME.json, NAME.md and, if `plot` is given, NAME.png.
 
-    The JSON holds the report and the tables. `asked` names keys of the report that the caller chose: reports that
-    differ in one of them cannot be compared (`compare.py`).
+    `report` is all that was measured, with the conditions. The parts are what is shown of it: tables, paragraphs
+    (strings) and lists of notes. The JSON holds the report and the tables, the Markdown the heading, the conditions and
+    the parts. `plot` draws the report to a path. `asked` names the keys of the report that the caller of the bench
+    chose: `compare.py` refuses two reports that differ in one of them.
+
+    Raises ConfigError if `out` has files of these names that no bench wrote. The parts are printed even then.
     """
     try:
         if out is not None:
             tables = [part.json() for part in parts if isinstance(part, Table)]
             chosen = {key: report[key] for key in asked}
-            frame = {"schema": REPORT_SCHEMA, "bench": name, "asked": chosen, "tables": tables}
-            figure = f"![the figure]({name}.png)" if plot is not None else ()
+            header = {"schema": REPORT_SCHEMA, "bench": name, "asked": chosen, "tables": tables}
             conditions = f"`{command}`, {report['date']}, {report['machine']}, torch {report['torch']}"
             conditions += f"; load average before the run {report['load_average']:.1f}."
+            figure_link = f"![the figure]({name}.png)" if plot is not None else ()
 
             out.mkdir(parents=True, exist_ok=True)
             check_result_replaceable(out, name)
-            # The record first: by it the next bench knows that the other files are its own.
-            write_atomically(out / f"{name}.json", json.dumps(frame | report) + "\n")
-            write_atomically(out / f"{name}.md", markdown_page(f"# {heading}", conditions, *parts, figure))
+            # The JSON comes first, because by it the next bench knows that the other files are a bench's too.
+            write_atomically(out / f"{name}.json", json.dumps(header | report) + "\n")
+            write_atomically(out / f"{name}.md", markdown_page(f"# {heading}", conditions, *parts, figure_link))
             if plot is not None:
                 plot(report, out / f"{name}.png")
-    finally:  # what was measured is shown, whether or not it can be written
+    finally:
+        # Measurements may have taken an hour, so they are printed even if they cannot be written.
         show(open_console(), *parts)
 
 
 def markdown_page(*parts: Table | Sequence[str] | str) -> str:
-    """Return tables, paragraphs and lists of notes as a page in Markdown."""
+    """Return tables, paragraphs (strings) and lists of notes as a page in Markdown. Empty parts are left out."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):
-            blocks += [f"{part.title[:1].upper()}{part.title[1:]}:"] if part.title else []
+            if part.title:
+                blocks.append(f"{part.title[:1].upper()}{part.title[1:]}:")
             lines = part.markdown()
+        elif isinstance(part, str):
+            lines = [part]
         else:
-            lines = [part] if isinstance(part, str) else markdown_list(part)
-        blocks += ["\n".join(lines)] if lines else []
+            lines = markdown_list(part)
+        if lines:
+            blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
 
 @contextmanager
 def drawn(path: Path, num_panels: int, size: tuple[float, float], title: str = "", **options: Any) -> Iterator[Any]:
-    """Write a figure of so many panels side by side after the caller has drawn into them."""
+    """Give the caller `num_panels` axes side by side to draw into, then write the figure to `path`.
+
+    `size` is in inches, and `options` are those of `plt.subplots`. Yields an array of axes:
+
+        with drawn(path, 2, (9, 3.4), "a title") as (rates, memory):
+            rates.plot(x, y)
+
+    Nothing is written if the caller raises.
+    """
+    # matplotlib is slow to import, and benches without a figure do not need it.
     from llmfoundry_lite.report.canvas import fixed_settings, plt
     from llmfoundry_lite.report.figure import save_figure
 
-    look = {"figsize": size, "layout": "constrained", "dpi": 150, "squeeze": False, **options}
+    settings = {"figsize": size, "layout": "constrained", "dpi": 150, "squeeze": False, **options}
     with fixed_settings():
-        figure, panels = plt.subplots(1, num_panels, **look)
-        yield panels[0]
+        figure, axes_by_row = plt.subplots(1, num_panels, **settings)
+        yield axes_by_row[0]
         if title:
             figure.suptitle(title, fontsize=10)
         save_figure(figure, path)
 
 
 def label_axes(axes: Any, ticks: Sequence[int], xlabel: str, ylabel: str = "", *, from_zero: bool = True) -> None:
-    """Draw powers of two along x, a light grid and no frame."""
+    """Label axes, with ticks on a logarithmic x axis, a light grid and no frame. `from_zero`: let y begin at 0."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xlabel(xlabel)
