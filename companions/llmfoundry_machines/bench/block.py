@@ -3,10 +3,16 @@
 llmfoundry-lite bench block --batches 8,16,32,64 --out results
 llmfoundry-lite bench seqlen --lengths 1024,4096,16384,65536 --out results
 
-GPT-2 XL's layer by default. Rates are of model FLOPs, beside the rate of the layer's own matrix products, measured in
-turns with it. `none` is the layer without attention: its projections alone. No data, no optimizer. Several devices
-divide the tokens of each sample, as `cp_config` does: rates are per device, times the slowest device's. Points for
-which no time was left are named.
+Both benches measure GPT-2 XL's layer by default, without data and optimizer. `run` measures each point (samples and
+tokens), dtype, number of devices and attention in turn (`measure_on`, `measure`) until the time is up, and names the
+points that it had no time for.
+
+Rates are of model FLOPs. They are compared with the rate of the layer's own matrix products, which are measured in
+turns with it. The attention `none` is the layer without attention: its projections alone. Several devices divide the
+tokens of each sample, as `cp_config` does. Rates are then per device, and times are the slowest device's.
+
+Suffixes of tensors are their dimensions: b samples, t tokens of a sample (or a device's share of them), d the model's
+width, i and o the inputs and outputs of a linear layer.
 """
 
 import importlib.util
@@ -36,6 +42,7 @@ from llmfoundry_machines.bench.steps import measure_on_ranks
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NONE = "none"
+"""The layer without attention, beside the implementations of attention."""
 COLUMNS: list[frame.Column] = [
     ("dtype", "{dtype}"),
     ("samples", "{batch_size:,}"),
@@ -50,7 +57,9 @@ COLUMNS: list[frame.Column] = [
     ("of the products", lambda row: f"{row['flops_per_sec'] / row['products_flops_per_sec']:.1%}"),
 ]
 NUM_KEYS = 5
+"""Columns that identify a row."""
 STYLES = {"fp32": "-", "fp16": ":", "bf16": "--"}
+"""dtype -> matplotlib's style of its lines."""
 
 
 def run(
@@ -66,11 +75,14 @@ def run(
     minutes: float = 60,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure `points` (samples, tokens in each) until all is done or `minutes` have passed.
+    """Measure one layer at `points` until all is done or `minutes` have passed, print a table, and return the report.
 
-    `name` is block or seqlen, by what the figure has along its axis; `devices` are counts that divide each sample.
-    Prints a table, writes NAME.json, .md and .png to `out`, and returns the report. Raises ConfigError for a dtype or
-    an implementation that is not there, and for more devices than there are.
+    A point is a number of samples and of tokens in each. It is measured for each of `dtypes`, of `implementations` of
+    attention (by default all that are available) and NONE, and of `devices`, which are numbers of devices that divide
+    each sample. `name` is block or seqlen, by what the figure has along its axis: samples or tokens.
+
+    With `out`, writes NAME.json, .md and .png there. Raises ConfigError for a dtype or an implementation that is not
+    available, for heads that do not divide the width, and for more devices than this machine has.
     """
     keep_freed_memory()
     implementations = list(implementations or available())
@@ -78,37 +90,54 @@ def run(
     frame.check_names("--attention", implementations, [*available(), NONE])
     if d_model % n_heads:
         raise ConfigError(f"--heads: {n_heads} do not divide a width of {d_model}")
-    if device_type() == "cuda" and max(devices) > torch.cuda.device_count():
-        raise ConfigError(f"--devices: {max(devices)} given, there are {torch.cuda.device_count()}")
-    if max(devices) > 1:
-        companions.require("llmfoundry_layouts", f"--devices {max(devices)}")
+    most_devices = max(devices)
+    if device_type() == "cuda" and most_devices > torch.cuda.device_count():
+        raise ConfigError(f"--devices: {most_devices} given, there are {torch.cuda.device_count()}")
+    if most_devices > 1:
+        companions.require("llmfoundry_layouts", f"--devices {most_devices}")
+
     cases = []
-    for (batch_size, seq_len), dtype, num_devices, implementation in product(
+    for (batch_size, seq_len), dtype, num_devices, attention in product(
         points, dtypes, devices, [*implementations, NONE]
     ):
-        divided = f", {num_devices} devices" if num_devices > 1 else ""
-        row = {"dtype": dtype, "batch_size": batch_size, "seq_len": seq_len, "num_devices": num_devices}
-        name_of_case = f"{dtype}, {batch_size} x {seq_len}{divided}, {implementation}"
-        cases.append((name_of_case, row | {"attention": implementation}))
-    rows, left_out = list[dict[str, Any]](), list[str]()
-    for row, _ in frame.within_minutes(minutes, cases, frame.open_console(), left_out):
-        model = model_of(d_model, n_heads, row["seq_len"])
-        case = (row["batch_size"], row["dtype"], row["attention"], num_repeats)
-        rows.append(row | measure_on(row["num_devices"], model, *case))
+        devices_of_case = f", {num_devices} devices" if num_devices > 1 else ""
+        name_of_case = f"{dtype}, {batch_size} x {seq_len}{devices_of_case}, {attention}"
+        keys = {
+            "dtype": dtype,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "num_devices": num_devices,
+            "attention": attention,
+        }
+        cases.append((name_of_case, keys))
+
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for keys, _ in frame.within_minutes(minutes, cases, frame.open_console(), left_out):
+        model = model_of(d_model, n_heads, keys["seq_len"])
+        arguments = (keys["batch_size"], keys["dtype"], keys["attention"], num_repeats)
+        rows.append(keys | measure_on(keys["num_devices"], model, *arguments))
+
+    # The options that measure the same again. Each command has its own for samples, tokens and devices.
+    batch_sizes = list(dict.fromkeys(batch_size for batch_size, _ in points))
+    lengths = list(dict.fromkeys(seq_len for _, seq_len in points))
+    options: dict[str, Any] = {"batches": batch_sizes, "seq_len": lengths}
+    if name == "seqlen":
+        options = {"lengths": lengths, "batch_size": batch_sizes}
+    options |= {"dtypes": dtypes, "attention": implementations}
+    if name == "seqlen":
+        options["devices"] = devices
+    options |= {"width": d_model, "heads": n_heads, "num_repeats": num_repeats}
+
     report = frame.describe_conditions() | {"d_model": d_model, "n_heads": n_heads, "num_repeats": num_repeats}
     report |= {"rows": rows, "left_out": left_out}
-    batches, lengths = (list(dict.fromkeys(column)) for column in zip(*points, strict=True))
-    asked: dict[str, Any] = {"dtypes": dtypes, "attention": implementations}
-    at = {"batches": batches, "seq_len": lengths} if name == "block" else {"lengths": lengths, "batch_size": batches}
-    asked = at | asked | ({} if name == "block" else {"devices": devices})
-    asked |= {"width": d_model, "heads": n_heads, "num_repeats": num_repeats}
     frame.tell(
         report,
         build_table(report),
         frame.note_left_out(left_out),
         name=name,
         heading="One transformer layer, forward and backward",
-        command=frame.format_command(f"llmfoundry-lite bench {name}", **asked),
+        command=frame.format_command(f"llmfoundry-lite bench {name}", **options),
         asked=("d_model", "n_heads"),
         plot=partial(plot, name),
         out=out if rows else None,
@@ -117,7 +146,7 @@ def run(
 
 
 def available() -> list[str]:
-    """List attention implementations that can train on this device."""
+    """Return the implementations of attention that can train on this device, the usual one first."""
     if device_type() == "cpu":
         return ["sdpa", "blocked", "reference"]
     flash = ["flash"] if importlib.util.find_spec("flash_attn") else []
@@ -125,20 +154,22 @@ def available() -> list[str]:
 
 
 def all_devices() -> list[int]:
-    """Return 1, and the number of devices of this machine."""
+    """Return 1 and the number of this machine's devices, which are the default numbers of devices of `seqlen`."""
     return sorted({1, max(1, torch.cuda.device_count())})
 
 
 def model_of(d_model: int, n_heads: int, seq_len: int) -> ModelConfig:
+    """Return the configuration of a model with one layer. Its vocabulary, GPT-2's, is never allocated."""
     return ModelConfig(d_model=d_model, n_heads=n_heads, n_layers=1, max_seq_len=seq_len, vocab_size=50257)
 
 
 def build(
     model: ModelConfig, dtype: torch.dtype, implementation: str, context: Any = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Build a layer, or this rank's part of one, as a function from x [b, t, d] to its output [b, t, d].
+    """Build a layer on the device, as a function from its input x_btd to its output [b, t, d].
 
-    `context`: the ranks that divide each sample, as `cp_config` does; None for one device.
+    `context` is the group of ranks that divide each sample, as `cp_config` does. The function then takes and returns
+    this rank's tokens, and is collective. None is one device with whole samples.
     """
     torch.manual_seed(0)
     block = Block(model)
@@ -147,12 +178,16 @@ def build(
     block = block.to(device_type(), dtype)
 
     def skip_attention(x_btd: torch.Tensor) -> torch.Tensor:
-        """Use values as attention's output, so that tokens do not see each other."""
-        x_btd = x_btd + block.attn.out_proj(block.attn.Wqkv(block.norm_1(x_btd))[..., -model.d_model :])
+        """Compute the layer with each token's own value as the output of attention, so that tokens do not mix."""
+        # Wqkv returns queries, keys and values, [b, t, 3d].
+        values_btd = block.attn.Wqkv(block.norm_1(x_btd))[..., -model.d_model :]
+        x_btd = x_btd + block.attn.out_proj(values_btd)
         return x_btd + block.ffn(block.norm_2(x_btd))
 
     if implementation == NONE:
         return skip_attention
+
+    # Each rank masks the tokens that it holds, by their positions in the whole sample.
     if context is None:
         positions_bt = torch.arange(model.max_seq_len, device=device_type())[None]
         mask = build_mask(AttentionConfig(), implementation, None, positions_bt, model.max_seq_len)
@@ -163,20 +198,26 @@ def build(
     return lambda x_btd: block(x_btd, mask, None)
 
 
-def build_products(d: int, shape_bt: tuple[int, int], dtype: torch.dtype) -> Callable[[], None]:
-    """Build the matrix products of a layer, forward and backward, each with an input of its own."""
+def build_products(d_model: int, shape_bt: tuple[int, int], dtype: torch.dtype) -> Callable[[], None]:
+    """Return a function that computes a layer's matrix products alone, forward and backward.
+
+    `shape_bt` is the number of samples, and of the tokens of each on this device. Each product has its own input.
+    """
     options: dict[str, Any] = {"device": device_type(), "dtype": dtype}
-    cases = [
-        (
-            Linear(width, height, bias=False, **options),
-            torch.randn(*shape_bt, width, **options).requires_grad_(),
-            torch.randn(*shape_bt, height, **options),
-        )
-        for width, height in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
-    ]
+    products = []
+    for num_inputs, num_outputs in (
+        (d_model, 3 * d_model),  # queries, keys and values
+        (d_model, d_model),  # attention's output
+        (d_model, 4 * d_model),  # the feed-forward network
+        (4 * d_model, d_model),
+    ):
+        layer = Linear(num_inputs, num_outputs, bias=False, **options)
+        x_bti = torch.randn(*shape_bt, num_inputs, **options).requires_grad_()
+        gradient_bto = torch.randn(*shape_bt, num_outputs, **options)
+        products.append((layer, x_bti, gradient_bto))
 
     def multiply_all() -> None:
-        for layer, x_bti, gradient_bto in cases:
+        for layer, x_bti, gradient_bto in products:
             layer(x_bti).backward(gradient_bto)
 
     return multiply_all
@@ -190,82 +231,109 @@ def measure(
     num_repeats: int,
     context: Any = None,
 ) -> dict[str, Any]:
-    """Time forward and backward of the slowest rank, after one pass that is not timed.
+    """Time the forward and the backward pass of a layer, and then its matrix products, `num_repeats` times.
 
-    Returns medians with the least and the most, and rates per rank by the medians.
+    One more pass at the beginning is not timed. With a `context`, this is collective: times are the slowest rank's, and
+    rates are those of one rank, which has a share of each sample's tokens.
+
+    Returns medians in seconds, with the least and the most, and rates by the medians in FLOP/s.
     """
     layer = build(model, DTYPES[dtype], implementation, context)
     num_parts = 1 if context is None else context.size
     shape_bt = batch_size, model.max_seq_len // num_parts
     x_btd = torch.randn(*shape_bt, model.d_model, device=device_type(), dtype=DTYPES[dtype]).requires_grad_()
     gradient_btd = torch.randn_like(x_btd)
-    products = build_products(model.d_model, shape_bt, DTYPES[dtype])
-    times = []
+    multiply_all = build_products(model.d_model, shape_bt, DTYPES[dtype])
+
+    repeats = []
     for _ in range(num_repeats + 1):
         began = now()
         y_btd = layer(x_btd)
-        middle = now()
+        forward_ended = now()
         y_btd.backward(gradient_btd)
-        end = now()
-        products()
-        seconds = torch.tensor([middle - began, end - middle, now() - end], dtype=torch.float64)
+        backward_ended = now()
+        multiply_all()
+        products_ended = now()
+
+        seconds = torch.tensor(
+            [forward_ended - began, backward_ended - forward_ended, products_ended - backward_ended],
+            dtype=torch.float64,
+        )
         if context is not None:
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)  # over gloo; also a barrier before the next
-        times.append(seconds.tolist())
-    spreads = [frame.spread(column) for column in zip(*times[1:], strict=True)]
-    forward, backward, alone = (one.median for one in spreads)
+            # On the CPU, so over gloo. It is also a barrier before the next repeat.
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        repeats.append(seconds.tolist())
+
+    forward, backward, products = (frame.spread(column) for column in zip(*repeats[1:], strict=True))
+    # A backward pass has twice the FLOPs of the forward pass: the gradients of inputs and of weights.
     flops = count_forward_flops(model, batch_size, with_attention=implementation != NONE) / num_parts
     products_flops = 3 * count_forward_flops(model, batch_size, with_attention=False) / num_parts
     return {
-        "forward_seconds": forward,
-        "backward_seconds": backward,
-        "least_and_most_seconds": [(one.least, one.most) for one in spreads[:2]],
-        "forward_flops_per_sec": flops / forward,
-        "backward_flops_per_sec": 2 * flops / backward,
-        "flops_per_sec": 3 * flops / (forward + backward),
-        "products_flops_per_sec": products_flops / alone,
+        "forward_seconds": forward.median,
+        "backward_seconds": backward.median,
+        "least_and_most_seconds": [(forward.least, forward.most), (backward.least, backward.most)],
+        "forward_flops_per_sec": flops / forward.median,
+        "backward_flops_per_sec": 2 * flops / backward.median,
+        "flops_per_sec": 3 * flops / (forward.median + backward.median),
+        "products_flops_per_sec": products_flops / products.median,
     }
 
 
 def divide(model: ModelConfig, num_devices: int) -> ContextParallelConfig | None:
-    """Divide by heads where they suffice, else by tokens; None for one device. Raises ConfigError if neither works."""
+    """Choose how `num_devices` divide each sample: by heads if these divide evenly, and else by tokens.
+
+    Returns None for one device. Raises ConfigError if the tokens do not divide into the pieces that this needs.
+    """
     if num_devices == 1:
         return None
     from llmfoundry_layouts.pieces import count_pieces  # only several devices need that companion
 
     kind = "heads" if model.n_heads % num_devices == 0 else "gather"
     config = ContextParallelConfig(context_parallel_degree=num_devices, kind=kind)
-    if model.max_seq_len % (num_pieces := count_pieces(config)):
+    num_pieces = count_pieces(config)
+    if model.max_seq_len % num_pieces:
         raise ConfigError(f"{model.max_seq_len} tokens cannot be divided by {num_pieces}")
     return config
 
 
-def measure_on(num_devices: int, model: ModelConfig, *case: Any) -> dict[str, Any]:
-    """Run `measure` on as many processes as divide a sample. Returns {"error": …} if one fails."""
+def measure_on(num_devices: int, model: ModelConfig, *arguments: Any) -> dict[str, Any]:
+    """Call `measure(model, *arguments)` here, or on as many processes as divide a sample.
+
+    Returns what `measure` returned on the first rank, or {"error": a line} if it failed. It may run out of memory, lack
+    the dtype on this device, or need more pieces than there are tokens.
+    """
     try:
         config = divide(model, num_devices)
         if config is None:
-            return measure(model, *case)
-        return measure_on_ranks(num_devices, partial(measure_part, config, model, *case))
-    # Out of memory; a dtype that the device does not have; more parts than there are tokens.
+            return measure(model, *arguments)
+        return measure_on_ranks(num_devices, partial(measure_part, config, model, *arguments))
     except (RuntimeError, ConfigError) as error:
         return {"error": str(error).strip().splitlines()[0]}
 
 
-def measure_part(config: ContextParallelConfig, *case: Any) -> dict[str, Any]:
-    size = config.context_parallel_degree
+def measure_part(config: ContextParallelConfig, *arguments: Any) -> dict[str, Any]:
+    """Call `measure(*arguments)` on a rank that has a share of each sample. Collective: all ranks call it."""
+    degree = config.context_parallel_degree
     build_context = companions.load("llmfoundry_layouts.context:build_context", "--devices")
-    return measure(*case, context=build_context(config, Layout(context=size, node_size=size), device_type()))
+    context = build_context(config, Layout(context=degree, node_size=degree), device_type())
+    return measure(*arguments, context=context)
 
 
 def count_forward_flops(model: ModelConfig, batch_size: int, *, with_attention: bool) -> int:
-    """Count one layer's FLOPs: 2 for each token and each of 12 d^2 weights, 4 d for each pair of tokens."""
-    d, num_tokens = model.d_model, batch_size * model.max_seq_len
-    return num_tokens * (2 * 12 * d * d + (4 * d * model.max_seq_len if with_attention else 0))
+    """Count the FLOPs of one layer's forward pass, for all devices together.
+
+    Each token takes 2 FLOPs for each of the layer's 12 d^2 weights. Attention adds 4 d for each pair of tokens, half of
+    them for the scores and half for the sum of values. As is usual, pairs that the causal mask excludes count too.
+    """
+    d_model = model.d_model
+    flops_per_token = 2 * 12 * d_model * d_model
+    if with_attention:
+        flops_per_token += 4 * d_model * model.max_seq_len
+    return batch_size * model.max_seq_len * flops_per_token
 
 
 def now() -> float:
-    """Wait for the device and return the time in seconds."""
+    """Return the time in seconds, after the device has done all that was enqueued."""
     if device_type() == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -275,41 +343,56 @@ def now() -> float:
 
 
 def build_title(report: dict[str, Any]) -> str:
+    """Return the layer and the device, as the title of the table and of the figure."""
     return f"a layer of width {report['d_model']:,}, {report['n_heads']} heads, {report['device']}"
 
 
 def show_seconds(row: Mapping[str, Any], part: int) -> str:
     """Format the median of the forward pass (0) or the backward pass (1), with the least and the most."""
+    median = row["backward_seconds" if part else "forward_seconds"]
     least, most = row["least_and_most_seconds"][part]
-    return f"{frame.Spread(least, row[('forward_seconds', 'backward_seconds')[part]], most):.4f}"
+    return f"{frame.Spread(least, median, most):.4f}"
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    number = report["num_threads"]
-    threads = f", {number} thread{'s' if number > 1 else ''}" if device_type() == "cpu" else ""
+    """Build the table of all rows. Its title tells the number of threads if the device is a CPU."""
+    threads = ""
+    if device_type() == "cpu":
+        num_threads = report["num_threads"]
+        threads = f", {num_threads} thread{'s' if num_threads > 1 else ''}"
     title = f"{build_title(report)}{threads}, the median of {report['num_repeats']}, with the least and the most"
     return frame.tabulate(title, COLUMNS, report["rows"], num_keys=NUM_KEYS)
 
 
 def plot(name: str, report: dict[str, Any], path: Path) -> None:
-    """Draw forward and backward rates over samples (block) or tokens (seqlen): a line for each dtype and attention."""
+    """Draw the rates of the forward pass (left) and the backward pass (right), over samples (block) or tokens (seqlen).
+
+    There is a line for each dtype, attention and number of devices. The dtype is its style, the other two its colour.
+    """
     from llmfoundry_lite.report.figure import curve_color
 
-    key, label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
-    lines: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
-    for row in report["rows"]:
-        if "error" not in row:
-            lines.setdefault((row["dtype"], row["attention"], row["num_devices"]), []).append(row)
-    colours = {kind: curve_color(index) for index, kind in enumerate(dict.fromkeys(kind[1:] for kind in lines))}
-    ticks = sorted({row[key] for line in lines.values() for row in line})
+    x_key, x_label = ("batch_size", "samples") if name == "block" else ("seq_len", "tokens in a sample")
+    measured_rows = [row for row in report["rows"] if "error" not in row]
+    rows_by_line: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for row in measured_rows:
+        line = (row["dtype"], row["attention"], row["num_devices"])
+        rows_by_line.setdefault(line, []).append(row)
+
+    colours: dict[tuple[str, int], str] = {}
+    for _, attention, num_devices in rows_by_line:
+        colours.setdefault((attention, num_devices), curve_color(len(colours)))
+
+    ticks = sorted({row[x_key] for row in measured_rows})
     with frame.drawn(path, 2, (11, 4), build_title(report), sharey=True) as panels:
         for axes, part in zip(panels, ("forward", "backward"), strict=True):
-            for (dtype, attention, num_devices), line in lines.items():
-                x, y = [row[key] for row in line], [row[f"{part}_flops_per_sec"] / 1e12 for row in line]
-                text = f"{attention}, {dtype}" + (f", {num_devices} devices" if num_devices > 1 else "")
-                colour = colours[attention, num_devices]
-                axes.plot(x, y, STYLES[dtype], color=colour, marker="o", ms=4, label=text)
-            frame.label_axes(axes, ticks, label)
+            for (dtype, attention, num_devices), rows in rows_by_line.items():
+                x = [row[x_key] for row in rows]
+                y = [row[f"{part}_flops_per_sec"] / 1e12 for row in rows]
+                label = f"{attention}, {dtype}"
+                if num_devices > 1:
+                    label += f", {num_devices} devices"
+                axes.plot(x, y, STYLES[dtype], color=colours[attention, num_devices], marker="o", ms=4, label=label)
+            frame.label_axes(axes, ticks, x_label)
             axes.set_title(part, fontsize=10)
         panels[0].set_ylabel("model TFLOP/s of a device")
         panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3.5)
