@@ -1,4 +1,9 @@
-"""One part of `gpu_check.py`: its time, its proof, and the programs that it runs and ends."""
+"""One part of `gpu_check.py`: its time, its proof, and the programs that it runs and ends.
+
+A part runs *steps* (`gpu_steps.py`), functions that start programs and add what these found to the part's *proof*, a
+JSON file. A `Part` runs the steps at once as far as cores allow, ends each program at its limit, and records what
+failed and what was left out. It does not know what the steps check.
+"""
 
 import json
 import os
@@ -15,20 +20,29 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESERVE_SECONDS = 8
-"""Seconds reserved to end late steps and to write the findings."""
+"""Seconds reserved at the end of a part, to kill late programs and to write the proof."""
+WAITING_SHARE = 2 / 3
+"""Share of the remaining time that a program may take while other steps wait."""
 MANY_CORES = 8
+"""Number of cores with which all steps of a part run at once."""
 NUM_AT_ONCE = 2
-"""Number of steps that run at once. With enough cores, all do."""
+"""Number of steps that run at once with fewer cores."""
 MARK = "GPU_CHECK_STEP"
-"""Variable by which the processes of a step are found."""
+"""Environment variable by which the processes of a step are found."""
 
 
 class Part:
-    """Time, folder and proof of a part."""
+    """The time, the folder and the proof of one part. Its steps may call all methods from threads of their own.
+
+    Attributes: `proof`, which steps extend, most of all its lists `problems` and `left_out`; `path`, the file that it
+    is written to; `out`, the folder for that file, for logs and for what steps write; and `num_cores`.
+    """
 
     def __init__(self, name: str, minutes: float, out: Path):
+        """Begin a part that takes at most `minutes`, and make its folder."""
         self.began = time.monotonic()
-        self.deadline, self.out = self.began + 60 * minutes, out
+        self.deadline = self.began + 60 * minutes
+        self.out = out
         self.path = out / f"{name}.json"
         self.proof: dict[str, Any] = {"format": 1, "part": name, "minutes": minutes, "problems": [], "left_out": []}
         self.num_cores = len(os.sched_getaffinity(0))
@@ -39,55 +53,72 @@ class Part:
 
     @property
     def is_cpu(self) -> bool:
+        """Whether this machine has no GPU. Known as soon as the proof has the facts of the machine."""
         return self.proof["vendor"] == "cpu"
 
     def left(self) -> float:
+        """Return the seconds until the deadline, negative after it."""
         return self.deadline - time.monotonic()
 
     def tell(self, text: str) -> None:
+        """Print a line that begins with the time that is left."""
         minutes, seconds = divmod(max(0, int(self.left())), 60)
         show(f"[{minutes}:{seconds:02} left] {text}")
 
-    def note(self, **found: Any) -> None:
-        """Add findings of a step to the proof, and write it."""
+    def note(self, **findings: Any) -> None:
+        """Set keys of the proof, and write it with the seconds so far. Called after each step, so that a part which is
+        killed still leaves what it has found."""
         with self._writing:
-            self.proof |= found | {"seconds": round(time.monotonic() - self.began, 1)}
+            self.proof |= findings | {"seconds": round(time.monotonic() - self.began, 1)}
             self.path.write_text(json.dumps(self.proof, indent=1) + "\n")
 
     def together(self, steps: Mapping[str, Callable[[], None]]) -> None:
-        """Run steps in order, several at once as cores allow. A step that raises becomes a problem of the proof."""
-        with ThreadPoolExecutor(len(steps) if self.runs_at_once else NUM_AT_ONCE) as pool:
+        """Run steps, and wait for all. They start in their order, and as many run at once as the cores allow.
+
+        A step that raises becomes a problem of the proof, and does not stop the others.
+        """
+        num_at_once = len(steps) if self.runs_at_once else NUM_AT_ONCE
+        with ThreadPoolExecutor(num_at_once) as pool:
             futures = {name: pool.submit(step) for name, step in steps.items()}
             self._steps += futures.values()
             for name, future in futures.items():
-                if error := future.exception():
+                error = future.exception()
+                if error:
                     traceback.print_exception(error)
                     self.proof["problems"].append(f"{name}: {error!r}")
 
-    def _waits(self) -> bool:
-        """Return whether a step has not begun yet."""
+    def _has_waiting_steps(self) -> bool:
+        """Return whether any step has not started yet."""
         return any(not step.running() and not step.done() for step in self._steps)
 
     def end(self, number: int, frame: Any = None) -> None:
-        """Handle a signal: no step has time any more, so each ends its processes."""
+        """Handle a signal by setting the deadline to the past, so that each step ends its programs."""
         self.deadline = 0.0
         self.proof["problems"].append(f"ended by {signal.Signals(number).name}")
 
     def run(
         self, name: str, arguments: Sequence[str], needs: float = 0, share: float | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python in the clone's root and show its output. At the limit it is ended, with all that it started.
+        """Run Python with `arguments` in the root of the clone, print its output line by line, and return its result.
 
-        The limit is `share` of the remaining time. By default that is two thirds while other steps wait, so that a step
-        that hangs does not cost the others, else all. The step is left out if less than `needs` seconds remain.
-        Failures become problems of the proof. The log is OUT/NAME.log.
+        `share` is the share of the remaining time after which the program is killed, with all that it has started. By
+        default that is WAITING_SHARE while other steps wait, so that a program that hangs does not cost the others, and
+        else all of it. If no more than `needs` seconds remain, the program is left out. `environment` are variables
+        beside those of `environment_of_steps`.
+
+        The result has the exit code (1 if the program was killed or left out) and the output, which is also in
+        OUT/NAME.log. A failure becomes a problem of the proof, and a program that was left out is named there.
         """
-        command, mark = [sys.executable, "-u", *arguments], f"{os.getpid()} {name}"
+        command = [sys.executable, "-u", *arguments]
         if self.left() - RESERVE_SECONDS <= needs:
             self.proof["left_out"].append(f"{name}: no time for it")
             return subprocess.CompletedProcess(command, 1, "", "")
-        self.tell(f"{name}: {' '.join(' '.join(arguments).split())[:140]}")
-        began, log = time.monotonic(), self.out / f"{name.replace(' ', '-')}.log"
+
+        words = " ".join(arguments).split()
+        self.tell(f"{name}: {' '.join(words)[:140]}")
+        began = time.monotonic()
+        log = self.out / f"{name.replace(' ', '-')}.log"
+        mark = f"{os.getpid()} {name}"
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
@@ -100,8 +131,10 @@ class Part:
             try:
                 code = self._wait(process, name, log, share)
             finally:
-                end_all(mark)
+                # Also after the program's own end, since it may have left other processes.
+                kill_step(mark)
                 process.wait()
+
         text = log.read_text(errors="replace")
         if code is None:
             self.proof["problems"].append(f"{name}: ended after {time.monotonic() - began:.0f} s, when its time was up")
@@ -111,34 +144,49 @@ class Part:
         return subprocess.CompletedProcess(command, 1 if code is None else code, text, "")
 
     def _wait(self, process: subprocess.Popen, name: str, log: Path, share: float | None) -> int | None:
-        """Show the log's lines as it grows, until the end or the limit. Returns the exit code; None at the limit."""
-        limit, shown = self.left() - (share or 2 / 3) * (self.left() - RESERVE_SECONDS), 0
+        """Print the lines of a program's log as it grows, until the program ends or its time is up.
+
+        `share` is as in `run`. Returns the exit code, or None if the time is up. The program is then still running.
+        """
+        # Limits are in seconds that are left of the part, so that a signal, which leaves none, exceeds all of them.
+        usable_seconds = self.left() - RESERVE_SECONDS
+        left_at_limit = self.left() - (share or WAITING_SHARE) * usable_seconds
+        num_printed_bytes = 0
         while True:
             code = process.poll()
-            is_late = self.left() < (limit if share or self._waits() else RESERVE_SECONDS)
+            has_limit = share or self._has_waiting_steps()
+            is_late = self.left() < (left_at_limit if has_limit else RESERVE_SECONDS)
             is_over = code is not None or is_late
+
+            # A line that is not complete yet is printed later, unless nothing follows.
             text = log.read_bytes()
-            until = len(text) if is_over else text.rfind(b"\n") + 1
-            for line in text[shown:until].decode(errors="replace").splitlines():
+            end = len(text) if is_over else text.rfind(b"\n") + 1
+            for line in text[num_printed_bytes:end].decode(errors="replace").splitlines():
                 show(f"{name}: {line}")
-            shown = max(shown, until)
+            num_printed_bytes = max(num_printed_bytes, end)
             if is_over:
                 return code
             time.sleep(0.5)
 
 
 def show(line: str) -> None:
-    """Print a line at once, in one piece: steps that run at once print too."""
+    """Print a line in one write, so that lines of steps which run at the same time do not mix."""
     print(f"{line}\n", end="", flush=True)
 
 
-def end_all(mark: str) -> None:
-    """End all processes of a step, in any session, and wait for them, because a GPU's memory is free only then."""
+def kill_step(mark: str) -> None:
+    """Kill all processes of a step, in any session, and wait for their end, because a GPU's memory is free only then.
+
+    They are those whose environment has `mark` in the variable MARK. Gives up after half of RESERVE_SECONDS.
+    """
     from llmfoundry_ops import processes
 
     deadline = time.monotonic() + RESERVE_SECONDS / 2
-    while (found := processes.find(mark, MARK)) and time.monotonic() < deadline:
-        processes.terminate(found, signal.SIGKILL)
+    while time.monotonic() < deadline:
+        step_processes = processes.find(mark, MARK)
+        if not step_processes:
+            return
+        processes.terminate(step_processes, signal.SIGKILL)
         time.sleep(0.05)
 
 
