@@ -36,7 +36,8 @@ NEEDED = {
     **dict.fromkeys(["typer", "rich", "matplotlib"], ""),
     **dict.fromkeys(["hypothesis", "pytest", "pytest_timeout"], "for the tests"),
 }
-"""Module -> its package, where that has another name, or a remark."""
+"""Modules that a part imports -> the package, if it has another name, or a remark. Empty if there is neither."""
+# A program of its own, so that torch is imported by a process that can be ended.
 FACTS = """
 import json, torch
 from llmfoundry_lite import devices
@@ -51,26 +52,30 @@ print(json.dumps({
 
 
 def find_missing() -> list[str]:
-    """Return the modules, with their packages, that must be installed before a part can run. Imports nothing."""
+    """Return the modules of NEEDED that are not installed, with their packages. Does not import any of them."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return [f"{name} ({NEEDED[name]})" if NEEDED[name] else name for name in missing]
 
 
-def find_commit(given: str | None) -> str | None:
-    """Return the commit, with a + if tracked files were changed; None for a copy without git that nobody named."""
-    if given or shutil.which("git") is None:
-        return given
+def find_commit(given_commit: str | None) -> str | None:
+    """Return the commit of this clone, with a + if tracked files have changes.
+
+    `given_commit` is what the user gave for a copy without git, and is returned unchanged. Returns None if it is not
+    given, and this is such a copy or git is not installed.
+    """
+    if given_commit or shutil.which("git") is None:
+        return given_commit
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     if head.returncode:
         return None
     status = [*git, "status", "--porcelain", "--untracked-files=no"]
-    changed = subprocess.run(status, capture_output=True, text=True).stdout.strip()
-    return head.stdout.strip() + ("+" if changed else "")
+    changes = subprocess.run(status, capture_output=True, text=True).stdout.strip()
+    return head.stdout.strip() + ("+" if changes else "")
 
 
 def tell_verified(paths: Sequence[Path]) -> int:
-    """Print the table of proofs. Returns 0, or 2 with a line on stderr if a file is no proof."""
+    """Print the table of proofs. Returns the exit code: 0, or 2 with a line on stderr if a file is not a proof."""
     from llmfoundry_lite.errors import ConfigError, printable
     from scripts.gpu_proofs import describe_proofs
 
@@ -84,14 +89,18 @@ def tell_verified(paths: Sequence[Path]) -> int:
 
 
 def minutes(text: str) -> float:
-    """Parse a number of minutes. Raises ValueError, which argparse reports."""
-    if not 0 < (number := float(text)) < math.inf:
+    """Parse a positive number of minutes. Raises ValueError, which argparse reports with the name of this function."""
+    number = float(text)
+    if not 0 < number < math.inf:
         raise ValueError
     return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one part. Returns 0, or 1 if it found problems, or 2 if something that it needs is missing."""
+    """Run a command, and return the exit code: 0, or 1 if a part found problems, or 2 if something is missing for it.
+
+    `arguments` are those of the command line by default.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["ready", "predict", "verified", "device", "runs"])
     parser.add_argument("files", nargs="*", type=Path, help="proofs, for `verified`")
@@ -99,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="[%(default)s]")
     parser.add_argument("--commit", help="of a copy without git")
     options = parser.parse_args(arguments)
+
+    # This clone's packages come before installed ones. They can only be imported from here on.
     sys.path[:0] = [str(ROOT), str(ROOT / "companions")]
     from llmfoundry_lite.ranks.output import prepare_output
 
@@ -112,36 +123,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(*list_predictions(), sep="\n")
         return 0
-    if missing := find_missing():
+
+    # The other commands need the packages.
+    missing = find_missing()
+    if missing:
         print(f"missing: {', '.join(missing)}; docs/hardware.md says how to bring them where there is no index")
         return 2
     if options.part == "ready":
         return 0
+    return run_part(options.part, options.minutes, options.out.resolve(), options.commit)
+
+
+def run_part(name: str, minutes: float, out: Path, given_commit: str | None) -> int:
+    """Run one part: collect the facts of this machine, run the part's steps, write the proof, and print what is wrong.
+
+    Returns the exit code, as `main` does. Changes how this process handles SIGINT and SIGTERM: they end the part's
+    programs, and the proof is still written.
+    """
     from scripts.gpu_part import Part
 
-    part = Part(options.part, options.minutes, options.out.resolve())
+    part = Part(name, minutes, out)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, part.end)
-    if options.part == "runs":  # imports while the facts are collected
+
+    if name == "runs":
+        # Its steps need this import, which takes seconds. It runs while the facts are collected.
         threading.Thread(target=importlib.import_module, args=("tests.helpers.tiny",), daemon=True).start()
     facts = part.run("facts", ["-c", FACTS])
     if facts.returncode == 0:
         part.proof |= json.loads(facts.stdout.splitlines()[-1])
-        part.proof |= {"commit": find_commit(options.commit), "python": platform.python_version()}
+        part.proof |= {"commit": find_commit(given_commit), "python": platform.python_version()}
         part.proof |= {"date": datetime.date.today().isoformat(), "load_average": round(os.getloadavg()[0], 1)}
-        if tuple(map(int, re.findall(r"\d+", part.proof["torch"])[:2])) < (2, 11):
+        torch_release = tuple(map(int, re.findall(r"\d+", part.proof["torch"])[:2]))
+        if torch_release < (2, 11):
             print(f"torch {part.proof['torch']} is older than 2.11, which training needs")
             return 2
         from scripts import gpu_steps
 
-        gpu_steps.PARTS[options.part](part)
+        gpu_steps.PARTS[name](part)
+
+    # Without the facts the proof has the problem that `part.run` added.
     part.note()
     part.tell(f"written: {part.path}")
     problems = part.proof["problems"]
-    for line in [f"left out: {text}" for text in part.proof["left_out"]] + [f"problem: {text}" for text in problems]:
-        print(line)
+    for text in part.proof["left_out"]:
+        print(f"left out: {text}")
+    for text in problems:
+        print(f"problem: {text}")
     load = f"load average {part.proof.get('load_average')} before it, {os.getloadavg()[0]:.1f} after"
-    print(f"{options.part}: {part.proof['seconds']} s, {len(problems) or 'no'} problems; {load}", flush=True)
+    print(f"{name}: {part.proof['seconds']} s, {len(problems) or 'no'} problems; {load}", flush=True)
     return 1 if problems else 0
 
 
