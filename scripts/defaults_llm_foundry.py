@@ -4,11 +4,13 @@ uv venv --python 3.11 ~/foundry
 VIRTUAL_ENV=~/foundry uv pip install llm-foundry==0.22.0 "setuptools<81"
 python scripts/defaults_llm_foundry.py --peer-python ~/foundry/bin/python
 
-The same file, run there with --peer, prints the defaults of LLM Foundry's and Composer's dataclasses and signatures as
-JSON. Here each is added to a YAML that leaves the key out. The script prints every default that is refused, or that
-changes the resolved configuration. Exit code 1 if INTENDED lacks one of these, or has another one.
+The same file, run there with --peer (`their_defaults`), prints the defaults of LLM Foundry's and Composer's dataclasses
+and signatures as JSON. Here (`compare`) each is added to a YAML that leaves the key out. The script prints every
+default that is refused, or that changes the resolved configuration. The exit code is 1 if INTENDED lacks one of these,
+or has another one.
 
-Keys that LLM Foundry's files must have are not compared, because they have no default.
+A key is a dotted path, such as `model.attn_config.clip_qkv`. `optimizer[lion].lr` is a key that only holds for one kind
+of optimizer. Keys that LLM Foundry's files must have are not compared, because they have no default.
 """
 
 import argparse
@@ -40,7 +42,7 @@ INTENDED = {
     "expandable_segments": "the environment decides",
     "python_log_level": "only this package speaks",
 }
-"""Key -> why our default differs. `docs/coming-from-llm-foundry.md` lists them. An evaluation's begin with eval."""
+"""Key -> why our default differs. `docs/coming-from-llm-foundry.md` lists them. Evaluations' keys begin with eval."""
 
 NOT_IN_FILES = (
     *("model.device", "model.tokenizer", "model.attn_config", "model.ffn_config", "model.init_config"),
@@ -53,6 +55,7 @@ NOT_IN_FILES = (
 )
 """Arguments that LLM Foundry's own code fills in, and blocks whose keys are compared one by one."""
 
+# Configurations that leave out every key that has a default.
 BASE: dict[str, Any] = {
     "run_name": "defaults",
     "max_seq_len": 2048,
@@ -71,118 +74,159 @@ EVAL_BASE: dict[str, Any] = {
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    arguments.add_argument("--peer-python", help="python of an environment with llm-foundry")
-    arguments.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.peer:
+    """Parse the command line, and run one of the two halves. Exits with 1 if the differences are not as listed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peer-python", help="python of an environment with llm-foundry")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
         print(json.dumps(their_defaults(), default=str))
         return
-    if not given.peer_python:
-        arguments.error("--peer-python: missing; expected the python of an environment with llm-foundry")
-    found = compare(ask_peer(given.peer_python))
-    unlisted = print_differences(found)
-    sys.exit(1 if unlisted else 0)
+    if not options.peer_python:
+        parser.error("--peer-python: missing; expected the python of an environment with llm-foundry")
+    differences = compare(ask_peer(options.peer_python))
+    wrongly_listed = print_differences(differences)
+    sys.exit(1 if wrongly_listed else 0)
 
 
 def ask_peer(python: str) -> dict[str, Any]:
+    """Run this file in LLM Foundry's environment, and return its defaults: key -> default. Exits if it fails."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     command = [python, str(Path(__file__).resolve()), "--peer"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{python}: the peer ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    peer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if peer.returncode:
+        sys.exit(f"{python}: the peer ended with code {peer.returncode}:\n{peer.stderr[-3000:]}")
+    # Imports may have printed lines before it.
+    return json.loads(peer.stdout.splitlines()[-1])
 
 
-def compare(theirs: Mapping[str, Any]) -> dict[str, str]:
-    """Return key -> effect of LLM Foundry's default here, for defaults that have an effect."""
-    found: dict[str, str] = {}
+def compare(their_defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Return the effect of each of LLM Foundry's defaults that has one here: key -> the effect in words.
+
+    A default has an effect if a YAML that says it is refused, or if its resolved configuration is not the same as that
+    of a YAML which leaves it out. Keys of one kind of optimizer or scheduler are returned without the kind.
+    """
+    effects: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
-        for key, value in theirs.items():
+        folder = Path(name)
+        for key, default in their_defaults.items():
             if key in NOT_IN_FILES:
                 continue
-            load, base, path = _where_to_say(key)
-            said = _laid_over(base, path, value)
-            unsaid = _laid_over(base, path.rpartition(".")[0], {})
-            key = f"{key.partition('[')[0]}.{key.rpartition('.')[2]}" if "[" in key else key
+
+            # Both YAMLs have the block that the key is in, since a block may have an effect of its own.
+            resolve, base, path = _yaml_for(key)
+            yaml_without_key = _with_value(base, path.rpartition(".")[0], {})
+            yaml_with_key = _with_value(base, path, default)
+            if "[" in key:
+                key = f"{key.partition('[')[0]}.{key.rpartition('.')[2]}"
             try:
-                before, after = load(unsaid, Path(name)), load(said, Path(name))
+                resolved_without_key = resolve(yaml_without_key, folder)
+                resolved_with_key = resolve(yaml_with_key, folder)
             except ValueError as error:
-                found[key] = f"{_short(value)} is refused: {str(error).partition('run.yaml: ')[2]}"
+                reason = str(error).partition("run.yaml: ")[2]
+                effects[key] = f"{_as_json(default)} is refused: {reason}"
                 continue
-            changed = [part for part in {**before, **after} if before.get(part) != after.get(part)]
-            if changed:
-                here = ", ".join(f"{part} is {_short(before.get(part))} here" for part in changed)
-                found[key] = f"{_short(value)} there; {here}"
-    return found
+
+            changes = []
+            for setting in {**resolved_without_key, **resolved_with_key}:
+                our_value = resolved_without_key.get(setting)
+                if our_value != resolved_with_key.get(setting):
+                    changes.append(f"{setting} is {_as_json(our_value)} here")
+            if changes:
+                effects[key] = f"{_as_json(default)} there; {', '.join(changes)}"
+    return effects
 
 
-def print_differences(found: Mapping[str, str]) -> list[str]:
-    """Print each difference and its reason. Returns differences without a reason, and reasons without a difference."""
-    for key, what in found.items():
-        print(f"{key}: {what}\n    {INTENDED.get(key, 'UNLISTED')}")
-    wrong = [key for key in found if key not in INTENDED] + [key for key in INTENDED if key not in found]
-    print(f"\n{len(found)} defaults differ; " + (f"not as listed: {', '.join(wrong)}" if wrong else "all are listed"))
+def print_differences(effects: Mapping[str, str]) -> list[str]:
+    """Print each difference and the reason for it in INTENDED.
+
+    Returns the keys of differences without a reason, and of reasons without a difference.
+    """
+    for key, effect in effects.items():
+        print(f"{key}: {effect}\n    {INTENDED.get(key, 'UNLISTED')}")
+    unlisted = [key for key in effects if key not in INTENDED]
+    obsolete = [key for key in INTENDED if key not in effects]
+    wrong = unlisted + obsolete
+    verdict = f"not as listed: {', '.join(wrong)}" if wrong else "all are listed"
+    print(f"\n{len(effects)} defaults differ; {verdict}")
     return wrong
 
 
 # ------------------------------------------------------------------------------------------------------- our half
 
 
-def _where_to_say(key: str) -> tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any], str]:
-    """Return the function that reads a YAML, a YAML without the key, and the key's name in it."""
+def _yaml_for(key: str) -> tuple[Callable[[Any, Path], dict[str, Any]], dict[str, Any], str]:
+    """Choose how to try a key. Return the function that resolves a YAML, a YAML without the key, and its path there.
+
+    For `scheduler[inv_sqrt_with_warmup].alpha_f_decay`, the YAML has a scheduler of this kind, and the path is
+    `scheduler.alpha_f_decay`.
+    """
     if key.startswith("eval."):
-        return _resolved_evaluation, EVAL_BASE, key.removeprefix("eval.")
-    base = json.loads(json.dumps(BASE))
-    block, _, kind = key.partition("[")
-    kind, _, last = kind.partition("].")
+        return _resolve_evaluation, EVAL_BASE, key.removeprefix("eval.")
+
+    base = json.loads(json.dumps(BASE))  # a deep copy
+    block, _, kind_and_setting = key.partition("[")
+    kind, _, setting = kind_and_setting.partition("].")
+    # Each kind of optimizer and scheduler has keys that it must have.
     if block == "optimizer" and kind:
         base["optimizer"] = {"name": kind, "lr": 1.0}
     if block == "scheduler" and kind:
         base["scheduler"] = {"name": kind, "t_warmup": "100ba"}
-        base["scheduler"] |= {"t_scale": "100ba"} if kind == "inv_sqrt_with_warmup" else {}
+        if kind == "inv_sqrt_with_warmup":
+            base["scheduler"]["t_scale"] = "100ba"
     if ".streams." in key:
         base["train_loader"]["dataset"] = {"streams": {"web": {"local": "data"}}}
-    return _resolved, base, f"{block}.{last}" if kind else key
+    return _resolve_training, base, f"{block}.{setting}" if kind else key
 
 
-def _resolved(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _resolve_training(yaml: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the resolved configuration of a training run: dotted path -> value. Raises ValueError if it is refused."""
     from llmfoundry_lite.config.load_train import load_train_config
     from llmfoundry_lite.config.schema import as_dict
 
-    return _flat(as_dict(load_train_config([_write(values, folder)], {}).config))
+    return _flatten(as_dict(load_train_config([_write(yaml, folder)], {}).config))
 
 
-def _resolved_evaluation(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _resolve_evaluation(yaml: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the resolved configuration of an evaluation, as `_resolve_training` does."""
     from llmfoundry_lite.config.load_eval import load_eval_config
 
-    return _flat(dataclasses.asdict(load_eval_config([_write(values, folder)]).config))
+    return _flatten(dataclasses.asdict(load_eval_config([_write(yaml, folder)]).config))
 
 
-def _write(values: dict[str, Any], folder: Path) -> str:
+def _write(yaml: dict[str, Any], folder: Path) -> str:
+    """Write a YAML, over the last one, and return its path."""
     path = folder / "run.yaml"
-    path.write_text(json.dumps(values))  # JSON is YAML too
+    path.write_text(json.dumps(yaml))  # JSON is also YAML
     return str(path)
 
 
-def _laid_over(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """Return `base` with a value at `path`. An empty block, {}, leaves an existing one as it is."""
-    values = json.loads(json.dumps(base))
-    block, *keys = values, *filter(None, path.split("."))
+def _with_value(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `base` with a value at a dotted path, whose blocks are made if they are missing.
+
+    The value {} makes an empty block, and leaves an existing one unchanged. The empty path changes nothing.
+    """
+    yaml = json.loads(json.dumps(base))
+    block = yaml
+    keys = [key for key in path.split(".") if key]
     for key in keys[:-1]:
         block = block.setdefault(key, {})
     if keys and not (value == {} and isinstance(block.get(keys[-1]), dict)):
         block[keys[-1]] = value
-    return values
+    return yaml
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict) or not values:
-        return {prefix.removesuffix("."): values}
-    return {key: leaf for name, block in values.items() for key, leaf in _flat(block, f"{prefix}{name}.").items()}
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts by dotted path: {"a": {"b": 1}} is {"a.b": 1}. An empty dict is a leaf."""
+    if not isinstance(value, dict) or not value:
+        return {prefix.removesuffix("."): value}
+    leaves: dict[str, Any] = {}
+    for name, block in value.items():
+        leaves |= _flatten(block, f"{prefix}{name}.")
+    return leaves
 
 
-def _short(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
@@ -190,31 +234,35 @@ def _short(value: Any) -> str:
 
 
 def their_defaults() -> dict[str, Any]:
-    """Return key -> default. `optimizer[lion].lr` is for one kind of optimizer."""
-    found = {}
+    """Return LLM Foundry's defaults: key -> default. `optimizer[lion].lr` is for one kind of optimizer."""
+    their_default_by_key = {}
+
+    # Arguments of dataclasses, classes and functions.
     for block, names in SOURCES.items():
         for name in names:
-            for key, default in _defaults_of(_find(name)).items():
-                found[f"{block}.{key}" if block else key] = default
-    defaults = _find("llmfoundry.models.utils.config_defaults")
+            for setting, default in _defaults_of(_find(name)).items():
+                their_default_by_key[f"{block}.{setting}" if block else setting] = default
+
+    # Dicts of defaults, which take precedence over the arguments that they are passed to.
+    defaults_module = _find("llmfoundry.models.utils.config_defaults")
     for block in ("attn_config", "ffn_config", "init_config"):
-        found |= {f"model.{block}.{key}": value for key, value in getattr(defaults, f"{block}_defaults").items()}
-    found["model.ffn_config.ffn_act_fn"] = _find("llmfoundry.models.layers.ffn._FFN_ACT_FN_DEFAULT")
+        for setting, default in getattr(defaults_module, f"{block}_defaults").items():
+            their_default_by_key[f"model.{block}.{setting}"] = default
+    their_default_by_key["model.ffn_config.ffn_act_fn"] = _find("llmfoundry.models.layers.ffn._FFN_ACT_FN_DEFAULT")
+
+    # Registries of kinds: format of a kind's block, registry, and names of kinds.
     registry = _find("llmfoundry.registry")
-    for block, kinds, names in (
-        ("optimizer", registry.optimizers, ("decoupled_adamw", "decoupled_lionw")),
-        ("scheduler", registry.schedulers, SCHEDULES),
+    for block_format, kinds, names in (
+        ("optimizer[{}]", registry.optimizers, ("decoupled_adamw", "decoupled_lionw")),
+        ("scheduler[{}]", registry.schedulers, SCHEDULES),
+        ("algorithms.{}", registry.algorithms, ("gradient_clipping",)),
+        ("callbacks.{}", registry.callbacks, ("speed_monitor", "lr_monitor", "memory_monitor", "runtime_estimator")),
+        ("loggers.{}", registry.loggers, ("wandb", "tensorboard")),
     ):
         for kind in names:
-            found |= {f"{block}[{kind}].{key}": value for key, value in _defaults_of(kinds.get(kind)).items()}
-    for block, kinds, names in (
-        ("algorithms", registry.algorithms, ("gradient_clipping",)),
-        ("callbacks", registry.callbacks, ("speed_monitor", "lr_monitor", "memory_monitor", "runtime_estimator")),
-        ("loggers", registry.loggers, ("wandb", "tensorboard")),
-    ):
-        for kind in names:
-            found |= {f"{block}.{kind}.{key}": value for key, value in _defaults_of(kinds.get(kind)).items()}
-    return found
+            for setting, default in _defaults_of(kinds.get(kind)).items():
+                their_default_by_key[f"{block_format.format(kind)}.{setting}"] = default
+    return their_default_by_key
 
 
 SCHEDULES = ("constant_with_warmup", "cosine_with_warmup", "linear_decay_with_warmup", "inv_sqrt_with_warmup")
@@ -234,6 +282,7 @@ SOURCES = {
 
 
 def _find(name: str) -> Any:
+    """Import a module, or an attribute of a module, by its dotted name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -245,13 +294,20 @@ def _defaults_of(source: Any) -> dict[str, Any]:
     """Return the defaults of a dataclass, class or function. Keys without a default are left out."""
     if dataclasses.is_dataclass(source):
         fields = dataclasses.fields(source)
-        plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING and f.default != "???"}
-        made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+        # OmegaConf's "???" is a key that a file must have.
+        plain = {
+            field.name: field.default
+            for field in fields
+            if field.default is not dataclasses.MISSING and field.default != "???"
+        }
+        made = {
+            field.name: field.default_factory() for field in fields if field.default_factory is not dataclasses.MISSING
+        }
         return plain | made
     if inspect.isclass(source) and source.__name__ == "InverseSquareRootWithWarmupScheduler":
         source = source.__mro__[1]  # the class that the marker "experimental" wraps
     parameters = inspect.signature(source).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 if __name__ == "__main__":

@@ -4,13 +4,20 @@ uv venv --python 3.11 ~/foundry
 VIRTUAL_ENV=~/foundry uv pip install llm-foundry==0.22.0 "setuptools<81"
 python scripts/parity_llm_foundry.py --peer-python ~/foundry/bin/python
 
-LLM Foundry lives in an environment of its own, because its pins are not ours. This process writes configurations,
-weights and tokens to a temporary folder; the same file, run there with --peer, builds MPTForCausalLM (attn_impl torch)
-from the same words and writes back logits and gradients, and the folder its save_pretrained makes, which is then read
-here. Exit code 1 if anything differs by more than TOLERANCE in fp32, if ours in bf16 is further from the fp32 result
-than FURTHEST times theirs, or if a folder read here is not the same model, to the bit.
+LLM Foundry has its own environment, because it pins other versions than we do. This process (`run`) writes weights and
+tokens for each option to a temporary folder. It then runs this file with --peer in that environment (`run_peer`), which
+builds MPTForCausalLM (attn_impl torch) from the same configuration, and writes back its logits, its gradients and the
+folder that save_pretrained makes. Finally this process compares them. For each scheme of initialisation, both also
+compare the distributions of the weights that they draw.
 
-What LLM Foundry cannot do on a CPU, or without flash-attn, is not here: rope_impl dail, attn_impl flash.
+In the temporary folder, each option has a folder with weights.safetensors and inputs.safetensors (ours), and with
+exact.safetensors, low.safetensors and folder/ (theirs). *Exact* is fp32 and *low* is bf16.
+
+The exit code is 1 if anything differs by more than TOLERANCE in fp32, if ours in bf16 is further from the fp32 result
+than FURTHEST times theirs, or if a folder that LLM Foundry wrote is read here as a model with other logits.
+
+Two options are left out because LLM Foundry cannot run them on a CPU without flash-attn: rope_impl dail and attn_impl
+flash. Suffixes of tensors are their dimensions: b samples, t tokens, v entries of the vocabulary.
 """
 
 import argparse
@@ -32,12 +39,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 Tensors = dict[str, torch.Tensor]
+"""`logits`, [b, t, v], and the gradient of each parameter by its name, all in fp32."""
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest entry of the logits or of a gradient."""
 FURTHEST = 1.5
+"""Largest distance of our bf16 result from their fp32 result, as a multiple of their own bf16 result's distance."""
 VANISHING = 1e-6
-"""Gradients this small, relative to the largest, are rounding around zero, such as those of keys' biases."""
+"""Gradients this small, relative to the largest, are only rounding errors, such as those of the biases of keys."""
 
 BASE = {
     "d_model": 64,
@@ -116,7 +125,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **ffn(ffn_type="mptglu", ffn_act_fn={"name": "silu"}),
     },
 }
-"""Option -> part of a model block, in keys that both read."""
+"""Name of an option -> the keys of a model's configuration that differ from BASE. Both packages read them."""
 
 INIT_BASE = {
     "d_model": 256,
@@ -152,38 +161,46 @@ COLUMNS = (
     *("logits, fp32", "gradients, fp32", "logits, bf16: ours, theirs", "gradients, bf16: ours, theirs"),
     "their folder read here",
 )
+"""Headings of the table of options, after the option."""
 SHOWN = ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj")
+"""Weights whose standard deviations the table of initialisations shows."""
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    arguments.add_argument("--peer-python", help="python of an environment with llm-foundry")
-    arguments.add_argument("--peer", metavar="FOLDER", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    """Parse the command line, and run one of the two halves. Exits with 1 if the models differ."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peer-python", help="python of an environment with llm-foundry")
+    parser.add_argument("--peer", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if given.peer:
-        run_peer(Path(given.peer))
-    elif given.peer_python:
-        python = shutil.which(given.peer_python)
+    if options.peer:
+        run_peer(Path(options.peer))
+    elif options.peer_python:
+        python = shutil.which(options.peer_python)
         if python is None:
-            arguments.error(f"--peer-python: {given.peer_python} cannot be run; expected the python of an environment")
+            parser.error(f"--peer-python: {options.peer_python} cannot be run; expected the python of an environment")
         sys.exit(0 if run(os.path.abspath(python)) else 1)
     else:
-        arguments.error("--peer-python: missing; expected the python of an environment with llm-foundry")
+        parser.error("--peer-python: missing; expected the python of an environment with llm-foundry")
 
 
 def run(peer_python: str) -> bool:
+    """Compare all options and all schemes of initialisation, and print a table of each. Return whether all agree."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        exact, low = {}, {}
+        exact = {}
+        low = {}
         for option in OPTIONS:
             model, inputs = build_ours(option)
-            place = folder / file_name(option)
-            place.mkdir()
-            save_file({k: v.contiguous() for k, v in model.state_dict().items()}, place / "weights.safetensors")
-            save_file(inputs, place / "inputs.safetensors")
+            option_folder = folder / file_name(option)
+            option_folder.mkdir()
+            # safetensors refuses tensors that are views of others.
+            weights = {parameter_name: tensor.contiguous() for parameter_name, tensor in model.state_dict().items()}
+            save_file(weights, option_folder / "weights.safetensors")
+            save_file(inputs, option_folder / "inputs.safetensors")
             exact[option], low[option] = compute_twice(model, inputs, call_ours)
         versions = start_peer(peer_python, folder)
+
         print(f"LLM Foundry {versions['llmfoundry']} (torch {versions['torch']}), ours (torch {torch.__version__})\n")
         print(f"| option | {' | '.join(COLUMNS)} |")
         print(f"|---|{'---|' * len(COLUMNS)}")
@@ -196,11 +213,12 @@ def run(peer_python: str) -> bool:
 
 
 def start_peer(python: str, folder: Path) -> dict[str, str]:
+    """Run LLM Foundry's half in its environment, and return its versions. Exits if it fails."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
     command = [python, str(Path(__file__).resolve()), "--peer", str(folder)]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{python}: the peer ended with code {done.returncode}:\n{done.stderr[-3000:]}")
+    peer = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    if peer.returncode:
+        sys.exit(f"{python}: the peer ended with code {peer.returncode}:\n{peer.stderr[-3000:]}")
     return json.loads((folder / "versions.json").read_text())
 
 
@@ -208,55 +226,78 @@ def start_peer(python: str, folder: Path) -> dict[str, str]:
 
 
 Call = Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]
+"""Compute a model's logits [b, t, v] from inputs: `tokens` [b, t] and, for some options, `documents` [b, t]."""
 
 
 def file_name(option: str) -> str:
+    """Return an option or a scheme as the name of a file: characters other than letters and digits become hyphens."""
     return "".join(letter if letter.isalnum() else "-" for letter in option)
 
 
 def model_block(part: Mapping[str, Any], base: Mapping[str, Any] = BASE) -> dict[str, Any]:
+    """Return the `model` block of a configuration: `base` with the keys of `part`. Their `attn_config` is merged."""
     block = copy.deepcopy({**base, **part})
     block["attn_config"] = {**base["attn_config"], **block["attn_config"]}
     return block
 
 
 def compute_twice(model: nn.Module, inputs: Mapping[str, torch.Tensor], call: Call) -> tuple[Tensors, Tensors]:
-    """Return logits and gradients in fp32, and in bf16 as with FSDP's PURE: parameters and everything else in bf16."""
+    """Return logits and gradients in fp32, and then in bf16. Leaves the model in bf16.
+
+    In bf16 parameters and everything else are bf16, as with FSDP's mixed precision PURE.
+    """
     exact = compute(model, inputs, call)
     for parameter in model.parameters():
-        parameter.grad, parameter.data = None, parameter.data.bfloat16()
+        parameter.grad = None
+        parameter.data = parameter.data.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        return exact, compute(model, inputs, call)
+        low = compute(model, inputs, call)
+    return exact, low
 
 
 def compute(model: nn.Module, inputs: Mapping[str, torch.Tensor], call: Call) -> Tensors:
+    """Compute the logits, and the gradients of the loss, which is always in fp32. Sets the parameters' `grad`."""
     logits_btv = call(model.eval(), inputs)
     with torch.autocast("cpu", enabled=False):
-        F.cross_entropy(logits_btv[:, :-1].float().flatten(0, 1), inputs["tokens"][:, 1:].flatten()).backward()
-    gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+        # Each token but the last predicts the next one.
+        predictions_btv = logits_btv[:, :-1].float()
+        F.cross_entropy(predictions_btv.flatten(0, 1), inputs["tokens"][:, 1:].flatten()).backward()
+    gradients = {
+        name: parameter.grad.float() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     return {"logits": logits_btv.detach().float().clone()} | gradients
 
 
-def spread(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return kind of tensor (its name without the block's number) -> count, mean, standard deviation, kurtosis."""
-    kinds: dict[str, list[torch.Tensor]] = {}
+def describe_distributions(named_tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Return the count, mean, standard deviation and kurtosis of the weights in each place of a model.
+
+    All blocks count together: `blocks.0.attn.Wqkv.weight` and `blocks.1.attn.Wqkv.weight` are both
+    `blocks.attn.Wqkv.weight`. The kurtosis tells a normal distribution (3) from a uniform one (1.8).
+    """
+    tensors_by_place: dict[str, list[torch.Tensor]] = {}
     for name, tensor in named_tensors.items():
-        kind = ".".join(part for part in name.split(".") if not part.isdigit())
-        kinds.setdefault(kind, []).append(tensor.detach().double().flatten())
-    found = {}
-    for kind, tensors in kinds.items():
+        place = ".".join(part for part in name.split(".") if not part.isdigit())
+        tensors_by_place.setdefault(place, []).append(tensor.detach().double().flatten())
+
+    statistics_by_place = {}
+    for place, tensors in tensors_by_place.items():
         numbers = torch.cat(tensors)
+        mean = numbers.mean()
         std = float(numbers.std())
-        kurtosis = float((numbers - numbers.mean()).pow(4).mean()) / std**4 if std else 0.0
-        found[kind] = [len(numbers), float(numbers.mean()), std, kurtosis]
-    return found
+        # Constants, such as norms' scales, have none.
+        kurtosis = float((numbers - mean).pow(4).mean()) / std**4 if std else 0.0
+        statistics_by_place[place] = [len(numbers), float(mean), std, kurtosis]
+    return statistics_by_place
 
 
 # ------------------------------------------------------------------------------------------------------- our half
 
 
 def build_ours(option: str) -> tuple[nn.Module, Tensors]:
-    """Return our model, with weights that avoid special values: norms and biases are off one and zero."""
+    """Return our model with random weights, and random inputs [3, 50] for it.
+
+    Norms and biases have other weights than their usual ones and zeros, so that an error in them shows.
+    """
     from llmfoundry_lite.config.build import build_block
     from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.models.mpt import MPT
@@ -270,16 +311,19 @@ def build_ours(option: str) -> tuple[nn.Module, Tensors]:
             parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.15)
     inputs = {"tokens": torch.randint(config.vocab_size, (3, 50))}
     if config.attn_config.attn_uses_sequence_id:
+        # Each token begins a new document with a probability of 0.1. Documents are counted from 0.
         inputs["documents"] = (torch.rand(3, 50) < 0.1).long().cumsum(dim=1)
     return model, inputs
 
 
 def call_ours(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute our model's logits, in the dtype of its parameters."""
     with torch.autocast("cpu", enabled=False):
         return model(inputs["tokens"], documents_bt=inputs.get("documents"))
 
 
 def init_ours(scheme: str) -> dict[str, list[float]]:
+    """Initialise our model by one scheme, and return the distributions of its weights."""
     from llmfoundry_lite.config.build import build_block
     from llmfoundry_lite.config.model_schema import ModelConfig
     from llmfoundry_lite.models.initialise import initialise_weights
@@ -288,80 +332,108 @@ def init_ours(scheme: str) -> dict[str, list[float]]:
     block = model_block({"init_config": INITS[scheme]}, INIT_BASE)
     model = MPT(build_block(ModelConfig, block, "model"))
     initialise_weights(model, 17)
-    return spread(dict(model.named_parameters()))
+    return describe_distributions(dict(model.named_parameters()))
 
 
 def compare(option: str, exact: Tensors, low: Tensors, folder: Path) -> bool:
-    """Print the option's row. In bf16 both are compared with LLM Foundry's fp32 result."""
-    place = folder / file_name(option)
-    their_exact, their_low = (load_file(place / f"{name}.safetensors") for name in ("exact", "low"))
+    """Print the row of one option, and return whether the two models agree.
+
+    `exact` and `low` are our results in fp32 and bf16. Theirs are read from the option's folder. In bf16 both results
+    are compared with theirs in fp32, since two bf16 results differ by rounding alone.
+    """
+    option_folder = folder / file_name(option)
+    their_exact = load_file(option_folder / "exact.safetensors")
+    their_low = load_file(option_folder / "low.safetensors")
     assert exact.keys() == their_exact.keys()
-    logits, *gradients = difference(exact, their_exact)
-    ours, theirs = (
-        [distance(found, their_exact, names) for names in (["logits"], [name for name in exact if name != "logits"])]
-        for found in (low, their_low)
-    )
-    is_readable = torch.equal(read_folder(place), exact["logits"])
+
+    logits_difference, *gradient_differences = difference(exact, their_exact)
+    largest_gradient_difference = max(gradient_differences)
+    gradient_names = [name for name in exact if name != "logits"]
+    logits_distance = distance(low, their_exact, ["logits"])
+    their_logits_distance = distance(their_low, their_exact, ["logits"])
+    gradients_distance = distance(low, their_exact, gradient_names)
+    their_gradients_distance = distance(their_low, their_exact, gradient_names)
+    is_same_folder = torch.equal(read_folder(option_folder), exact["logits"])
+
     is_equal = (
-        is_readable
-        and max(logits, *gradients) < TOLERANCE
-        and all(a <= FURTHEST * b for a, b in zip(ours, theirs, strict=True))
+        is_same_folder
+        and max(logits_difference, largest_gradient_difference) < TOLERANCE
+        and logits_distance <= FURTHEST * their_logits_distance
+        and gradients_distance <= FURTHEST * their_gradients_distance
     )
-    print(
-        f"| {option} | {logits:.0e} | {max(gradients):.0e} | {ours[0]:.2%}, {theirs[0]:.2%} | "
-        f"{ours[1]:.2%}, {theirs[1]:.2%} | {'same' if is_readable else 'another'} |{'' if is_equal else ' **differs**'}"
-    )
+    cells = [
+        option,
+        f"{logits_difference:.0e}",
+        f"{largest_gradient_difference:.0e}",
+        f"{logits_distance:.2%}, {their_logits_distance:.2%}",
+        f"{gradients_distance:.2%}, {their_gradients_distance:.2%}",
+        "same" if is_same_folder else "another",
+    ]
+    print(f"| {' | '.join(cells)} |{'' if is_equal else ' **differs**'}")
     return is_equal
 
 
-def read_folder(place: Path) -> torch.Tensor:
-    """Return the logits of the folder that LLM Foundry's model was saved to."""
+def read_folder(option_folder: Path) -> torch.Tensor:
+    """Import the folder that LLM Foundry's model was saved to, and return the imported model's logits."""
     from llmfoundry_lite.convert.huggingface import import_model
     from llmfoundry_lite.models.mpt import MPT
 
-    config, weights = import_model(place / "folder")
+    config, weights = import_model(option_folder / "folder")
     model = MPT(config).eval()
     model.load_state_dict(weights)
     with torch.no_grad():
-        return call_ours(model, load_file(place / "inputs.safetensors"))
+        return call_ours(model, load_file(option_folder / "inputs.safetensors"))
 
 
 def difference(ours: Tensors, theirs: Tensors) -> list[float]:
-    """Return a number for each tensor, logits first: largest difference over largest entry; infinite for NaN."""
+    """Return for each tensor, logits first, the largest difference as a share of the tensor's largest entry.
+
+    Gradients which vanish (VANISHING) are compared with the largest entry of all gradients instead. NaN in either gives
+    infinity.
+    """
     largest_gradient = max(float(theirs[name].abs().max()) for name in theirs if name != "logits")
-    found = []
+    relative_differences = []
     for name, tensor in sorted(theirs.items(), key=lambda item: item[0] != "logits"):
-        floor = 0.0 if name == "logits" else VANISHING * largest_gradient
         scale = float(tensor.abs().max())
-        error = float((ours[name] - tensor).abs().max()) / (scale if scale > floor else largest_gradient)
-        found.append(error if math.isfinite(error) else math.inf)
-    return found
+        smallest_scale = 0.0 if name == "logits" else VANISHING * largest_gradient
+        if not scale > smallest_scale:
+            scale = largest_gradient
+        relative_difference = float((ours[name] - tensor).abs().max()) / scale
+        relative_differences.append(relative_difference if math.isfinite(relative_difference) else math.inf)
+    return relative_differences
 
 
-def distance(found: Tensors, exact: Tensors, names: list[str]) -> float:
-    """Return |found - exact| / |exact|, Euclidean, over all these tensors together."""
-    squares = [((found[name] - exact[name]).square().sum(), exact[name].square().sum()) for name in names]
-    return float(sum(error for error, _ in squares) / sum(size for _, size in squares)) ** 0.5
+def distance(low: Tensors, exact: Tensors, names: list[str]) -> float:
+    """Return |low - exact| / |exact|, the Euclidean norms over all tensors of these names together."""
+    squared_error = sum((low[name] - exact[name]).square().sum() for name in names)
+    squared_size = sum(exact[name].square().sum() for name in names)
+    return float(squared_error / squared_size) ** 0.5
 
 
 def compare_init(scheme: str, folder: Path) -> bool:
-    """Print the scheme's row. Standard deviations of n numbers scatter by 1/sqrt(2n), normal, or less, uniform."""
+    """Print the row of one scheme of initialisation, and return whether both draw weights of the same distributions.
+
+    The two packages draw other random numbers, so only mean, standard deviation and kurtosis can agree. They may differ
+    by five times what two samples of n numbers differ by. A standard deviation scatters by its 1/sqrt(2n) if the
+    numbers are normal, and by less if they are uniform. A mean scatters by std/sqrt(n), a kurtosis by sqrt(24/n).
+    """
     ours = init_ours(scheme)
     theirs = json.loads((folder / f"init-{file_name(scheme)}.json").read_text())
     assert ours.keys() == theirs.keys()
     differing = []
-    for kind, (count, mean, std, kurtosis) in ours.items():
-        _, their_mean, their_std, their_kurtosis = theirs[kind]
-        # Five times what two samples differ by; a kurtosis (3 or 1.8) scatters by sqrt(24/n).
-        same_std = abs(std - their_std) <= 5 * their_std / math.sqrt(count)
-        same_mean = abs(mean - their_mean) <= 5 * their_std * math.sqrt(2 / count)
-        same_shape = abs(kurtosis - their_kurtosis) <= 5 * math.sqrt(48 / count)
-        if not (same_std and same_mean and same_shape):
-            differing.append(f"{kind} {std:.4f}, {their_std:.4f}")
+    for place, (count, mean, std, kurtosis) in ours.items():
+        _, their_mean, their_std, their_kurtosis = theirs[place]
+        # The difference of two samples scatters by sqrt(2) times as much as each.
+        has_same_std = abs(std - their_std) <= 5 * their_std / math.sqrt(count)
+        has_same_mean = abs(mean - their_mean) <= 5 * their_std * math.sqrt(2 / count)
+        has_same_kurtosis = abs(kurtosis - their_kurtosis) <= 5 * math.sqrt(48 / count)
+        if not (has_same_std and has_same_mean and has_same_kurtosis):
+            differing.append(f"{place} {std:.4f}, {their_std:.4f}")
+
     cells = []
-    for part in SHOWN:
-        kind = next(kind for kind in ours if kind.endswith(f"{part}.weight"))
-        cells.append(f"{ours[kind][2]:.4f}, {theirs[kind][2]:.4f}")
+    for weight in SHOWN:
+        place = next(place for place in ours if place.endswith(f"{weight}.weight"))
+        cells.append(f"{ours[place][2]:.4f}, {theirs[place][2]:.4f}")
     print(f"| {scheme} | {' | '.join(cells)} |{' **differs** ' + '; '.join(differing) if differing else ''}")
     return not differing
 
@@ -370,6 +442,7 @@ def compare_init(scheme: str, folder: Path) -> bool:
 
 
 def run_peer(folder: Path) -> None:
+    """Compute LLM Foundry's results for all options and schemes, in its environment, and write them to `folder`."""
     import llmfoundry  # type: ignore[import-not-found]
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM  # type: ignore[import-not-found]
 
@@ -377,19 +450,21 @@ def run_peer(folder: Path) -> None:
         return model(input_ids=inputs["tokens"], sequence_id=inputs.get("documents")).logits
 
     for option, part in OPTIONS.items():
-        place = folder / file_name(option)
+        option_folder = folder / file_name(option)
         model = MPTForCausalLM(MPTConfig(**model_block(part)))
-        model.load_state_dict(load_file(place / "weights.safetensors"))
-        model.save_pretrained(place / "folder")
-        exact, low = compute_twice(model, load_file(place / "inputs.safetensors"), call)
-        save_file(exact, place / "exact.safetensors")
-        save_file(low, place / "low.safetensors")
+        model.load_state_dict(load_file(option_folder / "weights.safetensors"))
+        model.save_pretrained(option_folder / "folder")
+        exact, low = compute_twice(model, load_file(option_folder / "inputs.safetensors"), call)
+        save_file(exact, option_folder / "exact.safetensors")
+        save_file(low, option_folder / "low.safetensors")
     for scheme, init in INITS.items():
         torch.manual_seed(3)
         model = MPTForCausalLM(MPTConfig(**model_block({"init_config": init}, INIT_BASE)))
         # As for a model on the meta device, which is how LLM Foundry trains.
         model.apply(model.param_init_fn)
-        (folder / f"init-{file_name(scheme)}.json").write_text(json.dumps(spread(dict(model.named_parameters()))))
+        (folder / f"init-{file_name(scheme)}.json").write_text(
+            json.dumps(describe_distributions(dict(model.named_parameters())))
+        )
     versions = {"llmfoundry": llmfoundry.__version__, "torch": torch.__version__}
     (folder / "versions.json").write_text(json.dumps(versions))
 
