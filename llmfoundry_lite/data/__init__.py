@@ -1,0 +1,16 @@
+"""Training data: MDS shards -> batches of token ids, the same on any number of nodes, ranks and workers.
+
+Read the files in this order:
+
+1. `order.py` decides the order of samples, as a function of a few integers. `stages.py` does so for a run whose data
+   changes at some batches. Neither reads a file.
+2. `shard_table.py` reads the indexes of the shards. `streams.py` downloads, unpacks and checks shards, and `cache.py`
+   decides when. `folder_locks.py` keeps two launches from downloading into one folder.
+3. `rows.py` decodes a sample. `dataset.py` combines all of these into a `TextDataset`.
+4. `loader.py` makes batches in worker processes, and computes their digests. `stateful.py` is the public loader, which
+   keeps track of its position.
+
+`tokenizer.py` loads, trains and saves tokenizers, and `tokenizer_bounds.py` refuses malicious ones. `spelling.py`
+measures which text a tokenizer loses. `baselines.py` scores simple models on shards, for reports. `recorded.py` finds
+the data of an earlier run, to read it again.
+"""

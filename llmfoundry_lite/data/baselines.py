@@ -45,16 +45,19 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     train_nt = read_tokens(train_folder, vocab_size)
     eval_nt = read_tokens(eval_folder, vocab_size)
 
+    # The unigram model: the loss of each token.
     counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
     unigram_losses_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
 
-    # Only the bigrams that occur are counted, because V * V are possible.
+    # The bigram model: how often each validation bigram occurs in training. Only the bigrams that occur are counted,
+    # because V * V are possible.
     bigrams, bigram_counts = np.unique(_bigram_ids(train_nt, vocab_size), return_counts=True)
     eval_bigrams = _bigram_ids(eval_nt, vocab_size)
     positions = np.minimum(np.searchsorted(bigrams, eval_bigrams), len(bigrams) - 1)
     occurs_in_training = bigrams[positions] == eval_bigrams
     eval_bigram_counts = np.where(occurs_in_training, bigram_counts[positions], 0)
 
+    # The loss of each validation bigram.
     context_counts_v = np.bincount(train_nt[:, :-1].ravel(), minlength=vocab_size)
     eval_context_counts = context_counts_v[eval_bigrams // vocab_size]
     bigram_losses = -np.log((eval_bigram_counts + 1) / (eval_context_counts + vocab_size))
@@ -64,7 +67,8 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
 def _bigram_ids(tokens_nt: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     """Return a number a * vocab_size + b for every two consecutive tokens a and b of a sample.
 
-    `tokens_nt` are n samples of t tokens. The result is flat, [n * (t - 1)].
+    `tokens_nt` are n samples of t tokens. The result is flat, [n * (t - 1)]. With a vocabulary of 10, the samples
+    3 1 4 and 1 5 9 have the numbers 31, 14, 15 and 59.
     """
     return (tokens_nt[:, :-1] * vocab_size + tokens_nt[:, 1:]).ravel()
 
@@ -117,6 +121,7 @@ def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:
         raise too_large(folder / table.name(shard), MAX_BYTES, "a shard", remedy)
 
     with TemporaryDirectory() as scratch_folder:
+        # Decompress the shard, if only its compressed file is there.
         reader = table.reader(shard, str(folder))
         has_raw_file = (folder / reader.raw_data.basename).exists()
         if reader.zip_data is not None and not has_raw_file:

@@ -149,7 +149,11 @@ class ShardCache:
             has_ended.set()
 
     def _report_wait(self, shard: int, has_ended: Event) -> None:
-        """Print which shard training is waiting for, now and then until `has_ended` is set."""
+        """Print which shard training is waiting for, now and then until `has_ended` is set. Runs in a thread.
+
+        Pauses between lines double, over all waits of this process: `_message_pause_factor` and `_next_wait_message_at`
+        keep the pause and the time of the next line for the next wait.
+        """
         began = monotonic()
         source = mask_credentials(self._folder(shard).remote or self._folder(shard).path)
         next_message_at = max(began + WAIT_MESSAGE_SECONDS, self._next_wait_message_at)
@@ -201,9 +205,12 @@ class ShardCache:
         path = self.path(shard)
         folder = self._folder(shard)
         try:
+            # Nothing has to be done if the file is the one that was verified.
             status = _hash_status(path)
             if self._verified_status[shard] == status:
                 return True
+
+            # Verify it, and replace a damaged copy.
             damage = self._find_damage(shard)
             if damage and folder.remote:
                 log.warning("%s is damaged: %s; it is downloaded again", path, damage)
@@ -241,6 +248,7 @@ class ShardCache:
         Changes the shard's row in the table that all processes of the node share. Raises DataError if the fetch of
         this process fails. If another process's fetch fails, this returns, and the caller has to try again.
         """
+        # Mark the shard as being fetched, unless another process is fetching it, and wait for that.
         with self._locked():
             is_fetched_elsewhere = self._state[shard] == FETCHING
             if not is_fetched_elsewhere:
@@ -254,6 +262,7 @@ class ShardCache:
                 sleep(POLL_SECONDS)
             return
 
+        # This process fetches the shard. It holds no lock, so that others can fetch further shards meanwhile.
         folder = self._folder(shard)
         state_afterwards = ABSENT
         try:

@@ -80,15 +80,20 @@ class TextDataset(IterableDataset):
     ) -> None:
         """Open the data on all ranks together. Collective.
 
-        `data_rank_and_size` are this rank's index among the ranks that divide a global batch, and their number. They
-        are needed where several ranks read the same samples, as in tensor parallelism; None takes all ranks of the
-        launch. With `evaluation`, samples come in file order, each exactly once, and rows of `PAD_TOKEN` fill up the
-        last batch. `max_samples` limits an evaluation to the first samples in file order. `max_duration` is the
-        duration of the run, which a stage's `until: 0.8dur` refers to. `vocab_size` is the model's, to check token ids,
-        and `tokenizer` is needed only for shards of text.
+        max_seq_len: tokens of a row, unless `config` has its own.
+        global_batch_size: samples of a batch on all ranks together, a multiple of the number of data ranks.
+        evaluation: read samples in file order, each exactly once. Rows of `PAD_TOKEN` fill up the last batch.
+        vocab_size: the model's, to check token ids; None does not check them.
+        tokenizer: needed only for shards of text.
+        data_rank_and_size: this rank's index among the ranks that divide a global batch, and their number. They are
+            needed where several ranks read the same samples, as in tensor parallelism. None takes all ranks of the
+            launch.
+        max_duration: duration of the run, which a stage's `until: 0.8dur` refers to.
+        max_samples: limits an evaluation to the first samples in file order.
 
         Raises `DataError` for any fault of the data or of the arguments.
         """
+        # The settings of a batch and of its rows.
         self.config = config
         self.rank = this_rank()
         self.data_rank, self.num_data_ranks = data_rank_and_size or (self.rank.rank, self.rank.world_size)
@@ -110,9 +115,10 @@ class TextDataset(IterableDataset):
         if config.predownload is not None:
             self.predownload = config.predownload
 
-        # Row indices of each global batch that this rank reads, as `resume_with_rows` sets them. None means an even
-        # part of all rows, which depends on the rank.
+        # The rows of a batch that this rank reads, and the position, which the methods under "State and epochs" change.
         self._assigned_rows: Sequence[int] | None = None
+        """Row indices of each global batch that this rank reads, as `resume_with_rows` sets them. None means an even
+        part of all rows, which depends on the rank."""
         self._earlier_rows: Sequence[int] = ()
         """Row indices that this rank also reads, of the batch that is `_num_batches_back` before the current one."""
         self._num_batches_back = 0
@@ -127,6 +133,7 @@ class TextDataset(IterableDataset):
         """Position at which the current iteration begins, as in `_next_position`. It is in memory shared with the
         loader's workers, because persistent workers live through several epochs."""
 
+        # Open the data.
         self.first_batches = first_batches(
             config, "train_loader.dataset", max_duration, global_batch_size, self.max_seq_len
         )
@@ -146,6 +153,7 @@ class TextDataset(IterableDataset):
         and writes the node's table of shards, which its other ranks map into memory. Each `data_errors_on_all_ranks`
         block ends with an exchange, so that an error on one rank is raised on all. Errors begin with `problem`.
         """
+        # Read the configuration, without touching the data.
         problem = "cannot open the data set"
         with data_errors_on_all_ranks(problem):
             self.folders, streams_of_stages = build_stages(self.config)
@@ -154,6 +162,7 @@ class TextDataset(IterableDataset):
                 cache_limit = bytes_to_int(cache_limit)
         problem += " " + ", ".join(folder.remote or folder.path for folder in self.folders)
 
+        # The first rank of each node locks the folders, and writes the table of shards.
         launch_id = broadcast_json(secrets.token_hex(8))
         is_first_of_node = self.rank.local_rank == 0
         table_file = None
@@ -166,6 +175,7 @@ class TextDataset(IterableDataset):
         # A path and metadata from the first rank of each node, None from the others.
         tables_of_ranks = all_gather_json(table_of_this_rank)
 
+        # Every rank opens the table of its node, and computes the order of samples from it.
         with data_errors_on_all_ranks(problem):
             if not is_first_of_node:
                 self._hold_folders(launch_id, exclusive=False)
@@ -182,6 +192,7 @@ class TextDataset(IterableDataset):
             order_with_most_shards = max(orders, key=lambda order: len(order.first_sample_of_shard))
             self._first_sample_of_shard = order_with_most_shards.first_sample_of_shard
 
+        # The nodes may have different copies of the data.
         check_same_on_all_ranks(all_gather_json(self._describe_data()))
         if table_file is not None:
             table_file.close()  # all ranks of the node have opened it by now
@@ -240,6 +251,8 @@ class TextDataset(IterableDataset):
             max_samples=self.max_samples,
             window_samples=self.config.shuffle_block_size or DEFAULT_WINDOW_SAMPLES,
         )
+
+        # An epoch must have at least a batch, and few enough units (shards or parts of shards) to be shuffled.
         if not order.num_batches:
             raise DataError(
                 f"an epoch of {order.num_samples} samples is smaller than one global batch of {order.batch_size}; "
@@ -262,14 +275,17 @@ class TextDataset(IterableDataset):
         """Count the samples that an epoch takes from each folder, by the proportion, repeat or choose of its stream.
 
         `streams` are by the index of their folder; this sets `choose` of every one. Returns a count for each folder up
-        to the last one in `streams`, with 0 for folders that only other stages read. Raises DataError for a folder
-        without samples.
+        to the last one in `streams`, with 0 for folders that only other stages read. Folder 0 with 100 samples that are
+        repeated twice, and folder 2 with 50 samples, have the result [200, 0, 50].
+
+        Raises DataError for a folder without samples.
         """
         samples_per_stream = np.array([self._shard_sizes(index).sum() for index in streams])
         for index, num_samples in zip(streams, samples_per_stream, strict=True):
             if not num_samples:
                 raise DataError(f"{self.folders[index].path} holds no samples; prepare the data again")
 
+        # StreamingDataset's function decides how many samples each stream contributes. `epoch_size` may be "10k".
         epoch_size = self.config.epoch_size
         epoch_samples = number_abbrev_to_int(epoch_size) if epoch_size else None
         Stream.apply_weights(list(streams.values()), samples_per_stream, epoch_samples, self.config.shuffle_seed)
@@ -285,6 +301,7 @@ class TextDataset(IterableDataset):
         whose length does not fit `max_seq_len`.
         """
         for index, folder in enumerate(self.folders):
+            # Each shard must have tokens, or text and a tokenizer to encode it.
             for columns in self.cache.table.columns_of_stream(index):
                 if "tokens" not in columns and "text" not in columns:
                     raise DataError(
@@ -293,6 +310,8 @@ class TextDataset(IterableDataset):
                     )
                 if "tokens" not in columns and self.reader.tokenizer is None:
                     raise DataError(f"{folder.path} holds text, not tokens: name a tokenizer to read it")
+
+            # If the type of the column has a length, as in `ndarray:uint16:2048`, all samples have it.
             for token_type in self.cache.table.token_types_of_stream(index):
                 num_tokens = tokens_per_sample(token_type)
                 if num_tokens is not None:
@@ -334,10 +353,14 @@ class TextDataset(IterableDataset):
 
         `num_samples` is the number of samples of `epoch` that the run has trained on, over all ranks. `epoch` is that
         of the current iteration by default. Composer prescribes the signature; it always passes `from_beginning` true.
+
+        The result is JSON-compatible, and the same on every rank. Without stages, `batch` and `stages` are not in it.
         """
         assert from_beginning
         if epoch is None:
             epoch = self._epoch
+
+        # Streams that only later stages read are left out, so that they may still be changed.
         batch = self.stages.batches_before(epoch, num_samples // self.global_batch_size)
         num_streams = self.stages.num_streams_read(batch)
         state = {
@@ -362,7 +385,8 @@ class TextDataset(IterableDataset):
         """
         self._check_settings(state)
 
-        # A state without stages comes from a run with a single stage, which begins at batch 0.
+        # Compare where the stages begin. A state without stages comes from a run with a single stage, which begins at
+        # batch 0.
         steps = state["sample_in_epoch"] // self.global_batch_size
         batch = state.get("batch", state["epoch"] * self.order.num_batches + steps)
         stages = self.stages.describe_begun_stages(batch)
@@ -370,6 +394,7 @@ class TextDataset(IterableDataset):
         if [first_batch for first_batch, _ in stages] != [first_batch for first_batch, _ in saved_stages]:
             raise self._stages_error(batch, saved_stages)
 
+        # Compare the data, then the orders. Different data is the likelier reason of a different order.
         self._check_content(state, self.stages.num_streams_read(batch))
         if stages != saved_stages:  # their orders differ
             raise DataError(
@@ -377,6 +402,8 @@ class TextDataset(IterableDataset):
                 f"(order {state['order']} there, {self.order.fingerprint} here): carrying on would repeat and skip "
                 "samples; restore the data set and its settings"
             )
+
+        # Check the position itself, and take it.
         if state["sample_in_epoch"] % self.global_batch_size:
             raise DataError(
                 f"the checkpoint stands at sample {state['sample_in_epoch']} of its epoch, which is not between two "
@@ -389,13 +416,15 @@ class TextDataset(IterableDataset):
 
     def _check_settings(self, state: dict[str, Any]) -> None:
         """Raise DataError unless a `state_dict` is complete and has this batch size, seed and version of the order."""
-        needed = ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order")
-        missing = [key for key in needed if key not in state]
+        required_keys = ("epoch", "sample_in_epoch", "seed", "global_batch_size", "order")
+        missing = [key for key in required_keys if key not in state]
         if missing:
             raise DataError(
                 f"the data state of the checkpoint lacks {', '.join(missing)} (it has {', '.join(sorted(state))}); "
                 "a state saved by StreamingDataset's own order cannot be carried on"
             )
+
+        # Compare the settings: (key of the state, value here, key of the configuration).
         settings = (
             ("global_batch_size", self.global_batch_size, "global_train_batch_size"),
             ("seed", self.order.seed, "train_loader.dataset.shuffle_seed"),
@@ -438,6 +467,7 @@ class TextDataset(IterableDataset):
         if saved_digests == digests:
             return
 
+        # Say how they differ: other order of the streams, other number of streams, or other content of some.
         names = [repr(name) if name else "the data" for name in state["streams"]]
         if sorted(saved_digests) == sorted(digests):
             difference = f"the streams stand in another order: {', '.join(names)} in the checkpoint"
@@ -660,6 +690,7 @@ def check_same_on_all_ranks(descriptions: Sequence[dict[str, Any]]) -> None:
     `descriptions` are the results of `TextDataset._describe_data` on all ranks. Every rank has all of them, so every
     rank raises the same error. It names the first rank that differs from the majority, and the first of the majority.
     """
+    # Find the ranks that differ from the majority.
     data_of_ranks = []
     for description in descriptions:
         contents = [stream["content"] for stream in description["streams"]]
@@ -669,6 +700,7 @@ def check_same_on_all_ranks(descriptions: Sequence[dict[str, Any]]) -> None:
     if not differing_ranks:
         return
 
+    # Describe how the first of them differs. If all streams have the same content, their order does.
     majority = descriptions[data_of_ranks.index(majority_data)]
     other = descriptions[differing_ranks[0]]
     differences = []

@@ -47,6 +47,7 @@ class DataLocations:
 
         Raises DataError for a stream whose data is not on this machine and may not be downloaded.
         """
+        # The streams of the stages.
         stages = []
         for index, (stage, streams) in enumerate(zip(dataset.stages, streams_of_stages(dataset), strict=False)):
             chosen_streams = {}
@@ -87,19 +88,24 @@ class DataLocations:
         recorded remote if the user permits that. Downloads go into `new_folder`. Raises DataError if there is no
         choice; `key` is the stream's key in the YAML, for the error.
         """
+        # A remote that the user has named.
         if recorded.remote and recorded.remote in self.named_by_user:
             local = recorded.local if recorded.local in self.named_by_user else new_folder
             return local, recorded.remote
 
+        # The recorded folder.
         folder = Path(recorded.local, recorded.split or "") if recorded.local else None
         state = shard_state(folder) if folder else None
         if state == WHOLE:
             return recorded.local, None
         if state == COMPRESSED:  # decompressing would write into the run's folder, so copy from it
             return new_folder, recorded.local
+
+        # The recorded remote.
         if recorded.remote and self.uses_recorded_remote:
             return new_folder, recorded.remote
 
+        # There is no choice.
         if recorded.remote:
             remedy = f"{key}.remote={recorded.remote} to fetch it from where the run did{self.advice}"
         else:
@@ -112,8 +118,10 @@ class DataLocations:
 def shard_state(folder: Path) -> str | None:
     """Check which shard files a folder has. Returns WHOLE, COMPRESSED, or None if a shard or the index is missing.
 
-    Raises DataError for an index that cannot be read.
+    WHOLE means that all uncompressed files are there, and COMPRESSED that all compressed ones are, but not all of the
+    others. The files are not read. Raises DataError for an index that cannot be read.
     """
+    # Read the names of the files from the index.
     index = folder / "index.json"
     if not index.is_file():
         return None
@@ -127,6 +135,7 @@ def shard_state(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{index} is not an MDS index ({error!r}); give the data of the run") from None
 
+    # Look for them.
     if all(map(os.path.isfile, raw_paths)):
         return WHOLE
     is_every_shard_compressed = len(compressed_paths) == len(raw_paths)

@@ -230,10 +230,12 @@ class _Index:
         Returns an algorithm for each of `schemas`; empty where its shards have no hash. Raises DataError for a
         `hash_name` that is missing, and for shards without a hash among others, unless `allow_unhashed_shards`.
         """
+        # List the algorithms of each schema that this library knows, the fastest first.
         algorithms = [sorted(filter(is_hash, schema["hashes"]), key=_speed_rank) for schema in self.schemas]
         common = [name for name in algorithms[0] if all(name in names for names in algorithms)]
         unhashed_schemas = [index for index, names in enumerate(algorithms) if not names]
 
+        # Refuse shards without a hash among others.
         has_some_hashes = len(unhashed_schemas) < len(algorithms)
         if unhashed_schemas and has_some_hashes and not allow_unhashed_shards:
             shard = next(record for record in self.records if record.schema == unhashed_schemas[0])
@@ -243,6 +245,7 @@ class _Index:
                 "allow_unhashed_shards: true"
             )
 
+        # Refuse an index that lacks the algorithm which the user requires.
         if hash_name is not None:
             algorithms_without_it = [names for names in algorithms if names and hash_name not in names]
             if algorithms_without_it or not has_some_hashes:
@@ -286,6 +289,7 @@ class _Index:
         `schema_of_shards` are indices in `schemas`, and `hashes_of_shards` all hashes of each shard. Returns a hash for
         each shard; empty where the schema's algorithm is.
         """
+        # A shard's hashes are in the order of its schema's algorithms, so the position depends on the schema alone.
         hash_positions = []
         for schema, hash_name in zip(self.schemas, hash_names, strict=True):
             hash_positions.append(schema["hashes"].index(hash_name) if hash_name else None)
@@ -303,6 +307,7 @@ class _Index:
         each of `schemas`. The result begins with it, such as `xxh64:0f3a…`; with `mixed` if schemas have different
         ones; and with `sizes` if no shard has a hash.
         """
+        # The numbers of all shards come first, then the hashes, for each group of consecutive shards with one schema.
         label = hash_names[0] if len(set(hash_names)) == 1 else "mixed"
         digest = hashlib.blake2b(digest_size=16)
         digest.update(np.array([record.samples for record in self.records], "<i8").tobytes())
@@ -330,6 +335,7 @@ class _Index:
         raw = record["raw_data"]
         compressed = record["zip_data"] or NO_FILE
 
+        # Check sizes and names, since anybody may have written the index.
         _check_size("samples", record["samples"], MAX_SAMPLES_BITS)
         _check_size("raw_data.bytes", raw["bytes"], MAX_RAW_BITS)
         _check_size("zip_data.bytes", compressed["bytes"], MAX_ZIP_BITS)
@@ -337,6 +343,7 @@ class _Index:
         if compressed is not NO_FILE:
             self._check_name(compressed["basename"], ZIP_NAME)
 
+        # Bring the hashes of both files into the same order.
         raw_hashes = raw["hashes"]
         if not all(raw_hashes.values()):  # an empty string stands for no hash
             raw_hashes = {}

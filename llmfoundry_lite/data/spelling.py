@@ -136,21 +136,23 @@ def describe_lost_text(record: dict[str, Any]) -> str:
     An example: 3 % of characters do not come back (2 have no token; 1 become lower case; most often 'б' 'A'); of 100
     characters, 1 are written in another form
     """
-    lost = []
-    kept = []
+    # Describe each kind of change that occurs, separately for characters that are lost and for others.
+    lost_kinds = []
+    other_kinds = []
     for kind, words in KINDS.items():
         if record[kind]:
-            descriptions = lost if kind in LOST else kept
+            descriptions = lost_kinds if kind in LOST else other_kinds
             descriptions.append(f"{record[kind]:,} {words}")
 
-    parts = []
-    if lost:
+    # Join them.
+    clauses = []
+    if lost_kinds:
         if record["examples"]:
-            lost.append(f"most often {' '.join(map(repr, record['examples']))}")
-        parts.append(f"{percent(record['share'])} of characters do not come back ({'; '.join(lost)})")
-    if kept:
-        parts.append(f"of {record['characters']:,} characters, {'; '.join(kept)}")
-    return "; ".join(parts)
+            lost_kinds.append(f"most often {' '.join(map(repr, record['examples']))}")
+        clauses.append(f"{percent(record['share'])} of characters do not come back ({'; '.join(lost_kinds)})")
+    if other_kinds:
+        clauses.append(f"of {record['characters']:,} characters, {'; '.join(other_kinds)}")
+    return "; ".join(clauses)
 
 
 def percent(fraction: float) -> str:
@@ -166,11 +168,16 @@ class Speller:
         self.tokenizer = tokenizer
 
     def measure(self, text: str) -> LostText:
-        """Count the characters of a text that do not come back from its tokens. Raises DataError as `encode` does."""
+        """Count the characters of a text that do not come back from its tokens. Raises DataError as `encode` does.
+
+        With a tokenizer that removes accents, changes letters to lower case, and has no token for "7", the text "É 7"
+        has one character that is replaced, "É", and one that has no token, "7".
+        """
         loss = LostText(len(text), len(text.encode()))
         if self.tokenizer.decode(self.tokenizer.encode(text)) == text:
             return loss
 
+        # Characters that the normaliser changes.
         normalised = self._normalise(text)
         # The normalised text as a reader would write it: `marks_spaces` is whether it has SPACE_MARK instead of spaces.
         marks_spaces = SPACE_MARK in self._normalise("a a")
@@ -216,6 +223,7 @@ class Speller:
         stored["normalizer"] = None
         stored["post_processor"] = None
 
+        # Add an unknown token, and normalise the added tokens as the text will be.
         model = stored["model"]
         if model["type"] == "BPE" and not model.get("unk_token"):  # BPE would drop such characters, and shift offsets
             vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -283,8 +291,8 @@ def _count_spaces(text: str) -> int:
 def _count_lost_spaces(text: str, is_represented: bytearray) -> int:
     """Count the white-space characters that no token represents.
 
-    One space between two words is not counted, because a decoder can put it back. `is_represented` has a flag for each
-    character of the text.
+    One space between two words is not counted, because a decoder can put it back. If no token represents white space,
+    "a  b\\n" has lost one space and the line end. `is_represented` has a flag for each character of the text.
     """
     num_lost = 0
     for match in re.finditer(r"\s+", text):

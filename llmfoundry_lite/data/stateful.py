@@ -132,6 +132,7 @@ def open_dataset(
     batch that the ranks do not divide, and for samples of another length, unless `allow_truncation=True` lets it read
     the beginning of longer ones.
     """
+    # Check the arguments, and build the configuration of the data set from them.
     for name in dataset:
         if name in OTHER_LIBRARIES_NAMES:
             raise ConfigError(f"open_dataset: {name}: unknown word; did you mean {OTHER_LIBRARIES_NAMES[name]}?")
@@ -143,7 +144,9 @@ def open_dataset(
     global_batch_size = whole_number("open_dataset: global_batch_size", global_batch_size)
     if not isinstance(tokenizer, Tokenizer | None):
         tokenizer = load_tokenizer(os.fspath(tokenizer))
-    opened = TextDataset(
+
+    # Open the data on all ranks together.
+    text_dataset = TextDataset(
         config,
         max_seq_len=max_seq_len,
         global_batch_size=global_batch_size,
@@ -152,7 +155,7 @@ def open_dataset(
         data_rank_and_size=_choose_rank(rank, world_size),
     )
     num_workers = whole_number("open_dataset: num_workers", num_workers, minimum=0)
-    return build_text_loader(opened, num_workers=num_workers, pin_memory=pin_memory, loader_class=StatefulLoader)
+    return build_text_loader(text_dataset, num_workers=num_workers, pin_memory=pin_memory, loader_class=StatefulLoader)
 
 
 def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -161,6 +164,7 @@ def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     A global batch is divided evenly among data ranks. Raises ConfigError for impossible numbers, and if several ranks
     were launched but torch.distributed is not initialized on them, because ranks open the data together.
     """
+    # Compare the launcher's number of ranks with torch's.
     this_process_rank, num_ranks = rank_and_size()
     num_launched = this_rank().world_size
     if num_launched > num_ranks:
@@ -169,6 +173,7 @@ def _choose_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
             "torch.distributed.init_process_group() first, as ranks open the data together"
         )
 
+    # Use torch's rank, or check the arguments.
     if rank is None and world_size is None:
         return this_process_rank, num_ranks
     if rank is None or world_size is None:

@@ -168,6 +168,7 @@ class ShardFolder:
             os.replace(self._download_checked(raw), raw_path)
             return True
 
+        # Get the compressed file, unless it is there and sound.
         compressed_path = os.path.join(self.path, compressed.basename)
         damage = "it is not there"
         if os.path.isfile(compressed_path):
@@ -177,10 +178,12 @@ class ShardFolder:
         if damage:
             os.replace(self._download_checked(compressed), compressed_path)
 
+        # Decompress it under a temporary name.
         unpacked_path = os.path.join(self.path, make_download_name(raw.basename))
         unpack_shard(compressed_path, reader, unpacked_path)
         os.replace(unpacked_path, raw_path)
 
+        # Remove the compressed file, if it can be downloaded again and is not to be kept.
         was_downloaded = bool(damage)
         is_copy = was_downloaded or self.holds_only_downloads
         if self.remote and not self.stream.keep_zip and is_copy:
@@ -262,6 +265,8 @@ def build_stages(config: TextDatasetConfig) -> tuple[list[ShardFolder], list[dic
         for name, stream_config in stream_configs.items():
             stream = _build_stream(config, stream_config, error_prefix=f"stream {name}: " if name else "")
             folder = ShardFolder(name, stream)
+
+            # Find the folder among those of earlier streams and stages, or add it.
             index = _find_folder(folders, folder.path)
             if index is None:
                 index = len(folders)
@@ -313,6 +318,7 @@ def _build_stream(config: TextDatasetConfig, stream_config: StreamConfig, error_
         data = stream_config.remote or "the data"
         raise DataError(f"{error_prefix}`local` is not set; name the folder that {data} is to be kept in")
 
+    # Ignore a remote that is the folder itself.
     split = config.split if stream_config.split is None else stream_config.split
     remote = stream_config.remote
     remote_folder = _local_path_of(remote) if remote else None
@@ -321,6 +327,7 @@ def _build_stream(config: TextDatasetConfig, stream_config: StreamConfig, error_
         remote_of_split = _folder_of_split(remote_folder, split)
         remote = None if are_same_location(local_of_split, remote_of_split) else remote_folder
 
+    # Take the stream's options, or the data set's. Only streams have weights.
     options = {}
     for name in ("download_retry", "download_timeout", "validate_hash", "keep_zip"):
         stream_option = getattr(stream_config, name)
@@ -387,7 +394,8 @@ def _check_local_folder(folder: str, error_prefix: str) -> None:
 def find_damage(path: str, info: FileInfo) -> str:
     """Compare a file with its size and hashes in `index.json`. Returns how it differs, or an empty string.
 
-    Raises FileNotFoundError.
+    An example is "it has 12 bytes, 16 according to its index.json". The file is read once for each hash; without any
+    hash, only its size is compared. Raises FileNotFoundError.
     """
     with open(path, "rb", opener=open_regular) as file:
         num_bytes = os.fstat(file.fileno()).st_size

@@ -117,6 +117,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     A folder that exists wins over a Hub name. Raises DataError when there is no such tokenizer, when it cannot be
     read, when the Hub cannot be reached, and when it has no end-of-text token to put between documents.
     """
+    # Read the files.
     name = str(name_or_folder)
     if os.path.isdir(name):
         check_has_vocabulary(Path(name))
@@ -126,6 +127,7 @@ def load_tokenizer(name_or_folder: str | Path) -> "Tokenizer":
     else:
         files = {file: _read_file(path) for file, path in download_from_hub(name).items()}
 
+    # Build the tokenizer. A companion converts older formats.
     if TOKENIZER_FILE in files:
         return tokenizer_from_files(files, name)
     try:
@@ -190,6 +192,7 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     As in transformers, special_tokens_map.json takes precedence, unless tokenizer_config.json defines the added tokens.
     `files` are contents by file name, and `name` is the tokenizer's, for errors. Raises DataError for a damaged file.
     """
+    # Combine both files. A key that is null in one is taken from the other.
     config = _read_json(files, CONFIG_FILE, name)
     special_tokens = {}
     for key, value in _read_json(files, SPECIAL_TOKENS_FILE, name).items():
@@ -201,6 +204,7 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     else:
         config |= special_tokens
 
+    # Add the chat templates, in the form that tokenizer_config.json has for one or for several.
     templates = _read_chat_templates(files, name)
     if list(templates) == ["default"]:
         config["chat_template"] = templates["default"]
@@ -285,6 +289,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
             f"train:{vocab_size} is too small a vocabulary: 256 byte values and {END_OF_TEXT} need at least "
             f"train:{MIN_VOCAB_SIZE}"
         )
+
+    # GPT-2's kind of tokenizer: every byte is a character of the alphabet, so that every text can be encoded.
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -446,6 +452,7 @@ class Tokenizer:
         That is the vocabulary, merges, normalizer, pre-tokenizer and added tokens. The name, the format of the files,
         padding, truncation and the decoder are not part of it.
         """
+        # Take the parts that decide ids, in a form that is the same for all releases of the library.
         stored = json.loads(self.backend.to_str())
         model = stored["model"]
         if "merges" in model:  # older files write each merge as one string with a space
@@ -483,6 +490,7 @@ class Tokenizer:
         config["eos_token"] = self.eos_token
         config.pop("auto_map", None)
 
+        # Write them as JSON.
         contents = {CONFIG_FILE: config, SPECIAL_TOKENS_FILE: {"eos_token": self.eos_token}}
         if self.generation:
             contents[GENERATION_FILE] = self.generation
@@ -526,6 +534,7 @@ def build_tokenizer(
     # Otherwise the text "<|endoftext|>" in a document would become the end-of-text token.
     backend.encode_special_tokens = True
 
+    # It must have a vocabulary besides special tokens.
     added_tokens = backend.get_added_tokens_decoder()
     model_ids = set(backend.get_vocab(with_added_tokens=False).values())
     if model_ids <= added_tokens.keys():
@@ -534,6 +543,7 @@ def build_tokenizer(
             "is its vocabulary file missing?"
         )
 
+    # Find the end-of-text token. GPT-2's files do not name it.
     eos_token = token_text(config.get("eos_token"))
     has_end_of_text = any(token.content == END_OF_TEXT and token.special for token in added_tokens.values())
     if eos_token is None and has_end_of_text:
@@ -586,12 +596,15 @@ def download_from_hub(name: str) -> dict[str, Path]:
     import huggingface_hub
     from huggingface_hub import errors
 
+    # Look into the cache. Caches that older releases filled have no entry for optional files, whether the repository
+    # has them or not.
     cached = cached_files(name)
     cached_paths = {file: path for file, path in cached.items() if isinstance(path, Path)}
-    # Caches that older releases filled have no entry for optional files, whether the repository has them or not.
     unknown_files = [file for file, path in cached.items() if path is None and file not in OPTIONAL_FILES]
     if not unknown_files:
         return cached_paths
+
+    # Ask the Hub.
     try:
         # This comes first because it fails at once without a network. A download would retry for half a minute.
         info = huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
