@@ -40,7 +40,8 @@ TRY_AGAIN = "try_again"
 had saved something before, or could not even begin. Batch scripts read it. A launch that trained and saved nothing
 would only repeat itself."""
 HAS_SAVED = "has_saved"
-"""Key of status.json, true while a launch runs that has published a save: if it is killed, it was not in vain."""
+"""Key of status.json, true while a launch runs that has published a save, from which the next launch resumes if this
+one is killed."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had started to train before it ended. `time` is for people; `uptime` counts within one boot.

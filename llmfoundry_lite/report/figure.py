@@ -637,8 +637,8 @@ def style_panels(panels: Sequence[Any], *, grid: str = "both", hidden_spines: Se
 def escape_texts(figure: Any) -> None:
     """Escape control characters in all texts of a figure, because an SVG with one is no valid XML.
 
-    Names of runs may be anybody's. Tick labels are not covered: their formatter sets them again while the figure is
-    drawn.
+    Names of runs may be written by anybody. Tick labels are not covered: their formatter sets them again while the
+    figure is drawn.
     """
     for text in figure.findobj(Text):
         text.set_text(printable(text.get_text(), keep="\n"))

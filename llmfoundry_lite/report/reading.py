@@ -51,7 +51,7 @@ class Run:
     name: str
     log: Log
     config: dict[str, Any] | None
-    """The recorded configuration, which may be anybody's. None if there is none, or it is not YAML."""
+    """The recorded configuration, which may be written by anybody. None if there is none, or it is not YAML."""
     segments: tuple[Segment, ...]
     """Where each span of batches ran, by the newest checkpoint."""
     saved_in: str | None
@@ -294,9 +294,10 @@ def read_config(folder: Folder) -> dict[str, Any] | None:
 
 
 def config_of(run: Run) -> TrainConfig:
-    """Build the configuration of a run from its record, which may be anybody's: references in it are not resolved.
+    """Build the configuration of a run from its record.
 
-    Raises DataError if the run has none, and ConfigError for an unknown key or a value out of range.
+    References in it are not resolved, because anybody may have written it. Raises DataError if the run has none, and
+    ConfigError for an unknown key or a value out of range.
     """
     if run.config is None:
         raise DataError(f"{run.location}/{CONFIG} is not there; it says what was trained")
