@@ -19,6 +19,8 @@ from llmfoundry_lite.config.fields import (
 
 TOKENIZATIONS = "separate joint"
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
+CHOICES = ("multiple_choice", "schema")
+"""Types of tasks whose items have several options, one of which is right."""
 
 GENERATION = (
     Use(

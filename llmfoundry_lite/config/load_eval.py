@@ -19,7 +19,7 @@ from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
-from llmfoundry_lite.config.eval_schema import EvalConfig, GauntletConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import CHOICES, EvalConfig, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.layers import (
     ConfigLayer,
     is_key_value,
@@ -621,7 +621,7 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
 
 def _problem_of(task: TaskConfig) -> str:
     """Return `key: what is wrong` for the first key of a task that does not go with its type; empty if all do."""
-    has_choices = task.icl_task_type in ("multiple_choice", "schema")
+    has_choices = task.icl_task_type in CHOICES
     if task.metric not in (None, "acc") and not has_choices:
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
 

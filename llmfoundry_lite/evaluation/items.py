@@ -10,13 +10,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import CHOICES, TaskConfig
 from llmfoundry_lite.errors import DataError
 
 SEPARATE = "separate"
 """The tokenization of context and answer by default, and in the evaluations during a training run."""
-CHOICES = ("multiple_choice", "schema")
-"""Types of tasks whose items have several options, one of which is right."""
 GENERATION = ("generation_task_with_answers",)
 """Types of tasks whose answers the model generates."""
 

@@ -49,7 +49,21 @@ def test_the_tour_draws_the_floors_of_the_import_contract():
 
 def test_files_that_the_tour_names_exist():
     for file in re.findall(r"`([\w/]+/\w+\.py)`", TOUR):
-        assert (ROOT / "llmfoundry_lite" / file).is_file(), file
+        root = ROOT if file.startswith("tests/") else ROOT / "llmfoundry_lite"
+        assert (root / file).is_file(), file
+
+
+def test_names_in_the_list_of_additions_exist():
+    """Functions, classes and constants that "To add" names are defined in the package or in a companion."""
+    defined = set()
+    for folder in ("llmfoundry_lite", "companions", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            defined.update(names_of(path))
+    additions = TOUR.split("**To add**")[1]
+    names = {name for name in re.findall(r"`(\w+)`", additions) if name != name.lower() or "_" in name}
+    not_code = {"root_packages", *PACKAGES}
+    assert len(names) > 20
+    assert names - not_code - defined == set()
 
 
 def test_the_tour_names_every_companion():
