@@ -335,7 +335,7 @@ def test_a_run_without_a_batch_is_refused(tmp_path):
         report([write_run(tmp_path / "empty", [])])
 
 
-def test_a_run_that_ended_before_its_first_batch_is_refused_with_the_reason(tmp_path):
+def test_a_run_that_ended_before_its_first_batch_is_refused_with_reason(tmp_path):
     (tmp_path / "refused").mkdir()
     write_ended_early(tmp_path / "refused", "failed", "saves: another process is saving here")
     message = (
