@@ -152,13 +152,14 @@ def connect_to_coordinator(address: tuple[str, int], token: bytes, on_waiting: C
         except (BadMessageError, UnicodeError) as error:  # UnicodeError: not a host name
             raise ConfigError(f"islands.coordinator: {host_and_port}: {error}") from None
         except OSError as error:
-            problem = f"{host_and_port} does not answer ({error.strerror or error})"
+            reason = error.strerror or error
             if time.monotonic() > give_up_at:
                 raise ConfigError(
-                    f"islands.coordinator: {problem}; start it with `llmfoundry-lite islands coordinate`"
+                    f"islands.coordinator: {host_and_port} does not answer ({reason}); start it with "
+                    "`llmfoundry-lite islands coordinate`"
                 ) from error
             if not has_reported:
-                on_waiting(f"{problem}; for {SECONDS_TO_START:.0f} s at most")
+                on_waiting(f"{host_and_port} does not answer ({reason}); for {SECONDS_TO_START:.0f} s at most")
             has_reported = True
             time.sleep(POLL_SECONDS)
 
