@@ -65,8 +65,9 @@ class Agreement:
 
     ranks: DataRanks
     preemption: Preemption
-    changed_batches: Callable[[], Iterator[Any] | None]
-    """Returns the batches to continue with if this rank reads other rows from the next batch on; else None."""
+    end_partners_batch: Callable[[], Iterator[Any] | None]
+    """`Partners.end_batch`: lets other launches join and leave. Returns the batches to continue with if this rank reads
+    other rows from the next batch on; else None."""
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class Agreement:
         reason = self.preemption.find_reason()
 
         # Other launches may have left or joined, so that this rank reads other rows from now on.
-        changed_batches = self.changed_batches()
+        changed_batches = self.end_partners_batch()
         if changed_batches is not None:
             self._batches = changed_batches
 

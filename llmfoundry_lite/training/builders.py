@@ -79,7 +79,7 @@ def build_and_restore(
         exact_sums=model.exact_sums,
     )
     build_meter = companions.load_if_installed("llmfoundry_ops.energy:build_meter") or Meter
-    agreement = Agreement(ranks, preemption, partners.changed_batches, build_meter())
+    agreement = Agreement(ranks, preemption, partners.end_batch, build_meter())
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
     checkpointing.on_saves = run_folder.note_saves

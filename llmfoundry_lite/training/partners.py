@@ -88,10 +88,10 @@ class Partners:
         """Return metrics of the last batch, for its record in the log."""
         return {}
 
-    def changed_batches(self) -> Iterator[Any] | None:
-        """Return the batches to continue with if this rank reads other rows from the next batch on; else None.
+    def end_batch(self) -> Iterator[Any] | None:
+        """Note that a batch has ended, and let launches join and leave. Collective.
 
-        The loop calls this at the end of each batch.
+        Returns the batches to continue with if this rank reads other rows from the next batch on; else None.
         """
         return None
 

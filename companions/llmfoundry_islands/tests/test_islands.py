@@ -43,7 +43,7 @@ def test_an_island_s_seconds_are_its_device_s_and_not_those_of_launching(device_
         num_repeats=0,
         weights_digest="",
         member=SimpleNamespace(send=sent.append, phase="compute"),
-        _exchange=lambda *_: {"ok": True},
+        _exchange=lambda *_: ({"ok": True}, 0),
         _receive_decision=lambda: {**view.as_message(), "epoch": 2},
         _begin_view=lambda *_: None,
     )
@@ -72,7 +72,7 @@ def test_an_island_that_is_lost_at_a_batch_s_end_leaves_after_that_batch_is_reco
         member=SimpleNamespace(describe=describe, disconnection=Disconnection("the coordinator is gone", "gone")),
         _save_before_leaving=lambda reason: f"{reason}; saved",
     )
-    assert islands.changed_batches() is None and islands.view == view and islands.writes_checkpoints
+    assert islands.end_batch() is None and islands.view == view and islands.writes_checkpoints
     with pytest.raises(Preempted, match="the coordinator is gone; saved"):
         islands._begin_view(islands.next_view)
 

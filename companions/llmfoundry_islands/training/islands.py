@@ -50,7 +50,7 @@ class Islands(Partners):
     """The other islands of this run, seen from one rank of this island.
 
     The methods are called in this order: `connect`, `join_run`, then `batches`, and for every batch `begin_batch`,
-    `exchange_gradient` and `changed_batches`; finally `close`. All methods are collective over this island's ranks,
+    `exchange_gradient` and `end_batch`; finally `close`. All methods are collective over this island's ranks,
     except those that background threads call: `_print_waiting`, `_note_transfer` and `_send_early`.
     """
 
@@ -95,8 +95,6 @@ class Islands(Partners):
         """Island -> its number of data ranks."""
         self.summing: Summing | None = None
         """The sum of this batch's gradient. None between `exchange_gradient` and the next batch."""
-        self.num_bytes = 0
-        """Bytes sent and received by this island for the last batch."""
         self.weights_digest = ""
         """Digest of the weights if they are compared with this batch. Otherwise it is empty."""
         self.tokens_elsewhere = 0
@@ -354,8 +352,11 @@ class Islands(Partners):
         self.row_indices = self.next_row_indices
         return self.run.read(self.row_indices, self.retrained.row_indices, self.retrained.num_batches_back)
 
-    def changed_batches(self) -> Iterator[Any] | None:
-        """Apply the view that follows the batch. Returns the batches to continue with if this island's rows change."""
+    def end_batch(self) -> Iterator[Any] | None:
+        """Apply the view that follows the batch, and set `weights_digest` for the report of the next one. Collective.
+
+        Returns the batches to continue with if this island's rows change; else None.
+        """
         if self._begin_next_view() is not None:
             # The next batch finds out that the coordinator is lost. This one is not in the log yet, so a save now would
             # have a log that lacks it.
@@ -405,13 +406,15 @@ class Islands(Partners):
     def exchange_gradient(self, loss: torch.Tensor) -> bool:
         """Exchange this island's gradient, report to the coordinator and wait for its decision.
 
-        `loss` is this rank's, as for `RunHandle.measure`. Returns True after a commit: the gradient, norm, loss and
-        counts are then the global batch's. Returns False if the batch must be computed again with the rows of a new
-        view.
+        `loss` is this rank's, as for `RunHandle.measure`. Collective. Sets `measured`, the metrics of the batch.
+
+        Returns True after a commit: the run's gradient, norm, loss and counts are then the global batch's. Returns
+        False if the coordinator has sent a new view instead: `view` is then that one, the gradient is dropped, and the
+        batch must be computed again with the rows of that view.
         """
         compute_seconds = synchronized_time() - self.began_at
         with torch.no_grad():
-            report = self._exchange(loss)
+            report, num_bytes = self._exchange(loss)
         exchanged_at = time.monotonic()
         counts = self.run.counts
         if self.rank == 0:
@@ -438,6 +441,7 @@ class Islands(Partners):
             decision = self._receive_decision()
         self.member.phase = "compute"
 
+        # An island has left or failed, so this batch is repeated without it.
         if decision["kind"] == "view":
             self.run.drop_gradient()
             self.num_repeats += 1
@@ -449,7 +453,7 @@ class Islands(Partners):
             "islands/compute_seconds": compute_seconds,
             "islands/exchange_seconds": exchanged_at - self.began_at - compute_seconds,
             "islands/decision_seconds": time.monotonic() - exchanged_at,
-            "islands/bytes": self.num_bytes,
+            "islands/bytes": num_bytes,
         }
         self._commit(decision)
         return True
@@ -486,12 +490,16 @@ class Islands(Partners):
     def metrics(self) -> dict[str, float]:
         return {**self.measured, "islands/repeats": self.num_repeats, "islands/drifts": self.num_drifts}
 
-    def _exchange(self, loss: torch.Tensor) -> Message:
-        """Replace this island's gradient with the global batch's, if every rank could exchange.
+    def _exchange(self, loss: torch.Tensor) -> tuple[Message, int]:
+        """Replace this island's gradient with the global batch's, if every rank of the island could exchange.
 
-        Returns the part of the island's report that depends on it: whether it succeeded (`ok`), whether the island
-        leaves, the rate of its link, and the norm and loss. Sets `num_bytes`, and ends `summing`.
+        Ends `summing`, which `begin_batch` has begun. Collective over this island's ranks.
+
+        Returns two results. The first is the part of the island's report that depends on the exchange: whether it
+        succeeded (`ok`), whether the island leaves, the rate of its link, and the norm and loss. The second is the
+        number of bytes that the island has sent and received for this batch.
         """
+        # Wait until the sums of this rank's pieces of the gradient have arrived.
         gradients = {name: self._gradient(parameter) for name, parameter in self.held.parameters.items()}
         parts, pieces = self.held.views(gradients)
         summing = self.summing
@@ -502,26 +510,30 @@ class Islands(Partners):
             has_failed = False
         self.summing = None
 
-        # Ranks whose links are slower, or dead, come later.
+        # Ask the island's other ranks whether theirs have. Ranks whose links are slower, or dead, come later.
         self.member.phase = "wait"
-        num_bytes = self.exchange.num_bytes - self.num_bytes_before
-        num_failed, num_asked_to_leave, link_rate, self.num_bytes = all_reduce_sum(
-            [int(has_failed), int(self.run.is_asked_to_leave), int(summing.link_rate), int(num_bytes)]
+        num_bytes_of_rank = self.exchange.num_bytes - self.num_bytes_before
+        num_failed, num_asked_to_leave, link_rate, num_bytes = all_reduce_sum(
+            [int(has_failed), int(self.run.is_asked_to_leave), int(summing.link_rate), int(num_bytes_of_rank)]
         )
         report = {"leaving": bool(num_asked_to_leave), "link": link_rate, "again": 0, "asks_for_whole": False}
         if num_failed:
-            return {"ok": False, **report, **_as_report(Measured(0.0, 0.0, 0))}
+            return {"ok": False, **report, **_as_report(Measured(0.0, 0.0, 0))}, num_bytes
 
+        # Write the sums into the gradients. A single island keeps the gradient that it has.
         self.member.phase = "compute"
         if len(self.view.members) > 1:
             for key, total in summing.sums.items():
                 pieces[key].copy_(total)
             self.held.completion.apply(pieces, parts, summing.dtype)
+
+        # Measure the norm of the new gradient, and the loss.
         total_weight = 0
         if self.run.is_exact:
             # The maximum, because a rank without a piece has heard of no other island.
             total_weight = all_reduce_max([int(summing.total_weight)])[0]
-        return {"ok": True, **report, **_as_report(self.run.measure(loss, total_weight))}
+        measured = self.run.measure(loss, total_weight)
+        return {"ok": True, **report, **_as_report(measured)}, num_bytes
 
     def _gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a gradient. Sets it to zeros if none of this rank's rows has a loss."""

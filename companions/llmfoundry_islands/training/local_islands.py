@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,11 +36,20 @@ from llmfoundry_lite.training.partners import Decision
 from llmfoundry_lite.training.run_handle import RunHandle
 
 
+class MeanChange(NamedTuple):
+    """Numbers of an exchange that has succeeded, over all ranks of this island."""
+
+    norm: float
+    """L2 norm of the islands' mean change of the weights."""
+    num_bytes: int
+    """Bytes that this island has sent and received in the round."""
+
+
 class LocalIslands(Islands):
     """The other islands of a run with local steps, seen from one rank of this island.
 
-    All methods are collective over this island's ranks, except `_note_transfer`. After each batch, `changed_batches`
-    counts it, and takes an outer step if the round ends; `decide` then postpones saves that are not possible yet.
+    All methods are collective over this island's ranks, except `_note_transfer`. After each batch, `end_batch` adds it to
+    the round, and ends the round when it is complete; `decide` then postpones saves that are not possible yet.
     """
 
     takes_outer_steps = True
@@ -66,7 +75,7 @@ class LocalIslands(Islands):
         self.retrained_row_indices: dict[str, list[int]] = {}
         """Island -> rows of each batch of the previous round that it trains again in this round."""
         self.num_batches_back = 0
-        """Number of batches of the previous round, if rows of it are trained again."""
+        """Number of batches of the previous round, whose lost rows are trained again in as many batches of this one."""
         self.fragment_exchange: FragmentExchange | None = None
         """The exchange that is under way while this island computes."""
         self.disconnection: Disconnection | None = None
@@ -157,8 +166,15 @@ class LocalIslands(Islands):
         }
         return True
 
-    def changed_batches(self) -> Iterator[Any] | None:
-        """Count the batch, and take an outer step if the round ends with it.
+    def end_batch(self) -> Iterator[Any] | None:
+        """Add the batch to the round, and take the step of the round that is due after it. Collective.
+
+        Example: in rounds of 10 batches with a delay of 3, the exchange begins after batch 7, and the round ends after
+        batch 10.
+
+        Changes `round`, and sets `fragment_exchange` when an exchange begins. The end of a round also changes the
+        weights, `outer`, `view` and the rows of this island (`_end_round`). Sets `has_left` if this island leaves and
+        the others go on.
 
         Returns the batches to continue with if this island's rows change; else None.
         """
@@ -168,20 +184,25 @@ class LocalIslands(Islands):
         weight = run.counts.weight(by_tokens=self.by_tokens)
         self.round.add_batch(run.counts, weight, run.loss, again=len(self.retrained.row_indices))
         self.outer.count_batch(weight)
+
+        # All ranks of the island must take the same branch below, so one that has noticed something tells the others.
         is_asked_to_leave, is_disconnected = all_reduce_max(
             [int(run.is_asked_to_leave), int(self.member.disconnection is not None)]
         )
+        is_round_over = run.is_last or self.round.steps >= self.batches_per_round
+        is_exchange_due = self.round.steps == self.batches_per_round - self.delay and not self.exchanges_all_weights
 
-        steps_before_exchange = self.batches_per_round - self.delay
+        # The first case that applies is the only one. A lost coordinator comes first, because the other cases need it.
+        # The end of the round comes before leaving: an outer step that is due keeps what this island has trained.
         if is_disconnected:
             self._end_without_coordinator()
-        elif run.is_last or self.round.steps >= self.batches_per_round:
-            exchanges_all_weights = self.exchanges_all_weights or run.is_last
-            self._end_round(is_whole=exchanges_all_weights, leaves=bool(is_asked_to_leave or run.is_launch_over))
+        elif is_round_over:
+            is_whole = self.exchanges_all_weights or run.is_last
+            self._end_round(is_whole=is_whole, leaves=bool(is_asked_to_leave or run.is_launch_over))
         elif is_asked_to_leave:
             self.leave_early()
-        elif self.round.steps == steps_before_exchange and not self.exchanges_all_weights:
-            self._begin_exchange(is_whole=False)
+        elif is_exchange_due:
+            self.fragment_exchange = self._begin_exchange(is_whole=False)
 
         if self.has_left:
             return None
@@ -190,18 +211,24 @@ class LocalIslands(Islands):
 
     # --------------------------------------------------------------------------------------------- the outer step
 
-    def _begin_round(self) -> None:
-        """Begin a round with the rows of the present view, and without rows to train again."""
+    def _begin_round(
+        self, retrained_row_indices: Mapping[str, list[int]] | None = None, num_batches_back: int = 0
+    ) -> None:
+        """Begin a round with the rows of the present view. Resets everything that is counted in a round.
+
+        `retrained_row_indices` are lost rows to train again: by island, rows of each of the last `num_batches_back`
+        batches.
+        """
         self.round = Round()
         self.round_row_indices = self.view.row_indices
-        self.retrained_row_indices = {}
-        self.num_batches_back = 0
+        self.retrained_row_indices = dict(retrained_row_indices or {})
+        self.num_batches_back = num_batches_back
         self.num_bytes_before = self.exchange.num_bytes
 
     def _begin_exchange(self, *, is_whole: bool) -> FragmentExchange:
         """Begin to exchange the change of all weights (`is_whole`), or of the fragment whose turn it is.
 
-        Sets and returns `fragment_exchange`.
+        Returns the exchange, which the caller keeps in `fragment_exchange` until its round ends.
         """
         batch = self.run.batch
         if is_whole:
@@ -212,14 +239,15 @@ class LocalIslands(Islands):
             turn = round_index % self.sync.fragments
             fragment_indices = range(turn, turn + 1)
         label = batch * LABELS_PER_BATCH
-        self.fragment_exchange = self.outer.begin_exchange(fragment_indices, self.exchange, label)
-        return self.fragment_exchange
+        return self.outer.begin_exchange(fragment_indices, self.exchange, label)
 
     def _end_round(self, *, is_whole: bool, leaves: bool) -> None:
-        """Exchange changes until the coordinator commits the round, and take the outer step.
+        """Exchange changes until the coordinator commits the round, take the outer step, and begin the next round.
 
-        `is_whole`: all weights are exchanged, without delay. `leaves`: this launch ends after a whole outer step. If
-        the coordinator or this island's connection is lost meanwhile, `_end_alone` ends the round.
+        `is_whole`: all weights are exchanged, without delay. `leaves`: this launch ends after a whole outer step.
+
+        Changes the weights and all that `_commit_round` names. If the coordinator or this island's connection is lost
+        meanwhile, `_end_alone` ends the round instead.
         """
         began_at = time.monotonic()
         if is_whole and self.fragment_exchange is not None:
@@ -227,21 +255,26 @@ class LocalIslands(Islands):
             self.member.phase = "exchange"  # so that the coordinator notices a dead link
             self.fragment_exchange.transfer.wait()
             self.fragment_exchange = None
-        fragment_exchange = self.fragment_exchange or self._begin_exchange(is_whole=is_whole)
+        if self.fragment_exchange is None:
+            self.fragment_exchange = self._begin_exchange(is_whole=is_whole)
+        fragment_exchange = self.fragment_exchange
+
+        # Every turn of this loop exchanges, reports and gets a decision: to commit, to exchange again, or a new view.
         while True:
-            norm = self._wait_for_mean(fragment_exchange)
+            mean_change = self._wait_for_mean(fragment_exchange)
             arrived_at = time.monotonic()
             # An island leaves, or saves, after a whole outer step only, so it asks for one.
             needs_equal_weights = leaves or (self.owes_save and self.view.leader == self.name)
-            self._report(norm, leaving=leaves and is_whole, asks_for_whole=needs_equal_weights and not is_whole)
+            self._report(mean_change, leaving=leaves and is_whole, asks_for_whole=needs_equal_weights and not is_whole)
 
             self.member.phase = "wait"
             decision = self._next_decision()
             while not isinstance(decision, Disconnection) and decision["epoch"] < self.view.epoch:
-                decision = self._next_decision()  # of an earlier view
+                decision = self._next_decision()  # the last one was of an earlier view
             self.member.phase = "compute"
 
             if not isinstance(decision, Disconnection) and decision["kind"] == "view":
+                # An island has left, so the exchange is repeated with the others.
                 self.num_repeats += 1
                 decision = self._apply_view(View.from_message(decision)) or decision
             if isinstance(decision, Disconnection):
@@ -250,34 +283,40 @@ class LocalIslands(Islands):
             if decision["kind"] == "commit":
                 break
             fragment_exchange.begin(self.exchange, self.held.pieces, self.sync.dtype)
+
         self.fragment_exchange = None
+        assert mean_change is not None  # the coordinator commits only if every island could exchange
         self.measured = {
             "islands/exchange_seconds": arrived_at - began_at,
             "islands/decision_seconds": time.monotonic() - arrived_at,
             "islands/travel_seconds": fragment_exchange.transfer.seconds,
-            "islands/bytes": self.num_bytes,
+            "islands/bytes": mean_change.num_bytes,
         }
         self._commit_round(decision, fragment_exchange)
 
-    def _wait_for_mean(self, fragment_exchange: FragmentExchange) -> float | None:
-        """Wait for the islands' changes, and compute their mean.
+    def _wait_for_mean(self, fragment_exchange: FragmentExchange) -> MeanChange | None:
+        """Wait for the islands' changes, and compute their mean, which stays in `fragment_exchange`.
 
-        Returns the L2 norm of the mean change; None if a rank of this island could not exchange. Sets `num_bytes`.
+        Returns None on all ranks if a rank of this island could not exchange.
         """
         self.member.phase = "exchange"
         has_arrived = fragment_exchange.transfer.wait()
         self.member.phase = "wait"
-        if all_reduce_sum([int(not has_arrived)])[0]:
+        num_failed_ranks = all_reduce_sum([int(not has_arrived)])[0]
+        if num_failed_ranks:
             return None
+
         self.member.phase = "compute"
         sum_of_squares = fragment_exchange.take_mean(self.held, self.name)
         num_bytes = self.exchange.num_bytes - self.num_bytes_before
-        of_ranks = all_gather_json([sum_of_squares, num_bytes])
-        self.num_bytes = sum(bytes_of_rank for _, bytes_of_rank in of_ranks)
-        return math.sqrt(sum(squares_of_rank for squares_of_rank, _ in of_ranks))
+        numbers_of_ranks = all_gather_json([sum_of_squares, num_bytes])
+        return MeanChange(
+            norm=math.sqrt(sum(sum_of_squares for sum_of_squares, _ in numbers_of_ranks)),
+            num_bytes=sum(num_bytes for _, num_bytes in numbers_of_ranks),
+        )
 
-    def _report(self, norm: float | None, *, leaving: bool, asks_for_whole: bool) -> None:
-        """Report the round to the coordinator, from rank 0. `norm` is None if the exchange has failed."""
+    def _report(self, mean_change: MeanChange | None, *, leaving: bool, asks_for_whole: bool) -> None:
+        """Report the round to the coordinator, from rank 0. `mean_change` is None if the exchange has failed."""
         if self.rank != 0:
             return
         self.member.send(
@@ -285,8 +324,8 @@ class LocalIslands(Islands):
                 "kind": "prepared",
                 "epoch": self.view.epoch,
                 "batch": self.run.batch - self.round.steps,
-                "ok": norm is not None,
-                "norm": norm or 0.0,
+                "ok": mean_change is not None,
+                "norm": mean_change.norm if mean_change is not None else 0.0,
                 "weights": self.weights_digest,
                 "steps": self.round.steps,
                 "weight": self.round.weight,
@@ -307,12 +346,16 @@ class LocalIslands(Islands):
         )
 
     def _commit_round(self, decision: Message, fragment_exchange: FragmentExchange) -> None:
-        """Count and log a committed round, take its outer step, and begin the next round with the view that follows.
+        """Count and log a committed round, take its outer step, apply the view that follows, and begin the next round.
 
-        Raises NonFiniteError if the mean change is not finite.
+        `decision` is the coordinator's commit: the numbers of all islands in the round, and the view that follows.
+
+        Changes the weights, `outer`, `view`, `round` and the counts. Sets `has_equal_weights` for the step that was
+        taken, `exchanges_all_weights` and `weights_digest` for the next round, and `disconnection` if the view cannot
+        be applied. Raises NonFiniteError, before anything changes, if the mean change is not finite.
         """
         batch = self.run.batch
-        steps = self.round.steps
+        num_batches = self.round.steps
         if not math.isfinite(decision["norm"]):
             raise NonFiniteError(
                 f"outer step after batch {batch}: the mean change of the weights is not finite; the newest checkpoint "
@@ -320,11 +363,11 @@ class LocalIslands(Islands):
             )
         self._count_round(decision)
 
-        # The outer step.
+        # Take the outer step.
         self.has_equal_weights = self.outer.finish_exchange(fragment_exchange, batch * LABELS_PER_BATCH)
         self.exchanges_all_weights = decision["next_is_whole"] or not self.has_partial_exchanges
 
-        # The next view. Saves and joiners get the momentum with the optimizer's state.
+        # Apply the next view. A save, or a joiner, gets the outer momentum as part of the optimizer's state.
         self.next_view = None if decision["next"] is None else View.from_message(decision["next"])
         has_joiners = self.next_view is not None and bool(self.next_view.joiners)
         if self.has_equal_weights or has_joiners:
@@ -334,13 +377,16 @@ class LocalIslands(Islands):
         if has_new_view and self.name in self.view.joiners:
             self.outer.load_state()  # this island's weights had drifted, so it has received the leader's
 
-        # The next round.
-        ended_row_indices = self.round_row_indices
-        self._begin_round()
-        self._retrain_lost_rows(ended_row_indices, decision["rows"], steps)
+        # Begin the next round, with the rows that islands have lost in this one.
+        retrained_row_indices = self._divide_lost_rows(decision["rows"])
+        self._begin_round(retrained_row_indices, num_batches)
+
+        # Islands compare their weights once in an interval: after the round in which a multiple of it was trained.
         interval = self.config.check_weights_every
-        is_digest_due = batch // interval > (batch - steps) // interval
+        is_digest_due = batch // interval > (batch - num_batches) // interval
         self.weights_digest = self.held.digest(self.outer.outer_weights) if is_digest_due else ""
+
+        # No other outer step can follow, so this island makes weights that can be saved.
         is_coordinator_gone = self.disconnection is not None and self.disconnection.kind == "gone"
         if is_coordinator_gone and not self.has_equal_weights:
             self._step_alone()
@@ -385,24 +431,30 @@ class LocalIslands(Islands):
         if again:
             self.run.print(f"islands: {batches} trained lost rows again: {again} samples")
 
-    def _retrain_lost_rows(self, row_indices: Mapping[str, range], trained: Mapping[str, int], steps: int) -> None:
-        """Divide the rows that the previous round has lost among the islands that stay, if `lost_rows` is `retrain`.
+    def _divide_lost_rows(self, trained: Mapping[str, int]) -> dict[str, list[int]]:
+        """Divide the rows that the round has lost among the islands of the new view, if `lost_rows` is `retrain`.
 
-        `row_indices` are the rows of each batch that islands began that round with, `trained` has the islands of its
-        outer step, and `steps` is its number of batches. Sets `retrained_row_indices` and `num_batches_back`. Prints if
-        the rows cannot be divided.
+        `trained` has the islands of the round's outer step. Rows of the others are lost. Call this when the round has
+        ended, and before the next one begins.
+
+        Returns, by island, indices of rows of each batch of the round. If nothing is lost, or the rows cannot be
+        divided, which is printed, the result is empty.
         """
-        lost_rows = [index for name in row_indices if name not in trained for index in row_indices[name]]
+        lost_rows: list[int] = []
+        for name, row_indices in self.round_row_indices.items():
+            if name not in trained:
+                lost_rows += row_indices
         if not lost_rows or self.sync.lost_rows != "retrain":
-            return
+            return {}
+
         staying = {name: rows for name, rows in self.view.row_indices.items() if name in trained}
-        self.retrained_row_indices = divide_lost_rows(lost_rows, staying, self.data_ranks)
-        self.num_batches_back = steps
-        if staying and not self.retrained_row_indices:
+        divided_rows = divide_lost_rows(lost_rows, staying, self.data_ranks)
+        if staying and not divided_rows:
             self.run.print(
                 f"islands: {len(lost_rows)} lost rows of a batch are no multiple of an island's data ranks, so they "
                 "are not trained again"
             )
+        return divided_rows
 
     # ------------------------------------------------------------------------------------------ losing and leaving
 
@@ -423,21 +475,25 @@ class LocalIslands(Islands):
         self._end_alone(decision)
 
     def _end_alone(self, disconnection: Disconnection) -> None:
-        """Leave after this batch, because the connection to the coordinator has ended.
+        """Prepare to leave after this batch, because the connection to the coordinator has ended.
 
-        If the coordinator itself is gone, take an outer step with this island's change first. One island, the leader,
-        then saves. If only this island was evicted, the others carry on, and what it has trained is lost. Sets
-        `disconnection`, for `begin_batch` or `decide` to leave with.
+        Sets `disconnection`, which makes `begin_batch` or `decide` leave. If only this island was evicted, also sets
+        `has_left`: the others carry on, and what it has trained in the round is lost. If the coordinator itself is
+        gone, takes an outer step with this island's change, so that the leader can save.
         """
         self.disconnection = disconnection
-        if disconnection.kind != "gone":
+        is_coordinator_gone = disconnection.kind == "gone"
+        if not is_coordinator_gone:
             self.has_left = True
             return
         self._count_lost_samples({self.name: self.round.samples}, self.round.again)
         self._step_alone()
 
     def _step_alone(self) -> None:
-        """Take an outer step of all weights with this island's change alone, and begin a round."""
+        """Take an outer step of all weights with this island's change alone, and begin a round.
+
+        Changes the weights, `outer` and the optimizer's state, so that a save is possible (`is_settled`).
+        """
         self.fragment_exchange = None
         self.outer.step_alone()
         self.outer.add_momentum_to_optimizer()
@@ -445,28 +501,33 @@ class LocalIslands(Islands):
         self._begin_round()
 
     def leave_early(self) -> None:
-        """Bring the state to one that can be saved, or leave the run to the others, in the middle of a round.
+        """Leave the run in the middle of a round, or make the state one that can be saved. Collective.
 
-        If other islands carry on, they save, and what this one has trained in the round is lost. The last island ends
-        the round early with its own outer step.
+        If other islands carry on, sets `has_left`: they save, and what this one has trained in the round is lost. The
+        last island ends the round early with its own outer step, and can then save. Does nothing if it can already.
         """
         if self.is_settled or self.has_left:
             return
+
+        # Between two commits another island may ask to leave, too. The coordinator says which one is the last.
         if len(self.view.members) > 1:
-            # Between two commits another island may ask to leave, too. The coordinator says which one is the last.
             if self.rank == 0:
                 self.member.send({"kind": "leave", "asks": True})
-            decision = self._next_decision()
-            while not isinstance(decision, Disconnection) and decision["kind"] != "left":
-                disconnection = self._apply_view(View.from_message(decision))
-                decision = disconnection or self._next_decision()
-            if isinstance(decision, Disconnection):
-                self._end_alone(decision)
+            answer = self._next_decision()
+            while not isinstance(answer, Disconnection) and answer["kind"] != "left":
+                # A view that the coordinator sent before its answer.
+                disconnection = self._apply_view(View.from_message(answer))
+                answer = disconnection or self._next_decision()
+
+            if isinstance(answer, Disconnection):
+                self._end_alone(answer)
                 return
-            if not decision["is_last"]:
+            if not answer["is_last"]:
                 self.has_left = True
                 self._print_left()
                 return
+
+        # This island is the last one.
         if self.round.steps:
             self._end_round(is_whole=True, leaves=True)
         else:
