@@ -132,7 +132,7 @@ def plan_command(context: typer.Context, options: PlanOptions) -> None:
     """
     from llmfoundry_lite.cli.options import parse_counts
     from llmfoundry_lite.errors import EXIT_DONE, EXIT_USER, ConfigError
-    from llmfoundry_planner.plan.plan import parse_cluster
+    from llmfoundry_planner.plan.plan import parse_cluster, write_overlay
     from llmfoundry_planner.plan.report import describe_plans, plan_facts
 
     if options.check is not None:
@@ -156,8 +156,17 @@ def plan_command(context: typer.Context, options: PlanOptions) -> None:
         raise ConfigError("--join prints a sentence, not JSON; leave out --json")
 
     if len(clusters) == 1:
-        plans = [plan_cluster(options, *clusters[0])]
-        print_plan(options, plans[0], joined_cluster)
+        plan = plan_cluster(options, *clusters[0])
+        plans = [plan]
+        joined_plan = plan_joined_cluster(options, plan, joined_cluster) if joined_cluster else None
+        # A file that cannot be written is an error before the plan is printed.
+        if options.write is not None and plan.candidates:
+            write_overlay(plan, options.write)
+        print_plan(options, plan, joined_plan)
+        # If there is nothing to write, the error follows the plan, which gives the reasons.
+        if options.write is not None and not plan.candidates:
+            hardware_name = plan.hardware.accelerator.name
+            raise ConfigError(f"--write: no layout of {plan.num_devices} {hardware_name} fits, nothing to write")
     else:
         if options.join or options.write:
             raise ConfigError("--join and --write need one --hardware and one number of --devices")
@@ -231,28 +240,27 @@ def plan_cluster(options: PlanOptions, hardware_name: str, num_devices: int) -> 
     )
 
 
-def print_plan(options: PlanOptions, plan: "Plan", joined_cluster: tuple[str, int] | None) -> None:
-    """Print one plan as text or JSON, and write its first layout to `--write`.
+def plan_joined_cluster(options: PlanOptions, plan: "Plan", joined_cluster: tuple[str, int]) -> "Plan":
+    """Plan the run of `plan` on the cluster of `--join`, given as (name of the hardware, number of devices).
 
-    `joined_cluster`: name of the hardware and number of devices of the cluster of `--join`, which is planned too and
-    whose prediction follows the plan.
-
-    Raises ConfigError, before anything is printed, if the second cluster cannot be planned or the file cannot be
-    written. If no layout fits, `--join` and `--write` raise it after the plan, which gives the reasons.
+    Raises ConfigError if it cannot be planned there.
     """
-    from llmfoundry_planner.plan.join import describe_joined, join
-    from llmfoundry_planner.plan.plan import hardware_named, make_plan, write_overlay
-    from llmfoundry_planner.plan.report import describe_plan, plan_facts
+    from llmfoundry_planner.plan.plan import hardware_named, make_plan
 
     assert options.arguments is not None
-    joined_plan = None
-    if joined_cluster is not None:
-        hardware_name, num_devices = joined_cluster
-        # The clusters share each batch, so the second one plans the same batch, whatever --samples made of it.
-        same_batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
-        joined_plan = make_plan([*options.arguments, same_batch], hardware_named(hardware_name), num_devices)
-    if options.write is not None and plan.candidates:
-        write_overlay(plan, options.write)
+    hardware_name, num_devices = joined_cluster
+    # The clusters share each batch, so the second one plans the same batch, whatever --samples made of it.
+    same_batch = f"global_train_batch_size={plan.config.global_train_batch_size}"
+    return make_plan([*options.arguments, same_batch], hardware_named(hardware_name), num_devices)
+
+
+def print_plan(options: PlanOptions, plan: "Plan", joined_plan: "Plan | None") -> None:
+    """Print one plan as text or JSON. `joined_plan`, of the cluster of `--join`, adds how fast both are together.
+
+    Raises ConfigError, after the plan, if no layout fits on one of the two clusters.
+    """
+    from llmfoundry_planner.plan.join import describe_joined, join
+    from llmfoundry_planner.plan.report import describe_plan, plan_facts
 
     if options.as_json:
         print(json.dumps(plan_facts(plan), indent=1))
@@ -261,8 +269,6 @@ def print_plan(options: PlanOptions, plan: "Plan", joined_cluster: tuple[str, in
     if joined_plan is not None:
         link_gigabits = options.wan or DEFAULT_WAN_GIGABITS
         print(describe_joined(joined_plan, join(plan, joined_plan), link_gigabits))
-    if options.write is not None and not plan.candidates:
-        write_overlay(plan, options.write)  # raises the error for a plan without layouts
 
 
 def fabric_command(

@@ -48,8 +48,8 @@ class MeanChange(NamedTuple):
 class LocalIslands(Islands):
     """The other islands of a run with local steps, seen from one rank of this island.
 
-    All methods are collective over this island's ranks, except `_note_transfer`. After each batch, `end_batch` adds it to
-    the round, and ends the round when it is complete; `decide` then postpones saves that are not possible yet.
+    All methods are collective over this island's ranks, except `_note_transfer`. After each batch, `end_batch` adds it
+    to the round, and ends the round when it is complete; `decide` then postpones saves that are not possible yet.
     """
 
     takes_outer_steps = True

@@ -20,6 +20,11 @@ from llmfoundry_layouts.schedule import limit_rounds, list_passes
 from llmfoundry_lite.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+FIRST_ROUNDS = 4
+SECOND_ROUNDS = 6
+"""Rounds of microbatches in the two simulations from which `in_few_rounds` extrapolates. A round has about as many
+microbatches as the pipeline has stages. After 4 rounds all devices are busy; tests compare the result with a simulation
+of all rounds."""
 
 
 def simulate_bubble(
@@ -51,16 +56,21 @@ def simulate_bubble(
         num_runs = 2
     run_loads = tuple(loads or [1.0] * num_stages * num_runs)
 
-    def wait(num_simulated: int) -> float:
-        """Return the waiting time with so many microbatches, as a multiple of one microbatch's computing time."""
+    def simulate_waiting(num_simulated: int) -> float:
+        """Return the waiting time with this number of microbatches, in the computing time of one microbatch."""
         return _simulate(schedule, num_stages, num_simulated, num_runs, run_loads) * num_simulated
 
-    few = limit_rounds(num_stages, num_microbatches, 4)
-    more = limit_rounds(num_stages, num_microbatches, 6)
-    if not in_few_rounds or more == num_microbatches:
-        return wait(num_microbatches) / num_microbatches
-    wait_per_microbatch = (wait(more) - wait(few)) / (more - few)
-    return (wait(more) + wait_per_microbatch * (num_microbatches - more)) / num_microbatches
+    first_count = limit_rounds(num_stages, num_microbatches, FIRST_ROUNDS)
+    second_count = limit_rounds(num_stages, num_microbatches, SECOND_ROUNDS)
+    if not in_few_rounds or second_count == num_microbatches:
+        return simulate_waiting(num_microbatches) / num_microbatches
+
+    # The waiting time is a line through the two simulations. Follow it to the number of microbatches of the step.
+    first_wait = simulate_waiting(first_count)
+    second_wait = simulate_waiting(second_count)
+    wait_per_microbatch = (second_wait - first_wait) / (second_count - first_count)
+    total_wait = second_wait + wait_per_microbatch * (num_microbatches - second_count)
+    return total_wait / num_microbatches
 
 
 @cache
@@ -90,16 +100,13 @@ def _simulate(
             # Run this device's passes until one needs a result that does not exist yet.
             while next_passes[rank] < len(passes):
                 kind, run, microbatch = passes[next_passes[rank]]
-                if kind == "F":
-                    needed = ("F", run - 1, microbatch) if run > 0 else None
-                elif kind == "B":
-                    needed = ("B", run + 1, microbatch) if run < last_run else ("F", run, microbatch)
-                else:
-                    needed = ("B", run, microbatch)
-                if needed is not None and needed not in end_times:
+                needed_pass = _find_needed_pass(kind, run, microbatch, last_run)
+                if needed_pass is not None and needed_pass not in end_times:
                     break
 
-                start = max(device_times[rank], end_times[needed] if needed else 0.0)
+                start = device_times[rank]
+                if needed_pass is not None:
+                    start = max(start, end_times[needed_pass])
                 end = start + seconds_of_kind[kind] * run_loads[run] / num_runs
                 end_times[kind, run, microbatch] = end
                 device_times[rank] = end
@@ -107,11 +114,27 @@ def _simulate(
                 num_remaining -= 1
         assert num_remaining < num_before, f"{schedule} waits for itself"
 
+    # The step lasts until the last device has finished. The busiest device waits in the rest of that time.
     compute_times = [
         sum(seconds_of_kind[step.kind] * run_loads[step.stage] for step in passes) for passes in passes_of_ranks
     ]
     longest_computing = max(compute_times) / num_runs
     return max(device_times) / longest_computing - 1
+
+
+def _find_needed_pass(kind: str, run: int, microbatch: int, last_run: int) -> tuple[str, int, int] | None:
+    """Return the pass whose result a pass needs, as (kind, run, microbatch); None for the first forward pass.
+
+    A forward pass (F) needs the one of the run before it, and a backward pass (B) the one of the run after it. The
+    backward pass of the last run follows its own forward pass. A W pass needs the backward pass of its run.
+    """
+    if kind == "F":
+        return ("F", run - 1, microbatch) if run > 0 else None
+    if kind == "B" and run < last_run:
+        return ("B", run + 1, microbatch)
+    if kind == "B":
+        return ("F", run, microbatch)
+    return ("B", run, microbatch)
 
 
 def check_schedule(schedule: str, num_stages: int, num_microbatches: int, virtual_stages: int) -> None:

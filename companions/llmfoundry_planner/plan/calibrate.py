@@ -13,15 +13,15 @@ What is measured fixes these constants:
   plan says so.
 - Collectives timed by `doctor` fix the bandwidth of links.
 
-Options of `plan` override reports, and later reports override earlier ones. `calibrate` is the entry, `fit` adjusts the
-rates, and `read_constants` reads one report.
+Options of `plan` override reports, and later reports override earlier ones. `calibrate` is the entry, `read_report`
+reads one report, and `fit` adjusts the rates to timed steps.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -65,40 +65,84 @@ class Step(NamedTuple):
         return math.log(self.seconds / step_time(self.config, self.layout, hardware).seconds)
 
 
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Report:
+    """The measurements in one report of `bench` or `doctor`. A report has one of the three kinds."""
+
+    file_name: str
+    products: float | None = None
+    """Share of the peak that matrix products alone reach; None if the report has none."""
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Bandwidth of links in bytes per second, by the names of LINKS."""
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    """Timed steps, by a key that is the same in two reports that timed the same step."""
+
+
 def calibrate(hardware: Hardware, paths: Iterable[Path], node_changes: Mapping[str, Any]) -> Hardware:
     """Return hardware whose constants are those of the reports in `paths`, and whose sources say so.
 
     node_changes: fields of the node that the user gave on the command line. They override reports.
 
+    Links and rates are set separately. Rates are fitted to timed steps if there are any, because these show how fast
+    products are in a whole run. Without steps, products that were timed alone give their rate.
+
     Raises DataError for a report that fixes no constant, and ConfigError for a report of another device.
     """
     hardware = replace(hardware, node=replace(hardware.node, **node_changes))
-    constants: dict[str, float] = {}
-    sources: dict[str, str] = {}  # by constant: the file that fixes it
-    steps: dict[str, Step] = {}
-    step_sources: list[str] = []
-    for path in paths:
-        new_constants, new_steps = read_constants(path, hardware)
-        constants |= new_constants
-        sources |= dict.fromkeys(new_constants, path.name)
-        steps |= new_steps
-        if new_steps:
-            step_sources.append(path.name)
+    reports = [read_report(path, hardware) for path in paths]
+    hardware = use_measured_links(hardware, reports, given_fields=node_changes)
 
-    links = {name: constants[name] for name in LINKS if name in constants and name not in node_changes}
-    if links:
-        measured = [f"{LINKS[name]} as measured, {sources[name]}" for name in links]
-        source = "; ".join([*measured, f"else {hardware.node.source}"])
-        hardware = replace(hardware, node=replace(hardware.node, **links, source=source))
-
-    if steps:
-        unused = f"; {sources['products']} not used beside timed steps" if "products" in constants else ""
-        return fit(hardware, list(steps.values()), ", ".join(step_sources), unused)
-    if "products" in constants:
-        source = f"products measured, {sources['products']}; attention by {hardware.efficiency.origin}"
-        efficiency = replace(hardware.efficiency, products=constants["products"], era=None, source=source)
-        hardware = replace(hardware, efficiency=efficiency)
+    step_reports = [report for report in reports if report.steps]
+    product_reports = [report for report in reports if report.products is not None]
+    if step_reports:
+        return fit_to_reports(hardware, step_reports, product_reports)
+    if product_reports:
+        return use_measured_products(hardware, product_reports[-1])
     return hardware
+
+
+def use_measured_links(hardware: Hardware, reports: Sequence[Report], given_fields: Collection[str]) -> Hardware:
+    """Return hardware with the bandwidth of links that reports have, each from the last report that has it.
+
+    given_fields: fields of the node that the user has set, which stay as they are.
+    """
+    bandwidths: dict[str, float] = {}
+    sources: list[str] = []
+    for link, place in LINKS.items():
+        link_reports = [report for report in reports if link in report.links]
+        if not link_reports or link in given_fields:
+            continue
+        report = link_reports[-1]
+        bandwidths[link] = report.links[link]
+        sources.append(f"{place} as measured, {report.file_name}")
+
+    if not bandwidths:
+        return hardware
+    source = "; ".join([*sources, f"else {hardware.node.source}"])
+    return replace(hardware, node=replace(hardware.node, **bandwidths, source=source))
+
+
+def use_measured_products(hardware: Hardware, report: Report) -> Hardware:
+    """Return hardware with the rate of matrix products that `report` has. The rate of attention stays."""
+    assert report.products is not None
+    source = f"products measured, {report.file_name}; attention by {hardware.efficiency.origin}"
+    efficiency = replace(hardware.efficiency, products=report.products, era=None, source=source)
+    return replace(hardware, efficiency=efficiency)
+
+
+def fit_to_reports(hardware: Hardware, step_reports: Sequence[Report], product_reports: Sequence[Report]) -> Hardware:
+    """Return hardware with rates fitted to the steps of all `step_reports`.
+
+    A step that several reports have is taken from the last one. `product_reports` are not used, which the source says.
+    """
+    steps: dict[str, Step] = {}
+    for report in step_reports:
+        steps |= report.steps
+    file_names = ", ".join(report.file_name for report in step_reports)
+    unused = ""
+    if product_reports:
+        unused = f"; {product_reports[-1].file_name} not used beside timed steps"
+    return fit(hardware, list(steps.values()), file_names, unused)
 
 
 # ------------------------------------------------------------------------------------------------------- the fit
@@ -115,24 +159,27 @@ def fit(hardware: Hardware, steps: Sequence[Step], file_names: str, unused: str 
     """
     efficiency = hardware.efficiency
     node = hardware.node
-    doublings = [node.doublings(step.layout.world_size) for step in steps]
 
-    # Values are changed by factors. The jitter may be 0, so 1 + jitter takes its place.
+    # Choose what to fit. Values are changed by factors. The jitter may be 0, so 1 + jitter takes its place.
     start = {"products": efficiency.products}
     if len({step.config.max_seq_len for step in steps}) > 1:
         start["attention"] = efficiency.attention
-    if len(set(doublings)) > 1:
+    if len({node.doublings(step.layout.world_size) for step in steps}) > 1:
         start["jitter"] = 1 + node.jitter
 
     def with_values(values: Mapping[str, float]) -> Hardware:
-        attention = efficiency.attention / efficiency.products * values["products"]
+        """Return the hardware with these values. One that is not fitted keeps its proportion, or stays."""
+        proportional_attention = efficiency.attention / efficiency.products * values["products"]
+        attention = values.get("attention", proportional_attention)
+        jitter = values.get("jitter", 1 + node.jitter) - 1
         return replace(
             hardware,
-            efficiency=replace(efficiency, products=values["products"], attention=values.get("attention", attention)),
-            node=replace(node, jitter=values.get("jitter", 1 + node.jitter) - 1),
+            efficiency=replace(efficiency, products=values["products"], attention=attention),
+            node=replace(node, jitter=jitter),
         )
 
     def cost(values: Mapping[str, float]) -> float:
+        """Return how far predictions with these values are off the steps."""
         candidate = with_values(values)
         if candidate.node.jitter < 0:
             return math.inf
@@ -145,26 +192,13 @@ def fit(hardware: Hardware, steps: Sequence[Step], file_names: str, unused: str 
             f"--calibrate: {file_names}: its steps take products at {values['products']:.1%} of the peak; measure again"
         )
 
-    # Residuals for the interval of later predictions, which is that of a regression on the doublings of a node.
+    # Say how well the steps are explained.
     fitted = with_values(values)
-    num_degrees_of_freedom = len(steps) - len(values)
-    spread = 0.0
-    if num_degrees_of_freedom > 0:
-        squared_errors = [step.error(fitted) ** 2 for step in steps]
-        spread = math.sqrt(sum(squared_errors) / num_degrees_of_freedom)
-    mean_doublings = sum(doublings) / len(steps)
-    residuals = Residuals(
-        num_steps=len(steps),
-        freedom=num_degrees_of_freedom,
-        spread=spread,
-        mean_doublings=mean_doublings,
-        squared_doublings=sum((number - mean_doublings) ** 2 for number in doublings),
-    )
-
+    residuals = measure_residuals(fitted, steps, num_fitted=len(values))
     max_devices = max(step.layout.world_size for step in steps)
     plural = "s" if len(steps) > 1 else ""
     source = f"{file_names}: {', '.join(values)} fitted to {len(steps)} step{plural} on at most {max_devices} devices"
-    if num_degrees_of_freedom > 0:
+    if residuals.freedom > 0:
         source += f", {residuals.spread:.1%} off"
     rates = replace(
         fitted.efficiency,
@@ -174,6 +208,28 @@ def fit(hardware: Hardware, steps: Sequence[Step], file_names: str, unused: str 
         num_measured_devices=1 if max_devices == 1 else None,
     )
     return replace(fitted, efficiency=rates)
+
+
+def measure_residuals(hardware: Hardware, steps: Sequence[Step], num_fitted: int) -> Residuals:
+    """Return how far the steps are off after a fit of `num_fitted` values, from which `hardware` has its rates.
+
+    The interval of later predictions follows from it. It is that of a regression on the doublings of a node.
+    """
+    num_degrees_of_freedom = len(steps) - num_fitted
+    spread = 0.0
+    if num_degrees_of_freedom > 0:
+        squared_errors = [step.error(hardware) ** 2 for step in steps]
+        spread = math.sqrt(sum(squared_errors) / num_degrees_of_freedom)
+
+    doublings = [hardware.node.doublings(step.layout.world_size) for step in steps]
+    mean_doublings = sum(doublings) / len(steps)
+    return Residuals(
+        num_steps=len(steps),
+        freedom=num_degrees_of_freedom,
+        spread=spread,
+        mean_doublings=mean_doublings,
+        squared_doublings=sum((number - mean_doublings) ** 2 for number in doublings),
+    )
 
 
 def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], float]) -> dict[str, float]:
@@ -210,44 +266,14 @@ def minimise(start: Mapping[str, float], cost: Callable[[dict[str, float]], floa
 # --------------------------------------------------------------------------------------------------- the reports
 
 
-def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], dict[str, Step]]:
-    """Read one report of `bench` or `doctor`. Return the constants that it fixes by name, and its timed steps by key.
+def read_report(path: Path, hardware: Hardware) -> Report:
+    """Read the measurements in one report of `bench` or `doctor`.
 
-    Constants are "products", a share of the peak, and the names of LINKS, in bytes per second. One of the two results
-    is empty. Raises DataError for a file that is not such a report, or is damaged or too old, and ConfigError for a
-    report of another device than `hardware`.
+    Raises DataError for a file that is not such a report, or is damaged or too old, and ConfigError for a report of
+    another device than `hardware`. Both errors name the file.
     """
-    accelerator = hardware.accelerator
     try:
-        report = read_json(path, "a report")
-        findings = report.get("findings")  # only doctor's report has them
-        schema = report.get("schema", REPORT_SCHEMA)
-        if schema != REPORT_SCHEMA:
-            command = f"llmfoundry-lite bench {report['bench']} --out FOLDER"
-            raise DataError(f"schema {schema}, this release reads {REPORT_SCHEMA}; measure again: {command}")
-
-        if findings is None:
-            devices = str(report.get("device_name") or report["device"])
-            device_names = [devices]
-        else:
-            devices = ", ".join(str(finding["detail"]) for finding in findings if finding["check"] == "devices")
-            device_names = re.findall(DEVICES, devices)
-        is_same_device = all(re.fullmatch(accelerator.pattern, name) for name in device_names)
-        if not device_names or not is_same_device:
-            raise ConfigError(f"measured on {devices or 'an unknown device'}, --hardware says {accelerator.name}")
-
-        if findings is not None:
-            return read_links(findings, hardware.node.num_devices), {}
-        rows = report.get("rows")
-        if report["bench"] == "scaling":
-            return {}, read_steps(rows, hardware)
-        if report["bench"] != "mfu":
-            raise ValueError
-        # Steps show how fast products are in a whole run, so they count more than products alone.
-        step_rows = [row for row in rows if "config" in row and "error" not in row]
-        if step_rows:
-            return {}, read_steps(step_rows, hardware)
-        return {"products": read_products(rows, report["peak_flops"])}, {}
+        return _take_measurements(path.name, read_json(path, "a report"), hardware)
     except OSError as error:
         raise DataError(f"--calibrate: {path}: {error.strerror or error}") from None
     except UserError as error:
@@ -257,6 +283,45 @@ def read_constants(path: Path, hardware: Hardware) -> tuple[dict[str, float], di
             f"--calibrate: {path}: damaged or no such report; expected mfu.json or scaling.json of `llmfoundry-lite "
             "bench`, or the file of `doctor --json`"
         ) from None
+
+
+def _take_measurements(file_name: str, report: Mapping[str, Any], hardware: Hardware) -> Report:
+    """Return the measurements in the content of a report, if it is of this release and of this hardware.
+
+    Raises DataError and ConfigError as `read_report`, and for damaged content any error that reading it meets.
+    """
+    schema = report.get("schema", REPORT_SCHEMA)
+    if schema != REPORT_SCHEMA:
+        command = f"llmfoundry-lite bench {report['bench']} --out FOLDER"
+        raise DataError(f"schema {schema}, this release reads {REPORT_SCHEMA}; measure again: {command}")
+
+    # Only doctor's report has findings. One of them names the devices, of which there may be several kinds.
+    findings = report.get("findings")
+    if findings is None:
+        devices = str(report.get("device_name") or report["device"])
+        device_names = [devices]
+    else:
+        devices = ", ".join(str(finding["detail"]) for finding in findings if finding["check"] == "devices")
+        device_names = re.findall(DEVICES, devices)
+    accelerator = hardware.accelerator
+    is_same_device = all(re.fullmatch(accelerator.pattern, name) for name in device_names)
+    if not device_names or not is_same_device:
+        raise ConfigError(f"measured on {devices or 'an unknown device'}, --hardware says {accelerator.name}")
+
+    if findings is not None:
+        return Report(file_name=file_name, links=read_links(findings, hardware.node.num_devices))
+
+    rows = report["rows"]
+    if report["bench"] == "scaling":
+        return Report(file_name=file_name, steps=read_steps(rows, hardware))
+    if report["bench"] != "mfu":
+        raise ValueError  # `read_report` says which reports are expected
+
+    # `bench mfu` times steps, or products alone, or both. Steps then count, as in `calibrate`.
+    step_rows = [row for row in rows if "config" in row and "error" not in row]
+    if step_rows:
+        return Report(file_name=file_name, steps=read_steps(step_rows, hardware))
+    return Report(file_name=file_name, products=read_products(rows, report["peak_flops"]))
 
 
 def read_products(rows: Sequence[Mapping[str, Any]], peak_flops: float | None) -> float:

@@ -217,14 +217,10 @@ def parse_cluster(text: str) -> tuple[str, int]:
 def write_overlay(plan: Plan, path: Path) -> None:
     """Write the first candidate as a YAML overlay, which follows the run's own YAML on the command line of `train`.
 
-    A file that an earlier `plan --write` wrote is overwritten, and so is an empty one. Raises ConfigError if nothing
-    fits, for any other file, and if the file cannot be written.
+    The plan must have a candidate. A file that an earlier `plan --write` wrote is overwritten, and so is an empty one.
+    Raises ConfigError for any other file, and if the file cannot be written.
     """
-    hardware_name = plan.hardware.accelerator.name
-    if not plan.candidates:
-        raise ConfigError(f"--write: no layout of {plan.num_devices} {hardware_name} fits, nothing to write")
-
-    header = f"{PLANNED}{plan.num_devices} x {hardware_name}; predicted, not measured.\n"
+    header = f"{PLANNED}{plan.num_devices} x {plan.hardware.accelerator.name}; predicted, not measured.\n"
     overlay = plan.candidates[0].overlay(plan.config)
     try:
         has_content = path.is_file() and path.stat().st_size > 0

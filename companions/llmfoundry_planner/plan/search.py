@@ -218,8 +218,10 @@ def _configure(
 
     Microbatch size and activation checkpointing are left open, because the search finds them later.
     """
-    # The search sets the microbatch size later. Islands refuse a run without one, so they get `auto` until then.
-    microbatch_size = None if config.trains_alone else "auto"
+    # The search sets the microbatch size later. Islands and exact sums refuse a run without one, so they get `auto`
+    # until then.
+    needs_microbatch_size = config.exact_sums or not config.trains_alone
+    microbatch_size = "auto" if needs_microbatch_size else None
     sharding = replace(
         config.sharding,
         sharding_strategy=strategy,

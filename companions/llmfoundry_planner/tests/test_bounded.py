@@ -6,11 +6,11 @@ import pytest
 
 from llmfoundry_lite.hardware import ACCELERATORS
 from llmfoundry_planner import companion
-from llmfoundry_planner.plan.calibrate import read_constants
+from llmfoundry_planner.plan.calibrate import read_report
 from llmfoundry_planner.plan.step import find_hardware
 from tests.helpers.readers import find_whole_reads, give_brackets, give_pipe
 
-READERS = [lambda path: read_constants(path, find_hardware(ACCELERATORS["H100-80GB"]))]
+READERS = [lambda path: read_report(path, find_hardware(ACCELERATORS["H100-80GB"]))]
 
 
 @pytest.mark.timeout(60)

@@ -347,3 +347,11 @@ def test_the_planner_keeps_the_samples_divided():
     assert all(found.time.context > 0 for found in candidates)
     refused = "cp_config.context_parallel_degree: 2 x 4 of tp_config does not divide model.n_heads, 12; "
     assert any(found.reason.startswith(refused) for found in rejected)
+
+
+def test_a_run_with_exact_sums_gets_the_layouts_that_do_not_divide_its_sums():
+    config = load_train_config(["mpt-125m", "exact_sums=true"]).config
+    candidates, rejected = search_layouts(config, 8, find_hardware(accelerator_named("H100-80GB")))
+    assert {(found.layout.tensor, found.layout.context) for found in candidates} == {(1, 1)}
+    assert all(isinstance(found.config.device_train_microbatch_size, int) for found in candidates)
+    assert not any(found.reason.startswith("exact_sums: needs") for found in rejected)
