@@ -128,9 +128,8 @@ class CheckpointLM(TemplateLM):
         self.batch_tokens = arguments.device_batch_tokens or BATCH_TOKENS[self._device.type]
         self._encode = lru_cache(CACHED_TEXTS)(self.located.tokenizer.encode)
         self._beginning = self.located.tokenizer.beginning
-        self._named_requests: Any = []
-        """lm_eval's requests, in the order in which the base class passes their tokens to `_loglikelihood_tokens`. The
-        tokens come without names of task and item, which errors need."""
+        self._names_of_requests: list[str] = []
+        """Names, for errors, of the requests that `loglikelihood` has passed to the base class."""
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Any:
@@ -163,12 +162,13 @@ class CheckpointLM(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-probability in nats, whether every token is the likeliest) of each request's answer.
 
-        The base class encodes the requests and calls `_loglikelihood_tokens`. Collective. Raises DataError.
+        The base class encodes the requests and calls `_loglikelihood_tokens` with them, in the same order. It does not
+        pass names on, so they are kept in `_names_of_requests` until then. Collective. Raises DataError.
         """
-        self._named_requests = requests
         for request in requests:
             if not "".join(request.args):
                 raise DataError(f"{name_of(request)} has no text at all; leave the task out, or repair the item")
+        self._names_of_requests = [name_of(request) for request in requests]
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -176,28 +176,35 @@ class CheckpointLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return (log-probability in nats, whether every token is the likeliest) of each answer, in order.
 
-        `requests` are (texts, tokens of the context, tokens of the answer). Their names are in `_named_requests`, which
-        the caller has set. Collective. Raises DataError.
+        lm_eval's base class calls this from `loglikelihood`. `requests` are (texts, tokens of the context, tokens of
+        the answer). Collective. Raises DataError.
         """
-        fitted = []
-        for named_request, (_, context, answer) in zip(self._named_requests, requests, strict=True):
-            fitted.append(self._fit(context, answer, name_of(named_request)))
-        num_cut = sum(request.num_trimmed > 0 for request in fitted)
+        fitted_requests = []
+        for name, (_, context, answer) in zip(self._names_of_requests, requests, strict=True):
+            fitted_requests.append(self._fit(context, answer, name))
+        return self._score(fitted_requests, disable_tqdm)
+
+    def _score(self, requests: Sequence[Request], disable_tqdm: bool) -> list[tuple[float, bool]]:
+        """Return (log-probability in nats, whether every token is the likeliest) of each request's answer, in order.
+
+        Collective.
+        """
+        num_cut = sum(request.num_trimmed > 0 for request in requests)
         if num_cut:
-            _note(f"{num_cut:,} of {len(fitted):,} contexts are cut from the left to fit {self.max_length:,} tokens")
+            _note(f"{num_cut:,} of {len(requests):,} contexts are cut from the left to fit {self.max_length:,} tokens")
 
         # The answers to one context make a group, because the core computes the context once for a group.
         indices_by_context: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(fitted):
+        for index, request in enumerate(requests):
             indices_by_context.setdefault(request.context, []).append(index)
-        groups = [[fitted[index] for index in indices] for indices in indices_by_context.values()]
+        groups = [[requests[index] for index in indices] for indices in indices_by_context.values()]
         with self._progress("loglikelihood", len(groups), disable_tqdm) as update:
             scores = score_all(self.model, "lm_eval", groups, self.batch_tokens, self.data_rank, update)
 
         # Put the scores, which are in the order of the groups, back into the order of the requests.
         grouped_indices = itertools.chain.from_iterable(indices_by_context.values())
         score_by_index = dict(zip(grouped_indices, scores, strict=True))
-        ordered = [score_by_index[index] for index in range(len(fitted))]
+        ordered = [score_by_index[index] for index in range(len(requests))]
         return [(score.log_probability, score.is_greedy) for score in ordered]
 
     def _fit(self, context: Sequence[int], answer: Sequence[int], name: str) -> Request:
@@ -230,21 +237,21 @@ class CheckpointLM(TemplateLM):
         A text that is longer than the model reads is cut into the same windows as by lm_eval's own models: each token
         is predicted once, and the last window begins earlier to have full context. Collective. Raises DataError.
         """
-        windows = []
-        text_indices = []
-        """For each window, the index of its text."""
+        # Divide each text into windows.
+        windows: list[Request] = []
+        text_indices: list[int] = []  # for each window, the index of its text
         for text_index, request in enumerate(requests):
             (text,) = request.args
             tokens = self.tok_encode(text)
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
                 context, predicted = make_disjoint_window(window)
-                windows.append((None, context, predicted))
+                windows.append(self._fit(context, predicted, name_of(request)))
                 text_indices.append(text_index)
 
+        # The log-probability of a text is the sum over its windows. A text without tokens has none.
         nats_by_text = [0.0] * len(requests)
         if windows:
-            self._named_requests = [requests[text_index] for text_index in text_indices]
-            scores = self._loglikelihood_tokens(windows, disable_tqdm)
+            scores = self._score(windows, disable_tqdm)
             for text_index, (nats, _) in zip(text_indices, scores, strict=True):
                 nats_by_text[text_index] += nats
         return nats_by_text

@@ -168,9 +168,11 @@ class Launcher:
     def run(self, arguments: Sequence[str]) -> int:
         """Run the program with these arguments on all ranks, and return the exit code of the launch.
 
-        Ranks start again after EXIT_FAILURE and transient faults, unless a signal has asked them to leave. Raises
-        ConfigError if the folder of logs cannot be written, and for arguments that are too long to be sent to the
-        server.
+        Ranks start again after EXIT_FAILURE and transient faults, unless a signal has asked them to leave. Each turn of
+        the loop is one try: it runs the ranks, decides by their outcome whether there is another, and prepares that.
+
+        Raises ConfigError if the folder of logs cannot be written, and for arguments that are too long to be sent to
+        the server.
         """
         make_room_for_logs(self.logs)
         ignore_output_errors()
@@ -185,7 +187,8 @@ class Launcher:
                 outcome = self._try([*arguments, *resume_arguments], {**environment, **rendezvous()})
                 is_transient = outcome.code in CODES
 
-                # Batches that a try has lost are lost until there is a newer save, even if a later try could not begin.
+                # Find the exit code in case this try is the last. Batches that a try has lost are lost until there is a
+                # newer save, even if a later try could not begin.
                 progress = self.progress()
                 if progress != restarts.progress:
                     has_lost_batches = False
@@ -195,6 +198,7 @@ class Launcher:
                 if is_transient and has_lost_batches:
                     exit_code = EXIT_FAILURE
 
+                # Decide whether there is another try.
                 may_pass = is_transient or outcome.code == EXIT_FAILURE
                 if not may_pass or self._ending.num_asked:
                     if outcome.was_killed:
@@ -205,6 +209,7 @@ class Launcher:
                     say(self._reason_to_give_up(outcome, is_transient))
                     return exit_code
 
+                # Prepare it, and say what follows.
                 when = f" in {pause:.3g} s" if pause else ""
                 if is_transient:
                     say(f"{outcome.fault}; next try{when}, for {self.retry_seconds:g} s in all (retry_for)")
@@ -222,8 +227,10 @@ class Launcher:
             self._stop_server()
 
     def _try(self, arguments: Sequence[str], environment: Mapping[str, str]) -> "Outcome":
-        """Start all ranks, and wait until they have ended. Sets `_server` and `_world`."""
-        self._server = server = self._running_server()
+        """Start all ranks, and wait until they have ended. Sets `_world`, and `_server` if there was none."""
+        if self._server is None:
+            self._server = start_server(self.program)
+        server = self._server
         self._world = World(server.channel, lambda: server.process.poll() is not None, self.num_ranks)
         if self._ending.num_asked:  # a signal came before `_forward` could pass it to this world
             self._world.leaving_signal = signal.SIGTERM
@@ -234,28 +241,6 @@ class Launcher:
         if self._ending.num_asked and not self._world.processes:
             say("asked to leave before the ranks had begun; run the same command again")
         return outcome
-
-    def _running_server(self) -> Server:
-        """Return the server, or start one if there is none."""
-        if self._server is not None:
-            return self._server
-        channel, server_channel = open_channel()
-        module, imports, packages = self.program
-        arguments = [str(server_channel.fileno()), str(os.getpid()), module, imports, *packages]
-        command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *arguments]
-        # A terminal sends Ctrl-C to the server too. It inherits the mask, so that it is safe from its first moment.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
-        try:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **search_path()},
-                pass_fds=[server_channel.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        server_channel.close()
-        return Server(process, channel)
 
     def _stop_server(self) -> None:
         """Kill the server, if there is one. It has no ranks any more, and nothing to lose."""
@@ -286,6 +271,29 @@ class Launcher:
             lines = log.read_text(errors="replace").splitlines()[-LINES_QUOTED:]
             reason += f"; the end of {log}:" + "".join(f"\n  {line}" for line in lines)
         return reason
+
+
+def start_server(program: Program) -> Server:
+    """Start the process that imports a program's modules and then forks its ranks. `server.py` runs there."""
+    channel, server_channel = open_channel()
+    arguments = [str(server_channel.fileno()), str(os.getpid()), program.module, program.imports, *program.packages]
+    command = [sys.executable, "-P", "-m", "llmfoundry_ops.server", *arguments]
+
+    # A terminal sends Ctrl-C to the server too. It inherits the mask, so that it is safe from its first moment.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    try:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **search_path()},
+            pass_fds=[server_channel.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    # The server has its own copy of this end. If it kept open here, the end of the server would not close the channel.
+    server_channel.close()
+    return Server(process, channel)
 
 
 def say(text: str) -> None:
@@ -394,11 +402,12 @@ class World:
     def wait(self) -> Outcome:
         """Wait until every rank has ended. Kills ranks that are frozen, or that stay too long after another's end."""
         while not self._has_ended():
-            self._listen()
+            self._receive_message()
             self._look_for_frozen()
             if time.monotonic() >= self._kill_at:
                 self.signal(signal.SIGKILL)
 
+        # Find how the try has ended.
         if self.leaving_signal is not None and not self.processes:
             return Outcome(EXIT_PREEMPTED)
         codes = [process.code or EXIT_DONE for process in self.processes.values()]
@@ -421,40 +430,59 @@ class World:
         """Return the ranks that have not ended, as far as the server has reported."""
         return [process for process in self.processes.values() if process.code is None]
 
-    def _listen(self) -> None:
-        """Wait for one message, at most LOOK_SECONDS, and note what it says about a rank."""
+    def _receive_message(self) -> None:
+        """Wait for one message, at most LOOK_SECONDS, and update `processes` by it.
+
+        If the channel is closed instead, or the server has ended, sets `is_server_gone`.
+        """
         ready, _, _ = select.select([self.channel], [], [], LOOK_SECONDS)
-        now = time.monotonic()
         message = receive(self.channel) if ready else None
+        is_channel_closed = bool(ready) and message is None
         if isinstance(message, Beat):
-            if message.pid not in self.processes:
-                self.processes[message.pid] = Process(message.rank, message.pid, now)
-                if self.leaving_signal is not None:
-                    with suppress(ProcessLookupError):
-                        os.kill(message.pid, self.leaving_signal)
-            process = self.processes[message.pid]
-            process.heard_at = now
-            process.cpu_seconds = cpu_seconds(message.pid)
+            self._note_heartbeat(message)
         elif isinstance(message, Left):
-            process = self.processes[message.pid]
-            process.code = message.code
-            if message.code != EXIT_DONE:
-                self._note_fault(describe_end(process.rank, message.code), process.rank)
-                grace_seconds = GRACE_SECONDS[launch_code([message.code])]
-                self._kill_at = min(self._kill_at, now + grace_seconds)
-        elif ready or self.server_has_ended():  # ready without a message: the channel is closed
+            self._note_end(message)
+        elif is_channel_closed or self.server_has_ended():
             self.is_server_gone = True
             self._note_fault("the process that starts the ranks has ended", None)
 
+    def _note_heartbeat(self, beat: Beat) -> None:
+        """Note that a rank is alive. Adds it to `processes` if this is its first sign of life."""
+        if beat.pid not in self.processes:
+            self.processes[beat.pid] = Process(beat.rank, beat.pid, heard_at=0.0)
+            # A signal that came before this rank was known has not reached it.
+            if self.leaving_signal is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, self.leaving_signal)
+        process = self.processes[beat.pid]
+        process.heard_at = time.monotonic()
+        process.cpu_seconds = cpu_seconds(beat.pid)
+
+    def _note_end(self, left: Left) -> None:
+        """Note that a rank has ended. If it has failed, the others are killed after a time of grace (`_kill_at`)."""
+        process = self.processes[left.pid]
+        process.code = left.code
+        if left.code == EXIT_DONE:
+            return
+        self._note_fault(describe_end(process.rank, left.code), process.rank)
+        grace_seconds = GRACE_SECONDS[launch_code([left.code])]
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
+
     def _look_for_frozen(self) -> None:
-        """Let frozen ranks be killed: those without a sign of life for SILENCE_SECONDS."""
+        """Look for frozen ranks: those without a sign of life for SILENCE_SECONDS. Lets `wait` kill them at once.
+
+        Sets `_kill_at`. If a rank has ended and the server has not reported it, the server itself is frozen: then sets
+        `is_server_gone`.
+        """
         now = time.monotonic()
-        # If this process was stopped itself, by Ctrl-Z until `fg`, it has not listened.
+        # If this launcher was stopped itself, by Ctrl-Z until `fg`, it has not listened. So silence counts from now on.
         was_stopped_itself = now - self._looked_at > SILENCE_SECONDS / 2
         self._looked_at = now
-        for process in self._running():
-            if was_stopped_itself:
+        if was_stopped_itself:
+            for process in self._running():
                 process.heard_at = now
+
+        for process in self._running():
             silence_seconds = now - process.heard_at
             if silence_seconds < BEAT_SECONDS:
                 continue

@@ -107,7 +107,10 @@ class Launch:
 def describe_failures(run: Run) -> dict[str, Any]:
     """Return facts for report.json: each launch, what failures cost in all, and the interval of saves they suggest."""
     logged = find_logged(run.log)
-    note_ends_by_relay(logged, find_allocations(run))
+    for index, allocation in find_last_launches(logged, find_allocations(run)).items():
+        if allocation.ended is not None:
+            last = logged[index]
+            last.launch = replace(last.launch, ended=allocation.ended, reason=allocation.reason)
     launches = join_launches(logged, find_recorded(run))
 
     num_failures = sum(launch.is_failure for launch in launches)
@@ -265,11 +268,11 @@ def _index_in_log(record: Recorded, logged: Sequence[Logged]) -> int | None:
     return None
 
 
-def note_ends_by_relay(logged: Sequence[Logged], allocations: Sequence[Allocation]) -> None:
-    """Set `ended` and `reason` of logged launches from a relay's journal.
+def find_last_launches(logged: Sequence[Logged], allocations: Sequence[Allocation]) -> dict[int, Allocation]:
+    """Return index of a logged launch -> the allocation of a relay of which it was the last launch.
 
     An allocation may have several launches, if ranks were started again. It ended as the last of them did; how those
-    before ended is not known.
+    before ended is not known. Allocations of which nothing was logged are left out.
     """
     # Find the first launch of each allocation: the next one that began at the allocation's batch.
     first_launches: list[tuple[int, Allocation]] = []
@@ -283,16 +286,14 @@ def note_ends_by_relay(logged: Sequence[Logged], allocations: Sequence[Allocatio
                 next_index = index + 1
                 break
 
-    for number, (first_index, allocation) in enumerate(first_launches, start=1):
-        if allocation.ended is None:
-            continue
-        # Its launches reach up to the first one of the next allocation, without any that began after its last save.
-        end_index = first_launches[number][0] if number < len(first_launches) else len(logged)
+    # Its launches reach up to the first one of the next allocation, without any that began after its last save.
+    last_launches: dict[int, Allocation] = {}
+    end_indices = [first_index for first_index, _ in first_launches[1:]] + [len(logged)]
+    for (first_index, allocation), end_index in zip(first_launches, end_indices, strict=False):
         last_first_batch = max(allocation.to_batch or 0, allocation.from_batch + 1)
-        of_allocation = [
-            logged_launch
-            for logged_launch in logged[first_index:end_index]
-            if (logged_launch.launch.first_batch or 0) <= last_first_batch
-        ]
-        last = of_allocation[-1]
-        last.launch = replace(last.launch, ended=allocation.ended, reason=allocation.reason)
+        last_index = first_index
+        for index in range(first_index, end_index):
+            if (logged[index].launch.first_batch or 0) <= last_first_batch:
+                last_index = index
+        last_launches[last_index] = allocation
+    return last_launches

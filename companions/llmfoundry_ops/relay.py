@@ -195,17 +195,17 @@ class Runner:
         allocation = self._allocation_under_way()
         while not self.ending.num_asked or allocation is not None:
             if allocation is None:
-                turn = self._next_turn()
+                turn = self._wait_for_turn()
                 if turn is None:
                     continue
                 allocation = self._begin(turn)
-            self._wait(allocation)
+            self._wait_for_end(allocation)
             if self.ending.num_asked > 1:
                 say(
                     f"allocation {allocation.number} at {allocation.site} goes on; start the relay again to wait for it"
                 )
                 return EXIT_INTERRUPTED
-            allocation = self._end(allocation)
+            allocation = self._record_end(allocation)
             if allocation.ended == DONE:
                 say(f"the run is done, at batch {allocation.to_batch}, after {allocation.number} allocations")
                 return EXIT_DONE
@@ -243,11 +243,11 @@ class Runner:
 
     # --------------------------------------------------------------------------------------------- whose turn it is
 
-    def _next_turn(self) -> int | None:
+    def _wait_for_turn(self) -> int | None:
         """Return the turn that begins now, as an index into the order of sites.
 
-        If every site rests, waits until the first one is rested, or a signal comes, and returns None. Raises UserError
-        if no site is left.
+        If every site rests, waits until the first one is rested, or a signal comes, and returns None: the caller then
+        calls again, or leaves. Raises UserError if no site is left.
         """
         order = self.relay.order
         allocations = self._allocations()
@@ -346,7 +346,7 @@ class Runner:
         self.launched = self._retry(lambda: processes.begin(command, self._code_file(allocation), output))
         return allocation
 
-    def _wait(self, allocation: Allocation) -> None:
+    def _wait_for_end(self, allocation: Allocation) -> None:
         """Wait until nothing of the launch is left. Returns early when asked to leave for a second time.
 
         When asked for the first time, asks the launch to save and leave.
@@ -409,29 +409,31 @@ class Runner:
         """
         site = self.relay.sites[allocation.site]
         name = f"allocation {allocation.number} at {allocation.site}"
-        is_mine = allocation.host == socket.gethostname()
-        is_away = not is_mine or site.leave is not None
+        is_launcher_here = allocation.host == socket.gethostname()
+        is_away = not is_launcher_here or site.leave is not None
         may_begin = is_away and processes.exit_code(self._code_file(allocation)) is None
 
         status = self._status(site)
-        heard_at = time.monotonic()
+        heard_at = time.monotonic()  # when the status has changed, or the lease was seen to be renewed
         has_said_waiting = False
         lease_before: str | None = None
         while self.ending.num_asked < 2:
+            # 1. Give the launch up if its status has been silent for too long, and its lease too.
             if time.monotonic() - heard_at > self.relay.silence.seconds:
                 lease = self._lease()
-                if lease in ("", lease_before):
+                is_renewed = bool(lease) and lease != lease_before
+                if not is_renewed:
                     return
                 lease_before = lease
                 heard_at = time.monotonic()
                 say(f"{name}: {STATUS} has fallen silent, but the launch renews its lease; waiting for it")
 
+            # 2. A launch that has begun ends when its status says so. One that has not may still begin.
             if status is not None and status != allocation.status_before:
-                # The launch has begun.
                 if status["status"] != "running":
                     return
                 # If its launcher was here, nobody tells it to leave any more: the relay has to.
-                if not has_asked and (is_mine or self.ending.num_asked):
+                if not has_asked and (is_launcher_here or self.ending.num_asked):
                     has_asked = True
                     self._ask(allocation, None)
                 if lease_before is None:
@@ -443,6 +445,7 @@ class Runner:
                     has_said_waiting = True
                     say(f"{name} may be about to begin; waiting for {self.relay.silence.written} (silence)")
 
+            # 3. Look at the status again.
             self.ending.sleep(LOOK_SECONDS)
             new_status = self._status(site)
             if new_status is not None and new_status != status:  # None: it cannot be read at the moment
@@ -460,12 +463,13 @@ class Runner:
                 return holder.activity_id
         return ""
 
-    def _end(self, allocation: Allocation) -> Allocation:
+    def _record_end(self, allocation: Allocation) -> Allocation:
         """Find out how a launch has ended, and write it into the journal. Returns the allocation with its end.
 
-        Also notes when it ended, and that its site is not tried again if it refused the launch. Raises UserError if the
-        launch has saved somewhere else.
+        Adds the time to `ended_at`, and the site to `refused` if it refused the launch, so that it is not tried again.
+        Raises UserError, before anything is written, if the launch has saved somewhere else.
         """
+        # Find out how it ended, and at which batch.
         exit_code = processes.exit_code(self._code_file(allocation))
         status = self._status(self.relay.sites[allocation.site])
         ended, reason = how_it_ended(exit_code, status, allocation.status_before)
@@ -481,6 +485,7 @@ class Runner:
                 "stopped; name the run's save_folder"
             )
 
+        # Record it.
         fields = {"over": time.time(), "to_batch": batch, "code": exit_code, "ended": ended, "reason": reason}
         self._retry(lambda: journal.append(self.folder, number=allocation.number, **fields))
         self.ended_at[allocation.number] = time.monotonic()
@@ -567,16 +572,20 @@ def how_it_ended(
     status.json takes precedence if this launch has written it: torchrun turns every code into 1, and ssh turns a lost
     connection into 255.
     """
-    is_new_status = status != status_before
+    launch_status = status if status != status_before else None
     if exit_code in (EXIT_USER, *NOT_FOUND):
-        return REFUSED, (status or {}).get("reason") if is_new_status else None
+        reason = launch_status.get("reason") if launch_status is not None else None
+        return REFUSED, reason
 
     # A launch of a run that is done already writes no new status.
-    if status is not None and (is_new_status or (exit_code == EXIT_DONE and status["status"] == DONE)):
-        if status["status"] == "running":
+    was_done_already = status is not None and status["status"] == DONE and exit_code == EXIT_DONE
+    if was_done_already:
+        launch_status = status
+    if launch_status is not None:
+        if launch_status["status"] == "running":
             return FAILED, f"its launcher has ended, and {STATUS} has fallen silent"
         ends = {"done": DONE, "stopped": STOPPED, "preempted": PREEMPTED}
-        return ends.get(status["status"], FAILED), status.get("reason")
+        return ends.get(launch_status["status"], FAILED), launch_status.get("reason")
 
     if exit_code == EXIT_PREEMPTED:
         return PREEMPTED, None

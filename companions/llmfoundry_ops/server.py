@@ -35,6 +35,9 @@ BEAT_SECONDS = 1.0
 """Time between two signs of life of a rank."""
 MESSAGE_BYTES = 1 << 20
 """More than Linux sends in one packet by default, so that the sender fails for arguments that are too long."""
+STDOUT = 1
+STDERR = 2
+"""File descriptors of standard output and standard error."""
 PR_SET_PDEATHSIG = 1
 """The option of Linux's prctl that sets the signal a process gets when its parent ends (<sys/prctl.h>)."""
 
@@ -183,21 +186,40 @@ def report_ended_ranks(channel: socket.socket) -> None:
 
 
 def become_rank(start: Start, channel: socket.socket) -> None:
-    """Make this process the rank that `start` asks for: set its environment, heartbeat and output."""
+    """Turn this forked process into the rank that `start` asks for.
+
+    Sets the rank's environment variables, starts the thread that sends its heartbeats to the launcher, and redirects
+    its output to the file `start.output`, if there is one.
+    """
     os.environ.update(start.environment)
-    # The heartbeat starts first, because a busy disk may take longer to make a file than a rank may be silent.
-    threading.Thread(target=beat, args=(channel, start.rank), name="heart", daemon=True).start()
+    # The heartbeats start first, because a busy disk may take longer to make a file than a rank may be silent.
+    heartbeats = threading.Thread(target=send_heartbeats, args=(channel, start.rank), name="heartbeats", daemon=True)
+    heartbeats.start()
     if start.output is not None:
-        Path(start.output).parent.mkdir(parents=True, exist_ok=True)
-        ending.launcher_stderr = open(os.dup(2), "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
-        file = open_no_link(start.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+        redirect_output(Path(start.output))
 
 
-def beat(channel: socket.socket, rank: int) -> None:
-    """Send a sign of life every BEAT_SECONDS. Runs in a thread of the rank until nobody listens any more."""
+def redirect_output(log: Path) -> None:
+    """Append all that this process and libraries in it print to a file, from now on.
+
+    Keeps the launcher's standard error open as `ending.launcher_stderr`, so that the rank can still show a mistake of
+    the user there. Raises OSError if the file cannot be opened.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+
+    # Duplicate the launcher's standard error before its descriptor is taken.
+    launcher_stderr = os.dup(STDERR)
+    ending.launcher_stderr = open(launcher_stderr, "w", errors="backslashreplace")  # noqa: SIM115 - for the rank's life
+
+    # C++ libraries print to the descriptors, not to sys.stdout, so the descriptors themselves become the file.
+    log_file = open_no_link(str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log_file, STDOUT)
+    os.dup2(log_file, STDERR)
+    os.close(log_file)
+
+
+def send_heartbeats(channel: socket.socket, rank: int) -> None:
+    """Send a `Beat` every BEAT_SECONDS. Runs in a thread of the rank until the launcher has closed the channel."""
     with suppress(OSError):  # the launcher is gone: this process ends with the server
         while True:
             time.sleep(BEAT_SECONDS)

@@ -39,6 +39,9 @@ SHARE_OF_HOURS = 0.85
 """Share of the hours for training. The rest is for starting, saving and evaluating."""
 NUM_LINES = 400
 """Approximate number of progress lines that a run prints."""
+NUM_SAVES = 20
+"""Approximate number of saves in a run, and of evaluations."""
+MIN_BATCHES_BETWEEN_SAVES = 10
 MIN_VALIDATION = 32
 """Validation samples whose mean loss is worth drawing."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -301,8 +304,9 @@ def fill_template(
     note: a comment on `num_batches`.
     tokens_per_second: of this machine, if it was measured.
     """
-    # About 20 saves and evaluations in a run, but not more often than every 10 batches.
-    interval = max(num_batches // 20, min(num_batches, 10))
+    # Save and evaluate NUM_SAVES times, but not more often than every MIN_BATCHES_BETWEEN_SAVES. A shorter run saves
+    # once.
+    interval = max(num_batches // NUM_SAVES, min(num_batches, MIN_BATCHES_BETWEEN_SAVES))
     num_devices = count_devices()
     run_name = re.sub(r"[^\w.-]+", "-", out.stem).strip(".-_") or "run"
     return TEMPLATE.read_text(encoding="utf-8").format(

@@ -24,6 +24,7 @@ from llmfoundry_ops.launcher import (
     World,
     launch_code,
     make_room_for_logs,
+    start_server,
 )
 from llmfoundry_ops.server import BEAT_SECONDS, Beat, open_channel, receive, send
 from tests.helpers.launch import ROOT
@@ -167,7 +168,7 @@ def test_a_rank_that_has_computed_before_is_found_frozen_after_one_silence(monke
     mine, its = open_channel()
     send(its, Beat(0, os.getpid()))
     ranks = World(mine, lambda: False, 1)
-    ranks._listen()
+    ranks._receive_message()
     while not ranks._fault and clock.now < 150:
         clock.now += 0.5
         ranks._look_for_frozen()
@@ -399,10 +400,9 @@ def test_when_the_time_is_spent_the_code_says_whether_anything_was_lost(launched
     assert words.startswith("launcher: rank 1 met a fault that may pass; tried again for 0 s (retry_for)")
 
 
-def test_ctrl_c_does_not_end_the_server_that_still_imports(tmp_path):
+def test_ctrl_c_does_not_end_the_server_that_still_imports():
     """A terminal sends it to the launcher's children too; the server begins with the signal masked."""
-    launcher = Launcher(Program("json", "json"), 1, 0, tmp_path)
-    process, channel = launcher._running_server()
+    process, channel = start_server(Program("json", "json"))
     blocked = next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigBlk" in line)
     process.kill()
     process.wait()
