@@ -16,8 +16,7 @@ import datetime
 import itertools
 import math
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +86,16 @@ class ChunkInMemory(NamedTuple):
     """Shape of the whole tensor."""
     tensor: torch.Tensor
     """The chunk's values: on the CPU and contiguous."""
+
+
+class Box(NamedTuple):
+    """A box of a tensor in the checkpoint."""
+
+    tensor: str
+    """The tensor's name in the checkpoint, with aliases resolved."""
+    offsets: tuple[int, ...]
+    """Index of the box's first element."""
+    lengths: tuple[int, ...]
 
 
 class StagedRead(NamedTuple):
@@ -410,7 +419,9 @@ def find_grid(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Gr
     shape: shape of the whole tensor.
 
     The chunks form a grid if each dimension is cut at the same places everywhere, and if they cover the tensor once.
+    Example: chunks at (0, 0), (0, 3), (2, 0) and (2, 3) of a tensor of shape (4, 6) form one if each has shape (2, 3).
     """
+    # Each chunk lies within the tensor.
     for _, chunk in chunks:
         if len(chunk.offset) != len(shape) or len(chunk.shape) != len(shape):
             return f"chunk at {chunk.offset} of shape {chunk.shape} in {shape}"
@@ -418,6 +429,7 @@ def find_grid(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Gr
             if length <= 0 or begin + length > whole_length:
                 return f"chunk at {chunk.offset} of shape {chunk.shape} reaches out of {shape}"
 
+    # Together they have as many elements as the tensor.
     num_covered = sum(math.prod(chunk.shape) for _, chunk in chunks)
     num_elements = math.prod(shape)
     if num_covered != num_elements:
@@ -425,19 +437,24 @@ def find_grid(chunks: Sequence[tuple[int, Chunk]], shape: tuple[int, ...]) -> Gr
     if num_elements == 0:
         return Grid((), (0,))
 
-    # The offsets at which chunks begin along each dimension make a grid of cells. Each cell must be one chunk.
+    # The offsets at which chunks begin along each dimension make a grid of cells. One chunk must begin in each cell.
+    # The number of cells is compared first, because it may be huge if the chunks do not form a grid.
     no_grid = "chunks overlap, or are not cut as a grid"
     begins = [sorted({chunk.offset[dim] for _, chunk in chunks}) for dim in range(len(shape))]
+    num_cells = math.prod(map(len, begins))
+    if num_cells != len(chunks):
+        return no_grid
+    cells = list(itertools.product(*begins))
     file_by_offset = {chunk.offset: number for number, chunk in chunks}
-    cells = list(itertools.product(*begins)) if math.prod(map(len, begins)) == len(chunks) else []
     if sorted(file_by_offset) != cells:
         return no_grid
 
+    # Each chunk has exactly the size of its cell.
     cuts = tuple(tuple(begins_of_dim[1:]) for begins_of_dim in begins)
     grid = Grid(cuts, tuple(file_by_offset[cell] for cell in cells))
     cells_of_grid = {box for _, box in grid.overlapping(shape, (0,) * len(shape), shape)}
     if cells_of_grid != {(chunk.offset, chunk.shape) for _, chunk in chunks}:
-        return no_grid  # a chunk is longer or shorter than its cell
+        return no_grid
     return grid
 
 
@@ -523,16 +540,11 @@ class PortableStorageReader(StorageReader):
     def _stage_reads(self, plan: LoadPlan, planner: LoadPlanner) -> list[StagedRead]:
         """Read the tensors that a plan asks for into memory beside the state dict. Raises CheckpointError.
 
-        Two names of a tied weight may ask for the same box of one tensor; it is read once. They may also ask for boxes
-        that overlap. `read_files` takes a tensor's bytes once at a time, so the first box of each tensor is read in the
-        first round, the second box in the second round, and so on.
+        Two names of a tied weight may ask for the same box of one tensor; it is read once.
         """
-        checkpoint = self._open
-        manifest = checkpoint.manifest
-        staging_by_box: dict[Any, torch.Tensor] = {}
-        num_boxes: Counter[str] = Counter()
-        rounds: list[dict[int, list[ChunkRead]]] = []
-        staged = []
+        manifest = self._open.manifest
+        staging_by_box: dict[Box, torch.Tensor] = {}
+        staged: list[StagedRead] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
@@ -547,21 +559,33 @@ class PortableStorageReader(StorageReader):
                     f"{target.dtype}; cast=True converts"
                 )
 
-            box = (name, *item.storage_offsets, *item.lengths)
+            box = Box(name, tuple(item.storage_offsets), tuple(item.lengths))
             if box not in staging_by_box:
-                staging_by_box[box] = torch.empty(tuple(item.lengths), dtype=dtype)
-                round_number = num_boxes[name]
-                num_boxes[name] += 1
-                if round_number == len(rounds):
-                    rounds.append({})
-                for file, chunk in manifest.overlapping(name, item.storage_offsets, item.lengths):
-                    read = read_of_overlap(chunk, item.storage_offsets, item.lengths, staging_by_box[box])
-                    rounds[round_number].setdefault(file, []).append(read)
+                staging_by_box[box] = torch.empty(box.lengths, dtype=dtype)
             staged.append(StagedRead(item, target, staging_by_box[box]))
 
-        for reads_by_file in rounds:
-            read_files(checkpoint, reads_by_file)
+        self._read_boxes(staging_by_box)
         return staged
+
+    def _read_boxes(self, staging_by_box: Mapping[Box, torch.Tensor]) -> None:
+        """Read boxes of tensors into the memory that is given for each. Raises CheckpointError.
+
+        `read_files` takes a tensor's bytes once at a time, and boxes of one tensor may overlap. So the first box of
+        each tensor is read in the first round, the second box of each in the second round, and so on.
+        """
+        boxes_by_tensor: dict[str, list[Box]] = {}
+        for box in staging_by_box:
+            boxes_by_tensor.setdefault(box.tensor, []).append(box)
+
+        for boxes_of_round in itertools.zip_longest(*boxes_by_tensor.values()):
+            reads_by_file: dict[int, list[ChunkRead]] = {}
+            for box in boxes_of_round:
+                if box is None:
+                    continue  # this tensor has fewer boxes
+                for file, chunk in self._open.manifest.overlapping(box.tensor, box.offsets, box.lengths):
+                    read = read_of_overlap(chunk, box.offsets, box.lengths, staging_by_box[box])
+                    reads_by_file.setdefault(file, []).append(read)
+            read_files(self._open, reads_by_file)
 
     @property
     def _open(self) -> Checkpoint:

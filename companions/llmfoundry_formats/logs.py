@@ -262,8 +262,8 @@ def _lm_eval_logs(path: Path) -> list[Path]:
 def _read_lm_eval(file: Path, cluster: str | None) -> Log:
     """Read `samples_TASK_DATE.jsonl`, and what the `results_DATE.json` beside it says, if that is there.
 
-    A task may extract answers from the model's text by several filters, and then has a sample for each item and filter.
-    Their metrics become one row, named "METRIC,FILTER", or "METRIC" if there is a single filter. Raises DataError.
+    The samples become the rows of the result. Releases, settings and the model's name are only in the other file.
+    Raises DataError.
     """
     file_name = SAMPLES.fullmatch(file.name)
     task = file_name["task"] if file_name else file.stem.removeprefix("samples_")
@@ -272,10 +272,43 @@ def _read_lm_eval(file: Path, cluster: str | None) -> Log:
     if averages_files:
         averages = _read_json(read_at_most(averages_files[0], MAX_JSON_BYTES, "results"), str(averages_files[0]))
 
-    # One sample at a time, because as Python objects, all of them take many times the file's bytes.
     higher_is_better = (averages.get("higher_is_better") or {}).get(task) or {}
+    rows = _read_lm_eval_rows(file, higher_is_better, cluster)
+
+    # Settings by which two results are compared.
+    num_samples = (averages.get("n-samples") or {}).get(task) or {}
+    is_limited = num_samples.get("effective", 0) < num_samples.get("original", 0)
+    settings = {
+        "limit": num_samples["effective"] if is_limited else None,
+        "prompts": "by a chat template" if averages.get("chat_template") else None,
+    }
+    version = (averages.get("versions") or {}).get(task)
+    code = f"lm-eval {averages.get('lm_eval_version', OLDER_RELEASE)}, task version {version}"
+    record, items = _build(task, str(file), rows, settings, code, cluster)
+
+    # The model.
+    config = averages["config"] if isinstance(averages.get("config"), dict) else {}
+    model_facts = {
+        "save_id": config.get("model_sha") or None,
+        "num_parameters": config.get("model_num_parameters"),
+        "precision": str(config.get("model_dtype", "")).removeprefix("torch."),
+    }
+    model = str(averages["model_name"]) if averages.get("model_name") else None
+    return Log(task, model, record, items, model_facts)
+
+
+def _read_lm_eval_rows(file: Path, higher_is_better: Record, cluster: str | None) -> list[Row]:
+    """Return the rows of a file of samples.
+
+    A task may extract answers from the model's text by several filters, and then has a sample for each item and filter.
+    Their metrics become one row, named "METRIC,FILTER", or "METRIC" if there is a single filter.
+
+    higher_is_better, cluster: as for `_lm_eval_row`. Raises DataError for a file without samples, and for two samples
+    of the same item and filter.
+    """
     rows: dict[int, Row] = {}
     seen: set[tuple[int, str]] = set()
+    # One sample at a time, because as Python objects, all of them take many times the file's bytes.
     for sample in _lm_eval_samples(file):
         row = _lm_eval_row(sample, str(file), higher_is_better, cluster)
         key = (row.index, _filter_of(sample))
@@ -292,24 +325,7 @@ def _read_lm_eval(file: Path, cluster: str | None) -> Log:
         suffix = f",{filters.pop()}"
         for index, row in rows.items():
             rows[index] = row._replace(values={name.removesuffix(suffix): row.values[name] for name in row.values})
-
-    num_samples = (averages.get("n-samples") or {}).get(task) or {}
-    is_limited = num_samples.get("effective", 0) < num_samples.get("original", 0)
-    settings = {
-        "limit": num_samples["effective"] if is_limited else None,
-        "prompts": "by a chat template" if averages.get("chat_template") else None,
-    }
-    version = (averages.get("versions") or {}).get(task)
-    code = f"lm-eval {averages.get('lm_eval_version', OLDER_RELEASE)}, task version {version}"
-    config = averages["config"] if isinstance(averages.get("config"), dict) else {}
-    model_facts = {
-        "save_id": config.get("model_sha") or None,
-        "num_parameters": config.get("model_num_parameters"),
-        "precision": str(config.get("model_dtype", "")).removeprefix("torch."),
-    }
-    record, items = _build(task, str(file), list(rows.values()), settings, code, cluster)
-    model = str(averages["model_name"]) if averages.get("model_name") else None
-    return Log(task, model, record, items, model_facts)
+    return list(rows.values())
 
 
 def _lm_eval_samples(file: Path) -> Iterator[Record]:
@@ -481,12 +497,25 @@ def _read_inspect(file: Path, cluster: str | None) -> Log:
         raise DataError(f"{file} has no samples; log them: inspect eval without --no-log-samples")
     rows = [_mean_of(epochs) for epochs in rows_by_sample.values()]
 
-    # A limit as large as the data set is none.
+    task = str(spec.get("task"))
+    release = (spec.get("packages") or {}).get("inspect_ai", OLDER_RELEASE)
+    settings = _inspect_settings(header, len(rows))
+    record, items = _build(task, str(file), rows, settings, f"Inspect {release}", cluster)
+    generation = (header.get("plan") or {}).get("config") or {}
+    record["generation"] = {key: value for key, value in generation.items() if value is not None}
+    return Log(task, str(spec.get("model")), record, items, {"precision": ""})
+
+
+def _inspect_settings(header: Record, num_rows: int) -> Record:
+    """Return the settings of a log of Inspect that must be equal for two results to be comparable."""
+    spec = header["eval"]
+    config = spec.get("config") or {}
     dataset = spec.get("dataset") or {}
-    is_limited = config.get("limit") is not None and len(rows) < (dataset.get("samples") or math.inf)
     plan = header.get("plan") or {}
-    settings = {
-        "limit": len(rows) if is_limited else None,
+    # A limit as large as the data set is none.
+    is_limited = config.get("limit") is not None and num_rows < (dataset.get("samples") or math.inf)
+    return {
+        "limit": num_rows if is_limited else None,
         "sample_id": config.get("sample_id"),
         "epochs": config.get("epochs"),
         "task_version": spec.get("task_version"),
@@ -494,12 +523,6 @@ def _read_inspect(file: Path, cluster: str | None) -> Log:
         "solver": [{key: step.get(key) for key in ("solver", "params")} for step in plan.get("steps") or []],
         "scorers": [{key: scorer.get(key) for key in ("name", "options")} for scorer in spec.get("scorers") or []],
     }
-    generation = {key: value for key, value in (plan.get("config") or {}).items() if value is not None}
-    release = (spec.get("packages") or {}).get("inspect_ai", OLDER_RELEASE)
-    task = str(spec.get("task"))
-    record, items = _build(task, str(file), rows, settings, f"Inspect {release}", cluster)
-    record["generation"] = generation
-    return Log(task, str(spec.get("model")), record, items, {"precision": ""})
 
 
 def _inspect_row(sample: Record, file: str, cluster: str | None) -> Row:
@@ -581,6 +604,7 @@ def _build(
 
     Raises DataError if no metric has a number for every scored row, or if only some rows have the field of --cluster.
     """
+    # Choose the metrics: bits per byte for held-out texts, and otherwise those that every scored row has.
     rows = sorted(rows, key=lambda row: row.index)
     scored = [row for row in rows if row.values or row.nats_and_bytes is not None]
     is_text = bool(scored) and all(row.nats_and_bytes is not None for row in rows)
@@ -594,17 +618,7 @@ def _build(
         )
 
     clusters = _clusters_of(rows, file)
-    items: list[Record] = []
-    for row in scored:
-        item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row_hash, "prompt": row.prompt_hash}
-        if clusters:
-            item["cluster"] = clusters[row.index]
-        if not is_text:
-            item |= {metric: row.values[metric] for metric in metrics}
-        elif row.nats_and_bytes is not None:
-            nats, num_bytes = row.nats_and_bytes
-            item |= {"log_probability": [-nats], "num_characters": [num_bytes]}
-        items.append(item)
+    items = [_build_item(task, row, [] if is_text else metrics, clusters) for row in scored]
 
     # If the settings do not decide the prompts, two results are comparable only with the same ones.
     prompts = settings.get("prompts")
@@ -631,6 +645,22 @@ def _build(
         for metric in metrics:
             record[metric], record[f"{metric}_stderr"] = mean_and_error(items, metric)
     return record, items
+
+
+def _build_item(task: str, row: Row, metrics: Sequence[str], clusters: Mapping[int, str]) -> Record:
+    """Return the item of a scored row, with the cluster that `clusters` has for its index.
+
+    An item has the values of `metrics`. Without any, it is of a held-out text, and has its log-probability and size.
+    """
+    item: Record = {"task": task, "index": row.index, "id": row.id, "row": row.row_hash, "prompt": row.prompt_hash}
+    if clusters:
+        item["cluster"] = clusters[row.index]
+
+    item |= {metric: row.values[metric] for metric in metrics}
+    if not metrics and row.nats_and_bytes is not None:
+        nats, num_bytes = row.nats_and_bytes
+        item |= {"log_probability": [-nats], "num_characters": [num_bytes]}
+    return item
 
 
 def _shared_metrics(scored: Sequence[Row]) -> list[str]:
