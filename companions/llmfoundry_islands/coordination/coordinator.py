@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmfoundry_islands.coordination.division import Pace, Rate, divide, latest_seconds
 from llmfoundry_islands.coordination.member import View
@@ -120,6 +120,17 @@ class Progress:
     """Epoch, batch, and each rank's phase and bytes. None unless all members exchange."""
     since: float = 0.0
     """Time at which `state` changed."""
+
+
+class NextMembers(NamedTuple):
+    """Who takes part from the next batch on."""
+
+    staying: list[str]
+    """Members that go on with the state that they have."""
+    joiners: list[str]
+    """Islands that get the leader's state: new ones, and members whose weights have drifted."""
+    left_out: list[str]
+    """Members to evict, because a batch cannot be divided with them."""
 
 
 class Coordinator:
@@ -245,7 +256,7 @@ class Coordinator:
         if kind == "beat":
             island.phases[rank] = (message["phase"], message["bytes"])
         elif kind == "prepared":
-            self._prepare(island, message, now)
+            self._note_report(island, message, now)
         elif kind == "state":
             self._pass_on_state(island, message)
         elif kind == "leave":
@@ -306,8 +317,8 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------ the decision
 
-    def _prepare(self, island: Island, message: Message, now: float) -> None:
-        """Note an island's report. When all members have reported, commit the batch or repeat it.
+    def _note_report(self, island: Island, message: Message, now: float) -> None:
+        """Note an island's report in `prepared`. When all members have reported, commit the batch or repeat it.
 
         Raises BadMessageError if the report is of another batch, or of another number of batches than the others'.
         """
@@ -330,7 +341,12 @@ class Coordinator:
             self._fail("an exchange failed", now)
 
     def _commit(self, reports: Mapping[str, Message]) -> None:
-        """Commit the batches of the members' reports: tell all members the sums, and the view that follows."""
+        """Commit the batches of the members' reports: tell all members the sums, and the view that follows.
+
+        Changes `batch`, the members' rates and states, and `is_whole`. If other islands take part from now on, or rows
+        move, begins a new epoch (`_begin_epoch`).
+        """
+        # Count the batches.
         members = [self.islands[name] for name in self.members]
         for island in members:
             self._measure(island, reports[island.name])
@@ -343,10 +359,19 @@ class Coordinator:
             island.is_leaving = reports[island.name]["leaving"]
         self.is_whole = any(report["asks_for_whole"] for report in reports.values())
         message["next_is_whole"] = self.is_whole
-        message["next"], left_out = self._next_view(message["drifted"])
+
+        # Change the view. If every member leaves, they save and end by themselves.
+        message["next"] = None
+        next_members = self._choose_next_members(message["drifted"])
+        if next_members.staying or next_members.joiners:
+            are_other_members = bool(next_members.joiners) or len(next_members.staying) < len(self.members)
+            if are_other_members or self._is_worth_moving():
+                message["next"] = self._begin_epoch(next_members.staying, next_members.joiners)
+
+        # Members that are left out also get the commit, and are evicted after it.
         for island in members:
             self._send(island, message, rank_0_only=True)
-        self._send_away(left_out)
+        self._send_away(next_members.left_out)
 
     def _combine(self, reports: Mapping[str, Message]) -> Message:
         """Return the commit for these reports, without what follows (`next` and `next_is_whole`)."""
@@ -382,20 +407,22 @@ class Coordinator:
             self.log(f"batch {self.batch + 1}: other weights than {self.leader}'s on {', '.join(drifted)}")
         return drifted
 
-    def _next_view(self, drifted: list[str]) -> tuple[Message | None, list[str]]:
-        """Decide on the view from the next batch on: leaving islands go, waiting ones join, and rows may move.
+    def _choose_next_members(self, drifted: list[str]) -> NextMembers:
+        """Choose who takes part from the next batch on: leaving islands go, and waiting ones join if they fit.
 
-        Islands in `drifted` get the leader's state, as joiners do. Returns the view, or None if it stays, and the
-        members to evict because a batch cannot be divided with them.
+        Islands in `drifted` get the leader's state, as joiners do. Islands that have to wait on are told so. If all
+        members leave, nobody takes part.
         """
         staying = [name for name in self.members if not self.islands[name].is_leaving]
         if not staying:
-            return None, []  # the last ones save and leave by themselves
+            return NextMembers([], [], [])
+
         waiting = []
         for name, island in self.islands.items():
             if name not in self.members and island.has_all_ranks and not island.is_leaving:
                 waiting.append(name)
-        joiners = self._fitting(staying, waiting)
+        joiners = self._choose_joiners(staying, waiting)
+        self._tell_those_who_wait([*staying, *joiners], [name for name in waiting if name not in joiners])
 
         # The islands that stay may be unable to divide a batch without those that go.
         left_out: list[str] = []
@@ -405,14 +432,11 @@ class Coordinator:
             left_out = [name for name in staying if name not in chosen]
             staying = chosen
 
+        # An island that has drifted gets the leader's state, unless the leader itself goes.
         if self.leader in staying:
             joiners += [name for name in staying if name in drifted]
             staying = [name for name in staying if name not in drifted]
-        if joiners or len(staying) < len(self.members):
-            return self._begin_epoch(staying, joiners), left_out
-        if self._is_worth_moving():
-            return self._begin_epoch(staying, []), []
-        return None, []
+        return NextMembers(staying, joiners, left_out)
 
     def _is_worth_moving(self) -> bool:
         """Return whether other rows or owners would make batches of the same members clearly faster."""
@@ -459,9 +483,11 @@ class Coordinator:
     def _begin_epoch(self, members: list[str], joiners: list[str]) -> Message:
         """Begin a new epoch with these members and joiners, and return its view as a message.
 
+        Sets all attributes that belong to a view: `members`, `joiners`, `leader`, `epoch`, `row_indices` and `shares`.
         New members and old ones receive each other's descriptions, and new members the view. The caller sends it to the
-        old ones: by itself, or in a commit. Sets everything that belongs to the view, `epoch` to `shares`.
+        old ones: by itself, or in a commit.
         """
+        # Introduce new members. Descriptions come before the view, because a rank connects to all when it gets that.
         previous_members = self.members
         self.members = sorted([*members, *joiners])
         self.joiners = joiners
@@ -472,8 +498,11 @@ class Coordinator:
                 if other not in new_members:
                     self._introduce(name, to=other)
 
+        # The leader stays as long as it is a member. Its successor has the run's state, if any member has it.
         if self.leader not in self.members:
             self.leader = min(self.members, key=lambda name: (not self.islands[name].has_state, name))
+
+        # Divide the rows, and forget what was reported for the view before.
         self.epoch += 1
         self.view_began_at_batch = self.batch
         self.progress = Progress(None, math.inf)
@@ -546,30 +575,30 @@ class Coordinator:
                 return reason
         return ""
 
-    def _fitting(self, members: list[str], waiting: list[str]) -> list[str]:
-        """Return the waiting islands with which a batch can be divided. The others are told the reason, and wait on.
+    def _choose_joiners(self, members: list[str], waiting: list[str]) -> list[str]:
+        """Return the waiting islands with which the members can divide a batch.
 
         An island that does not fit alone may fit together with another one, so all are tried again after each that
         fits.
         """
-        fitting: list[str] = []
+        joiners: list[str] = []
         remaining = list(waiting)
         while remaining:
             name = remaining.pop(0)
-            if self._can_divide([*members, *fitting, name]):
-                fitting.append(name)
-                remaining = [other for other in waiting if other not in fitting]
+            if self._can_divide([*members, *joiners, name]):
+                joiners.append(name)
+                remaining = [other for other in waiting if other not in joiners]
+        return joiners
 
+    def _tell_those_who_wait(self, members: list[str], waiting: list[str]) -> None:
+        """Tell each waiting island why it cannot join the members, if the reason is a new one. Sets `wait_reason`."""
         for name in waiting:
-            if name in fitting:
-                continue
             island = self.islands[name]
-            reason = self._why_not_divisible([*members, *fitting, name])
+            reason = self._why_not_divisible([*members, name])
             if reason != island.wait_reason:
                 island.wait_reason = reason
                 self._send(island, {"kind": "waits", "reason": reason}, rank_0_only=True)
                 self.log(f"{name} waits until other islands are here: {reason}")
-        return fitting
 
     def _best_choice(self, members: list[str]) -> list[str]:
         """Return the members that go on if not all of them can divide a batch together: the fastest combination.

@@ -246,23 +246,16 @@ class Islands(Partners):
             self._leave(disconnection)
 
     def _apply_view(self, view: View) -> Disconnection | None:
-        """Apply a new view, between two batches or before one is repeated.
+        """Apply a new view, between two batches or before one is repeated. Collective.
 
-        Connects this rank to ranks of the other islands, and sends or receives state if islands join. Returns None, or
-        why the coordinator is lost; the view is not applied then. Sets `view`, `machines`, `data_ranks` and `plan`, and
-        resets `next_view`.
+        Connects this rank to ranks of the other islands, and sends or receives state if islands join. Sets `view`,
+        `machines`, `data_ranks` and `plan`, and resets `next_view`.
+
+        Returns None, or why the coordinator is lost; nothing has changed then.
         """
-        hellos_of_islands: dict[str, list[Message]] = {}  # island -> the description of each of its ranks
-        disconnection: Disconnection | None = None
-        if self.rank == 0:
-            try:
-                for name, launch in view.members.items():
-                    hellos_of_islands[name] = self.member.describe(name, launch)
-            except ConnectionError as error:
-                disconnection = self.member.disconnection or Disconnection(str(error), "gone")
-        hellos_of_islands, disconnection = broadcast_json([hellos_of_islands, disconnection])
-        if disconnection is not None:
-            return Disconnection(*disconnection)
+        hellos_of_islands = self._get_descriptions(view)
+        if isinstance(hellos_of_islands, Disconnection):
+            return hellos_of_islands
 
         becomes_leader = view.leader == self.name and self.view.leader != self.name
         if becomes_leader:
@@ -272,7 +265,8 @@ class Islands(Partners):
         self.machines = {name: hellos[0]["machine"] for name, hellos in hellos_of_islands.items()}
         self.data_ranks = {name: hellos[0]["data_ranks"] for name, hellos in hellos_of_islands.items()}
 
-        # Every rank computes the pieces of all ranks of all islands, so that none has to ask another.
+        # Connect to the other islands, and share out the sum of gradients. Every rank computes the pieces of all ranks
+        # of all islands, so that none has to ask another.
         boxes = {name: [read_boxes(hello["boxes"]) for hello in hellos] for name, hellos in hellos_of_islands.items()}
         pieces = {name: divide_replicas(boxes_of_ranks) for name, boxes_of_ranks in boxes.items()}
         self.held.begin_view(boxes[self.name], pieces[self.name], self.rank)
@@ -285,12 +279,32 @@ class Islands(Partners):
         rows_of_tensors = rows_of([boxes_of_rank for ranks in boxes.values() for boxes_of_rank in ranks])
         self.plan = SumPlan.of(self.name, self.held.pieces, self.exchange.overlaps, rows_of_tensors, view.shares)
 
+        # Bring joiners to the state of the run.
         if self.name == view.source:
             self._send_state()
         elif self.name in view.joiners:
             self._receive_state()
         self.member.phase = "compute"
         return None
+
+    def _get_descriptions(self, view: View) -> dict[str, list[Message]] | Disconnection:
+        """Return island -> the description of each of its ranks, for all islands of a view. Collective.
+
+        Rank 0 has them from the coordinator, and passes them on. Returns why the coordinator is lost if it has not sent
+        all of them.
+        """
+        hellos_of_islands: dict[str, list[Message]] = {}
+        disconnection: Disconnection | None = None
+        if self.rank == 0:
+            try:
+                for name, launch in view.members.items():
+                    hellos_of_islands[name] = self.member.describe(name, launch)
+            except ConnectionError as error:
+                disconnection = self.member.disconnection or Disconnection(str(error), "gone")
+        hellos_of_islands, disconnection = broadcast_json([hellos_of_islands, disconnection])
+        if disconnection is not None:
+            return Disconnection(*disconnection)
+        return hellos_of_islands
 
     def _note_transfer(self, is_transferring: bool) -> None:
         """Set the phase that heartbeats report. Threads that send and receive call this.

@@ -127,22 +127,9 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         hardware_name = plan.hardware.accelerator.name
         row = [hardware_name, f"{plan.num_devices:,}", f"{plan.config.global_train_batch_size:,}"]
         if plan.candidates:
-            best = plan.candidates[0]
-            device_rate = best.time.tokens_per_second / plan.num_devices
-            scaling = device_rate / first_rates.setdefault(hardware_name, device_rate)
-            row += [
-                name_layout(best.layout, best.strategy),
-                str(best.microbatch_size),
-                CHECKPOINTING[best.recomputed],
-                f"{best.memory.total_bytes / GIB:.1f}",
-                f"{best.time.tokens_per_second:,.0f}",
-                f"{best.mfu:.1%}",
-                f"{scaling:.1%}",
-            ]
-            if plan.cost is not None:
-                row += [three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}"]
-                if plan.cost.dollars is not None:
-                    row.append(f"{plan.cost.dollars:,.0f}")
+            device_rate = plan.candidates[0].time.tokens_per_second / plan.num_devices
+            first_rate = first_rates.setdefault(hardware_name, device_rate)
+            row += _cells_of_best(plan, scaling=device_rate / first_rate)
             device_counts[describe_interval(plan)].append(f"{plan.num_devices:,}")
         else:
             row.append("does not fit")
@@ -161,6 +148,28 @@ def describe_plans(plans: Sequence[Plan]) -> str:
         lines += ["", DAYS]
     lines += ["", CANNOT_PROMISE]
     return "\n".join(lines)
+
+
+def _cells_of_best(plan: Plan, scaling: float) -> list[str]:
+    """Return the cells of a plan's row from the column of its layout on. `scaling` is the cell of that column.
+
+    The last cells are missing if the cost or its dollars are not known.
+    """
+    best = plan.candidates[0]
+    cells = [
+        name_layout(best.layout, best.strategy),
+        str(best.microbatch_size),
+        CHECKPOINTING[best.recomputed],
+        f"{best.memory.total_bytes / GIB:.1f}",
+        f"{best.time.tokens_per_second:,.0f}",
+        f"{best.mfu:.1%}",
+        f"{scaling:.1%}",
+    ]
+    if plan.cost is not None:
+        cells += [three_digits(plan.cost.days), f"{plan.cost.lost_share:.1%}"]
+        if plan.cost.dollars is not None:
+            cells.append(f"{plan.cost.dollars:,.0f}")
+    return cells
 
 
 def describe_interval(plan: Plan) -> str:

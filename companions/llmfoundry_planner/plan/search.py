@@ -401,7 +401,8 @@ class _Trial:
             reason = f"takes {slower:.1f} times as long as the fastest, even with memory to spare"
             return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, slower=slower)
 
-        # Estimates are cached and made only for what is compared, because they take most of a search's time.
+        # Prepare to tell what fits. Estimates are cached and made only for what is compared, because they take most of
+        # a search's time.
         estimate_memory = functools.cache(self._estimate_memory)
         limit_bytes = usable_bytes(self.hardware.accelerator)
 
@@ -412,7 +413,8 @@ class _Trial:
                 self.sizes, limit_bytes, key=lambda size: estimate_memory(checkpointing, size).total_bytes
             )
 
-        # A schedule that splits the backward pass cannot compute blocks again.
+        # Reject the layout if the smallest microbatch does not fit, even with the least memory. A schedule that splits
+        # the backward pass cannot compute blocks again.
         splits_backward = self.layout.pipeline > 1 and self.config.pipeline.splits_backward
         choices = (False,) if splits_backward else CHECKPOINTING
         least_memory_choice = choices[-1]
@@ -423,6 +425,7 @@ class _Trial:
                 reason += " and every block computed again"
             return Rejected(layout=self.layout, strategy=self.strategy, reason=reason, needed=needed_bytes)
 
+        # Collect what fits, from the fastest combination on, as long as the time is about that of the fastest.
         times = {(choice, size): self._time(choice, size) for choice in choices for size in self.sizes}
         fastest_first = sorted(times, key=lambda choice_and_size: times[choice_and_size].seconds)
         fitting: list[Candidate] = []
@@ -430,21 +433,25 @@ class _Trial:
             time = times[choice, size]
             if fitting and time.seconds > (1 + AS_FAST) * fitting[0].time.seconds:
                 break  # all that follow are slower
-            if self.sizes.index(size) >= count_fitting_sizes(choice):
-                continue
-
-            memory = estimate_memory(choice, size)
-            stall = save_seconds(memory) if stall_seconds is None else stall_seconds
-            time = replace(time, saves=stall / batches_between_saves(self.config, time.seconds, stall))
-            candidate = Candidate(
-                layout=self.layout,
-                config=self._configure(choice, size),
-                memory=memory,
-                time=time,
-                mfu=time.mfu(self.config, self.layout, self.hardware.accelerator),
-            )
-            fitting.append(candidate)
+            fits = self.sizes.index(size) < count_fitting_sizes(choice)
+            if fits:
+                config = self._configure(choice, size)
+                fitting.append(self._build_candidate(config, time, estimate_memory(choice, size), stall_seconds))
         return max(_as_fast_as_fastest(fitting), key=lambda candidate: candidate.microbatch_size)
+
+    def _build_candidate(
+        self, config: TrainConfig, time: StepTime, memory: MemoryEstimate, stall_seconds: float | None
+    ) -> Candidate:
+        """Return this layout with what was found for it, and with the time that saves take added to `time`.
+
+        stall_seconds: as in `find_best`.
+        """
+        if stall_seconds is None:
+            stall_seconds = save_seconds(memory)
+        num_batches_between_saves = batches_between_saves(self.config, time.seconds, stall_seconds)
+        time = replace(time, saves=stall_seconds / num_batches_between_saves)
+        mfu = time.mfu(self.config, self.layout, self.hardware.accelerator)
+        return Candidate(layout=self.layout, config=config, memory=memory, time=time, mfu=mfu)
 
     def _configure(self, checkpointing: bool | str, size: int) -> TrainConfig:
         """Return the run with this activation checkpointing and microbatch size."""

@@ -508,22 +508,8 @@ def _time_newton_schulz(p: Portion, num_blocks: int, hardware: Hardware) -> floa
     other ranks' parts of it, orthogonalises it, and sends the result back. The largest matrices come first, so that the
     matrices of a round are about equal, and the first one, which is the largest, is taken for the time of the round.
     """
-    model = p.model
-    d_model = model.d_model
     dtype = p.config.optimizer.ns_dtype or "bf16"
     num_steps = p.config.optimizer.ns_steps or NEWTON_SCHULZ_STEPS
-
-    # A block's parameters, each as a list of its matrices: a fused one of queries, keys and values is three.
-    qkv_shapes = [(model.q_dim, d_model), (model.kv_dim, d_model), (model.kv_dim, d_model)]
-    if model.attn_config.fused_qkv:
-        parameters = [qkv_shapes]
-    else:
-        parameters = [[shape] for shape in qkv_shapes]
-    parameters.append([(d_model, model.q_dim)])
-    parameters += [[(model.ffn_dim, d_model)]] * p.num_up_matrices
-    parameters.append([(d_model, model.ffn_dim)])
-    parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
-
     accelerator = hardware.accelerator
     peak_flops_per_second = accelerator.peak_flops(dtype) or accelerator.peak_flops(p.dtype)
     assert peak_flops_per_second is not None
@@ -532,13 +518,35 @@ def _time_newton_schulz(p: Portion, num_blocks: int, hardware: Hardware) -> floa
     num_ranks = p.layout.world_size // p.layout.pipeline
     group = Group(size=num_ranks, in_node=min(num_ranks, hardware.node.num_devices), node=hardware.node)
 
+    # Each parameter comes `num_blocks` times in the order of the rounds, the largest one first.
+    parameters = _list_block_matrices(p)
+    parameters.sort(key=lambda shapes: -sum(map(math.prod, shapes)))
     seconds = 0.0
     for index_of_first in range(0, num_blocks * len(parameters), num_ranks):
         shapes = parameters[index_of_first // num_blocks]
         flops = sum(newton_schulz_flops(*shape, num_steps) for shape in shapes)
-        exchange = group.exchange_seconds(sum(map(math.prod, shapes)) * element_bytes)
-        seconds += flops / products_rate + 2 * exchange
+        exchange_seconds = group.exchange_seconds(sum(map(math.prod, shapes)) * element_bytes)
+        # One exchange brings the parts to their owner, and another one brings the result back.
+        seconds += flops / products_rate + 2 * exchange_seconds
     return seconds
+
+
+def _list_block_matrices(p: Portion) -> list[list[tuple[int, int]]]:
+    """Return the shapes of the matrices of each parameter of a block that Muon updates.
+
+    Most parameters are one matrix. A fused one of queries, keys and values is three, which are orthogonalised apart.
+    """
+    model = p.model
+    d_model = model.d_model
+    qkv_shapes = [(model.q_dim, d_model), (model.kv_dim, d_model), (model.kv_dim, d_model)]
+    if model.attn_config.fused_qkv:
+        parameters = [qkv_shapes]
+    else:
+        parameters = [[shape] for shape in qkv_shapes]
+    parameters.append([(d_model, model.q_dim)])
+    parameters += [[(model.ffn_dim, d_model)]] * p.num_up_matrices
+    parameters.append([(d_model, model.ffn_dim)])
+    return parameters
 
 
 # ------------------------------------------------------------------------------------------------------- sharding

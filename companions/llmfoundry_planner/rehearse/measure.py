@@ -141,9 +141,11 @@ def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
 
     Raises RuntimeError if no allocation is an activation: then the code has moved, and categories are wrong.
     """
-    live: dict[int, tuple[Origin, int]] = {}  # by address
+    # What is allocated at the present entry of the history.
+    live: dict[int, tuple[Origin, int]] = {}  # by address: where it comes from, and its bytes
     live_bytes: Counter[Origin] = Counter()
     total_bytes = 0
+    # What was allocated at the highest peak so far.
     peak_bytes = 0
     bytes_at_peak: dict[Origin, int] = {}
     place_of_peak = ""
@@ -168,10 +170,13 @@ def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
             live_bytes[origin] -= size
             total_bytes -= size
 
-    if all(origin.category != "activations" for origin in origins.values()):
+    has_activations = any(origin.category == "activations" for origin in origins.values())
+    if not has_activations:
         raise RuntimeError(
             f"no allocation came from {CODE_OF_CATEGORIES['activations'].folders}: memory has no categories"
         )
+
+    # Sum up the peak by category, and by line of code.
     bytes_of_categories: Counter[str] = Counter()
     bytes_of_lines: Counter[str] = Counter()
     for origin, size in bytes_at_peak.items():
