@@ -312,7 +312,7 @@ def test_islands_that_dial_from_two_hosts_are_told_apart():
 
 def test_after_an_error_of_its_own_a_coordinator_ends_and_islands_notice():
     class Broken(Coordinator):
-        def _prepare(self, island, message, now):
+        def _note_report(self, island, message, now):
             raise ZeroDivisionError("ours")
 
     with threaded(Broken(1, 4.0)) as (port, raised):
