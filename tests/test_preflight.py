@@ -246,7 +246,9 @@ def test_a_dry_run_refuses_what_the_launch_would(tmp_path, data, monkeypatch):
     )
     assert describe(replace(config, max_duration=Duration(1, "ep"), stop_at=Duration(3, "ba"))).endswith("/ba2")
     other = replace(config, seed=18)
-    refused = f"seed is 18 here and {config.seed} in the checkpoint; a run carries on as the run it was"
+    refused = (
+        f"seed is 18 here and {config.seed} in the checkpoint; a run must resume with the values in its checkpoint"
+    )
     assert describe(other).startswith(f"refused: {refused}")
     with pytest.raises(CheckpointError, match=f"^{refused}"):
         describe(other, is_for_here=True)

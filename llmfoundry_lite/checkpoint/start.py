@@ -146,8 +146,8 @@ def check_fit(config: TrainConfig, fingerprints: dict[str, str], manifest: Manif
     saved_tokenizer = manifest.fingerprints.get("tokenizer")
     if tokenizer is not None and saved_tokenizer is not None and tokenizer != saved_tokenizer:
         raise CheckpointError(
-            f"tokenizer is {tokenizer!r} here and {saved_tokenizer!r} in the checkpoint; a run carries on as the run "
-            "it was: name that tokenizer, or begin a new run with its weights (load_weights_only=true)"
+            f"tokenizer is {tokenizer!r} here and {saved_tokenizer!r} in the checkpoint; a run must resume with "
+            "its checkpoint's tokenizer: name that one, or begin a new run with its weights (load_weights_only=true)"
         )
 
 
@@ -265,9 +265,9 @@ def _refuse_other_run(config: TrainConfig, newest: Checkpoint) -> None:
 
     save_folder = config.checkpoint_folder.rstrip("/")
     raise CheckpointError(
-        f"{newest.url} is a checkpoint of the run {saved_run_name}, and this run is {config.run_name}, whose folder "
-        f"{config.run_folder} does not carry it on; give each run its own folder, such as "
-        f"save_folder={save_folder}/{RUN_NAME}, or carry that run on (run_name={saved_run_name}), or "
+        f"{newest.url} is a checkpoint of the run {saved_run_name}, but this run is {config.run_name}, and its folder "
+        f"{config.run_folder} does not continue that run; give each run its own folder, such as "
+        f"save_folder={save_folder}/{RUN_NAME}, or continue that run (run_name={saved_run_name}), or "
         f"begin with its weights in another save_folder (load_path={newest.url} load_weights_only=true)"
     )
 

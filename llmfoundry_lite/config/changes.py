@@ -87,8 +87,8 @@ def refuse_changes(changes: list[Change]) -> None:
     )
     arguments = " ".join(f"{change.key}={as_text(change.before)}" for change in changes)
     raise CheckpointError(
-        f"{differences}; a run carries on as the run it was: set {arguments}, or begin a new run with its weights "
-        "(another run_name, load_path and load_weights_only=true)"
+        f"{differences}; a run must resume with the values in its checkpoint: set {arguments}, or begin a new run "
+        "with its weights (another run_name, load_path and load_weights_only=true)"
     )
 
 

@@ -194,8 +194,8 @@ def test_what_may_never_change_is_refused_in_one_line_that_says_what_to_do():
         refuse_changes(find_changes(resolved(), resolved("seed=4", "optimizer.eps=1e-6"))["never"])
     assert str(caught.value) == (
         "optimizer.eps is 1e-06 here and 1e-08 in the checkpoint, seed is 4 here and 17 in the checkpoint; a run "
-        "carries on as the run it was: set optimizer.eps=1e-08 seed=17, or begin a new run with its weights (another "
-        "run_name, load_path and load_weights_only=true)"
+        "must resume with the values in its checkpoint: set optimizer.eps=1e-08 seed=17, or begin a new run "
+        "with its weights (another run_name, load_path and load_weights_only=true)"
     )
 
 

@@ -5,6 +5,7 @@ INTENDED: dict[str, str] = {
     "commands/help/*": "help says what an option takes; arguments have names; options are deleted",
     "commands/checkpoint/inspect": "a part of a tensor is called chunk everywhere",
     "commands/report/keys": "--to-loss is deleted",
+    "errors/resumed/[ms]*": "the message says to resume with the values in the checkpoint",
     "errors/command/plan-hardware": "it names the file of nodes, which has moved",
     "eval/compare": _SEQUENTIAL,
     "eval/compare/compare.*": _SEQUENTIAL,

@@ -82,7 +82,7 @@ def test_what_may_not_change_is_refused_before_the_model_is_built(base):
     assert refused.exit_codes == [2, 2]
     assert refused.output == (
         "error: optimizer.betas is [0.8, 0.9] here and null in the checkpoint, seed is 5 here and 17 in the "
-        "checkpoint; a run carries on as the run it was: set optimizer.betas=null seed=17, or begin a new run with its "
-        "weights (another run_name, load_path and load_weights_only=true)\n"
+        "checkpoint; a run must resume with the values in its checkpoint: set optimizer.betas=null seed=17, or begin "
+        "a new run with its weights (another run_name, load_path and load_weights_only=true)\n"
     )
     assert status(folder, "base")["status"] == "done"

@@ -94,9 +94,10 @@ def test_another_run_s_checkpoint_is_not_carried_on_by_a_new_run(tmp_path):
     save_of(tmp_path, "first", b'{"batch": 1}\n{"batch": 2}\n')
     shared = {"save_folder": str(tmp_path / "shared"), "autoresume": True}
     words = (
-        "shared/ba2 is a checkpoint of the run first, and this run is second, whose folder run does not carry it on; "
-        "give each run its own folder, such as save_folder=shared/{run_name}, or carry that run on (run_name=first), "
-        "or begin with its weights in another save_folder (load_path=shared/ba2 load_weights_only=true)"
+        "shared/ba2 is a checkpoint of the run first, but this run is second, and its folder run does not continue "
+        "that run; give each run its own folder, such as save_folder=shared/{run_name}, or continue that run "
+        "(run_name=first), or begin with its weights in another save_folder (load_path=shared/ba2 "
+        "load_weights_only=true)"
     )
     assert refusal(tmp_path, run_name="second", **shared) == words
     assert refusal(tmp_path, run_name="second", **{**shared, "autoresume": False}) == words
