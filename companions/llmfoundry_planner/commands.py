@@ -42,12 +42,20 @@ class PlanOptions:
     check: Annotated[
         str | None, typer.Option(metavar="RUN", help="Compare the rates of a finished run with the predicted ones.")
     ] = None
-    per_node: Annotated[int | None, typer.Option(min=1, help="Devices in a node [default: as sold].")] = None
+    per_node: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices in a node [default: as the hardware is sold].")
+    ] = None
     link: Annotated[
-        float | None, typer.Option(min=0.001, help="Bandwidth of a device within its node, in GB/s [default: as sold].")
+        float | None,
+        typer.Option(
+            min=0.001, help="Bandwidth of a device within its node, in GB/s [default: as the hardware is sold]."
+        ),
     ] = None
     adapter: Annotated[
-        float | None, typer.Option(min=0.001, help="Bandwidth of a node to other nodes, in Gbit/s [default: as sold].")
+        float | None,
+        typer.Option(
+            min=0.001, help="Bandwidth of a node to other nodes, in Gbit/s [default: as the hardware is sold]."
+        ),
     ] = None
     efficiency: Annotated[
         float | None,
@@ -276,8 +284,8 @@ def fabric_command(
     storage: Annotated[
         int, typer.Option(min=0, help="Number of storage servers, each with an adapter in every zone.")
     ] = 0,
-    per_node: Annotated[int, typer.Option(min=1, help="Devices in a node.")] = 8,
-    ports: Annotated[int, typer.Option(min=4, help="Ports of a switch.")] = 40,
+    per_node: Annotated[int, typer.Option(min=1, help="Number of devices in a node.")] = 8,
+    ports: Annotated[int, typer.Option(min=4, help="Number of ports of a switch.")] = 40,
     zones: Annotated[
         int, typer.Option(min=1, help="Number of zones: fat trees, each with one switch that joins it to the others.")
     ] = 2,
@@ -320,7 +328,7 @@ def rehearse_command(
         ),
     ],
     devices: Annotated[int, typer.Option(min=1, help="Number of devices of the run, in all nodes.")],
-    per_node: Annotated[int, typer.Option(min=1, help="Devices in a node.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="Number of devices in a node.")] = 8,
     rank: Annotated[
         int | None,
         typer.Option(help="Rehearse only this rank [default: the first one of each pipeline stage, in turn]."),

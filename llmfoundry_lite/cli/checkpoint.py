@@ -41,7 +41,10 @@ Location = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint (…/ba200), a folder of checkpoints, or a run folder.")
 ]
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a folder of checkpoints, or a run folder.")]
-Second = Annotated[str, typer.Argument(metavar="B", help="What to compare it with.")]
+Second = Annotated[
+    str,
+    typer.Argument(metavar="B", help="What to compare A with: a checkpoint, a folder of checkpoints, or a run folder."),
+]
 PROGRESS_BYTES = 1 << 28
 """Size below which a checkpoint is verified without a bar."""
 

@@ -44,7 +44,7 @@ def data_prepare(
             help="Field or column of the text, such as meta.text; repeat to join several [default: text].",
         ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split to read of a Hub data set, or of a saved one.")] = "train",
+    split: Annotated[str, typer.Option(help="Split to read from a Hub data set or from a saved data set.")] = "train",
     encoding: Annotated[
         str | None, typer.Option(help="Encoding of text, JSON lines and CSV, such as latin-1 [default: utf-8].")
     ] = None,
@@ -118,7 +118,9 @@ def data_show(
     loss: Annotated[
         bool, typer.Option("--loss", help="Show the loss of each row, computed in fp32 by the newest checkpoint.")
     ] = False,
-    checkpoint: Annotated[str | None, typer.Option(help="Checkpoint that computes the losses instead.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Compute the losses with this checkpoint, not the newest; implies --loss.")
+    ] = None,
 ) -> None:
     """Show the rows of a batch: their place, text and loss.
 

@@ -182,7 +182,8 @@ def replay_command(
     trust_code: Annotated[
         bool,
         typer.Option(
-            "--trust-code", help="Run the python: objects and set the environment variables that the run recorded."
+            "--trust-code",
+            help="Run the code (python: objects) and set the environment variables that the run recorded.",
         ),
     ] = False,
     use_recorded_remote: Annotated[
