@@ -404,7 +404,8 @@ def encode(manifest: Manifest) -> bytes:
     if len(raw) > MAX_BYTES:
         raise CheckpointError(
             f"{manifest.save_id}: its manifest would have {len(raw):,} bytes, more than the {MAX_BYTES:,} that can be "
-            "read back; save from fewer ranks (a smaller shard degree under HYBRID_SHARD); older checkpoints stand"
+            "read back; save from fewer ranks (a smaller shard degree under HYBRID_SHARD); older checkpoints are "
+            "not affected"
         )
     return raw
 

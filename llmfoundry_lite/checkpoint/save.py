@@ -437,7 +437,7 @@ class Saver:
             shown_keys = non_finite_keys[0]
             if len(non_finite_keys) > 1:
                 shown_keys += f" and {len(non_finite_keys) - 1} more"
-            raise CheckpointError(f"not saved: non-finite values in {shown_keys}; older checkpoints stand")
+            raise CheckpointError(f"not saved: non-finite values in {shown_keys}; older checkpoints are not affected")
 
         numbers_and_names = repr([current_state.optimizer, current_state.aliases])
         return RankReport(
