@@ -80,8 +80,8 @@ def published(folder: Path) -> Iterator[Path]:
                 foreign_file = _find_foreign_file(folder)
                 if foreign_file is not None:
                     raise ExportError(
-                        f"{folder}: exists and is not an earlier export: {foreign_file}; give another folder or "
-                        "remove it"
+                        f"{folder}: exists and is not an earlier export, because {foreign_file}; give another folder "
+                        "or remove this one"
                     )
             for leftover in (draft, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -308,7 +308,7 @@ def build_model(weights: Weights) -> MPT:
             raise CheckpointError(f"{name} is a tensor without values of its own ({tensor.layout}, {tensor.device})")
         if not tensor.isfinite().all():
             raise CheckpointError(
-                f"{name} holds NaN or infinity, of which nothing can be computed; import other weights"
+                f"{name} holds NaN or infinity, from which nothing can be computed; import other weights"
             )
         tensors[name] = tensor
     model.load_state_dict(tensors, assign=True)

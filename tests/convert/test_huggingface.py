@@ -309,7 +309,7 @@ def test_an_earlier_export_is_replaced_and_other_folders_are_not_touched(tmp_pat
     assert import_model(tmp_path / "out")[0] == ALIBI and [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ExportError, match=r"exists and is not an earlier export: it has no export\.json that"):
+    with pytest.raises(ExportError, match=r"exists and is not an earlier export, because it has no export\.json that"):
         export_model(random_model(SMALL).state_dict(), SMALL, tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
@@ -323,8 +323,8 @@ def test_an_export_that_somebody_has_changed_is_theirs(name, tmp_path):
     with pytest.raises(ExportError) as error:
         export_model(weights, SMALL, tmp_path / "out")
     assert str(error.value) == (
-        f"{tmp_path / 'out'}: exists and is not an earlier export: {name} is not what an export wrote; give another "
-        "folder or remove it"
+        f"{tmp_path / 'out'}: exists and is not an earlier export, because {name} is not what an export wrote; give "
+        "another folder or remove this one"
     )
     assert file.read_bytes().endswith(b" ") and [path.name for path in tmp_path.iterdir()] == ["out"]
 
