@@ -313,7 +313,9 @@ def make_room_for_logs(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"{folder}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
+        raise ConfigError(
+            f"{folder}: ranks cannot write their logs there: {error.strerror}; name another folder with --log-dir"
+        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------- one try

@@ -96,7 +96,9 @@ def _build_launcher(num_ranks: int, logs: Path) -> list[str]:
             if log.is_symlink():  # Composer would write through it, perhaps into any file of this user
                 log.unlink()
     except OSError as error:
-        raise ConfigError(f"{logs}: ranks cannot write their logs there: {error.strerror}; --log-dir") from error
+        raise ConfigError(
+            f"{logs}: ranks cannot write their logs there: {error.strerror}; name another folder with --log-dir"
+        ) from error
 
     # Composer fills in {rank} by `str.format`, so braces of the folder's own name are doubled.
     log_file = str(logs).replace("{", "{{").replace("}", "}}") + "/rank{rank}.txt"

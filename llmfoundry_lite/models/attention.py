@@ -70,7 +70,9 @@ def choose_implementation(model: ModelConfig, device_type: str, precision: torch
     if requested == "flash" and can_use_flash:
         return "flash", "asked for"
     if requested == "flex" and device_type != "cuda":
-        raise ConfigError(f"model.attn_config.attn_impl: flex cannot be trained on a {device_type}; use auto or sdpa")
+        raise ConfigError(
+            f"model.attn_config.attn_impl: flex cannot be used for training on a {device_type}; use auto or sdpa"
+        )
     if requested not in ("auto", "flash"):
         return requested, "asked for"
 

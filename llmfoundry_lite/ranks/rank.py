@@ -118,7 +118,7 @@ def check_srun_ranks(
     # Each node must have the same number of ranks.
     if len(set(tasks_of_nodes)) > 1:
         raise ConfigError(
-            f"srun: nodes with {', '.join(map(str, tasks_of_nodes))} tasks; every node must have as many as the others "
+            f"srun: nodes have {', '.join(map(str, tasks_of_nodes))} tasks; every node must have the same number "
             "(--ntasks-per-node)"
         )
 

@@ -60,7 +60,10 @@ def test_several_ranks_are_composer_s_and_have_their_logs(tmp_path, monkeypatch,
     assert "Waiting" not in said and "STDERR" not in said, "only what says something"
     assert (logs / "rank1.txt").read_text() == "rank 1 of 2 speaks\n"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file/logs: ranks cannot write their logs there: Not a directory; --log-dir"):
+    with pytest.raises(
+        ConfigError,
+        match="file/logs: ranks cannot write their logs there: Not a directory; name another folder with --log-dir",
+    ):
         run_ranks("tests.launch.leaver", [], 2, tmp_path / "file/logs")
 
 

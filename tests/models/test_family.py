@@ -207,6 +207,6 @@ def test_heads_that_are_too_wide_for_flash_attn_are_not_given_to_it(monkeypatch,
 
 
 def test_flex_on_a_cpu_is_refused():
-    with pytest.raises(ConfigError, match="attn_impl: flex cannot be trained on a cpu; use auto or sdpa"):
+    with pytest.raises(ConfigError, match="attn_impl: flex cannot be used for training on a cpu; use auto or sdpa"):
         choose_implementation(attention(attn_impl="flex"), "cpu", FP32)
     assert choose_implementation(attention(attn_impl="flex"), "cuda", BF16)[0] == "flex"

@@ -61,7 +61,7 @@ def test_a_batch_script_is_not_taken_for_a_task():
 
 
 def test_nodes_with_different_numbers_of_tasks_are_refused():
-    with pytest.raises(ConfigError, match="srun: nodes with 8, 8, 4 tasks; every node must have as many"):
+    with pytest.raises(ConfigError, match="srun: nodes have 8, 8, 4 tasks; every node must have the same number"):
         adopted(STEP_NUM_TASKS="20", STEP_NUM_NODES="3", STEP_TASKS_PER_NODE="8(x2),4")
 
 

@@ -249,7 +249,9 @@ def test_logs_of_a_launch_that_goes_on_are_not_taken_from_it(tmp_path):
 
 def test_a_log_folder_that_cannot_be_is_a_users_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file: ranks cannot write their logs there: File exists; --log-dir"):
+    with pytest.raises(
+        ConfigError, match="file: ranks cannot write their logs there: File exists; name another folder with --log-dir"
+    ):
         make_room_for_logs(tmp_path / "file")
     with pytest.raises(ConfigError, match="/proc/x: ranks cannot write their logs there"):
         make_room_for_logs(Path("/proc/x"))

@@ -115,8 +115,8 @@ def test_a_heterogeneous_step_of_unlike_nodes_is_refused(slurm, folder):
     assert result.returncode == 2
     assert result.stdout == ""
     said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
-    fix = "every node must have as many as the others (--ntasks-per-node)"
-    assert said == {f"error: srun: nodes with 2, 1 tasks; {fix}"}
+    fix = "every node must have the same number (--ntasks-per-node)"
+    assert said == {f"error: srun: nodes have 2, 1 tasks; {fix}"}
 
 
 def test_a_cluster_ends_with_the_process_that_has_it(tmp_path):
