@@ -83,7 +83,7 @@ def compare_results(
     from llmfoundry_lite.evaluation.results import load_any
 
     if len(results) < 2:
-        raise UserError(f"{results[0]} alone: name another result to compare it with")
+        raise UserError(f"only {results[0]} is given; name another result to compare it with")
     loaded = load_any(results, cluster)
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
 

@@ -135,7 +135,8 @@ def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline
         names_on_rank_0 = broadcast_json(names)
         if names_on_rank_0 != names:  # possible if tasks are all files of a folder, which differs between machines
             raise DataError(
-                f"rank {this_rank().rank} has the tasks {', '.join(names)}, rank 0 {', '.join(names_on_rank_0)}"
+                f"rank {this_rank().rank} has the tasks {', '.join(names)}, but rank 0 has "
+                f"{', '.join(names_on_rank_0)}; give every machine the same files of tasks"
             )
     return outlines
 

@@ -459,7 +459,7 @@ def test_files_that_are_no_results(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good = write_result(tmp_path, "good", {"t/0-shot": TEN})
     facts = json.loads(good.read_text())
-    assert "good.json alone: name another result" in error_of(capsys, good)
+    assert "good.json is given; name another result" in error_of(capsys, good)
     assert "good.json is given twice" in error_of(capsys, good, "good.json")
     assert "none.json does not exist" in error_of(capsys, good, "none.json")
     assert "cannot be read as JSON: [Errno 21] Is a directory" in error_of(capsys, good, _empty(tmp_path))

@@ -585,7 +585,7 @@ def ask_for_tasks_that_are_not_everywhere(folder):
     dist.init_process_group("gloo")
     os.chdir(folder if dist.get_rank() == 0 else folder / "elsewhere")
     with pytest.raises(
-        UserError, match=r"rank 1 has the tasks next/0-shot, next/2-shot, rank 0 choice/0-shot, choice/2"
+        UserError, match=r"rank 1 has the tasks next/0-shot, next/2-shot, but rank 0 has choice/0-shot, choice/2"
     ):
         llmfoundry_lite.launch_eval.main([f"models.a={folder}/model"])
 
