@@ -421,7 +421,7 @@ def _open_inspect(file: Path) -> Iterator[tuple[Record, Iterator[Record]]]:
     except UserError:
         raise
     except (OSError, EOFError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} cannot be read as a log of Inspect: {error}") from error
+        raise DataError(f"{file} cannot be read as an Inspect log: {error}") from error
 
 
 def _check_header(header: Record, file: Path) -> None:
@@ -679,7 +679,9 @@ def _clusters_of(rows: Sequence[Row], file: str) -> dict[int, str]:
     groups = [row.group for row in rows]
     has_groups = any(groups)
     if has_groups and None in groups:
-        raise DataError(f"{file}: {rows[groups.index(None)].id} lacks the field of --cluster, which others have")
+        raise DataError(
+            f"{file}: {rows[groups.index(None)].id} lacks the field that --cluster names, which others have"
+        )
 
     keys = []
     for row in rows:

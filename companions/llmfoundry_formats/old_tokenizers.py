@@ -51,7 +51,7 @@ def convert_with_transformers(name: str, read: Mapping[str, bytes]) -> Tokenizer
             raise
         if "trust_remote_code" in str(error):
             raise DataError(
-                f"tokenizer {name} needs code of its own, which is not run; expected a folder with a {TOKENIZER_FILE}"
+                f"tokenizer {name} needs its own code, which is not run; expected a folder with a {TOKENIZER_FILE}"
             ) from None
         reason = str(error).strip().split("\n")[0]
         raise DataError(

@@ -251,7 +251,7 @@ class TensorsOnly(pickle._Unpickler):
         elif not is_state_dropped:
             owner = target if isinstance(target, type | types.FunctionType) else type(target)
             raise pickle.UnpicklingError(
-                f"it sets attributes of {owner.__module__}.{owner.__qualname__}, which no checkpoint needs"
+                f"it sets attributes of {owner.__module__}.{owner.__qualname__}, and no checkpoint needs to do that"
             )
 
     dispatch[pickle.BUILD[0]] = load_build

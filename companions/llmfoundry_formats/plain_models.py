@@ -90,8 +90,8 @@ def _loading_errors_as_data_errors(folder: Path) -> Iterator[None]:
             class_names = (read_hf_config(folder).get("auto_map") or {}).values()
             code = ", ".join(map(str, class_names))
             raise DataError(
-                f"models: {folder} needs code of its own ({code or 'auto_map'}), which is not run; expected a model "
-                "that transformers has itself"
+                f"models: {folder} needs its own code ({code or 'auto_map'}), which is not run; expected a model "
+                "that transformers itself supports"
             ) from error
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"models: {folder} is no causal language model that transformers loads: {reason}") from error

@@ -159,7 +159,7 @@ def test_other_questions_or_prompts_are_refused_by_item(logs):
         ),
         (
             lambda sample: {**sample, "doc": {}} if sample["doc_id"] == 3 else sample,
-            "item 3 lacks the field of --cluster, which others have",
+            "item 3 lacks the field that --cluster names, which others have",
         ),
     ],
     ids=["empty", "an old release", "an id that is text", "two logs in one", "no metric by item", "cluster"],
@@ -176,11 +176,9 @@ def test_logs_that_are_torn_unfinished_or_of_several_tools_or_models_are_refused
     path.write_text(path.read_text()[:-30])
     assert f"{path}, line 12 is not JSON" in refusal(path)
     (tmp_path / "torn.eval").write_bytes(EVALS[0].read_bytes()[:9000])
-    assert "torn.eval cannot be read as a log of Inspect: File is not a zip file" in refusal(tmp_path / "torn.eval")
+    assert "torn.eval cannot be read as an Inspect log: File is not a zip file" in refusal(tmp_path / "torn.eval")
     (tmp_path / "torn.eval").write_bytes(_with_a_broken_member())
-    assert "torn.eval cannot be read as a log of Inspect: Error -3 while decompressing" in refusal(
-        tmp_path / "torn.eval"
-    )
+    assert "torn.eval cannot be read as an Inspect log: Error -3 while decompressing" in refusal(tmp_path / "torn.eval")
     (tmp_path / "started.json").write_text(json.dumps({"eval": {"task": "t"}, "status": "started"}))
     assert "status 'started', expected 'success'" in refusal(tmp_path / "started.json")
     (tmp_path / "other.json").write_text(json.dumps({"eval": {"config": 3}, "status": "success", "samples": [{}]}))

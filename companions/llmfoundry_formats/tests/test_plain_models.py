@@ -230,9 +230,7 @@ def test_a_folders_own_code_is_never_run_whatever_the_terminal_answers(neox, tmp
     code = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 99))
     edit_config(neox, model_type="mine", auto_map=code)
-    message = (
-        "needs code of its own (mine.MyConfig, mine.MyModel), which is not run; expected a model that transformers"
-    )
+    message = "needs its own code (mine.MyConfig, mine.MyModel), which is not run; expected a model that transformers"
     assert message in refusal(neox)
     edit_config(neox, model_type="gpt_neox")  # which transformers has itself
     assert isinstance(load(neox), PlainModel)

@@ -51,7 +51,7 @@ def test_a_tokenizers_own_code_is_never_run(tokenizer: Tokenizer, tmp_path, monk
     with pytest.raises(DataError) as error:
         load_tokenizer(folder)
     assert str(error.value) == (
-        f"tokenizer {folder} needs code of its own, which is not run; expected a folder with a tokenizer.json"
+        f"tokenizer {folder} needs its own code, which is not run; expected a folder with a tokenizer.json"
     )
     assert not (tmp_path / "ran").exists()
 
