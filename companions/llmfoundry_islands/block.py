@@ -140,8 +140,8 @@ def _check_local_steps(config: TrainConfig, sync: SyncConfig) -> None:
     batches_per_round = every // sync.fragments
     if int(sync.delay.value) >= batches_per_round:
         raise ConfigError(
-            f"islands.sync.delay: {sync.delay.written} given, expected less than every / fragments, which is "
-            f"{batches_per_round} batches"
+            f"islands.sync.delay: {sync.delay.written} given, expected less than islands.sync.every / "
+            f"islands.sync.fragments, which is {batches_per_round} batches"
         )
 
     for key in ("max_duration", "stop_after", "stop_at"):

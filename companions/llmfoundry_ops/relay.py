@@ -157,7 +157,7 @@ class Runner:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(
-                    f"run: another relay moves {self.folder}; stop that one, or leave the run to it"
+                    f"run: another relay is moving {self.folder}; stop that one, or leave the run to it"
                 ) from None
             yield
 

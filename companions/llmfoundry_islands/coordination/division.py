@@ -122,8 +122,8 @@ def divide(num_rows: int, paces: Mapping[str, Pace]) -> dict[str, range]:
         has_exact_sums = any(pace.multiple > pace.num_data_ranks for pace in paces.values())
         unit = "data ranks x microbatch, as exact_sums needs," if has_exact_sums else "data ranks"
         raise ConfigError(
-            f"global_train_batch_size: {num_rows} rows are no sum of multiples of the islands' {unit} ({multiples}); "
-            "use another batch size or other numbers of ranks"
+            f"global_train_batch_size: {num_rows} rows are not a sum of multiples of the islands' {unit} "
+            f"({multiples}); use another batch size or other numbers of ranks"
         )
 
     _, _, row_counts = choices[num_rows]

@@ -336,7 +336,7 @@ def test_where_those_left_cannot_divide_the_batch_one_carries_on_and_the_other_l
     left, carried_on = (first, second) if 75 in first.exit_codes else (second, first)
     carried_on.check()
     assert set(left.exit_codes) == {75}
-    assert "6 rows are no sum of multiples of the islands' data ranks (a 2, b 3)" in left.output
+    assert "6 rows are not a sum of multiples of the islands' data ranks (a 2, b 3)" in left.output
     assert "the other islands carry on; run the same command again" in left.output
     name = "b" if left is first else "a"
     assert values(metrics(tmp_path, name), "batch") == list(range(1, 11))

@@ -403,13 +403,13 @@ def test_a_batch_that_no_multiples_make_up_is_refused():
     play.come("a", 4)
     play.come("b", 6)
     assert play.last("a")["kind"] == play.last("b")["kind"] == "refused"
-    assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in play.last("a")["reason"]
+    assert "12 rows are not a sum of multiples of the islands' data ranks (a 4, b 6)" in play.last("a")["reason"]
 
 
 def test_an_island_whose_ranks_do_not_divide_the_batch_is_refused_alone():
     play = Play(rows=12)
     play.come("a", 5)
-    assert "12 rows are no sum of multiples of the islands' data ranks (a 5)" in play.last("a")["reason"]
+    assert "12 rows are not a sum of multiples of the islands' data ranks (a 5)" in play.last("a")["reason"]
     play.come("b", 4)
     play.come("c", 2)
     assert play.coordinator.members == ["b", "c"]
@@ -440,7 +440,7 @@ def test_where_those_left_cannot_divide_the_batch_the_fastest_that_can_carry_on(
             play.prepare(name, leaving=name == "c")
     assert play.coordinator.members == ["b"] and play.coordinator.row_indices == {"b": range(12)}
     evicted = [message for message in play.received["a", 3] if message["kind"] == "evicted"]
-    assert "12 rows are no sum of multiples of the islands' data ranks (a 4, b 6)" in evicted[0]["reason"]
+    assert "12 rows are not a sum of multiples of the islands' data ranks (a 4, b 6)" in evicted[0]["reason"]
     before = play.coordinator.batch
     play.batch()
     assert play.coordinator.batch == before + 1

@@ -41,7 +41,7 @@ def test_the_row_indices_are_all_of_the_batch_in_order_of_names():
 
 
 def test_no_division_is_an_error_that_names_the_ranks():
-    with pytest.raises(ConfigError, match=r"8 rows are no sum of multiples of the islands' data ranks \(a 3, b 3\)"):
+    with pytest.raises(ConfigError, match=r"8 rows are not a sum of multiples of the islands' data ranks \(a 3, b 3\)"):
         rows(8, a=(3, 1, 1.0), b=(3, 1, 1.0))
 
 

@@ -183,7 +183,9 @@ class Measurement:
         except (EOFError, OSError):
             raise RuntimeError(f"{self.name}: {self._describe_end()}") from None
         waited_seconds = time.monotonic() - began
-        raise RuntimeError(f"{self.name}: ended after {waited_seconds:.0f} s without being {message}, no time is left")
+        raise RuntimeError(
+            f"{self.name}: ended after {waited_seconds:.0f} s without being {message}, and no time is left"
+        )
 
     def _describe_end(self) -> str:
         """Say how a process ended that did not report an error: by a signal, or with an exit code and a last line."""

@@ -290,7 +290,7 @@ def test_one_relay_moves_a_run_and_its_lock_ends_with_it():
     write({"a": SLOW})
     first = begin()
     wait_for(batches)
-    with pytest.raises(UserError, match="run: another relay moves runs/x; stop that one, or leave the run to it"):
+    with pytest.raises(UserError, match="run: another relay is moving runs/x; stop that one, or leave the run to it"):
         run(load_relay("relay.yaml"))
     first.kill()
     first.communicate()

@@ -173,7 +173,8 @@ def replay(trace: list[dict[str, Any]], since_us: int) -> Peak:
     has_activations = any(origin.category == "activations" for origin in origins.values())
     if not has_activations:
         raise RuntimeError(
-            f"no allocation came from {CODE_OF_CATEGORIES['activations'].folders}: memory has no categories"
+            f"no allocation came from {CODE_OF_CATEGORIES['activations'].folders}: "
+            "memory cannot be divided into categories"
         )
 
     # Sum up the peak by category, and by line of code.

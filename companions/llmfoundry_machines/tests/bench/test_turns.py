@@ -72,7 +72,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(monkeypatch, tmp_p
     told = tmp_path / "told"
     monkeypatch.setattr(turns, "limit_of_turn", lambda left: 5.0)
     with Turns(hang, [FRESH | {"told": str(told)}]) as measured:
-        with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 5 s .*, no time is left"):
+        with pytest.raises(RuntimeError, match=r"matmul fp32: ended after 5 s .*, and no time is left"):
             measured.measure(0, LONG_SECONDS)
         wait_for(lambda: status_of(int(told.read_text())) in ("dead", "zombie"), 60, lost)
 
