@@ -186,7 +186,12 @@ class KillLossSpike(Callback):
             self.checkpointing.print_on_rank_0(f"warning: {self.problem}")
 
     def _add_loss(self, state: State, batch: int, loss: float) -> None:
-        """Compare a loss with the window, set or clear `problem`, and add the loss to the window."""
+        """Compare a batch's loss with the window, then add it to the window.
+
+        Sets `problem` to a text if the loss shows one of the two signs of the class, and clears it otherwise. Nothing
+        is compared before the window is full. Also counts outliers in a row (`num_outliers`), and sets `window_size`
+        at the first loss and `loss_cap` when the first window is full.
+        """
         if not math.isfinite(loss):
             return
         if not self.window_size:
@@ -194,11 +199,15 @@ class KillLossSpike(Callback):
             self.window = deque(maxlen=self.window_size)
 
         if len(self.window) == self.window_size:
+            # The first full window decides the cap, unless the user has set one.
             if math.isinf(self.loss_cap):
                 is_default_cap = self.block.loss_cap == DEFAULT_CAP
                 self.loss_cap = min(max(self.window), DEFAULT_CAP) if is_default_cap else self.block.loss_cap
+
+            # First sign: this loss, and those right before it, are far above the mean of the window.
             limit = sum(self.window) / self.window_size * self.block.outlier_multiplier
             self.num_outliers = self.num_outliers + 1 if loss >= limit else 0
+            # Second sign: half of the window is above the cap.
             num_high = sum(earlier_loss > self.loss_cap for earlier_loss in self.window)
 
             self.problem = ""

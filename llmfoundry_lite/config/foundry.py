@@ -162,7 +162,8 @@ def refuse_left_out_keys(
     for pattern, instead in left_out.items():
         for key in _keys_of(pattern, values):
             is_given, value = find_value(values, key)
-            # A user's own `python:` optimizer or loader may have arguments of any name.
+            # A user's own `python:` optimizer or loader may have arguments of any name. The block of a key is its first
+            # part, such as `optimizer`, or `eval_loaders.wiki`.
             block = re.sub(r"^((?:eval_loaders\.)?[^.]+).*", r"\1", key)
             _, name_of_block = find_value(values, f"{block}.name")
             is_own_object = str(name_of_block).startswith("python:")
@@ -178,6 +179,7 @@ def refuse_left_out_keys(
         one="LLM Foundry's option is left out here; ",
         several="options of LLM Foundry are left out here",
     )
+    # LLM Foundry has `auto` for evaluation, too. The key itself is not left out, so it is not in the table.
     if values.get("device_eval_batch_size") == "auto":
         key = "device_eval_batch_size"
         raise ConfigError(f"{source_of(key, layers)}: {key}: auto is for training; give a number of samples")

@@ -326,7 +326,10 @@ def _name_eval_loaders(layers: Sequence[ConfigLayer]) -> None:
     for index, layer in enumerate(layers):
         earlier_layers = layers[:index]
         for key, other_key in (("eval_loader", "eval_loaders"), ("eval_loaders", "eval_loader")):
-            loaders = layer.values.get(key, "")
+            # A block will be merged with those of earlier layers. So only a list and null have to be treated here.
+            if key not in layer.values or isinstance(layer.values[key], dict):
+                continue
+            loaders = layer.values[key]
             if isinstance(loaders, list):
                 if layer.values.get(other_key) is not None:
                     raise ConfigError(f"{layer.source}: {key}: {other_key} given too; keep one of them")
@@ -334,9 +337,9 @@ def _name_eval_loaders(layers: Sequence[ConfigLayer]) -> None:
                 layer.values.pop(key)
                 layer.values["eval_loaders"] = _loaders_by_label(key, loaders, layer.source)
             elif loaders is not None:
-                continue  # a block, which will be merged with earlier layers, or the layer does not have the key
+                continue  # neither a list nor a block: the schema refuses it later
 
-            # A list, or null: remove the validation loaders of earlier layers, which would be merged with it otherwise.
+            # Remove the validation loaders of earlier layers, which would be merged with the list or null otherwise.
             replaces_single_loader = loaders is not None or key == "eval_loader"
             for earlier in earlier_layers:
                 earlier.values.pop("eval_loaders", None)

@@ -21,5 +21,7 @@ INTENDED: dict[str, str] = {
     "errors/damaged/*/ls": "files that are missing or cut off are named",
     "errors/damaged/*/verify": "every checkpoint of a folder is verified",
     "commands/checkpoint/verify": "every checkpoint of a folder is verified",
+    "commands/status.json": "status.json says what is saved, and why a save failed",
+    "errors/*": "messages are rewritten",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""

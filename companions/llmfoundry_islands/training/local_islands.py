@@ -259,7 +259,9 @@ class LocalIslands(Islands):
             self.fragment_exchange = self._begin_exchange(is_whole=is_whole)
         fragment_exchange = self.fragment_exchange
 
-        # Every turn of this loop exchanges, reports and gets a decision: to commit, to exchange again, or a new view.
+        # Every turn of this loop exchanges the changes, reports to the coordinator and gets its decision, which is one
+        # of four: commit the round (leave the loop); exchange again; a new view, without an island that has left, after
+        # which the exchange is repeated; or the connection is lost, and this island ends the round alone.
         while True:
             mean_change = self._wait_for_mean(fragment_exchange)
             arrived_at = time.monotonic()

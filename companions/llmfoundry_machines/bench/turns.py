@@ -146,9 +146,17 @@ class Measurement:
     """
 
     def __init__(self, measure: Measure, task: Settings, log: Path):
+        """Start the process of a task, in a thread, and return at once.
+
+        measure: function that the process calls with the task's settings.
+        task: settings of the task, with the name of its `side`.
+        log: file for what the process prints.
+        """
         self.name = task["side"]
         self.log = log
+        # A server that has imported the modules already forks a process in a moment. A spawned one imports them itself.
         context: Any = multiprocessing.get_context("forkserver" if needs_server(task) else "spawn")
+        # The bench keeps one end of the channel, and the process gets the other.
         self.channel, process_end = context.Pipe()
         arguments = (measure, task, process_end, log, time.monotonic())
         self.process = context.Process(target=run_measurement, args=arguments)

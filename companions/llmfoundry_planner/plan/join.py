@@ -131,7 +131,13 @@ class Pair:
 
 
 def join(first: Plan, second: Plan) -> Pair:
-    """Pair the best layouts of two plans of one run. Raises ConfigError if the run does not fit on one of them."""
+    """Pair the best layouts of two clusters, which would train one run together.
+
+    Each cluster takes a part of every batch in proportion to its rate, so that both end a batch at the same time. What
+    a cluster can only send after its backward pass has ended delays the batch: `Pair.num_last` parameters.
+
+    `first` and `second` are plans of the same run. Raises ConfigError if the run does not fit on one of the clusters.
+    """
     for plan in (first, second):
         if not plan.candidates:
             raise ConfigError(f"--join: the run does not fit on {plan.num_devices} x {plan.hardware.accelerator.name}")
@@ -144,11 +150,12 @@ def join(first: Plan, second: Plan) -> Pair:
         num_samples = first.config.global_train_batch_size * rate / sum(rates)
         num_microbatches.append(math.ceil(num_samples / candidate.layout.num_data_ranks / candidate.microbatch_size))
 
-    # The backward pass ends with the first block and the embeddings. A head of its own is ready long before.
+    # Count the parameters whose gradients come last. The backward pass ends with the first block and the embeddings,
+    # and the gradient of a head that is not tied to them is ready long before. With pipeline stages, all count as last.
     model = first.config.model
-    num_block, num_outside = count_block_and_outside(model)
-    num_head = 0 if model.tie_word_embeddings else model.vocab_size * model.d_model
-    num_last = num_block + num_outside - num_head
+    num_in_block, num_outside_blocks = count_block_and_outside(model)
+    num_in_head = 0 if model.tie_word_embeddings else model.vocab_size * model.d_model
+    num_last = num_in_block + num_outside_blocks - num_in_head
     has_pipeline = any(candidate.layout.pipeline > 1 for candidate in candidates)
     if has_pipeline:
         num_last = first.num_parameters

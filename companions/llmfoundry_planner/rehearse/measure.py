@@ -475,9 +475,11 @@ def flatten(value: Any):
 
 
 def find_reading_line() -> str | None:
-    """Return the line of code that makes the host wait: the innermost Python line outside of torch and this file.
+    """Return the line of code that reads a value from the device, so that the host waits for it.
 
-    Returns None if it is `Measure` that reads, and BACKWARD if the stack has no such line.
+    It is the innermost line of the call stack outside of torch and this file, such as
+    `llmfoundry_lite/training/monitor.py:120`. Returns None if the value is read by `Measure` itself, in one of its
+    Composer events, and BACKWARD if the stack has no such line, as in the backward pass.
     """
     frame = sys._getframe(1)
     while frame is not None:
