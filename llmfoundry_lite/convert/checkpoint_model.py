@@ -16,8 +16,8 @@ MODEL = "model/"
 def read_model(checkpoint: Checkpoint) -> ModelConfig:
     """Return the model configuration that a checkpoint's manifest records.
 
-    Only the sizes are compared with the checkpoint's tensors, so that a manifest cannot make a caller build a model that
-    is far larger than they are. `evaluation.models.model_config_of` compares names and shapes, too.
+    Only the sizes are compared with the checkpoint's tensors, so that a manifest cannot make a caller build a model
+    that is far larger than they are. `evaluation.models.model_config_of` compares names and shapes, too.
 
     Raises DataError if the manifest does not say what model it is, or describes an impossible one, and CheckpointError
     if the model is far larger than the tensors.

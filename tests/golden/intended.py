@@ -22,6 +22,7 @@ INTENDED: dict[str, str] = {
     "errors/damaged/*/verify": "every checkpoint of a folder is verified",
     "commands/checkpoint/verify": "every checkpoint of a folder is verified",
     "commands/status.json": "status.json says what is saved, and why a save failed",
-    "errors/*": "messages are rewritten",
+    "errors/key/overlay=*": "messages are rewritten",
+    "errors/command/plan-per-node": "messages are rewritten",
 }
 """Pattern of keys, as `fnmatch` has them -> why. Emptied when the record is made anew."""
