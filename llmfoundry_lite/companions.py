@@ -35,6 +35,7 @@ PACKAGES = (
     "llmfoundry_formats",
     "llmfoundry_ops",
     "llmfoundry_layouts",
+    "llmfoundry_studies",
 )
 """Names of our companions' packages."""
 

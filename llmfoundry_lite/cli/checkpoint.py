@@ -16,6 +16,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.checkpoint.manifest import DCP_STATE, Manifest, Segment
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import check_outside_checkpoints, folder_of_checkpoints
@@ -194,7 +195,7 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
         "run": manifest.run_name,
         "position": f"epoch {position.epoch}, batch {position.batch:,}, {position.sample:,} samples, "
         f"{position.token:,} tokens",
-        "parameters": f"{sum(math.prod(tensor.shape) for tensor in model_tensors):,}",
+        "parameters": f"{count_parameters(manifest):,}",
         "model": format_megabytes(sum(tensor.num_bytes for tensor in model_tensors)),
         "optimizer": format_megabytes(optimizer_bytes) if manifest.optimizer is not None else "none",
         "tensors": f"{dtypes}; in {files}",
@@ -208,6 +209,9 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
     if isinstance(origin, dict):
         del facts["position"]
         facts = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | facts
+    averaged_from = manifest.scalars.get("averaged_from")
+    if isinstance(averaged_from, list):
+        facts = {"mean of": ", ".join(str(origin.get("save_id")) for origin in averaged_from)} | facts
     if manifest.dcp_state:
         # An import from torch.distributed.checkpoint keeps its names, so the model's tensors cannot be told apart.
         size = format_megabytes(sum(tensor.num_bytes for tensor in tensors.values()))
@@ -215,6 +219,12 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
         facts["model"] = f"{len(tensors)} tensors ({size}) and {num_values} values of {DCP_STATE}"
         del facts["parameters"], facts["optimizer"]
     return facts
+
+
+def count_parameters(manifest: Manifest) -> int:
+    """Return the number of elements in the model's tensors."""
+    model_tensors = [tensor for name, tensor in manifest.tensors.items() if name.startswith("model/")]
+    return sum(math.prod(tensor.shape) for tensor in model_tensors)
 
 
 def describe_segment(segment: Segment) -> tuple[str, ...]:
@@ -428,6 +438,41 @@ def import_weights(
     print_facts(lines)
     for note in imported.notes:
         print_line(f"note: {note}")
+
+
+@checkpoint.command("average")
+def average(
+    location: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, or a folder of checkpoints, which may be a URL.")
+    ],
+    out: Annotated[str, typer.Option(help="Folder or URL without checkpoints, for the result.")],
+    last: Annotated[int | None, typer.Option(min=2, help="Number of newest checkpoints to average.")] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPAN", help="Average the checkpoints of the last stretch of training, such as 2e9tok or 500ba."
+        ),
+    ] = None,
+) -> None:
+    """Average the weights of a run's last checkpoints into a new checkpoint.
+
+    The mean often has a lower loss than the newest checkpoint, as if the learning rate had decayed. It is evaluated and
+    exported like any checkpoint. It has no optimizer state, so a run begins with it by load_path=OUT
+    load_weights_only=true, but cannot resume from it. The checkpoints that it was made from are in its manifest.
+    """
+    ignore_output_errors()
+    average_checkpoints = companions.load("llmfoundry_studies.average:average_checkpoints", "checkpoint average")
+    averaged = average_checkpoints(location, out, last=last, window=window)
+    manifest = averaged.checkpoint.manifest
+    print_line(f"averaged {len(averaged.parents)} checkpoints as {averaged.checkpoint.url}")
+    print_facts(
+        {
+            "of": ", ".join(parent.name for parent in reversed(averaged.parents)),
+            "weights": f"{count_parameters(manifest):,} parameters, fp32, {format_megabytes(manifest.num_bytes)}",
+            "state digest": manifest.state_digest,
+            "not carried": "optimizer state, position in the data",
+        }
+    )
 
 
 @checkpoint.command("consolidate")
