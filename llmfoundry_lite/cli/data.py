@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.errors import EXIT_INTERRUPTED, printable
 from llmfoundry_lite.files import check_is_path
 from llmfoundry_lite.ranks.output import ignore_output_errors
@@ -175,3 +176,32 @@ def data_show(
         table_rows.append([*facts, beginning])
     numeric_columns = [0, *range(3, len(columns))]
     Table("", [*columns, "begins"], table_rows, numeric_columns).print(console())
+
+
+@data.command("overlap")
+def data_overlap(
+    data_folder: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Prepared training data: the folder that data prepare wrote.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for overlap.json, and a file of marked items for each task.")],
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK",
+            help="Task to check: a name in evals/ or a YAML file; repeat for others [default: all whose data is here].",
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the data to search.")] = "train",
+    num_words: Annotated[int, typer.Option("--ngram", min=8, help="Number of words in a row that make a match.")] = 13,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer of the data [default: the one in DATA/tokenizer].")
+    ] = None,
+) -> None:
+    """Find evaluation items in the training data (contamination).
+
+    An item is marked if 13 words in a row of its question and right answer occur in the data. Capitals and punctuation
+    make no difference. `compare --overlap OUT` then shows clean and marked items apart.
+    """
+    ignore_output_errors()
+    run_overlap = companions.load("llmfoundry_studies.commands:run_overlap", "data overlap")
+    run_overlap(data_folder, out, task or (), split=split, num_words=num_words, tokenizer_name=tokenizer)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
 
@@ -74,6 +75,10 @@ def compare_results(
             metavar="FIELD", help="Field whose equal values mark related rows, in logs of lm-eval or Inspect."
         ),
     ] = None,
+    overlap: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Output of data overlap: also compare clean and marked items apart."),
+    ] = None,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. Says so if no difference is detectable."""
     from rich.console import Console
@@ -101,5 +106,8 @@ def compare_results(
         plot_differences(panels(pairs), figure, title=title)
 
     print_comparison(pairs, Console())
+    if overlap is not None:
+        print_parts = companions.load("llmfoundry_studies.commands:print_parts", "compare --overlap")
+        print_parts(loaded, overlap, skip=skip or ())
     for path in written:
         print(printable(str(path)))

@@ -473,13 +473,7 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
     if values.get("icl_tasks"):
         return ConfigLayer(folder, {})
 
-    # Tasks of the task folder whose data files exist.
-    names = []
-    for path in sorted(find_task_folder(folder).glob("*.yaml")):
-        tasks_of_file = load_tasks([str(path)], folder)
-        if all(exists(task.dataset_uri) for task in tasks_of_file):
-            names.append(path.stem)
-
+    names = find_available_tasks(folder)
     # A perplexity task for the held-out text of each run. Two runs may have the same data.
     models = values["models"].values() if isinstance(values["models"], dict) else ()
     text_by_model = [find_held_out_text(str(model)) for model in models]
@@ -493,6 +487,16 @@ def _find_available_tasks(values: Mapping[str, Any]) -> ConfigLayer:
             "`python scripts/fetch_tasks.py` fetches the public ones, `python scripts/make_tasks.py` makes our own"
         )
     return ConfigLayer(folder, {"icl_tasks": [*text_tasks, *names]})
+
+
+def find_available_tasks(task_folder: str) -> list[str]:
+    """Return the names of the tasks in a folder whose data is on this machine."""
+    names = []
+    for path in sorted(find_task_folder(task_folder).glob("*.yaml")):
+        tasks_of_file = load_tasks([str(path)], task_folder)
+        if all(exists(task.dataset_uri) for task in tasks_of_file):
+            names.append(path.stem)
+    return names
 
 
 def _label_of(path: str) -> str:

@@ -9,7 +9,7 @@ does not count, and is measured as `LostText`.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,6 +123,14 @@ def _cut_windows(config: TaskConfig, tokenizer: Tokenizer, max_seq_len: int, lim
     if not has_equal_documents:
         items = [replace(item, cluster=None) for item in items]
     return Windows(items, is_cut, data_hash, lost_text)
+
+
+def fingerprint_of_texts(texts: Iterable[str]) -> str:
+    """Return the hash by which a result identifies the held-out texts of a file, if it read all of them."""
+    data_hash = hashlib.sha256()
+    for text in texts:
+        data_hash.update(json.dumps(text).encode())
+    return _short(data_hash)
 
 
 def _short(sha256: Any) -> str:

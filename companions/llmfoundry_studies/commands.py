@@ -1,0 +1,90 @@
+"""What the core's commands call: `data overlap`, and `compare --overlap`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
+from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.pairs import print_comparison
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.tables import Table, console
+from llmfoundry_studies.clean import divide_results
+from llmfoundry_studies.overlap import TaskOverlap, find_overlap, write_overlap
+
+TASK_FOLDER = "evals"
+
+
+def run_overlap(
+    data: Path, out: Path, task_names: Sequence[str], *, split: str, num_words: int, tokenizer_name: str | None
+) -> None:
+    """Find items of tasks in a split of prepared data, print a table and write the marks to `out`."""
+    tasks = find_tasks(task_names)
+    folder = data / split
+    if not (folder / "index.json").is_file():
+        raise DataError(f"{folder} has no index.json; expected a folder that `data prepare` wrote, or another --split")
+    tokenizer = load_tokenizer(tokenizer_name or str(data / "tokenizer"))
+
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        line = progress.add_task(f"searching {folder}")
+        num_documents = 0
+        num_characters = 0
+
+        def show(new_documents: int, new_characters: int) -> None:
+            nonlocal num_documents, num_characters
+            num_documents += new_documents
+            num_characters += new_characters
+            progress.update(line, description=f"{num_documents:,} documents, {num_characters / 1e6:,.0f} MB of text")
+
+        overlaps = find_overlap(tasks, folder, tokenizer, num_words=num_words, on_documents=show)
+
+    write_overlap(overlaps, out, data=folder, num_words=num_words)
+    table_of(overlaps, num_words).print(console())
+    print(printable(f"{num_documents:,} documents searched for {num_words} words in a row; wrote {out}"))
+
+
+def find_tasks(names: Sequence[str]) -> list[TaskConfig]:
+    """Return the tasks of these names, or all tasks whose data is on this machine if no name is given."""
+    return load_tasks(list(names) or find_available_tasks(TASK_FOLDER), TASK_FOLDER)
+
+
+def table_of(overlaps: Sequence[TaskOverlap], num_words: int) -> Table:
+    """Return a table with the number of marked items of each task."""
+    rows = []
+    for overlap in overlaps:
+        num_items = len(overlap.items)
+        num_marked = len(overlap.marked)
+        num_with_answer = sum(item.has_answer(num_words) for item in overlap.marked)
+        num_unchecked = sum(item.ngram_words(num_words) == 0 for item in overlap.items)
+        share = f"{100 * num_marked / num_items:.1f} %" if num_items else ""
+        rows.append(
+            [overlap.label, f"{num_items:,}", f"{num_marked:,}", share, f"{num_with_answer:,}", f"{num_unchecked:,}"]
+        )
+    return Table("", ["task", "items", "in the data", "share", "with answer", "too short to check"], rows)
+
+
+def print_parts(all_results: Sequence[Results], folder: Path, *, skip: Sequence[str]) -> None:
+    """Compare clean and marked items apart, and print both. `folder` is the output of `data overlap`."""
+    parts = divide_results(all_results, folder)
+    printer = Console()
+    for heading, results in (
+        ("Items that are not in the training data", parts.clean),
+        ("Items that are in the training data", parts.marked),
+    ):
+        printer.print()
+        printer.print(Text(heading, style="bold"))
+        has_items = all(one.items for one in results)
+        if not has_items:
+            printer.print("  none")
+            continue
+        known_tasks = {task for one in results for task in one.items}
+        print_comparison(compare(results, skip=[task for task in skip if task in known_tasks]), printer)
+    print_notes(printer, parts.notes)
