@@ -1,0 +1,277 @@
+"""Comparison of two recipes, each of which was trained several times: the noise of runs and of items together.
+
+    llmfoundry-lite compare base=s1.json,s2.json,s3.json ours=t1.json,t2.json,t3.json
+
+`compare` of two results says whether two *models* differ on items like these. Trained again with another seed, both
+would score otherwise, so that does not say whether the *recipes* differ. Here a difference is found only if it is
+larger than what other seeds and other items together would explain.
+
+The variance of the difference of the two means is the sum of three parts: the variance among the runs of each side,
+divided by their number; and the variance among items (or clusters, or documents) of their mean differences, as in
+`compare`. The noise that belongs to one run and one item is in all three, so the sum is a little too large rather than
+too small. The degrees of freedom are Satterthwaite's (Biometrics Bulletin 2, 1946), and the interval and p-value those
+of Student's t. `python -m benchmarks seeds` simulates how often equal recipes are called different.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.compare import check_same_questions
+from llmfoundry_lite.evaluation.records import (
+    BITS,
+    document_of,
+    has_categories,
+    text_row,
+    weights_of,
+)
+from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
+from llmfoundry_studies import student_t
+
+MIN_RUNS = 2
+"""Runs of a side below which nothing says how much its seeds scatter."""
+POWER_TAIL = 0.2
+"""Probability that a difference of the size `detectable` is missed."""
+
+Unit = tuple[str, int | str]
+"""(fingerprint of the data, index of an item or document, or name of a cluster). Units are independent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run: the results of its last checkpoints, whose item scores are averaged. Usually there is one."""
+
+    checkpoints: Sequence[Results]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A recipe, with the runs that were trained by it."""
+
+    name: str
+    runs: Sequence[Run]
+
+    @property
+    def all_results(self) -> list[Results]:
+        """The results of all runs and checkpoints."""
+        return [results for run in self.runs for results in run.checkpoints]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A difference of two sides, and how sure it is."""
+
+    difference: float
+    error: float
+    """Standard error, from runs and items together."""
+    df: float
+    """Degrees of freedom of the error."""
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value of Student's t test."""
+        if self.error == 0:
+            return 1.0 if self.difference == 0 else 0.0
+        return student_t.two_sided_p(self.difference / self.error, self.df)
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Return the interval (low, high) of differences that the test does not reject at `level`."""
+        half_width = student_t.quantile(level / 2, self.df) * self.error
+        return self.difference - half_width, self.difference + half_width
+
+    def detectable(self, level: float) -> float:
+        """Return the smallest true difference that a test at `level` would find four times in five."""
+        return (student_t.quantile(level / 2, self.df) + student_t.quantile(POWER_TAIL, self.df)) * self.error
+
+
+@dataclass(slots=True, kw_only=True)
+class SideComparison:
+    """Two sides by one metric. Differences are `other` minus `first`."""
+
+    task: str
+    metric: str
+    n: int
+    """Number of items, or of windows of a text."""
+    num_units: int
+    """Independent items, clusters or documents."""
+    first: float
+    """Mean over the runs of the first side."""
+    other: float
+    first_spread: float
+    """Standard deviation of the metric among the runs of the first side."""
+    other_spread: float
+    estimate: Estimate
+    p_corrected: float = 1.0
+    confidence: float = 1 - significance.LEVEL
+    is_detected: bool = False
+    is_claimable: bool = True
+    """Whether there are enough items or documents for any claim."""
+    low: float = math.nan
+    """Ends of the interval at `confidence`."""
+    high: float = math.nan
+    runs: list[list[float]] = field(default_factory=list)
+    """The metric of each run of the first side, and of each run of the other."""
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value, not corrected for the number of tests; 1 with too few items for any claim."""
+        return self.estimate.p if self.is_claimable else 1.0
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that this study would find four times in five, at its confidence."""
+        return self.estimate.detectable(1 - self.confidence)
+
+    def decide(self, p_corrected: float, level: float) -> None:
+        """Set the fields that depend on the number of tests. `level` is what `p` is compared with."""
+        self.p_corrected = p_corrected
+        self.confidence = 1 - level
+        self.low, self.high = self.estimate.interval(level)
+        self.is_detected = self.p < level
+
+    @property
+    def verdict(self) -> str:
+        """Result of the test, in a few words."""
+        if not self.is_claimable:
+            return "too few items"
+        if not self.is_detected:
+            return "no detectable difference"
+        is_less = self.estimate.difference < 0
+        is_better = is_less if self.metric == BITS else not is_less
+        return "better" if is_better else "worse"
+
+
+def compare_sides(first: Side, other: Side, metrics: Mapping[str, str]) -> list[SideComparison]:
+    """Compare two sides by each task, and by the mean of the accuracies if there are several.
+
+    `metrics` has the metric of each task that all results have, such as `{"arc_easy/0-shot": "acc_norm"}`. P-values are
+    corrected for the number of tasks by Holm's method; the mean is one test of its own. Raises DataError for a side
+    with fewer than MIN_RUNS runs, and for results that were not asked the same.
+    """
+    for side in (first, other):
+        if len(side.runs) < MIN_RUNS:
+            raise DataError(
+                f"{side.name}: {len(side.runs)} run given, expected at least {MIN_RUNS}, since one run does not show "
+                "how much its score depends on the seed"
+            )
+    reference = first.all_results[0]
+    for results in [*first.all_results[1:], *other.all_results]:
+        for task in metrics:
+            check_same_questions(task, reference, results)
+
+    comparisons = [_compare(task, [(task, metric)], first, other) for task, metric in metrics.items()]
+    p_values = [comparison.p for comparison in comparisons]
+    for comparison, p_corrected, level in zip(comparisons, *significance.holm(p_values), strict=True):
+        comparison.decide(p_corrected, level)
+
+    accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
+    if len(accuracies) > 1:
+        mean = _compare(f"mean of {len(accuracies)} tasks", accuracies, first, other)
+        mean.decide(mean.p, significance.LEVEL)
+        comparisons.append(mean)
+    return comparisons
+
+
+def _compare(name: str, metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> SideComparison:
+    """Compare two sides by one task, or by the mean of several accuracies, which count equally."""
+    weights_u, first_ru, other_ru = _collect(metrics, first, other)
+    found = difference_of_sides(weights_u, first_ru, other_ru)
+    first_means_r = first_ru.sum(axis=1)
+    other_means_r = other_ru.sum(axis=1)
+    min_units = MIN_DOCUMENTS if metrics[0][1] == BITS else MIN_UNITS
+    return SideComparison(
+        task=name,
+        metric=metrics[0][1] if len(metrics) == 1 else "mean",
+        n=sum(len(first.all_results[0].items[task]) for task, _ in metrics),
+        num_units=len(weights_u),
+        first=float(first_means_r.mean()),
+        other=float(other_means_r.mean()),
+        first_spread=float(first_means_r.std(ddof=1)),
+        other_spread=float(other_means_r.std(ddof=1)),
+        estimate=found,
+        is_claimable=len(weights_u) >= min_units,
+        runs=[first_means_r.tolist(), other_means_r.tolist()],
+    )
+
+
+def difference_of_sides(weights_u: Floats, first_ru: Floats, other_ru: Floats) -> Estimate:
+    """Estimate the difference of two sides, with the error that runs and items give it together.
+
+    weights_u: weight of each independent unit; they add up to 1.
+    first_ru, other_ru: what each unit contributes to the score of each run, [r runs, u units]. A run's score is the sum
+        over its units.
+    """
+    num_units = len(weights_u)
+    first_means_r = first_ru.sum(axis=1)
+    other_means_r = other_ru.sum(axis=1)
+    difference = float(other_means_r.mean() - first_means_r.mean())
+
+    # Variance among items: each unit's part of the difference, less what its weight alone would give.
+    residuals_u = other_ru.mean(axis=0) - first_ru.mean(axis=0) - difference * weights_u
+    unit_df = max(num_units - 1, 1)
+    variances = [
+        (float(first_means_r.var(ddof=1)) / len(first_means_r), len(first_means_r) - 1),
+        (float(other_means_r.var(ddof=1)) / len(other_means_r), len(other_means_r) - 1),
+        (float((residuals_u**2).sum()) * num_units / unit_df, unit_df),
+    ]
+    variance = sum(part for part, _ in variances)
+    squared_by_df = sum(part**2 / df for part, df in variances)
+    df = variance**2 / squared_by_df if squared_by_df else 1.0
+    return Estimate(difference=difference, error=math.sqrt(variance), df=df)
+
+
+def _collect(metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> tuple[Floats, Floats, Floats]:
+    """Collect what each independent unit contributes to the mean of each run.
+
+    Returns the weight of each unit [u], and the contributions to the runs of both sides, [r, u] each. Weights add up to
+    1, and a run's contributions to its score. Only items that every model answered count.
+    """
+    weight_of: dict[Unit, float] = {}
+    columns: dict[Unit, list[float]] = {}
+    runs = [*first.runs, *other.runs]
+    for task, metric in metrics:
+        common = set.intersection(
+            *({item["index"] for item in results.items[task]} for run in runs for results in run.checkpoints)
+        )
+        if not common:
+            raise DataError(f"{task}: the models have no item in common")
+        for number, run in enumerate(runs):
+            for results in run.checkpoints:
+                share = 1 / (len(run.checkpoints) * len(metrics))
+                for unit, weight, value in _contributions(results, task, metric, common):
+                    columns.setdefault(unit, [0.0] * len(runs))[number] += share * value
+                    is_first_result = number == 0 and results is run.checkpoints[0]
+                    if is_first_result:
+                        weight_of[unit] = weight_of.get(unit, 0.0) + weight / len(metrics)
+
+    values_ur = np.array([columns[unit] for unit in weight_of])
+    num_first = len(first.runs)
+    return np.array(list(weight_of.values())), values_ur[:, :num_first].T, values_ur[:, num_first:].T
+
+
+def _contributions(results: Results, task: str, metric: str, common: set[int]) -> list[tuple[Unit, float, float]]:
+    """Return (unit, weight, contribution to the score) of each item of a task, or of each window of a text.
+
+    An item that has a cluster belongs to the cluster's unit. A window belongs to its document; its weight is its share
+    of the text's bytes, so that the contributions add up to the bits per byte.
+    """
+    data = results.tasks[task]["data_fingerprint"]
+    items = [item for item in results.items[task] if item["index"] in common]
+    if metric == BITS:
+        rows = np.array([text_row(item) for item in items])
+        total_bytes = rows[:, 1].sum()
+        bits = rows[:, 0] / math.log(2) / total_bytes
+        units: list[Unit] = [(data, document_of(item)) for item in items]
+        return list(zip(units, (rows[:, 1] / total_bytes).tolist(), bits.tolist(), strict=True))
+
+    weights = weights_of(items, has_categories(results.tasks[task]))
+    contributions = []
+    for item, weight in zip(items, weights.tolist(), strict=True):
+        unit = (data, item.get("cluster", item["index"]))
+        contributions.append((unit, weight, weight * item[metric]))
+    return contributions

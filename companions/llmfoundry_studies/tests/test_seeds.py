@@ -1,0 +1,108 @@
+"""Recipes that were trained several times."""
+
+import math
+
+import numpy as np
+import pytest
+
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation.results import load_results
+from llmfoundry_studies.seeds import Run, Side, compare_sides, difference_of_sides
+from tests.helpers.results import choice, text, write_result
+
+TASK = "quiz/0-shot"
+
+
+def answers_of_runs(generator, num_runs: int, num_items: int, *, skill: float, spread: float, difficulty) -> np.ndarray:
+    """Return right (1) and wrong (0) answers [runs, items]. `spread` is the standard deviation of a run's skill."""
+    skill_of_run = skill + generator.normal(0, spread, (num_runs, 1))
+    return (difficulty + skill_of_run + generator.normal(0, 0.7, (num_runs, num_items)) > 0).astype(int)
+
+
+def side_of(folder, name: str, answers_ri, task=TASK) -> Side:
+    """Write a result for each run, and load them as a side."""
+    paths = [
+        write_result(folder / f"{name}-{number}", f"{name}{number}", {task: choice(answers)})
+        for number, answers in enumerate(answers_ri)
+    ]
+    return Side(name, [Run([results]) for results in load_results(paths)])
+
+
+def test_the_error_is_that_of_runs_and_items_together(tmp_path):
+    generator = np.random.default_rng(0)
+    difficulty = generator.normal(0, 1.5, 40)
+    first = answers_of_runs(generator, 3, 40, skill=0.0, spread=0.2, difficulty=difficulty)
+    other = answers_of_runs(generator, 4, 40, skill=0.5, spread=0.2, difficulty=difficulty)
+    [found] = compare_sides(side_of(tmp_path, "a", first), side_of(tmp_path, "b", other), {TASK: "acc_per_token"})
+
+    gains = other.mean(axis=0) - first.mean(axis=0)
+    variance = first.mean(axis=1).var(ddof=1) / 3 + other.mean(axis=1).var(ddof=1) / 4 + gains.var(ddof=1) / 40
+    assert found.first == pytest.approx(first.mean())
+    assert found.estimate.difference == pytest.approx(gains.mean())
+    assert found.estimate.error == pytest.approx(math.sqrt(variance))
+    assert found.first_spread == pytest.approx(first.mean(axis=1).std(ddof=1))
+
+
+def test_a_difference_between_seeds_is_not_one_between_recipes(tmp_path):
+    # Every run of a side has the same answers but one, which is far better: two models differ, the recipes need not.
+    weak = [1] * 30 + [0] * 70
+    strong = [1] * 90 + [0] * 10
+    [found] = compare_sides(
+        side_of(tmp_path, "a", [weak, weak, weak]),
+        side_of(tmp_path, "b", [weak, weak, strong]),
+        {TASK: "acc_per_token"},
+    )
+    assert found.verdict == "no detectable difference"
+    assert found.low < 0 < found.high
+
+
+def test_a_difference_beyond_seeds_and_items_is_found(tmp_path):
+    weak = [[1] * 30 + [0] * 70, [1] * 31 + [0] * 69, [0] + [1] * 30 + [0] * 69]
+    strong = [[1] * 70 + [0] * 30, [1] * 71 + [0] * 29, [1] * 69 + [0] * 31]
+    [found] = compare_sides(side_of(tmp_path, "a", weak), side_of(tmp_path, "b", strong), {TASK: "acc_per_token"})
+    assert found.verdict == "better"
+    assert found.low > 0
+
+
+def test_equal_recipes_are_called_different_at_most_as_often_as_the_level_says():
+    generator = np.random.default_rng(4)
+    num_draws, num_detected = 400, 0
+    for _ in range(num_draws):
+        difficulty = generator.normal(0, 1.5, 200)
+        own_a, own_b = generator.normal(0, 0.5, (2, 200))
+        first = answers_of_runs(generator, 3, 200, skill=0.0, spread=0.2, difficulty=difficulty + own_a) / 200
+        other = answers_of_runs(generator, 3, 200, skill=0.0, spread=0.2, difficulty=difficulty + own_b) / 200
+        num_detected += difference_of_sides(np.full(200, 1 / 200), first, other).p < 0.05
+    assert num_detected / num_draws < 0.075  # 0.05 and two and a half standard errors
+
+
+def test_bits_per_byte_count_documents_by_their_bytes(tmp_path):
+    generator = np.random.default_rng(1)
+    sizes = generator.integers(50, 500, 30)
+
+    def documents(shift: float) -> list[list[tuple[float, int]]]:
+        nats = sizes * (0.7 + shift + generator.normal(0, 0.05, 30))
+        return [[(float(one), int(size))] for one, size in zip(nats, sizes, strict=True)]
+
+    sides = []
+    for name, shift in (("a", 0.0), ("b", -0.1)):
+        tasks = [{"text/0-shot": text(documents(shift))} for _ in range(3)]
+        paths = [write_result(tmp_path / f"{name}{i}", f"{name}{i}", task) for i, task in enumerate(tasks)]
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+    [found] = compare_sides(*sides, {"text/0-shot": "bits_per_byte"})
+    expected = [run.checkpoints[0].tasks["text/0-shot"]["bits_per_byte"] for run in sides[0].runs]
+    assert found.runs[0] == pytest.approx(expected)
+    assert found.verdict == "better"
+
+
+def test_checkpoints_of_one_run_are_averaged_and_are_not_runs(tmp_path):
+    results = [run.checkpoints[0] for run in side_of(tmp_path, "a", [[1, 0] * 20, [1, 1] * 20, [0, 0] * 20]).runs]
+    smoothed = Side("a", [Run(results[:2]), Run(results[2:])])
+    [found] = compare_sides(smoothed, smoothed, {TASK: "acc_per_token"})
+    assert found.runs[0] == pytest.approx([0.75, 0.0])
+
+
+def test_one_run_says_nothing_about_seeds(tmp_path):
+    side = side_of(tmp_path, "a", [[1, 0] * 20])
+    with pytest.raises(DataError, match="a: 1 run given, expected at least 2, since one run does not show"):
+        compare_sides(side, side, {TASK: "acc_per_token"})
