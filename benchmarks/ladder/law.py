@@ -77,7 +77,7 @@ def predict(
     """
     # The first fit is that of the measured sums without noise; the others are the bootstrap's.
     columns = np.stack([*(rows[:, 0] for rows in documents_nu2), documents_nu2[0][:, 1] * math.log(2)], axis=1)
-    sums = np.concatenate([columns.sum(axis=0)[None], bootstrap_sums(columns, np.random.default_rng(SEED), NUM_DRAWS)])
+    sums = np.concatenate([columns.sum(axis=0)[None], *bootstrap_sums(columns, np.random.default_rng(SEED), NUM_DRAWS)])
     noise = np.random.default_rng(SEED + 1).normal(0, deviation, (NUM_DRAWS + 1, len(sizes_n) + 1))
     noise[0] = 0
     laws = fit(sizes_n, sums[:, :-1] / sums[:, -1:] + noise[:, :-1])

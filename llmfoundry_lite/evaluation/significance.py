@@ -18,7 +18,7 @@ Legend: u independent units, d draws, k columns.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -31,7 +31,11 @@ LEVEL = 0.05
 """A difference is significant if its corrected p-value is below this level."""
 SEED = 17
 NUM_RESAMPLES = 10_000
-"""Number of draws of the bootstrap."""
+"""Number of draws of the bootstrap, unless a comparison needs more for its level (`num_draws_for`)."""
+DRAWS_BEYOND = 20
+"""Number of draws that should lie beyond the ends of an interval. With fewer, its ends depend on chance."""
+MAX_DRAWN_UNITS = 500_000_000
+"""Number of units that all draws of a comparison may draw together, which takes some seconds."""
 RESAMPLED_AT_ONCE = 2_000_000
 """Number of units that are drawn at a time, over several draws: 16 MB of counts."""
 MAX_RESAMPLED = 5_000
@@ -262,13 +266,52 @@ class BootstrapResult(NamedTuple):
         return low, high
 
 
-def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.random.Generator) -> BootstrapResult:
+class NormalResult(NamedTuple):
+    """A difference of two ratios with its standard error, whose deviations are normally distributed.
+
+    It has the p-value and the intervals of a `BootstrapResult` with infinitely many draws.
+    """
+
+    difference: float
+    error: float
+    tail_correction: float
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value."""
+        if not self.difference:
+            return 1.0
+        if not self.error:
+            return 0.0
+        return min(1.0, self.tail_correction * math.erfc(abs(self.difference) / self.error / math.sqrt(2)))
+
+    def interval(self, level: float) -> tuple[float, float]:
+        """Return the interval (low, high) of differences that `p` does not reject at `level`."""
+        half_width = z_of(level / self.tail_correction) * self.error
+        return self.difference - half_width, self.difference + half_width
+
+
+def num_draws_for(num_units: int, tail_correction: float, smallest_level: float) -> int:
+    """Return how many draws a bootstrap needs, so that a difference can be found at `smallest_level`.
+
+    The p-value of N draws is at least 2 tail_correction / (N + 1), so a comparison of many models, whose levels are
+    small, needs more than NUM_RESAMPLES: with 132 tests of 32 documents, 118,800. MAX_DRAWN_UNITS bounds the time.
+    """
+    num_needed = math.ceil(DRAWS_BEYOND * tail_correction / smallest_level)
+    num_affordable = MAX_DRAWN_UNITS // num_units
+    return max(NUM_RESAMPLES, min(num_needed, num_affordable))
+
+
+def difference_of_ratios(
+    first_u2: Floats, other_u2: Floats, generator: np.random.Generator, smallest_level: float = LEVEL
+) -> BootstrapResult | NormalResult:
     """Return the difference of two ratios, `other` minus `first`, with its standard error and its bootstrap.
 
     first_u2, other_u2: numerator and denominator of each independent unit, such as the bits and bytes of a document.
         A ratio is the sum of the numerators over the sum of the denominators. Both arrays have the same units, which
         are resampled together, because two models tend to find the same documents difficult.
     generator: source of the random draws.
+    smallest_level: the lowest level that the p-value may be compared with, which decides the number of draws.
 
     The standard error is that of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6).
     With fewer than MIN_DOCUMENTS units there are no draws, and nothing is claimed. With more than MAX_RESAMPLED, the
@@ -292,17 +335,19 @@ def difference_of_ratios(first_u2: Floats, other_u2: Floats, generator: np.rando
     # With many units, the deviations are nearly normal, and drawing would take long.
     tail_correction = 1 + CAUTION / num_units
     if num_units > MAX_RESAMPLED:
-        quantiles = (np.arange(NUM_RESAMPLES) + 0.5) / NUM_RESAMPLES
-        normal_d = np.array([NormalDist().inv_cdf(quantile) for quantile in quantiles])
-        return BootstrapResult(difference, error, normal_d, tail_correction)
+        return NormalResult(difference, error, tail_correction)
 
     # The studentised bootstrap divides the deviation of each draw by the draw's own standard error. A draw without
     # deviation and error counts as 0, and one with a deviation but no error as infinitely far.
-    sums_d20 = bootstrap_sums(np.concatenate([columns_u4, products_u16], axis=1), generator)
-    differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        deviations_d = np.nan_to_num((differences_d - difference) / errors_d, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    return BootstrapResult(difference, error, np.sort(deviations_d), tail_correction)
+    columns_and_products_u20 = np.concatenate([columns_u4, products_u16], axis=1)
+    num_draws = num_draws_for(num_units, tail_correction, smallest_level)
+    deviations: list[Floats] = []
+    for sums_d20 in bootstrap_sums(columns_and_products_u20, generator, num_draws):
+        differences_d, errors_d = _estimate_differences(sums_d20[:, :4], sums_d20[:, 4:], num_units)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios_d = (differences_d - difference) / errors_d
+        deviations.append(np.nan_to_num(ratios_d, nan=0.0, posinf=np.inf, neginf=-np.inf))
+    return BootstrapResult(difference, error, np.sort(np.concatenate(deviations)), tail_correction)
 
 
 def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int) -> tuple[Floats, Floats]:
@@ -337,15 +382,14 @@ def _estimate_differences(sums_d4: Floats, products_d16: Floats, num_units: int)
     return other_ratio_d - first_ratio_d, errors_d
 
 
-def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws: int = NUM_RESAMPLES) -> Floats:
-    """Return the column sums of resampled units, [num_draws, k].
+def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws: int) -> Iterator[Floats]:
+    """Yield the column sums of resampled units, some draws at a time, [draws, k], until there are `num_draws`.
 
     Each draw takes as many rows as `values_uk` has, with replacement, and adds them up. A draw of rows 0, 0 and 2 from
     three rows has the counts [2, 0, 1], and its sums are these counts times the rows.
     """
     num_units = len(values_uk)
     max_draws_at_once = max(1, RESAMPLED_AT_ONCE // num_units)  # bounds the memory
-    sums: list[Floats] = []
     for start in range(0, num_draws, max_draws_at_once):
         num_draws_at_once = min(max_draws_at_once, num_draws - start)
         chosen_du = generator.integers(0, num_units, (num_draws_at_once, num_units))
@@ -355,8 +399,7 @@ def bootstrap_sums(values_uk: Floats, generator: np.random.Generator, num_draws:
         range_start_d1 = np.arange(num_draws_at_once)[:, None] * num_units
         counts = np.bincount((chosen_du + range_start_d1).ravel(), minlength=num_draws_at_once * num_units)
         counts_du = counts.reshape(num_draws_at_once, num_units)
-        sums.append(counts_du @ values_uk)
-    return np.concatenate(sums)
+        yield counts_du @ values_uk
 
 
 def holm(p_values: Sequence[float], level: float = LEVEL) -> tuple[list[float], list[float]]:
