@@ -66,8 +66,9 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
     """Evaluate models with the configuration of a YAML file or a mapping; return name of a model -> its results.
 
     `config` and overrides are given as to `train`. A mapping without `icl_tasks` runs every task whose data file
-    exists. Each result has `tasks`, by name, with their metrics, the `average` of the tasks' accuracies, and the `path`
-    of the file that `compare` takes.
+    exists. A model is given as in a YAML, or as what `lf.load` returned. Then its checkpoint is evaluated, without any
+    changes to the weights in memory. Each result has `tasks`, by name, with their metrics; the `average` of the tasks'
+    accuracies; `items`, with the items of each task; and the `path` of its file. `lf.compare` takes two results.
 
     >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
     words, accuracy ± standard error
@@ -79,11 +80,16 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
 
     Raises ConfigError, DataError or CheckpointError.
     """
+    from llmfoundry_lite.evaluation.results import read_with_items
     from llmfoundry_lite.launch_eval import launch
 
     given, arguments = _arguments_of_launch(config, overrides)
-    results = _call_as_rank(lambda: launch(arguments, given))
-    return {result.model: result for result in results}
+    all_results = _call_as_rank(lambda: launch(arguments, given))
+    by_model = {results.model: results for results in all_results}
+    for model, results in by_model.items():
+        if results.path.exists():  # rank 0 has written it; another node may not see it
+            by_model[model] = read_with_items(results.path)
+    return by_model
 
 
 def runs(folder: str | os.PathLike[str] = "runs") -> list[Any]:

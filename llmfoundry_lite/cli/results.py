@@ -66,6 +66,13 @@ def compare_results(
     all_metrics: Annotated[
         bool, typer.Option("--all-metrics", help="Compare every metric, not only the main metric of each task.")
     ] = False,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="Compare tasks by acc, acc_norm or acc_per_token where they have it [default: as in the tables].",
+        ),
+    ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(metavar="TASK", help="Task to leave out; repeat for others.")
     ] = None,
@@ -90,7 +97,7 @@ def compare_results(
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
     loaded = load_any(results, cluster)
-    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics)
+    pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, metric=metric)
 
     # Write the comparison and its figure.
     written: list[Path] = []

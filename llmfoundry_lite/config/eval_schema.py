@@ -171,6 +171,9 @@ class EvalConfig:
     """Default: the first YAML file's name; without a file, that of `task_folder`."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
+    metric: str | None = setting(None, choices=" ".join(ACCURACIES))
+    """Metric of tables, averages and the gauntlet, for tasks that have it. Default: each task's own, except that
+    acc_norm (per character) takes the place of acc_per_token if the models have different tokenizers."""
     skip_missing_tasks: bool = False
     """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
     results_folder: str = setting("results", local_folder(), is_path_or_url=True)

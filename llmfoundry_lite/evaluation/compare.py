@@ -10,9 +10,7 @@ is at the level that its p-value is compared with, so it excludes 0 exactly if t
 Items, or clusters of them, count as independent. An item that several tasks ask (with other examples, prompts or
 labels, but from the same data) is one item: in the mean, its differences in all tasks are added up first.
 
-`acc_per_token` divides an answer's log-probability by its number of tokens, so with two tokenizers the same
-distribution over texts can choose different answers. Models with different tokenizers are compared by `acc_norm` (per
-character) instead.
+`metrics.py` says by which metric a task is compared: the same as in the tables.
 """
 
 import math
@@ -28,18 +26,26 @@ import numpy as np
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.metrics import (
+    by_metrics,
+    choose_metrics,
+    describe_choice,
+    has_other_tokenizer,
+    other_metrics,
+)
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
-    ACCURACIES,
     BITS,
     Record,
     bits_per_byte,
     by_document,
     has_categories,
+    label_of,
     limit_of_trial,
     lost_text_fraction,
     text_row,
     weights_of,
+    weights_of_tasks,
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
@@ -51,12 +57,15 @@ Unit = tuple[str, int | str]
 """An independent unit of a test: (fingerprint of the data, index of an item or name of a cluster)."""
 
 
-def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False) -> list[Comparison]:
+def compare(
+    results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False, metric: str | None = None
+) -> list[Comparison]:
     """Compare each result with the first, and return one comparison for each of the others.
 
     results: two or more results, loaded with their items.
     skip: names of tasks to leave out.
     all_metrics: compare tasks by all their metrics, and not only by the one that tables show.
+    metric: compare tasks that have this metric by it, such as `acc_norm`; None takes the one that tables show.
 
     Raises DataError for results that cannot be compared, naming the task and the reason, and for a task in `skip` that
     no result has.
@@ -66,7 +75,20 @@ def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics
         if task not in known_tasks:
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
 
-    comparisons = [_compare_two(results[0], other, skip, all_metrics) for other in results[1:]]
+    # Choose the metrics by all results together, as for the table, and count the tests that this makes.
+    metrics = choose_metrics(results, metric)
+    notes = describe_choice(results, metrics, metric)
+    first_results, *all_other_results = by_metrics(results, metrics)
+    common_tasks = [_find_common_tasks(first_results, other_results, skip) for other_results in all_other_results]
+    num_tests = sum(map(len, common_tasks))
+
+    comparisons: list[Comparison] = []
+    for other_results, tasks in zip(all_other_results, common_tasks, strict=True):
+        comparison = _compare_two(
+            first_results, other_results, tasks, all_metrics=all_metrics, smallest_level=significance.LEVEL / num_tests
+        )
+        comparison.notes = [*notes, *comparison.notes, *_note_on_skipped(skip)]
+        comparisons.append(comparison)
 
     # With many tests, some p-values are small by chance, and a reader looks at the smallest. So they are corrected for
     # the number of tests, separately among the main metrics, the means and the other metrics.
@@ -82,64 +104,84 @@ def compare(results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics
         p_corrected, levels = significance.holm([tested.p for tested in family])
         for tested, p, level in zip(family, p_corrected, levels, strict=True):
             tested.decide(p, level)
+    for comparison in comparisons:
+        comparison.notes += _notes_on_resolution(comparison.tasks)
     return comparisons
 
 
 def compare_files(
-    first: str | os.PathLike[str],
-    other: str | os.PathLike[str],
+    first: str | os.PathLike[str] | Results,
+    other: str | os.PathLike[str] | Results,
     *,
     skip: str | Sequence[str] = (),
     all_metrics: bool = False,
+    metric: str | None = None,
     cluster: str | None = None,
 ) -> Comparison:
     """Compare two evaluation results item by item, as `llmfoundry-lite compare` does.
+
+    Each is a path, or what `lf.evaluate` returned for a model.
 
     The result prints as the same table. Differences are `other` minus `first`. It says "better" only if a corrected
     test supports it.
 
     >>> pair = lf.compare("results/base.json", "results/ours.json")
     >>> pair.sentence
-    'ours is better than base by 0.150 ± 0.047 on the mean of 2 tasks (p <.001)'
+    'ours is better than base by 0.150 [0.103, 0.197] on the mean of 2 tasks'
     >>> task = pair.tasks[0]
     >>> task.task, task.n, task.wins, task.losses, task.verdict
-    ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200 ± 0.093')
+    ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200')
 
     Both may be logs of lm-evaluation-harness or of Inspect; `cluster` names a field that their related rows share. A
-    folder may be given if it has only one result. `skip` names tasks to leave out.
+    folder may be given if it has only one result. `skip` names tasks to leave out. With a `metric`, such as `acc_norm`,
+    tasks that have it are compared by it.
 
     Raises DataError for results that cannot be compared, with the task and the reason.
     """
     left_out = [skip] if isinstance(skip, str) else skip or ()
-    return compare(load_any([Path(first), Path(other)], cluster), skip=left_out, all_metrics=all_metrics)[0]
+    paths = [result.path if isinstance(result, Results) else Path(result) for result in (first, other)]
+    return compare(load_any(paths, cluster), skip=left_out, all_metrics=all_metrics, metric=metric)[0]
 
 
-def _compare_two(first_results: Results, other_results: Results, skip: Sequence[str], all_metrics: bool) -> Comparison:
-    """Compare two models' results by the tasks that both have, except those in `skip`.
+def _find_common_tasks(first_results: Results, other_results: Results, skip: Sequence[str]) -> list[str]:
+    """Return the tasks that both results have, except those in `skip`.
 
-    Each task is compared by its main metric, with `all_metrics` also by its other metrics, and the mean of all
-    accuracies if there are at least two. The verdicts are still open: `compare` corrects the p-values for the number of
-    all tests, and then calls `decide` on each comparison.
-
-    Raises DataError if the results have no task in common, or if a common task differs in its questions or settings.
+    Raises DataError if there are none, or if the models were not asked the same in one of them.
     """
     common_tasks = [task for task in first_results.items if task in other_results.items and task not in skip]
     if not common_tasks:
         raise DataError(
-            f"{first_results.name} and {other_results.name} have no task in common: "
-            f"{', '.join(first_results.items)} against {', '.join(other_results.items)}"
+            f"{first_results.name} and {other_results.name} have no task in common: {', '.join(first_results.items)} "
+            f"against {', '.join(other_results.items)}"
         )
     for task in common_tasks:
         check_same_questions(task, first_results, other_results)
+    return common_tasks
 
+
+def _compare_two(
+    first_results: Results, other_results: Results, tasks: Sequence[str], *, all_metrics: bool, smallest_level: float
+) -> Comparison:
+    """Compare two models' results by the given tasks, which both have.
+
+    Each task is compared by its main metric, with `all_metrics` also by its other metrics, and the mean of all
+    accuracies if there are at least two. `smallest_level` is the lowest level that a p-value may be compared with. The
+    verdicts are still open: `compare` corrects the p-values for the number of all tests, and then calls `decide` on
+    each comparison.
+    """
     # Compare each task by its main metric and, if asked for, by its other metrics.
-    main_metrics = {task: _main_metric(task, first_results, other_results) for task in common_tasks}
-    tasks = [_compare_task(task, metric, first_results, other_results) for task, metric in main_metrics.items()]
-    other_metrics: list[MetricComparison] = []
-    if all_metrics:
-        for task in common_tasks:
-            for metric in _other_metrics(task, first_results, other_results):
-                other_metrics.append(_compare_task(task, metric, first_results, other_results))
+    main_metrics = {task: str(first_results.tasks[task]["metric"]) for task in tasks}
+    comparisons: list[MetricComparison] = []
+    other_comparisons: list[MetricComparison] = []
+    tokenizers_differ = has_other_tokenizer(first_results, other_results)
+    for task, metric in main_metrics.items():
+        comparisons.append(_compare_task(task, metric, first_results, other_results, smallest_level))
+        if all_metrics:
+            records = first_results.tasks[task], other_results.tasks[task]
+            for other_metric in other_metrics(*records, tokenizers_differ=tokenizers_differ):
+                other_comparisons.append(
+                    _compare_task(task, other_metric, first_results, other_results, smallest_level)
+                )
 
     # Compare the mean of all accuracies. Bits per byte have another unit.
     accuracies = [(task, metric) for task, metric in main_metrics.items() if metric != BITS]
@@ -149,42 +191,11 @@ def _compare_two(first_results: Results, other_results: Results, skip: Sequence[
     return Comparison(
         first=first_results.name,
         other=other_results.name,
-        tasks=tasks,
+        tasks=comparisons,
         mean=mean,
-        other_metrics=other_metrics,
-        notes=notes_on(first_results, other_results, tasks, skip),
+        other_metrics=other_comparisons,
+        notes=notes_on(first_results, other_results, comparisons),
     )
-
-
-def _main_metric(task: str, first_results: Results, other_results: Results) -> str:
-    """Return the metric by which a task is compared.
-
-    That is the main metric in the task's record, except that `acc_per_token` of models with different tokenizers is
-    replaced by `acc_norm`, because it divides by a number of tokens.
-    """
-    metric = str(first_results.tasks[task]["metric"])
-    if metric == "acc_per_token" and has_other_tokenizer(first_results, other_results):
-        return "acc_norm"
-    return metric
-
-
-def _other_metrics(task: str, first_results: Results, other_results: Results) -> list[str]:
-    """Return the metrics by which a task can be compared besides its main metric.
-
-    Both results must have the metric. `acc_per_token` is left out for models with different tokenizers, because it
-    divides by a number of tokens. A log of another tool lists its metrics in the record; this library's records have
-    some of ACCURACIES.
-    """
-    first_record = first_results.tasks[task]
-    other_record = other_results.tasks[task]
-    main_metric = _main_metric(task, first_results, other_results)
-    metrics: list[str] = []
-    for metric in first_record.get("metrics", ACCURACIES):
-        both_have_it = metric in first_record and metric in other_record
-        depends_on_tokenizer = metric == "acc_per_token" and has_other_tokenizer(first_results, other_results)
-        if metric != main_metric and both_have_it and not depends_on_tokenizer:
-            metrics.append(metric)
-    return metrics
 
 
 # ----------------------------------------------------------------------------------------------- equal questions
@@ -224,13 +235,28 @@ def check_same_questions(task: str, first_results: Results, other_results: Resul
         differences.append(f"something that no setting shows (fingerprint {fingerprints})")
 
     if differences:
-        remedy = "evaluate both without limit" if limit_differs else "evaluate both with one task file"
+        remedy = "evaluate both with one task file"
+        if limit_differs:
+            remedy = "evaluate both without limit"
+        elif has_same_data and first_record["settings"].get("max_seq_len") != other_record["settings"].get(
+            "max_seq_len"
+        ):
+            remedy = f"evaluate both with max_seq_len={_common_length(first_record, other_record)}"
         raise DataError(
             f"{task}: {first_results.name} and {other_results.name} were not asked the same: "
             f"{'; '.join(differences)}; {remedy}, or leave the task out: --skip {task}"
         )
     if is_text and tokenizers_differ and has_same_fingerprint:
         _check_same_bytes(task, first_results, other_results)
+
+
+def _common_length(first_record: Record, other_record: Record) -> int:
+    """Return the context length with which both models can be asked the same: the smaller one of two records.
+
+    A record has the length only if it had an effect, so one of them may lack it.
+    """
+    lengths = [record["settings"].get("max_seq_len") for record in (first_record, other_record)]
+    return min(length for length in lengths if length is not None)
 
 
 def _different_settings(
@@ -323,19 +349,18 @@ def _first_different(compared_fact: str, task: str, first_results: Results, othe
     return ""
 
 
-def has_other_tokenizer(first_results: Results, other_results: Results) -> bool:
-    """Return whether two models are known to have different tokenizers. Logs of other tools may not record them."""
-    are_known = bool(first_results.tokenizer and other_results.tokenizer)
-    return are_known and first_results.tokenizer != other_results.tokenizer
-
-
 # ---------------------------------------------------------------------------------------------------------- numbers
 
 
-def _compare_task(task: str, metric: str, first_results: Results, other_results: Results) -> MetricComparison:
-    """Compare one task by one metric: a bootstrap for bits per byte, and the score test for an accuracy."""
+def _compare_task(
+    task: str, metric: str, first_results: Results, other_results: Results, smallest_level: float
+) -> MetricComparison:
+    """Compare one task by one metric: a bootstrap for bits per byte, and the score test for an accuracy.
+
+    `smallest_level` is the lowest level that the p-value may be compared with. The bootstrap makes enough draws for it.
+    """
     if metric == BITS:
-        return _compare_texts(task, first_results, other_results)
+        return _compare_texts(task, first_results, other_results, smallest_level)
     return _compare_accuracies([(task, metric)], first_results, other_results)
 
 
@@ -386,11 +411,14 @@ def _compare_accuracies(
 ) -> MetricComparison:
     """Compare the accuracy of a task, or the mean accuracy of several tasks.
 
-    `metrics` has (task, metric) for each task; tasks count equally. The independent unit of the test is an item, or a
-    cluster of items. If several tasks ask the same item, it is one unit, whose differences are added up before the
-    test: with two tasks of 100 items, an item that only the other model solves in both adds 1/200 + 1/200.
+    `metrics` has (task, metric) for each task. Every label counts the same, as in `weights_of_tasks`. The independent
+    unit of the test is an item, or a cluster of items. If several tasks ask the same item, it is one unit, whose
+    differences are added up before the test: with two tasks of 100 items, an item that only the other model solves in
+    both adds 1/200 + 1/200.
     """
     tasks = [_collect_common_items(task, metric, first_results, other_results) for task, metric in metrics]
+    task_names = [task for task, _ in metrics]
+    task_weights = list(weights_of_tasks(task_names).values())
 
     # A cluster that one task names holds for all tasks on the same data.
     cluster_of: dict[Unit, Unit] = {}
@@ -402,8 +430,8 @@ def _compare_accuracies(
     """Unit -> its part of the difference of the two means."""
     weight_of: dict[Unit, float] = {}
     """Unit -> the largest part that it could have."""
-    for common_items in tasks:
-        weights_i = common_items.weights_i / len(tasks)
+    for common_items, task_weight in zip(tasks, task_weights, strict=True):
+        weights_i = common_items.weights_i * task_weight
         differences_i = weights_i * (common_items.other_i - common_items.first_i)
         for item, difference, weight in zip(common_items.items, differences_i, weights_i, strict=True):
             unit = cluster_of.get(item, item)
@@ -414,12 +442,16 @@ def _compare_accuracies(
     differences_u = np.round(list(difference_of.values()), 15)
     counts = significance.count(differences_u, np.array(list(weight_of.values())))
 
-    first_mean = sum(float(items.weights_i @ items.first_i) for items in tasks) / len(tasks)
-    other_mean = sum(float(items.weights_i @ items.other_i) for items in tasks) / len(tasks)
+    first_mean = 0.0
+    other_mean = 0.0
+    for common_items, task_weight in zip(tasks, task_weights, strict=True):
+        first_mean += task_weight * float(common_items.weights_i @ common_items.first_i)
+        other_mean += task_weight * float(common_items.weights_i @ common_items.other_i)
     if len(metrics) == 1:
         task_name, metric = metrics[0]
     else:
-        task_name, metric = f"mean of {len(metrics)} tasks", "mean"
+        num_labels = len({label_of(task) for task in task_names})
+        task_name, metric = f"mean of {num_labels} task{'' if num_labels == 1 else 's'}", "mean"
     return MetricComparison(
         task=task_name,
         metric=metric,
@@ -447,17 +479,21 @@ def _count_won(gains: Floats) -> dict[str, Any]:
     return {"n": len(gains), "wins": num_wins, "losses": num_losses, "ties": num_ties}
 
 
-def _compare_texts(task: str, first_results: Results, other_results: Results) -> MetricComparison:
+def _compare_texts(
+    task: str, first_results: Results, other_results: Results, smallest_level: float
+) -> MetricComparison:
     """Compare bits per byte of a held-out text by a bootstrap over its documents.
 
-    A text of one document is divided into its windows instead. Raises DataError if the two models did not read the same
-    documents.
+    A text of one document is divided into its windows instead. `smallest_level` decides how many draws are made. Raises
+    DataError if the two models did not read the same documents.
     """
     units = text_units(task, first_results, other_results)
     nats_to_bits_2 = np.array([1 / math.log(2), 1.0])  # factors from [nats, bytes] to [bits, bytes]
-    # The seed depends on the task alone, so that its numbers are the same whatever else is compared.
+    # The seed depends on the task alone, so that the first draws are the same whatever else is compared.
     generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{task} {BITS}".encode())])
-    result = significance.difference_of_ratios(units.first * nats_to_bits_2, units.other * nats_to_bits_2, generator)
+    result = significance.difference_of_ratios(
+        units.first * nats_to_bits_2, units.other * nats_to_bits_2, generator, smallest_level
+    )
 
     # Text that only one tokenizer loses counts for the other model alone. Equal tokenizers lose the same text.
     lost_text_bits = 0.0
@@ -479,6 +515,7 @@ def _compare_texts(task: str, first_results: Results, other_results: Results) ->
         test="studentised bootstrap",
         error=result.error,
         interval=result.interval,
+        min_p=result.min_p if len(units.first) >= MIN_DOCUMENTS else 0.0,
         lost_text=lost_text_bits,
     )
 
@@ -538,14 +575,11 @@ TASK_FACTS = {
 """Fact of a task -> (the value that counts if a record does not have it, the note if two records differ in it)."""
 
 
-def notes_on(
-    first_results: Results, other_results: Results, tasks: Sequence[MetricComparison], skip: Sequence[str]
-) -> list[str]:
+def notes_on(first_results: Results, other_results: Results, tasks: Sequence[MetricComparison]) -> list[str]:
     """Return notes on what may explain the differences of two models, or limits what they mean.
 
     The notes are printed below the table. They are about differences between the models and their evaluations, tasks
-    that are left out, and facts of each task. `tasks` has the comparison of each common task, and `skip` the tasks that
-    the user left out.
+    that only one of them has, and facts of each task. `tasks` has the comparison of each common task.
     """
     both_names = f"{first_results.name} and {other_results.name}"
     notes: list[str] = []
@@ -557,11 +591,6 @@ def notes_on(
         are_known = first_fact is not None and other_fact is not None
         if are_known and first_fact != other_fact:
             notes.append(text.format(first_results.name, first_fact, other_results.name, other_fact))
-    if has_other_tokenizer(first_results, other_results):
-        notes.append(
-            f"{both_names} have different tokenizers: acc_norm (per character) stands for acc_per_token, which depends "
-            "on how a tokenizer divides an answer"
-        )
     if first_results.save_id is not None and first_results.save_id == other_results.save_id:
         notes.append(f"{both_names} are the same checkpoint")
 
@@ -576,13 +605,26 @@ def notes_on(
     # Name the tasks that are not compared.
     notes += _note_on_missing_tasks(first_results, other_results)
     notes += _note_on_missing_tasks(other_results, first_results)
-    if skip:
-        notes.append(f"left out, as asked: {', '.join(skip)}")
 
     # Add notes on each task that is compared.
     for comparison in tasks:
         notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first_results, other_results)]
     return notes
+
+
+def _notes_on_resolution(tasks: Sequence[MetricComparison]) -> list[str]:
+    """Return a note on each text whose bootstrap has too few draws for the level that its p-value is compared with."""
+    return [
+        f"warning: {comparison.task}: its bootstrap can show no p below {comparison.min_p:.1g}, and with so many tests "
+        f"{1 - comparison.confidence:.1g} decides; compare fewer models or tasks at once"
+        for comparison in tasks
+        if not comparison.is_resolved
+    ]
+
+
+def _note_on_skipped(skip: Sequence[str]) -> list[str]:
+    """Return a note that names the tasks which the user left out; empty if there are none."""
+    return [f"left out, as asked: {', '.join(skip)}"] if skip else []
 
 
 def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:

@@ -66,6 +66,10 @@ class LoadedModel:
     def __repr__(self) -> str:
         return f"<{type(self.model).__name__} from {self.source}>"
 
+    def __fspath__(self) -> str:
+        """Return where the model was read, so that it can be given in place of a path, as to `lf.evaluate`."""
+        return self.source
+
     @torch.no_grad()
     def __call__(self, tokens_bt: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits [b, t, vocabulary] of the next token after each token of rows without padding.

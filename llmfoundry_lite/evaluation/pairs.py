@@ -72,6 +72,13 @@ class MetricComparison:
     """The most that text which one of the tokenizers loses could add, in bits per byte."""
     is_comparable: bool = True
     """There is too little lost text to change the verdict."""
+    min_p: float = 0.0
+    """The smallest p-value that the test could give. A bootstrap has one because its draws are limited."""
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the test could find a difference at the level that decides. It could not if its draws are too few."""
+        return self.min_p < 1 - self.confidence
 
     @property
     def detectable(self) -> float | None:
@@ -116,20 +123,23 @@ class MetricComparison:
 
     @property
     def margin(self) -> str:
-        """The difference without its sign, and half the width of its interval, such as "0.150 ± 0.047"."""
+        """The size of the difference with the interval that decides, such as "0.150 [0.103, 0.197]"."""
         text = self._format(abs(self.difference))
         if self.low is None or self.high is None:
             return text
-        return f"{text} ± {self._format((self.high - self.low) / 2)}"
+        low, high = sorted((self.low, self.high) if self.difference >= 0 else (-self.low, -self.high))
+        return f"{text} [{self._format(low)}, {self._format(high)}]"
 
     @property
     def verdict(self) -> str:
-        """The result of the test in a few words, such as "better by 0.150 ± 0.047" or "no detectable difference"."""
+        """The result of the test in a few words, such as "better by 0.150" or "no detectable difference"."""
         if not self.is_comparable:
             return "not comparable: text is lost"
         if self.is_detected:
             direction = "better" if self.is_better else "worse"
-            return f"{direction} by {self.margin}"
+            return f"{direction} by {self._format(abs(self.difference))}"
+        if not self.is_resolved:
+            return "not decided: too many tests"
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
     def _format(self, number: float, sign: str = "") -> str:
@@ -142,7 +152,7 @@ class MetricComparison:
 
         Columns are those of `Comparison.table`. The cells of a row are for instance
 
-            arc/0-shot, acc, 100, 0.600, 0.750, +0.150 [+0.103, +0.197], <.001, better by 0.150 ± 0.047, 20/5/75, 95 %
+            arc/0-shot, acc, 100, 0.600, 0.750, +0.150 [+0.103, +0.197], <.001, better by 0.150, 20/5/75, 95 %
         """
         # If there are too few items for an interval, the difference stands alone.
         difference = self._format(self.difference, "+")
@@ -195,7 +205,7 @@ class Comparison:
 
         It has one of these forms:
 
-            ours is better than base by 0.150 ± 0.047 on the mean of 2 tasks (p <.001)
+            ours is better than base by 0.150 [0.103, 0.197] on the mean of 2 tasks
             ours and base: the same answers on the mean of 2 tasks (p 1.00)
             ours and base: no detectable difference on the mean of 2 tasks (p 0.41); one of 0.067 would be found four
             times in five
@@ -203,10 +213,10 @@ class Comparison:
         mean = self.mean
         if mean is None:
             return ""
-        context = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
         if mean.is_detected:
             direction = "better" if mean.is_better else "worse"
-            return f"{self.other} is {direction} than {self.first} by {mean.margin} {context}"
+            return f"{self.other} is {direction} than {self.first} by {mean.margin} on the {mean.task}"
+        context = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
         if mean.detectable is None:
             return f"{self.other} and {self.first}: the same answers {context}"
 
@@ -279,7 +289,7 @@ def legend(comparisons: Sequence[Comparison]) -> str:
     return (
         f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
         f"corrected for {corrected_for} (Holm). Intervals are of the same tests, at the level that decides, 0.05 over "
-        "the number of tests left, so that they exclude 0 exactly where a difference is found."
+        "the number of tests left, so that they exclude 0 exactly where a difference is found. The column `at` has it."
     )
 
 

@@ -515,6 +515,21 @@ def error_of_sum(errors: Iterable[tuple[str, float]]) -> float:
 # ------------------------------------------------------------------------------------------------------- accuracies
 
 
+def weights_of_tasks(names: Sequence[str]) -> dict[str, float]:
+    """Return the weight of each task in an average. Weights add up to 1.
+
+    Every label counts the same, however many numbers of examples it has: of arc_easy/0-shot, arc_easy/5-shot and
+    piqa/0-shot, the first two have 1/4 each, and the last one has 1/2.
+    """
+    num_of_label = Counter(label_of(name) for name in names)
+    return {name: 1 / (len(num_of_label) * num_of_label[label_of(name)]) for name in names}
+
+
+def label_of(name: str) -> str:
+    """Return the label of a task's name in results: `arc_easy` for `arc_easy/5-shot`."""
+    return name.rpartition("/")[0] or name
+
+
 def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
     """Return the weight of each item in the mean, [items]. Weights add up to 1.
 

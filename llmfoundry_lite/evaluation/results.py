@@ -16,7 +16,15 @@ from pathlib import Path
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.records import RESULT, Record, check_items, check_result, is_accuracy, score_of
+from llmfoundry_lite.evaluation.records import (
+    RESULT,
+    Record,
+    check_items,
+    check_result,
+    is_accuracy,
+    score_of,
+    weights_of_tasks,
+)
 from llmfoundry_lite.release import read_release
 
 LOGS = ", or a folder with samples_*.jsonl of lm_eval --log_samples or with logs of Inspect"
@@ -54,9 +62,14 @@ class Results:
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies, with equal weights; None without any."""
-        scores = [score_of(self.tasks[name])[0] for name in self.averaged]
-        return sum(scores) / len(scores) if scores else None
+        """The mean of the tasks' accuracies; None without any.
+
+        Every task counts the same, also one with several numbers of examples.
+        """
+        if not self.averaged:
+            return None
+        weights = weights_of_tasks(self.averaged)
+        return sum(weight * score_of(self.tasks[name])[0] for name, weight in weights.items())
 
     def as_json(self) -> Record:
         """Return what `<model>.json` holds."""
@@ -164,7 +177,7 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
             raise DataError(f"{path} is given twice; name another result to compare it with")
         seen_paths.add(path.resolve())
 
-    read = read or _read_with_items
+    read = read or read_with_items
     all_results = [read(path) for path in paths]
 
     # Names are distinct, because a comparison refers to results by name.
@@ -176,7 +189,7 @@ def load_results(paths: Sequence[Path], read: Callable[[Path], Results] | None =
     return [replace(results, name=name) for results, name in zip(all_results, names, strict=True)]
 
 
-def _read_with_items(path: Path) -> Results:
+def read_with_items(path: Path) -> Results:
     """Read a model's results together with the items that they were computed from.
 
     `path` is that of the model's JSON file; the file of items is beside it. Raises DataError if the file of items is

@@ -235,6 +235,11 @@ class BootstrapResult(NamedTuple):
         num_as_extreme = 1 + max(num_in_symmetric_tails, num_in_equal_tails)
         return min(1.0, self.tail_correction * num_as_extreme / (1 + len(deviations_d)))
 
+    @property
+    def min_p(self) -> float:
+        """The smallest p-value that this many draws can give: the data themselves and one draw are as extreme."""
+        return min(1.0, 2 * self.tail_correction / (1 + len(self.deviations_d)))
+
     def interval(self, level: float) -> tuple[float, float] | None:
         """Return the interval (low, high) of differences that `p` does not reject at `level`, which is 0.05 for 95 %.
 
@@ -284,6 +289,11 @@ class NormalResult(NamedTuple):
         if not self.error:
             return 0.0
         return min(1.0, self.tail_correction * math.erfc(abs(self.difference) / self.error / math.sqrt(2)))
+
+    @property
+    def min_p(self) -> float:
+        """The smallest p-value: 0, because nothing is drawn."""
+        return 0.0
 
     def interval(self, level: float) -> tuple[float, float]:
         """Return the interval (low, high) of differences that `p` does not reject at `level`."""

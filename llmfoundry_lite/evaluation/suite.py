@@ -113,11 +113,14 @@ def print_and_write_tables(config: EvalConfig, all_results: Sequence[Results]) -
     """
     console = Console()
     gauntlet = config.eval_gauntlet
-    print_results(all_results, console)
+    folder = Path(config.results_folder) / config.suite
+    # Models that earlier launches evaluated are not printed, but the files have them, too, by the same metrics.
+    others, _ = read_others(folder, [results.model for results in all_results])
+    print_results(all_results, console, config.metric, others)
     if gauntlet:
         console.print()
-        gauntlet_table(gauntlet, all_results).print(console)
-    for path in write_suite(all_results, Path(config.results_folder) / config.suite, gauntlet):
+        gauntlet_table(gauntlet, all_results, config.metric, others).print(console)
+    for path in write_suite(all_results, folder, gauntlet, config.metric):
         print(printable(str(path)))
 
 
@@ -265,11 +268,14 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], to_evaluate: M
     return evaluated
 
 
-def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None) -> list[Path]:
+def write_suite(
+    all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None, metric: str | None = None
+) -> list[Path]:
     """Write the tables of these models, and of the models that earlier launches evaluated on the same suite.
 
     folder: the suite's folder, in which each model's results have been written before.
     gauntlet: the configuration of the gauntlet, whose tables are written too; None if there is none.
+    metric: the metric that the user asks for; None for the one that `metrics.choose_metrics` chooses.
 
     Returns the paths of the files. Raises DataError if they cannot be written.
     """
@@ -279,7 +285,7 @@ def write_suite(all_results: Sequence[Results], folder: Path, gauntlet: Gauntlet
         with lock_folder(folder):
             others, notes = read_others(folder, [results.model for results in all_results])
             print_on_rank_0(notes)
-            return write_tables([*all_results, *others], folder, gauntlet)
+            return write_tables([*all_results, *others], folder, gauntlet, metric)
     except OSError as error:
         raise DataError(
             f"results_folder: the tables in {folder} cannot be written: {error.strerror or error}; the results are "

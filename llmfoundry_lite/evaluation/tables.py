@@ -17,6 +17,7 @@ from rich.text import Text
 from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.records import (
     Record,
     error_of_sum,
@@ -24,6 +25,7 @@ from llmfoundry_lite.evaluation.records import (
     limit_of_trial,
     lost_text_fraction,
     score_of,
+    weights_of_tasks,
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
@@ -44,10 +46,18 @@ MAX_NAMED_TASKS = 3
 
 
 class Cell(NamedTuple):
-    """A score and its standard error as text. Each is an empty text if there is none."""
+    """A score and its standard error. Each is None if there is none."""
 
-    number: str = ""
-    error: str = ""
+    number: float | None = None
+    error: float | None = None
+
+    def as_texts(self) -> list[str]:
+        """Return the score and its error with three decimals, as far as there are any: ["0.612", "0.011"]."""
+        return [f"{value:.3f}" for value in self if value is not None]
+
+    def as_exact_texts(self) -> list[str]:
+        """Return the score and its error with all their digits. Each is an empty text if there is none."""
+        return ["" if value is None else repr(float(value)) for value in self]
 
 
 class Row(NamedTuple):
@@ -74,7 +84,7 @@ class Scores:
         """
         rows: list[list[str]] = []
         for model, cells in self.rows:
-            rows.append([model, *(between.join(part for part in cell if part) for cell in cells)])
+            rows.append([model, *(between.join(cell.as_texts()) for cell in cells)])
         return Table(self.title, ["model", *headings], rows)
 
     def print(self, console: Console) -> None:
@@ -102,13 +112,16 @@ class Scores:
         return [markdown_path, csv_path]
 
     def _with_errors_apart(self) -> Table:
-        """Return a table with a column for each score, and one for its standard error, named such as "acc stderr"."""
+        """Return a table with a column for each score, and one for its standard error, named such as "acc stderr".
+
+        Numbers have all their digits, because a CSV is read by programs.
+        """
         columns = ["model"]
         for name in self.columns:
             columns += [name, f"{name} stderr"]
         rows: list[list[str]] = []
         for model, cells in self.rows:
-            rows.append([model, *(part for cell in cells for part in cell)])
+            rows.append([model, *(text for cell in cells for text in cell.as_exact_texts())])
         return Table(self.title, columns, rows)
 
 
@@ -119,13 +132,6 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
 
 
-def format_cell(number: float | None, error: float | None = None) -> Cell:
-    """Format a score and its standard error with three decimals. None becomes an empty text."""
-    number_text = "" if number is None else f"{number:.3f}"
-    error_text = "" if error is None else f"{error:.3f}"
-    return Cell(number_text, error_text)
-
-
 def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
     """Return " (base, ours)" for the models that a note is about, or an empty text if it is about all `num_all`."""
     return "" if len(models) == num_all else f" ({', '.join(models)})"
@@ -134,12 +140,20 @@ def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
 # ---------------------------------------------------------------------------------------------------------- results
 
 
-def results_table(all_results: Sequence[Results]) -> Scores:
+def results_table(all_results: Sequence[Results], metric: str | None = None, others: Sequence[Results] = ()) -> Scores:
     """Return the table of results: a row for each model, and a column for each task that any model has.
 
-    A cell has the task's main metric and its standard error, and is empty if the model does not have the task. The last
-    column has the average of each model's accuracies, if any model has one. `all_results` must not be empty.
+    all_results: at least one model's results.
+    metric: the metric that the user asks for, such as `acc_norm`; None lets `metrics.choose_metrics` choose.
+    others: results of the same suite that are not shown, but with which the metrics must be comparable, too.
+
+    A cell has the task's metric and its standard error, and is empty if the model does not have the task. The last
+    column has the average of each model's accuracies, if any model has one.
     """
+    metrics = choose_metrics([*all_results, *others], metric)
+    notes_on_metrics = describe_choice([*all_results, *others], metrics, metric)
+    all_results = by_metrics(all_results, metrics)
+
     # Name the columns.
     first_records = records_by_task(all_results)
     columns = {task: _heading(task, record) for task, record in first_records.items()}
@@ -163,7 +177,7 @@ def results_table(all_results: Sequence[Results]) -> Scores:
         title=first.suite if first.average is None else f"{first.suite}, accuracy ± standard error",
         columns=columns,
         rows=rows,
-        notes=notes(all_results),
+        notes=[*notes_on_metrics, *notes(all_results)],
     )
 
 
@@ -176,15 +190,20 @@ def records_by_task(all_results: Sequence[Results]) -> dict[str, Record]:
     return records
 
 
-def print_results(all_results: Sequence[Results], console: Console) -> None:
-    """Print the table of results. For tasks with choices, a last row "chance" has the accuracy of guessing."""
-    table = results_table(all_results)
+def print_results(
+    all_results: Sequence[Results], console: Console, metric: str | None = None, others: Sequence[Results] = ()
+) -> None:
+    """Print the table of results by a metric; the arguments are those of `results_table`.
+
+    For tasks with choices, a last row "chance" has the accuracy of guessing.
+    """
+    table = results_table(all_results, metric, others)
 
     # The row is only printed. Files would otherwise have a row that is not a model.
     first_records = records_by_task(all_results)
     chance_of_task = {task: record["chance"] for task, record in first_records.items() if "chance" in record}
     if chance_of_task:
-        chance_row = Row("chance", [format_cell(chance_of_task.get(column)) for column in table.columns])
+        chance_row = Row("chance", [Cell(chance_of_task.get(column)) for column in table.columns])
         table = replace(table, rows=[*table.rows, chance_row])
     table.print(console)
 
@@ -192,11 +211,11 @@ def print_results(all_results: Sequence[Results], console: Console) -> None:
 def _heading(name: str, record: Record) -> str:
     """Return a column's heading of up to three lines: the task's label, its number of examples, and its metric.
 
-    The metric is left out if it is an accuracy. `name` is that of the task in results, such as "arc_easy/3-shot", whose
-    heading is "arc_easy" above "3-shot".
+    `name` is that of the task in results. The heading of "arc_easy/3-shot" is "arc_easy" above "3-shot" above
+    "acc per token".
     """
     label, _, shots = name.rpartition("/")
-    metric = "" if is_accuracy(record) else record["metric"].replace("_", " ")
+    metric = record["metric"].replace("_", " ")
     return "\n".join(line for line in (label, shots, metric) if line)
 
 
@@ -206,14 +225,14 @@ def score_cell(record: Record) -> Cell:
     num_independent = record.get("num_clusters") or record["n"]
     if is_accuracy(record) and num_independent == 1:
         error = None  # the error of one item is 0, which means nothing
-    return format_cell(number, error)
+    return Cell(number, error)
 
 
 def _average_cell(results: Results) -> Cell:
     """Return the average of a model's accuracies and its standard error; empty if it has none."""
     if results.average is None:
         return Cell()
-    return format_cell(results.average, average_error(results.tasks, results.averaged))
+    return Cell(results.average, average_error(results.tasks, results.averaged))
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
@@ -221,8 +240,11 @@ def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:
 
     The scores of tasks on the same data are taken as fully correlated, and all others as independent.
     """
-    errors = [(tasks[name]["data_fingerprint"], score_of(tasks[name])[1] or 0.0) for name in names]
-    return error_of_sum(errors) / len(names)
+    errors: list[tuple[str, float]] = []
+    for name, weight in weights_of_tasks(names).items():
+        _, error = score_of(tasks[name])
+        errors.append((tasks[name]["data_fingerprint"], weight * (error or 0.0)))
+    return error_of_sum(errors)
 
 
 def notes(all_results: Sequence[Results]) -> list[str]:
@@ -439,12 +461,20 @@ def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
     return Composite(score / len(categories), error / len(categories))
 
 
-def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Scores:
+def gauntlet_table(
+    config: GauntletConfig,
+    all_results: Sequence[Results],
+    metric: str | None = None,
+    others: Sequence[Results] = (),
+) -> Scores:
     """Return the table of a gauntlet: a row for each model, a column for each category and average that any model has.
 
     A cell is empty if the model lacks the category. A note names each category that is left out, the tasks that are
     missing, and the models, unless it is left out for all of them.
     """
+    metrics = choose_metrics([*all_results, *others], metric)
+    notes_on_metrics = describe_choice([*all_results, *others], metrics, metric)
+    all_results = by_metrics(all_results, metrics)
     gauntlet_of_model = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
 
     # Choose the columns: the categories, then the averages, as far as any model has them.
@@ -461,7 +491,7 @@ def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Sc
         cells: list[Cell] = []
         for name in columns:
             composite = gauntlet.scores.get(name)
-            cells.append(Cell() if composite is None else format_cell(composite.score, composite.error))
+            cells.append(Cell() if composite is None else Cell(composite.score, composite.error))
         rows.append(Row(model, cells))
 
         for category, missing_tasks in gauntlet.missing.items():
@@ -469,18 +499,26 @@ def gauntlet_table(config: GauntletConfig, all_results: Sequence[Results]) -> Sc
             models_of_note.setdefault(note, []).append(model)
 
     num_models = len(gauntlet_of_model)
+    notes_on_categories = [
+        f"{note}{name_models_unless_all(models, num_models)}" for note, models in models_of_note.items()
+    ]
     return Scores(
         title="eval gauntlet: share of what is left above chance ± standard error",
         columns={name: name.replace("_", "\n") for name in columns},
         rows=rows,
-        notes=[f"{note}{name_models_unless_all(models, num_models)}" for note, models in models_of_note.items()],
+        notes=[*notes_on_metrics, *notes_on_categories],
     )
 
 
-def write_tables(all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None) -> list[Path]:
-    """Write table.md and table.csv, and with a gauntlet also gauntlet.md and gauntlet.csv, and return their paths."""
+def write_tables(
+    all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None, metric: str | None = None
+) -> list[Path]:
+    """Write table.md and table.csv, and with a gauntlet also gauntlet.md and gauntlet.csv, and return their paths.
+
+    `metric` is the one that the user asks for, or None.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    written = results_table(all_results).write(folder / "table")
+    written = results_table(all_results, metric).write(folder / "table")
     if gauntlet:
-        written += gauntlet_table(gauntlet, all_results).write(folder / "gauntlet")
+        written += gauntlet_table(gauntlet, all_results, metric).write(folder / "gauntlet")
     return written

@@ -41,7 +41,8 @@ def test_bits_per_byte_are_named_and_not_averaged():
     ours = results(a__0=choice([1, 0]), b__0=choice([1, 1]), x__0=x)
     shown = printed([ours])
     header = [line.split() for line in shown.splitlines()[1:4]]
-    assert header == [["x"], ["a", "b", "0-shot"], ["model", "0-shot", "0-shot", "bits", "per", "byte", "average"]]
+    assert header[:2] == [["a", "b", "x"], ["0-shot", "0-shot", "0-shot"]]
+    assert header[2] == ["model", *("acc", "per", "token") * 2, "bits", "per", "byte", "average"]
     assert ["ours", "0.500", "1.000", "0.500", "0.750"] in [line.split() for line in shown.splitlines()]
     assert "the average is of the accuracies" in shown
     assert ["±0.500", "±0.000", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
@@ -71,8 +72,8 @@ def test_what_an_error_rests_on_is_told():
 
 def test_of_a_single_item_or_cluster_no_error_is_claimed():
     record = {"metric": "acc", "acc": 1.0, "acc_stderr": 0.0}
-    assert score_cell({**record, "n": 2}) == ("1.000", "0.000")
-    assert score_cell({**record, "n": 1}) == score_cell({**record, "n": 9, "num_clusters": 1}) == ("1.000", "")
+    assert score_cell({**record, "n": 2}) == (1.0, 0.0)
+    assert score_cell({**record, "n": 1}) == score_cell({**record, "n": 9, "num_clusters": 1}) == (1.0, None)
 
 
 def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
@@ -104,7 +105,7 @@ def test_files_hold_the_same_numbers(tmp_path):
     ours = results(a__0=choice([1, 0, 1, 1], num_ties=1), x__0=text([[(math.log(2) * 5, 10)]]))
     markdown, plain = write_tables([ours], tmp_path / "new")
     assert markdown.read_text().splitlines() == [
-        "| model | a 0-shot | x 0-shot bits per byte | average |",
+        "| model | a 0-shot acc per token | x 0-shot bits per byte | average |",
         "|---|---:|---:|---:|",
         "| ours | 0.750 ± 0.250 | 0.500 | 0.750 ± 0.250 |",
         "",
@@ -114,5 +115,5 @@ def test_files_hold_the_same_numbers(tmp_path):
     with plain.open() as file:
         assert list(csv.reader(file)) == [
             ["model", "a/0-shot", "a/0-shot stderr", "x/0-shot", "x/0-shot stderr", "average", "average stderr"],
-            ["ours", "0.750", "0.250", "0.500", "", "0.750", "0.250"],
+            ["ours", "0.75", "0.25", "0.5", "", "0.75", "0.25"],
         ]

@@ -1,0 +1,118 @@
+"""The one rule that says by which metric a task is shown and compared: in tables, averages, gauntlets and `compare`.
+
+A task with choices is scored by several accuracies, which a record has all of. `choose_metrics` picks one for each task
+of several results, and `by_metrics` returns the results with that one as their main metric, so that everything that is
+computed from them agrees.
+
+`acc_per_token`, the default of such tasks, divides an answer's log-probability by its number of tokens. With two
+tokenizers, the same distribution over texts can then choose different answers. Models with different tokenizers are
+shown and compared by `acc_norm` (per character) instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from llmfoundry_lite.config.eval_schema import ACCURACIES
+from llmfoundry_lite.evaluation.records import Record
+from llmfoundry_lite.evaluation.results import Results
+
+PER_TOKEN = "acc_per_token"
+PER_CHARACTER = "acc_norm"
+
+
+def has_other_tokenizer(first_results: Results, other_results: Results) -> bool:
+    """Return whether two models are known to have different tokenizers. Logs of other tools may not record them."""
+    are_known = bool(first_results.tokenizer and other_results.tokenizer)
+    return are_known and first_results.tokenizer != other_results.tokenizer
+
+
+def have_different_tokenizers(all_results: Sequence[Results]) -> bool:
+    """Return whether any two of several models are known to have different tokenizers."""
+    known = {results.tokenizer for results in all_results if results.tokenizer}
+    return len(known) > 1
+
+
+def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> dict[str, str]:
+    """Choose the metric of each task that any of several results has. Returns task -> metric.
+
+    asked: the metric that the user asks for, such as `acc_norm`. Tasks that do not have it, such as a held-out text,
+        keep their own.
+
+    The metric of a task is the one that is asked for; else the main metric of the first model's record, except that
+    `acc_norm` takes the place of `acc_per_token` if tokenizers differ. It is always one that all models have.
+    """
+    tokenizers_differ = have_different_tokenizers(all_results)
+    records_of_task: dict[str, list[Record]] = {}
+    for results in all_results:
+        for task, record in results.tasks.items():
+            records_of_task.setdefault(task, []).append(record)
+
+    metrics: dict[str, str] = {}
+    for task, records in records_of_task.items():
+        main_metric = str(records[0]["metric"])
+        wanted = asked or main_metric
+        if wanted == PER_TOKEN and tokenizers_differ and asked is None:
+            wanted = PER_CHARACTER
+        all_have_it = all(wanted in record for record in records)
+        metrics[task] = wanted if all_have_it else main_metric
+    return metrics
+
+
+def by_metrics(all_results: Sequence[Results], metrics: Mapping[str, str]) -> list[Results]:
+    """Return results whose main metrics are these, by task. Records that do not have theirs keep their own."""
+    return [replace(results, tasks=_with_main_metrics(results.tasks, metrics)) for results in all_results]
+
+
+def _with_main_metrics(records: Mapping[str, Record], metrics: Mapping[str, str]) -> dict[str, Record]:
+    """Return the records of a model's tasks with other main metrics."""
+    changed: dict[str, Record] = {}
+    for task, record in records.items():
+        metric = metrics.get(task, record["metric"])
+        if metric == record["metric"] or metric not in record:
+            changed[task] = record
+            continue
+        # Ties, and the means of categories, are recorded for the former main metric only.
+        kept = {key: value for key, value in record.items() if key not in ("num_ties", "categories")}
+        changed[task] = kept | {"metric": metric}
+    return changed
+
+
+def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], asked: str | None) -> list[str]:
+    """Return a note for the reader if a task is shown by another metric than its own, or by a misleading one.
+
+    `metrics` is what `choose_metrics` returned for these results.
+    """
+    if not have_different_tokenizers(all_results):
+        return []
+    depends_on_tokenizer = [task for task, metric in metrics.items() if metric == PER_TOKEN]
+    if asked == PER_TOKEN and depends_on_tokenizer:
+        return [
+            f"warning: the models have different tokenizers, and {PER_TOKEN}, as asked for, depends on how a tokenizer "
+            f"divides an answer; metric={PER_CHARACTER} compares them"
+        ]
+    is_replaced = any(
+        record["metric"] == PER_TOKEN and metrics[task] == PER_CHARACTER
+        for results in all_results
+        for task, record in results.tasks.items()
+    )
+    if asked is None and is_replaced:
+        return [
+            f"warning: the models have different tokenizers: {PER_CHARACTER} (per character) stands for {PER_TOKEN}, "
+            "which depends on how a tokenizer divides an answer"
+        ]
+    return []
+
+
+def other_metrics(record: Record, other_record: Record, *, tokenizers_differ: bool) -> list[str]:
+    """Return the metrics, besides the main one, by which two models can be compared on a task.
+
+    Both records must have the metric. `acc_per_token` is left out for models with different tokenizers. A log of
+    another tool lists its metrics in the record; this library's records have some of ACCURACIES.
+    """
+    metrics: list[str] = []
+    for metric in record.get("metrics", ACCURACIES):
+        both_have_it = metric in record and metric in other_record
+        depends_on_tokenizer = metric == PER_TOKEN and tokenizers_differ
+        if metric != record["metric"] and both_have_it and not depends_on_tokenizer:
+            metrics.append(metric)
+    return metrics
