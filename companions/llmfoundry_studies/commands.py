@@ -1,4 +1,4 @@
-"""What the core's commands call: `data overlap`, and `compare --overlap`."""
+"""What the core's commands call: `data overlap`, `compare --overlap`, and `compare` of recipes with several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.text import Text
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer
-from llmfoundry_lite.errors import DataError, printable
+from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.pairs import print_comparison
 from llmfoundry_lite.evaluation.results import Results
@@ -18,6 +18,8 @@ from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.tables import Table, console
 from llmfoundry_studies.clean import divide_results
 from llmfoundry_studies.overlap import TaskOverlap, find_overlap, write_overlap
+from llmfoundry_studies.recipes import LEGEND, notes_on_sides, read_sides, table_of_sides, write_sides
+from llmfoundry_studies.seeds import compare_sides
 
 TASK_FOLDER = "evals"
 
@@ -88,3 +90,26 @@ def print_parts(all_results: Sequence[Results], folder: Path, *, skip: Sequence[
         known_tasks = {task for one in results for task in one.items}
         print_comparison(compare(results, skip=[task for task in skip if task in known_tasks]), printer)
     print_notes(printer, parts.notes)
+
+
+# --------------------------------------------------------------------------------------------------------- recipes
+
+
+def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str | None) -> None:
+    """Compare recipes, each given as NAME=RESULT,RESULT,…, with the first; print tables and write them to `out`.
+
+    Raises ConfigError for arguments of another form, and DataError for results that cannot be compared.
+    """
+    sides = read_sides(arguments)
+    if len(sides) < 2:
+        raise ConfigError(f"compare: {sides[0].name} alone: name another recipe, NAME=RESULT,RESULT,…")
+    pairs = compare_sides(sides, metric)
+    printer = Console()
+    for pair in pairs:
+        table_of_sides(pair).print_blocks(printer)
+        print_notes(printer, notes_on_sides(pair))
+        printer.print()
+    printer.print(Text(LEGEND, style="dim"))
+    if out is not None:
+        for path in write_sides(pairs, out):
+            print(printable(str(path)))

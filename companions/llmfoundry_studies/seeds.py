@@ -10,11 +10,12 @@ The variance of the difference of the two means is the sum of three parts: the v
 divided by their number; and the variance among items (or clusters, or documents) of their mean differences, as in
 `compare`. The noise that belongs to one run and one item is in all three, so the sum is a little too large rather than
 too small. The degrees of freedom are Satterthwaite's (Biometrics Bulletin 2, 1946), and the interval and p-value those
-of Student's t. `python -m benchmarks seeds` simulates how often equal recipes are called different.
+of Student's t. Simulated, three
+runs a side call equal recipes different in at most 5 % of comparisons, two in up to 6 %.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,12 +23,15 @@ import numpy as np
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import check_same_questions
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.records import (
     BITS,
     document_of,
     has_categories,
+    label_of,
     text_row,
     weights_of,
+    weights_of_tasks,
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
@@ -143,42 +147,66 @@ class SideComparison:
             return "no detectable difference"
         is_less = self.estimate.difference < 0
         is_better = is_less if self.metric == BITS else not is_less
-        return "better" if is_better else "worse"
+        size = f"{abs(self.estimate.difference):.{4 if self.metric == BITS else 3}f}"
+        return f"better by {size}" if is_better else f"worse by {size}"
 
 
-def compare_sides(first: Side, other: Side, metrics: Mapping[str, str]) -> list[SideComparison]:
-    """Compare two sides by each task, and by the mean of the accuracies if there are several.
+@dataclass(frozen=True, slots=True)
+class SidePair:
+    """The comparison of one side with the first."""
 
-    `metrics` has the metric of each task that all results have, such as `{"arc_easy/0-shot": "acc_norm"}`. P-values are
-    corrected for the number of tasks by Holm's method; the mean is one test of its own. Raises DataError for a side
-    with fewer than MIN_RUNS runs, and for results that were not asked the same.
+    first: Side
+    other: Side
+    rows: list[SideComparison]
+    """Each task, and the mean of the accuracies if there are several."""
+
+
+def compare_sides(sides: Sequence[Side], metric: str | None = None) -> list[SidePair]:
+    """Compare each side with the first, by each task that all results have and by the mean of the accuracies.
+
+    `metric` compares the tasks that have it by it; None takes the metric that tables show. P-values are corrected for
+    the number of tasks and sides together by Holm's method, those of the means apart. Raises DataError for a side with
+    fewer than MIN_RUNS runs, and for results that have no task in common or were not asked the same.
     """
-    for side in (first, other):
+    for side in sides:
         if len(side.runs) < MIN_RUNS:
             raise DataError(
                 f"{side.name}: {len(side.runs)} run given, expected at least {MIN_RUNS}, since one run does not show "
                 "how much its score depends on the seed"
             )
-    reference = first.all_results[0]
-    for results in [*first.all_results[1:], *other.all_results]:
-        for task in metrics:
-            check_same_questions(task, reference, results)
+    all_results = [results for side in sides for results in side.all_results]
+    metrics = choose_metrics(all_results, metric)
+    reference = all_results[0]
+    tasks = [task for task in reference.items if all(task in results.items for results in all_results)]
+    if not tasks:
+        raise DataError(f"{', '.join(side.name for side in sides)}: the results have no task in common")
+    for results in all_results[1:]:
+        for task in tasks:
+            check_same_questions(task, *by_metrics([reference, results], metrics))
 
-    comparisons = [_compare(task, [(task, metric)], first, other) for task, metric in metrics.items()]
-    p_values = [comparison.p for comparison in comparisons]
-    for comparison, p_corrected, level in zip(comparisons, *significance.holm(p_values), strict=True):
-        comparison.decide(p_corrected, level)
+    first, *others = sides
+    accuracies = [(task, metrics[task]) for task in tasks if metrics[task] != BITS]
+    pairs: list[SidePair] = []
+    means: list[SideComparison] = []
+    for other in others:
+        rows = [_compare(task, [(task, metrics[task])], first, other) for task in tasks]
+        pairs.append(SidePair(first, other, rows))
+        if len(accuracies) > 1:
+            num_labels = len({label_of(task) for task, _ in accuracies})
+            means.append(_compare(f"mean of {num_labels} tasks", accuracies, first, other))
 
-    accuracies = [(task, metric) for task, metric in metrics.items() if metric != BITS]
-    if len(accuracies) > 1:
-        mean = _compare(f"mean of {len(accuracies)} tasks", accuracies, first, other)
-        mean.decide(mean.p, significance.LEVEL)
-        comparisons.append(mean)
-    return comparisons
+    # Correct the p-values of tasks and of means for their own number of tests.
+    for family in ([row for pair in pairs for row in pair.rows], means):
+        corrected, levels = significance.holm([row.p for row in family])
+        for row, p_corrected, level in zip(family, corrected, levels, strict=True):
+            row.decide(p_corrected, level)
+    for pair, mean in zip(pairs, means, strict=False):
+        pair.rows.append(mean)
+    return pairs
 
 
 def _compare(name: str, metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> SideComparison:
-    """Compare two sides by one task, or by the mean of several accuracies, which count equally."""
+    """Compare two sides by one task, or by the mean of several accuracies, in which every label counts the same."""
     weights_u, first_ru, other_ru = _collect(metrics, first, other)
     found = difference_of_sides(weights_u, first_ru, other_ru)
     first_means_r = first_ru.sum(axis=1)
@@ -234,6 +262,7 @@ def _collect(metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> tu
     weight_of: dict[Unit, float] = {}
     columns: dict[Unit, list[float]] = {}
     runs = [*first.runs, *other.runs]
+    weight_of_task = weights_of_tasks([task for task, _ in metrics])
     for task, metric in metrics:
         common = set.intersection(
             *({item["index"] for item in results.items[task]} for run in runs for results in run.checkpoints)
@@ -242,12 +271,12 @@ def _collect(metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> tu
             raise DataError(f"{task}: the models have no item in common")
         for number, run in enumerate(runs):
             for results in run.checkpoints:
-                share = 1 / (len(run.checkpoints) * len(metrics))
+                share = weight_of_task[task] / len(run.checkpoints)
                 for unit, weight, value in _contributions(results, task, metric, common):
                     columns.setdefault(unit, [0.0] * len(runs))[number] += share * value
                     is_first_result = number == 0 and results is run.checkpoints[0]
                     if is_first_result:
-                        weight_of[unit] = weight_of.get(unit, 0.0) + weight / len(metrics)
+                        weight_of[unit] = weight_of.get(unit, 0.0) + weight * weight_of_task[task]
 
     values_ur = np.array([columns[unit] for unit in weight_of])
     num_first = len(first.runs)

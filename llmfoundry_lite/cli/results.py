@@ -1,5 +1,6 @@
 """The commands `llmfoundry-lite report`, about training runs, and `llmfoundry-lite compare`, about evaluations."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ import typer
 from llmfoundry_lite import companions
 from llmfoundry_lite.cli.options import out_folder
 from llmfoundry_lite.errors import UserError, printable
+from llmfoundry_lite.files import exists
 
 MAX_NAMED_MODELS = 2
 """Maximum number of models, besides the first, that the title of a comparison's figure names."""
@@ -55,11 +57,18 @@ def report_runs(
     report(runs, out=out, prices=price or (), **sampling, **options)
 
 
+def is_recipe(argument: str) -> bool:
+    """Return whether an argument of `compare` is a recipe with its runs, NAME=RESULT,RESULT,…, and not a file."""
+    return re.match(r"[\w.\-]+=", argument) is not None and not exists(argument)
+
+
 def compare_results(
     results: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RESULT", help="Results of eval, or logs of lm-eval or Inspect. Each is compared with the first."
+            metavar="RESULT",
+            help="Results of eval, or logs of lm-eval or Inspect. Each is compared with the first. Recipes that were "
+            "trained several times are given as NAME=RESULT,RESULT,…",
         ),
     ],
     out: Annotated[Path | None, out_folder("Folder for compare.md, compare.json and compare.png.")] = None,
@@ -94,6 +103,13 @@ def compare_results(
     from llmfoundry_lite.evaluation.pairs import panels, print_comparison, write_comparison
     from llmfoundry_lite.evaluation.results import load_any
 
+    recipes = [str(result) for result in results if is_recipe(str(result))]
+    if recipes:
+        if len(recipes) < len(results):
+            raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
+        compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
+        compare_recipes(recipes, out, metric=metric)
+        return
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
     loaded = load_any(results, cluster)

@@ -1,13 +1,16 @@
 """Recipes that were trained several times."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
+from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_studies.seeds import Run, Side, compare_sides, difference_of_sides
+from llmfoundry_studies.recipes import read_sides
+from llmfoundry_studies.seeds import Run, Side, SideComparison, compare_sides, difference_of_sides
 from tests.helpers.results import choice, text, write_result
 
 TASK = "quiz/0-shot"
@@ -28,12 +31,19 @@ def side_of(folder, name: str, answers_ri, task=TASK) -> Side:
     return Side(name, [Run([results]) for results in load_results(paths)])
 
 
+def compare_two(first: Side, other: Side) -> SideComparison:
+    """Compare two sides that have a single task."""
+    [pair] = compare_sides([first, other])
+    [row] = pair.rows
+    return row
+
+
 def test_the_error_is_that_of_runs_and_items_together(tmp_path):
     generator = np.random.default_rng(0)
     difficulty = generator.normal(0, 1.5, 40)
     first = answers_of_runs(generator, 3, 40, skill=0.0, spread=0.2, difficulty=difficulty)
     other = answers_of_runs(generator, 4, 40, skill=0.5, spread=0.2, difficulty=difficulty)
-    [found] = compare_sides(side_of(tmp_path, "a", first), side_of(tmp_path, "b", other), {TASK: "acc_per_token"})
+    found = compare_two(side_of(tmp_path, "a", first), side_of(tmp_path, "b", other))
 
     gains = other.mean(axis=0) - first.mean(axis=0)
     variance = first.mean(axis=1).var(ddof=1) / 3 + other.mean(axis=1).var(ddof=1) / 4 + gains.var(ddof=1) / 40
@@ -47,11 +57,7 @@ def test_a_difference_between_seeds_is_not_one_between_recipes(tmp_path):
     # Every run of a side has the same answers but one, which is far better: two models differ, the recipes need not.
     weak = [1] * 30 + [0] * 70
     strong = [1] * 90 + [0] * 10
-    [found] = compare_sides(
-        side_of(tmp_path, "a", [weak, weak, weak]),
-        side_of(tmp_path, "b", [weak, weak, strong]),
-        {TASK: "acc_per_token"},
-    )
+    found = compare_two(side_of(tmp_path, "a", [weak, weak, weak]), side_of(tmp_path, "b", [weak, weak, strong]))
     assert found.verdict == "no detectable difference"
     assert found.low < 0 < found.high
 
@@ -59,8 +65,8 @@ def test_a_difference_between_seeds_is_not_one_between_recipes(tmp_path):
 def test_a_difference_beyond_seeds_and_items_is_found(tmp_path):
     weak = [[1] * 30 + [0] * 70, [1] * 31 + [0] * 69, [0] + [1] * 30 + [0] * 69]
     strong = [[1] * 70 + [0] * 30, [1] * 71 + [0] * 29, [1] * 69 + [0] * 31]
-    [found] = compare_sides(side_of(tmp_path, "a", weak), side_of(tmp_path, "b", strong), {TASK: "acc_per_token"})
-    assert found.verdict == "better"
+    found = compare_two(side_of(tmp_path, "a", weak), side_of(tmp_path, "b", strong))
+    assert found.verdict.startswith("better by")
     assert found.low > 0
 
 
@@ -89,20 +95,51 @@ def test_bits_per_byte_count_documents_by_their_bytes(tmp_path):
         tasks = [{"text/0-shot": text(documents(shift))} for _ in range(3)]
         paths = [write_result(tmp_path / f"{name}{i}", f"{name}{i}", task) for i, task in enumerate(tasks)]
         sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
-    [found] = compare_sides(*sides, {"text/0-shot": "bits_per_byte"})
+    found = compare_two(*sides)
     expected = [run.checkpoints[0].tasks["text/0-shot"]["bits_per_byte"] for run in sides[0].runs]
     assert found.runs[0] == pytest.approx(expected)
-    assert found.verdict == "better"
+    assert found.verdict.startswith("better by")
 
 
 def test_checkpoints_of_one_run_are_averaged_and_are_not_runs(tmp_path):
     results = [run.checkpoints[0] for run in side_of(tmp_path, "a", [[1, 0] * 20, [1, 1] * 20, [0, 0] * 20]).runs]
     smoothed = Side("a", [Run(results[:2]), Run(results[2:])])
-    [found] = compare_sides(smoothed, smoothed, {TASK: "acc_per_token"})
+    found = compare_two(smoothed, smoothed)
     assert found.runs[0] == pytest.approx([0.75, 0.0])
 
 
 def test_one_run_says_nothing_about_seeds(tmp_path):
     side = side_of(tmp_path, "a", [[1, 0] * 20])
     with pytest.raises(DataError, match="a: 1 run given, expected at least 2, since one run does not show"):
-        compare_sides(side, side, {TASK: "acc_per_token"})
+        compare_sides([side, side])
+
+
+def test_the_command_compares_recipes(tmp_path, capsys):
+    weak = [[1] * 30 + [0] * 70, [1] * 31 + [0] * 69, [0] + [1] * 30 + [0] * 69]
+    strong = [[1] * 70 + [0] * 30, [1] * 71 + [0] * 29, [1] * 69 + [0] * 31]
+    sides = []
+    for name, runs in (("base", weak), ("ours", strong)):
+        paths = [
+            write_result(tmp_path / f"{name}-{i}", f"{name}{i}", {TASK: choice(answers), "b/0-shot": choice(answers)})
+            for i, answers in enumerate(runs)
+        ]
+        sides.append(f"{name}={','.join(map(str, paths))}")
+    assert main.run(["compare", *sides, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "better by 0.397" in printed
+    assert "3 runs a side" in printed
+    [pair] = json.loads((tmp_path / "out/compare.json").read_text())["comparisons"]
+    assert [row["task"] for row in pair["rows"]] == [TASK, "b/0-shot", "mean of 2 tasks"]
+    assert "| quiz/0-shot |" in (tmp_path / "out/compare.md").read_text()
+
+
+def test_runs_and_checkpoints_are_read_from_an_argument(tmp_path):
+    paths = [write_result(tmp_path / str(i), f"m{i}", {TASK: choice([1, 0] * 10)}) for i in range(3)]
+    [side] = read_sides([f"ours={paths[0]}+{paths[1]},{paths[2]}"])
+    assert [len(run.checkpoints) for run in side.runs] == [2, 1]
+
+
+@pytest.mark.parametrize("arguments", [["a=x.json,y.json", "z.json"], ["a=x.json,y.json"]])
+def test_sides_and_single_results_are_not_mixed(tmp_path, capsys, arguments):
+    assert main.run(["compare", *arguments]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

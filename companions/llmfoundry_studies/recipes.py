@@ -1,0 +1,129 @@
+"""Recipes with several runs: read from the arguments of `compare`, and shown as tables. `seeds.py` compares them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.evaluation.pairs import format_p
+from llmfoundry_lite.evaluation.records import BITS
+from llmfoundry_lite.evaluation.results import load_any
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.tables import Table, markdown_list, markdown_text
+from llmfoundry_studies.seeds import Run, Side, SideComparison, SidePair
+
+MIN_RUNS_FOR_NOISE = 3
+"""Runs of a side from which equal recipes are called different in at most 5 % of comparisons, as simulated."""
+
+
+LEGEND = (
+    "p: Student's t of the difference of means, with the variance among runs and among items together (Satterthwaite's "
+    "degrees of freedom), corrected for the number of tests (Holm). Intervals are at the level that decides. sd of "
+    "runs: standard deviation of the score among the runs of each side. finds: the smallest difference that would be "
+    "found four times in five."
+)
+"""Text below the tables."""
+
+
+def read_sides(arguments: Sequence[str]) -> list[Side]:
+    """Read the results of recipes. Each argument is `NAME=RUN,RUN,…`, and a run is a result.
+
+    A run may also be several results joined by `+`, of its last checkpoints, whose item scores are averaged:
+    `ours=s1-ba900.json+s1-ba1000.json,s2-ba900.json+s2-ba1000.json`. Raises ConfigError for another form, and DataError
+    for results that cannot be read.
+    """
+    runs_of_side: dict[str, list[list[Path]]] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not (name and equals and text) or name in runs_of_side:
+            raise ConfigError(
+                f"compare: {argument!r} given, expected a recipe with a name of its own, NAME=RESULT,RESULT,…"
+            )
+        runs_of_side[name] = [[Path(path) for path in run.split("+")] for run in text.split(",")]
+
+    # Load all results at once, so that one that is given twice is noticed.
+    all_paths = [path for runs in runs_of_side.values() for run in runs for path in run]
+    loaded = iter(load_any(all_paths))
+    sides: list[Side] = []
+    for name, runs in runs_of_side.items():
+        sides.append(Side(name, [Run([next(loaded) for _ in run]) for run in runs]))
+    return sides
+
+
+def table_of_sides(pair: SidePair) -> Table:
+    """Return the table of one side against the first."""
+    columns = (
+        "task",
+        "metric",
+        "items",
+        pair.first.name,
+        pair.other.name,
+        "sd of runs",
+        "difference",
+        "p",
+        "verdict",
+        "finds",
+    )
+    rows = []
+    for row in pair.rows:
+        digits = 4 if row.metric == BITS else 3
+        interval = f" [{row.low:+.{digits}f}, {row.high:+.{digits}f}]" if row.is_claimable else ""
+        rows.append(
+            [
+                row.task,
+                "" if row.metric == "mean" else row.metric,
+                f"{row.n:,}",
+                f"{row.first:.{digits}f}",
+                f"{row.other:.{digits}f}",
+                f"{row.first_spread:.{digits}f}/{row.other_spread:.{digits}f}",
+                f"{row.estimate.difference:+.{digits}f}{interval}",
+                format_p(row.p_corrected),
+                row.verdict,
+                f"{row.detectable:.{digits}f}",
+            ]
+        )
+    return Table(f"{pair.other.name} against {pair.first.name}", columns, rows, right={2, 3, 4, 5, 7, 9})
+
+
+def notes_on_sides(pair: SidePair) -> list[str]:
+    """Return notes on how many runs there are, and on what so few can show."""
+    num_runs = sorted({len(pair.first.runs), len(pair.other.runs)})
+    notes = [f"{' and '.join(map(str, num_runs))} runs a side"]
+    if num_runs[0] < MIN_RUNS_FOR_NOISE:
+        notes.append(
+            "warning: two runs say little about the noise of seeds: equal recipes are called different in up to 6 % of "
+            "comparisons, and only large differences are found; train three or more"
+        )
+    if any(len(run.checkpoints) > 1 for side in (pair.first, pair.other) for run in side.runs):
+        notes.append("a run's score is the mean over several of its checkpoints")
+    return notes
+
+
+def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
+    """Write compare.json and compare.md, and return their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    comparisons = []
+    for pair in pairs:
+        table = table_of_sides(pair)
+        lines += [
+            f"## {markdown_text(table.title)}",
+            "",
+            *table.markdown(),
+            "",
+            *markdown_list(notes_on_sides(pair)),
+            "",
+        ]
+        rows = [describe_row(row) for row in pair.rows]
+        comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
+    paths = [out / "compare.json", out / "compare.md"]
+    write_atomically(paths[0], json.dumps({"comparisons": comparisons}, indent=1) + "\n")
+    write_atomically(paths[1], "\n".join([*lines, LEGEND, ""]))
+    return paths
+
+
+def describe_row(row: SideComparison) -> dict[str, object]:
+    """Return a row of a comparison as compare.json has it."""
+    computed = {"difference": row.estimate.difference, "p": row.p, "verdict": row.verdict, "finds": row.detectable}
+    return asdict(row) | computed
