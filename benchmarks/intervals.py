@@ -255,8 +255,12 @@ TAILS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 }
 
 
-def text_of(tails: str, n: int, difference: float, generator: np.random.Generator) -> significance.BootstrapResult:
-    return significance.difference_of_ratios(*text_of_rows(tails, n, difference, generator), generator)
+def text_of(
+    tails: str, n: int, difference: float, generator: np.random.Generator, num_tests: int = 1
+) -> significance.BootstrapResult | significance.NormalResult:
+    """Draw `n` documents for two models, and compare the models as one of `num_tests` tests would."""
+    rows = text_of_rows(tails, n, difference, generator)
+    return significance.difference_of_ratios(*rows, generator, smallest_level=LEVEL / num_tests)
 
 
 def text_of_rows(tails: str, n: int, difference: float, generator: np.random.Generator) -> tuple[Floats, Floats]:
@@ -278,7 +282,8 @@ def texts_among_others(num_draws: int) -> Iterator[tuple[int, int, float, int]]:
     """
     generator = np.random.default_rng(SEED + 4)
     for num_documents in (20, 50, 100):
-        p = np.array([text_of(SKEWED, num_documents, 0.0, generator).p for _ in range(num_draws)])
+        texts = (text_of(SKEWED, num_documents, 0.0, generator, max(NUM_TESTS)) for _ in range(num_draws))
+        p = np.array([text.p for text in texts])
         for num_tests in NUM_TESTS:
             yield num_documents, num_tests, float((p < LEVEL / num_tests).mean()), num_draws
 

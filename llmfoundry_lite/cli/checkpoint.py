@@ -454,11 +454,12 @@ def average(
         ),
     ] = None,
 ) -> None:
-    """Average the weights of a run's last checkpoints into a new checkpoint.
+    """Average the weights of a run's last checkpoints.
 
-    The mean often has a lower loss than the newest checkpoint, as if the learning rate had decayed. It is evaluated and
-    exported like any checkpoint. It has no optimizer state, so a run begins with it by load_path=OUT
-    load_weights_only=true, but cannot resume from it. The checkpoints that it was made from are in its manifest.
+    The result is a new checkpoint, which often has a lower loss than the newest one, as if the learning rate had
+    decayed. It is evaluated and exported like any checkpoint. It has no optimizer state, so a run begins with it by
+    load_path=OUT load_weights_only=true, but cannot resume from it. Its manifest names the checkpoints that were
+    averaged.
     """
     ignore_output_errors()
     average_checkpoints = companions.load("llmfoundry_studies.average:average_checkpoints", "checkpoint average")

@@ -17,6 +17,7 @@ compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out co
 replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
 data show runs/mpt-1b --batch 1200 --loss
+data overlap data/mine --task arc_easy --task piqa --out overlap
 checkpoint ls runs/mpt-1b
 checkpoint inspect runs/mpt-1b/checkpoints/ba200 --tensors
 checkpoint verify s3://bucket/mpt-1b/ba200
@@ -24,6 +25,7 @@ checkpoint diff runs/a/checkpoints/ba200 runs/b/checkpoints/ba200
 checkpoint export runs/mpt-1b exported --dtype bf16
 checkpoint import hf:mosaicml/mpt-7b imported/mpt-7b
 checkpoint consolidate runs/mpt-1b weights.safetensors
+checkpoint average runs/mpt-1b --last 5 --out averaged/mpt-1b
 checkpoint prune runs/mpt-1b --keep 3 --keep-every 1000 --dry-run
 """.splitlines()
 
