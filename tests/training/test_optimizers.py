@@ -1,3 +1,5 @@
+"""Optimizers: their steps beside those of Composer, of torch and of the paper on Lion."""
+
 import pytest
 import torch
 from composer.optim import DecoupledAdamW
@@ -5,63 +7,134 @@ from composer.optim import DecoupledAdamW
 from llmfoundry_lite.config.schema import OptimizerConfig
 from llmfoundry_lite.training.optimizers import build_adamw, build_lion
 
+INITIAL_RATE = 0.1
+RATES = (INITIAL_RATE, 0.05, 0.02)
+"""The learning rate of each step."""
+SHAPE = (4, 6)
+ADAM_BETAS = (0.9, 0.95)
+LION_BETAS = (0.9, 0.99)
+"""The default of Chen et al. 2023."""
 
-def steps(optimizer, parameter, rates=(0.1, 0.05, 0.02)):
+
+def new_parameter():
+    """A parameter that always begins with the same numbers."""
+    return torch.nn.Parameter(torch.linspace(-1, 1, 24).view(SHAPE))
+
+
+def gradients_of_steps():
+    """The same random gradients each time, one for each of `RATES`."""
     generator = torch.Generator().manual_seed(1)
-    for rate in rates:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return [torch.randn(SHAPE, generator=generator) for _ in RATES]
+
+
+def train(optimizer, parameter):
+    """Do a step for each of `RATES`. Return the parameter's numbers afterwards."""
+    for rate, gradient in zip(RATES, gradients_of_steps(), strict=True):
+        parameter.grad = gradient
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-    return parameter.detach().clone()
+    return parameter.detach()
 
 
-def parameter():
-    return torch.nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
+# --------------------------------------------------------------------------------------------------------- steps
 
 
 def test_decoupled_adamw_is_composers():
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-    ours, theirs = parameter(), parameter()
-    result = steps(build_adamw([ours], OptimizerConfig(name="decoupled_adamw", **options)), ours)
-    torch.testing.assert_close(result, steps(DecoupledAdamW([theirs], **options), theirs), rtol=1e-5, atol=1e-6)
+    options = {"lr": INITIAL_RATE, "betas": ADAM_BETAS, "eps": 1e-8, "weight_decay": 0.01}
+    our_parameter = new_parameter()
+    our_optimizer = build_adamw([our_parameter], OptimizerConfig(name="decoupled_adamw", **options))
+    composers_parameter = new_parameter()
+    composers_optimizer = DecoupledAdamW([composers_parameter], **options)
 
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("decoupled_adamw", 1e-5), ("adamw", 0.0), ("lion", 0.0), ("decoupled_lionw", 0.0)]
-)
-def test_without_a_weight_decay_there_is_composers(name, expected):
-    options = OptimizerConfig(name=name, lr=0.1)
-    assert options.decay == expected
-    assert name != "decoupled_adamw" or DecoupledAdamW([parameter()], lr=0.1).defaults["weight_decay"] == expected
-    build = build_adamw if "adamw" in name else build_lion
-    decay = build([parameter()], options).param_groups[0]["weight_decay"]
-    assert decay == (expected / 0.1 if name == "decoupled_adamw" else expected)
+    ours = train(our_optimizer, our_parameter)
+    composers = train(composers_optimizer, composers_parameter)
+    torch.testing.assert_close(ours, composers, rtol=1e-5, atol=1e-6)
 
 
 def test_adamw_is_torchs():
-    ours, theirs = parameter(), parameter()
-    config = OptimizerConfig(name="adamw", lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
-    expected = steps(torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1), theirs)
-    torch.testing.assert_close(steps(build_adamw([ours], config), ours), expected)
+    options = {"lr": INITIAL_RATE, "betas": ADAM_BETAS, "weight_decay": 0.1}
+    our_parameter = new_parameter()
+    our_optimizer = build_adamw([our_parameter], OptimizerConfig(name="adamw", **options))
+    torchs_parameter = new_parameter()
+    torchs_optimizer = torch.optim.AdamW([torchs_parameter], **options)
+
+    ours = train(our_optimizer, our_parameter)
+    torchs = train(torchs_optimizer, torchs_parameter)
+    torch.testing.assert_close(ours, torchs)
 
 
-@pytest.mark.parametrize(("name", "decay"), [("lion", 0.1), ("decoupled_lionw", 0.01)])
-def test_lion_follows_its_paper(name, decay):
-    ours, rates = parameter(), (0.1, 0.05, 0.02)
-    result = steps(build_lion([ours], OptimizerConfig(name=name, lr=0.1, weight_decay=decay)), ours, rates)
-    p, moment, generator = parameter().detach(), torch.zeros(4, 6), torch.Generator().manual_seed(1)
-    for rate in rates:
-        gradient = torch.randn(p.shape, generator=generator)
-        shrink = rate * decay if name == "lion" else rate / 0.1 * decay
-        p = p * (1 - shrink) - rate * torch.sign(0.9 * moment + 0.1 * gradient)
-        moment = 0.99 * moment + 0.01 * gradient
-    torch.testing.assert_close(result, p)
+def train_lion_as_in_its_paper(shrinkages):
+    """The parameter after a step of Chen et al. 2023, algorithm 2, for each of `RATES`.
+
+    shrinkages: for each step, the share of itself that a weight loses to weight decay.
+    """
+    beta1, beta2 = LION_BETAS
+    weight = new_parameter().detach()
+    moment = torch.zeros(SHAPE)
+    for rate, gradient, shrinkage in zip(RATES, gradients_of_steps(), shrinkages, strict=True):
+        update = torch.sign(beta1 * moment + (1 - beta1) * gradient)
+        weight = weight * (1 - shrinkage) - rate * update
+        moment = beta2 * moment + (1 - beta2) * gradient
+    return weight
 
 
-def test_without_gradients_a_step_changes_nothing():
-    for build, name in ((build_adamw, "adamw"), (build_lion, "lion")):
-        p = parameter()
-        optimizer = build([p], OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
-        optimizer.step()
-        assert torch.equal(p, parameter())
-        assert not optimizer.state
+def test_lion_follows_its_paper():
+    """The paper multiplies weight decay by the learning rate."""
+    decay = 0.1
+    parameter = new_parameter()
+    optimizer = build_lion([parameter], OptimizerConfig(name="lion", lr=INITIAL_RATE, weight_decay=decay))
+    expected = train_lion_as_in_its_paper([rate * decay for rate in RATES])
+    torch.testing.assert_close(train(optimizer, parameter), expected)
+
+
+def test_decoupled_lionw_multiplies_its_decay_by_the_schedule_alone():
+    """The first step, which has the initial learning rate, shrinks weights by the whole weight decay."""
+    decay = 0.01
+    parameter = new_parameter()
+    optimizer = build_lion([parameter], OptimizerConfig(name="decoupled_lionw", lr=INITIAL_RATE, weight_decay=decay))
+    expected = train_lion_as_in_its_paper([rate / INITIAL_RATE * decay for rate in RATES])
+    torch.testing.assert_close(train(optimizer, parameter), expected)
+
+
+@pytest.mark.parametrize(("build", "name"), [(build_adamw, "adamw"), (build_lion, "lion")])
+def test_without_gradients_a_step_changes_nothing(build, name):
+    """Weight decay does not shrink the parameter either."""
+    parameter = new_parameter()
+    optimizer = build([parameter], OptimizerConfig(name=name, lr=INITIAL_RATE, weight_decay=0.5))
+    optimizer.step()
+    assert torch.equal(parameter, new_parameter())
+    assert not optimizer.state
+
+
+# ---------------------------------------------------------------------------------- weight decay that is not set
+
+
+COMPOSERS_DECAY = 1e-5
+
+
+def test_composers_default_decay_is_known():
+    optimizer = DecoupledAdamW([new_parameter()], lr=INITIAL_RATE)
+    assert optimizer.defaults["weight_decay"] == COMPOSERS_DECAY
+
+
+@pytest.mark.parametrize(
+    ("name", "expected_decay"),
+    [("decoupled_adamw", COMPOSERS_DECAY), ("adamw", 0.0), ("lion", 0.0), ("decoupled_lionw", 0.0)],
+)
+def test_only_decoupled_adamw_has_a_default_decay(name, expected_decay):
+    assert OptimizerConfig(name=name, lr=INITIAL_RATE).decay == expected_decay
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "torchs_decay"),
+    [
+        # torch multiplies weight decay by the learning rate, Composer only by the learning rate's schedule.
+        (build_adamw, "decoupled_adamw", COMPOSERS_DECAY / INITIAL_RATE),
+        (build_adamw, "adamw", 0.0),
+        (build_lion, "lion", 0.0),
+        (build_lion, "decoupled_lionw", 0.0),
+    ],
+)
+def test_an_optimizer_is_built_with_the_default_decay(build, name, torchs_decay):
+    optimizer = build([new_parameter()], OptimizerConfig(name=name, lr=INITIAL_RATE))
+    assert optimizer.param_groups[0]["weight_decay"] == torchs_decay
