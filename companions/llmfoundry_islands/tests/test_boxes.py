@@ -3,6 +3,7 @@
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,102 +18,179 @@ from llmfoundry_lite.checkpoint.planning import box_of
 from llmfoundry_lite.config.layout import divide_stack
 from llmfoundry_lite.training.muon import to_rank_order
 
+
+def test_boxes_overlap_where_both_have_rows_and_columns():
+    one = Box(offset=(4, 0), lengths=(6, 8))
+    other = Box(offset=(6, 3), lengths=(7, 2))
+    assert one.intersect(other) == Box(offset=(6, 3), lengths=(4, 2))
+    assert one.intersect(Box(offset=(10, 0), lengths=(6, 8))) is None
+
+
+# ----------------------------------------------------------- parts of a matrix that tensor parallelism divides
+
 HEIGHTS = (8, 4, 4)
-"""q, k and v."""
+"""Rows of q, k and v, which one parameter stacks."""
+FIRST_ROWS = {"w/0": 0, "w/1": 8, "w/2": 12}
+"""Key of q, k and v -> the row of the parameter with which it begins."""
+NUM_ROWS = sum(HEIGHTS)
+NUM_COLUMNS = 3
+STACKED = torch.arange(float(NUM_ROWS * NUM_COLUMNS)).view(NUM_ROWS, NUM_COLUMNS)
+STACKED_BOX = Box((0, 0), (NUM_ROWS, NUM_COLUMNS))
+
+NUM_SHARDS = 2
+NUM_TENSOR_RANKS = 2
+NUM_RANKS = NUM_SHARDS * NUM_TENSOR_RANKS
+ROW_ORDER = divide_stack(HEIGHTS, NUM_TENSOR_RANKS)
+"""Half of q, of k and of v, then their other halves: tensor parallelism divides the rows in this order."""
 
 
-def held_by(rank, whole, runs):
-    """Return the rows of a matrix that a rank holds: one of two shards of one of two parts of the layers."""
-    dist.init_process_group("fake", rank=rank, world_size=4, store=dist.HashStore())
+@contextmanager
+def simulated_rank(rank):
+    """Inside, `torch.distributed` takes this process for the given rank. Nothing can be exchanged."""
+    dist.init_process_group("fake", rank=rank, world_size=NUM_RANKS, store=dist.HashStore())
     try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        like = DTensor.from_local(
-            torch.zeros(len(whole) // 4, 3), mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False
-        )
-        (first, _), (count, _) = box_of(like)
-        return parts_of("w", like, HEIGHTS, runs), to_rank_order(whole, runs)[first : first + count]
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def test_a_rank_has_one_box_of_each_matrix_though_heads_divide_them():
-    whole, runs = torch.arange(48.0).view(16, 3), divide_stack(HEIGHTS, 2)
-    covered = torch.zeros(16, 3)
-    for rank in range(4):
-        parts, held = held_by(rank, whole, runs)
-        for key, part in parts.items():
-            first = {"w/0": 0, "w/1": 8, "w/2": 12}[key]
-            assert first <= part.box.offset[0] < first + HEIGHTS[int(key[-1])]
-            place = part.box.slices_in(Box((0, 0), (16, 3)))
-            assert torch.equal(part.view_of(held), whole[place])
-            covered[place] += 1
-    assert torch.equal(covered, torch.ones(16, 3)), "every element once"
+def parts_and_rows_of(rank):
+    """What `parts_of` says of STACKED on this rank, and the rows of it that the rank holds."""
+    with simulated_rank(rank):
+        mesh = init_device_mesh("cpu", (NUM_SHARDS, NUM_TENSOR_RANKS), mesh_dim_names=("shard", "tensor"))
+        # Tensor parallelism divides the rows first, FSDP divides them again.
+        placements = [_StridedShard(0, split_factor=NUM_TENSOR_RANKS), Shard(0)]
+        local = torch.zeros(NUM_ROWS // NUM_RANKS, NUM_COLUMNS)
+        parameter = DTensor.from_local(local, mesh, placements, run_check=False)
+        parts = parts_of("w", parameter, HEIGHTS, ROW_ORDER)
+        offset, lengths = box_of(parameter)
+
+    first_row = offset[0]
+    num_rows = lengths[0]
+    return parts, to_rank_order(STACKED, ROW_ORDER)[first_row : first_row + num_rows]
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rank_has_one_box_of_each_matrix_though_heads_divide_them(rank):
+    parts, local_rows = parts_and_rows_of(rank)
+    for key, part in parts.items():
+        matrix_index = int(key.removeprefix("w/"))
+        first_row = FIRST_ROWS[key]
+        assert first_row <= part.box.offset[0] < first_row + HEIGHTS[matrix_index]
+        assert torch.equal(part.view_of(local_rows), STACKED[part.box.slices_in(STACKED_BOX)])
+
+
+def test_the_parts_of_all_ranks_cover_a_matrix_once():
+    times_covered = torch.zeros(NUM_ROWS, NUM_COLUMNS)
+    for rank in range(NUM_RANKS):
+        parts, _ = parts_and_rows_of(rank)
+        for part in parts.values():
+            times_covered[part.box.slices_in(STACKED_BOX)] += 1
+    assert torch.equal(times_covered, torch.ones(NUM_ROWS, NUM_COLUMNS))
+
+
+def test_a_rank_that_holds_a_whole_stack_has_each_of_its_matrices():
+    parts = parts_of("w", STACKED, HEIGHTS, None)
+    assert parts.keys() == FIRST_ROWS.keys()
+    for key, part in parts.items():
+        assert part.box.offset == (FIRST_ROWS[key], 0)
+        assert torch.equal(part.view_of(STACKED), STACKED[part.box.slices_in(STACKED_BOX)])
+
+
+# ----------------------------------------------------------------------------------- boxes of several ranks
 
 
 def test_ranks_share_out_only_what_they_hold():
     """The first and the last stage both have the embedding."""
-    embedding, block = Box((0, 0), (5, 2)), Box((0,), (4,))
-    assert divide_replicas([{"wte": embedding, "0": block}, {"1": block}, {"wte": embedding}]) == [
-        {"wte": Box((0, 0), (2, 2)), "0": block},
-        {"1": block},
-        {"wte": Box((2, 0), (3, 2))},
-    ]
+    embedding = Box((0, 0), (5, 2))
+    block = Box((0,), (4,))
+    first_rows = Box((0, 0), (2, 2))
+    last_rows = Box((2, 0), (3, 2))
+    pieces = divide_replicas([{"wte": embedding, "0": block}, {"1": block}, {"wte": embedding}])
+    assert pieces == [{"wte": first_rows, "0": block}, {"1": block}, {"wte": last_rows}]
+
+
+NUM_THREADS = 3
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    """Three ranks, which are threads; returns a function that runs one function on all of them."""
-    sent, barrier, here = {}, threading.Barrier(3, timeout=30), threading.local()
+def run_on_ranks(monkeypatch):
+    """A function that runs a function of the rank on three ranks at once, and returns their results.
 
-    def all_to_all(received, flat, counts, sizes):
-        sent[here.rank] = flat.split(sizes)
-        barrier.wait()
-        parts = [sent[other][here.rank] for other in range(3)]
-        assert [len(part) for part in parts] == counts
+    The ranks are threads. Instead of torch's `all_to_all_single` they call one that passes tensors between threads.
+    """
+    parts_sent = {}  # sender -> its part for each receiver
+    barrier = threading.Barrier(NUM_THREADS, timeout=30)
+    current = threading.local()
+
+    def all_to_all_single(received, sent, received_counts, sent_counts):
+        parts_sent[current.rank] = sent.split(sent_counts)
+        barrier.wait()  # every rank has sent
+        parts = [parts_sent[sender][current.rank] for sender in range(NUM_THREADS)]
+        assert [len(part) for part in parts] == received_counts
         received.copy_(torch.cat(parts))
-        barrier.wait()
+        barrier.wait()  # every rank has received, and the next exchange may begin
 
     def run(function):
-        def work(rank):
-            here.rank = rank
+        def run_as(rank):
+            current.rank = rank
             return function(rank)
 
-        with ThreadPoolExecutor(3) as pool:
-            return list(pool.map(work, range(3)))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return list(pool.map(run_as, range(NUM_THREADS)))
 
-    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     return run
 
 
-ROWS = [{"w": Box((0, 0), (2, 6))}, {"w": Box((2, 0), (2, 6))}, {"w": Box((4, 0), (1, 6)), "b": Box((0,), (3,))}]
-COLUMNS = [{"w": Box((0, 0), (5, 3)), "b": Box((0,), (1,))}, {"w": Box((0, 3), (5, 3))}, {"b": Box((1,), (2,))}]
-COPIES = [{"w": Box((0, 0), (5, 6)), "b": Box((0,), (3,))}] * 3
-WHOLE = COPIES[0]
+WHOLE = {"w": Box((0, 0), (5, 6)), "b": Box((0,), (3,))}
+"""A matrix and a vector. The names below say how three ranks hold them."""
+BY_ROWS = [
+    {"w": Box((0, 0), (2, 6))},
+    {"w": Box((2, 0), (2, 6))},
+    {"w": Box((4, 0), (1, 6)), "b": WHOLE["b"]},
+]
+BY_COLUMNS = [
+    {"w": Box((0, 0), (5, 3)), "b": Box((0,), (1,))},
+    {"w": Box((0, 3), (5, 3))},
+    {"b": Box((1,), (2,))},
+]
+WHOLE_COPIES = [WHOLE, WHOLE, WHOLE]
 
 
-@pytest.mark.parametrize(("have", "want"), [*itertools.permutations((ROWS, COLUMNS, COPIES), 2)])
-def test_every_rank_gets_the_boxes_that_it_wants(ranks, have, want):
-    have = divide_replicas(have)
-    tensors = {"w": torch.randn(5, 6), "b": torch.randn(3)}
+def parts_in(boxes, tensors):
+    """Those parts of whole tensors that are in the boxes."""
+    return {name: tensors[name][box.slices_in(WHOLE[name])] for name, box in boxes.items()}
 
-    def work(rank):
-        source = {name: tensors[name][box.slices_in(WHOLE[name])] for name, box in have[rank].items()}
-        target = {name: torch.zeros(box.lengths) for name, box in want[rank].items()}
-        Redistribution(have, want, rank).apply(source, target, torch.float32)
+
+@pytest.mark.parametrize(("held", "wanted"), [*itertools.permutations((BY_ROWS, BY_COLUMNS, WHOLE_COPIES), 2)])
+def test_every_rank_gets_the_boxes_that_it_wants(run_on_ranks, held, wanted):
+    pieces = divide_replicas(held)  # of copies, each rank gives some rows
+    tensors = {name: torch.randn(box.lengths) for name, box in WHOLE.items()}
+
+    def redistribute(rank):
+        source = parts_in(pieces[rank], tensors)
+        target = {name: torch.zeros(box.lengths) for name, box in wanted[rank].items()}
+        Redistribution(pieces, wanted, rank).apply(source, target, torch.float32)
         return target
 
-    for target, boxes in zip(ranks(work), want, strict=True):
-        assert target.keys() == boxes.keys()
-        assert all(torch.equal(target[name], tensors[name][box.slices_in(WHOLE[name])]) for name, box in boxes.items())
+    for boxes, target in zip(wanted, run_on_ranks(redistribute), strict=True):
+        expected = parts_in(boxes, tensors)
+        assert target.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(target[name], expected[name]), name
 
 
-def test_tensors_that_no_rank_gives_stay_as_they_are(ranks):
-    """Muon has no second moment of a matrix."""
+def test_a_tensor_that_no_rank_has_is_skipped(run_on_ranks):
+    """Muon has no second moment of a matrix: here "b" is in the plan, but in no rank's source or target."""
+    pieces = divide_replicas(WHOLE_COPIES)
 
-    def work(rank):
-        target = {"w": torch.zeros(5, 6)}
-        source = {name: torch.ones(box.lengths) for name, box in divide_replicas(COPIES)[rank].items() if name == "w"}
-        Redistribution(divide_replicas(COPIES), COPIES, rank).apply(source, target, torch.float32)
-        return target["w"]
+    def redistribute(rank):
+        source = {"w": torch.ones(pieces[rank]["w"].lengths)}
+        target = {"w": torch.zeros(WHOLE["w"].lengths)}
+        Redistribution(pieces, WHOLE_COPIES, rank).apply(source, target, torch.float32)
+        return target
 
-    assert all(torch.equal(found, torch.ones(5, 6)) for found in ranks(work))
+    for target in run_on_ranks(redistribute):
+        assert target.keys() == {"w"}
+        assert torch.equal(target["w"], torch.ones(5, 6))
