@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from llmfoundry_islands.tests.world import coordination, island, islands, metrics, train_with_a_death
+from llmfoundry_islands.tests.world import (
+    COPIES,
+    ONE,
+    SHARDS,
+    STAGES,
+    coordination,
+    island,
+    islands,
+    metrics,
+    train_with_a_death,
+)
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
 from tests.helpers.by_hand import assert_is_by_hand, train_by_hand
 from tests.helpers.launch import train
@@ -11,126 +21,184 @@ from tests.helpers.tiny import read_metrics, reading_texts, tiny_config, values,
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
-KEYS = ("loss/train/total", "grad_norm", "data/digest", "time/token")
-
-
-def settings(num_batches, **more):
-    """Microbatches of two rows; every second batch has 8 rows and 4 of padding (of 20 samples)."""
-    batches = {"global_train_batch_size": 12, "device_train_microbatch_size": 2, "max_duration": f"{num_batches}ba"}
-    return {"exact_sums": True, "train_loader__drop_last": False, **batches, **more}
+UNSHARDED = (2, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}})
+"""A layout besides those of `world`."""
+NUM_SAMPLES = 20
+EXACT_KEYS = ("loss/train/total", "grad_norm", "data/digest", "time/token")
+"""What a run logs of a batch that must be the same to the last bit."""
 
 
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("padded"), num_train=20)
+    """Data of 20 samples: every second batch of 12 has 8 of them and 4 rows of padding."""
+    return write_data(tmp_path_factory.mktemp("padded"), num_train=NUM_SAMPLES)
 
 
-def bits(records):
-    exact = {record["batch"]: [record[key] for key in KEYS] for record in records}
-    return {batch: [v.hex() if isinstance(v, float) else v for v in found] for batch, found in exact.items()}
+def exact_settings(num_batches, **changes):
+    """Settings of a run with exact sums, whose batches are six microbatches of two rows."""
+    return {
+        "exact_sums": True,
+        "train_loader__drop_last": False,
+        "global_train_batch_size": 12,
+        "device_train_microbatch_size": 2,
+        "max_duration": f"{num_batches}ba",
+        **changes,
+    }
 
 
-def weights(save):
+# ------------------------------------------------------------------------------------------- bits of a run
+
+
+def exact(value):
+    return value.hex() if isinstance(value, float) else value
+
+
+def bits_by_batch(records):
+    return {record["batch"]: [exact(record[key]) for key in EXACT_KEYS] for record in records}
+
+
+def bits_of_weights(save):
     return {name: tensor.view(torch.int32) for name, tensor in load_full_tensors(str(save)).items()}
 
 
-def train_alone(folder, data, changes):
-    """The same run as one world of one rank."""
-    config = tiny_config(data, run_name="alone", **changes)
+def names_of_different(weights, others):
+    """The names of the tensors that are not equal."""
+    assert weights.keys() == others.keys()
+    return [name for name, tensor in weights.items() if not torch.equal(tensor, others[name])]
+
+
+def train_one_world(folder, data, settings):
+    """Train as one world of one rank. Return the bits of each batch, and those of the weights at the end."""
+    config = tiny_config(data, run_name="alone", **settings)
     train([write_config(folder / "alone.yaml", config)], folder, 1).check()
-    alone = folder / "runs/alone"
-    if changes.get("precision", "fp32") == "fp32":  # the rate of the first batch is 0, and the second has padding
-        assert_is_by_hand(read_metrics(alone)[:2], train_by_hand(folder, config, 2))
-    return bits(read_metrics(alone)), weights(alone / "checkpoints" / f"ba{changes['max_duration'][:-2]}")
+    records = read_metrics(folder / "runs/alone")
+    num_batches = len(records)
+    assert settings["max_duration"] == f"{num_batches}ba"
+
+    # One world must be right itself. The rate of the first batch is 0, and the second has padding.
+    is_fp32 = settings.get("precision", "fp32") == "fp32"
+    if is_fp32:
+        assert_is_by_hand(records[:2], train_by_hand(folder, config, 2))
+    return bits_by_batch(records), bits_of_weights(folder / f"runs/alone/checkpoints/ba{num_batches}")
 
 
-def check_is_one_world(folder, data, a, b, num_batches, killed_at, **more):
-    changes = settings(num_batches, **more)
-    recorded, trained = train_alone(folder, data, changes)
-    train_with_a_death(folder, data, killed_at, a=(a[0], changes | a[1]), b=(b[0], changes | b[1]))
-    assert bits(metrics(folder, "a")) == recorded
-    back = bits(metrics(folder, "b"))
-    assert back == {batch: recorded[batch] for batch in back} and num_batches in back
-    assert {*values(metrics(folder, "a"), "islands/drifts"), *values(metrics(folder, "b"), "islands/drifts")} == {0}
-    saved = weights(folder / "saves" / f"ba{num_batches}")
-    assert saved.keys() == trained.keys()
-    assert [name for name, tensor in saved.items() if not torch.equal(tensor, trained[name])] == []
-    return changes, recorded
+# ------------------------------------------------------------------------------------------- though one dies
 
 
-ONE, SHARDS = (1, {}), (2, {})
-STAGES = (2, {"pp_config": {"pipeline_parallel_degree": 2}})
-COPIES = (2, {"fsdp_config": {"sharding_strategy": "ZERO_1"}})
-UNSHARDED = (2, {"fsdp_config": {"sharding_strategy": "NO_SHARD"}})
+def assert_islands_are_one_world(folder, data, settings, a, b, killed_at):
+    """Train as one world, then as the islands a and b, and compare. Return the bits of each batch.
+
+    a and b are layouts. b is killed in the batch `killed_at`, and comes back some batches later.
+    """
+    ranks_of_a, layout_of_a = a
+    ranks_of_b, layout_of_b = b
+    world_bits, world_weights = train_one_world(folder, data, settings)
+    num_batches = len(world_bits)
+    train_with_a_death(
+        folder, data, killed_at, a=(ranks_of_a, settings | layout_of_a), b=(ranks_of_b, settings | layout_of_b)
+    )
+
+    assert bits_by_batch(metrics(folder, "a")) == world_bits
+    bits_of_b = bits_by_batch(metrics(folder, "b"))
+    assert num_batches in bits_of_b, "b came back"
+    for batch, bits in bits_of_b.items():
+        assert bits == world_bits[batch], f"batch {batch} of b"
+
+    for name in ("a", "b"):
+        drifts = values(metrics(folder, name), "islands/drifts")
+        assert set(drifts) == {0}, name
+
+    island_weights = bits_of_weights(folder / f"saves/ba{num_batches}")
+    assert names_of_different(island_weights, world_weights) == []
+    return world_bits
 
 
 @pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (SHARDS, UNSHARDED), (COPIES, STAGES)])
 def test_islands_train_the_bits_of_one_world_though_one_dies(tmp_path, padded, a, b):
-    check_is_one_world(tmp_path, padded, a, b, num_batches=9, killed_at=3)
+    assert_islands_are_one_world(tmp_path, padded, exact_settings(9), a, b, killed_at=3)
 
 
-def test_islands_weigh_rows_of_unlike_length_in_16_bits_as_one_world_does(tmp_path):
+def test_islands_weigh_rows_of_unlike_length_in_16_bits_as_one_world(tmp_path):
     texts = write_texts(tmp_path / "texts")
-    by_rows = {**reading_texts(texts), "accumulate_train_batch_on_tokens": False, "precision": "amp_bf16"}
-    check_is_one_world(tmp_path, texts, STAGES, SHARDS, num_batches=9, killed_at=3, **by_rows)
+    settings = exact_settings(9, accumulate_train_batch_on_tokens=False, precision="amp_bf16", **reading_texts(texts))
+    assert_islands_are_one_world(tmp_path, texts, settings, STAGES, SHARDS, killed_at=3)
 
 
 def test_one_rank_carries_on_from_a_save_of_stages_with_the_same_bits(tmp_path, padded):
     """An island of shards has died and come back meanwhile."""
-    every = {"save_interval": "4ba"}
-    changes, recorded = check_is_one_world(tmp_path, padded, STAGES, SHARDS, num_batches=9, killed_at=3, **every)
-    config = tiny_config(padded, run_name="restored", load_path=str(tmp_path / "saves/ba8"), **changes)
+    settings = exact_settings(9, save_interval="4ba")
+    world_bits = assert_islands_are_one_world(tmp_path, padded, settings, STAGES, SHARDS, killed_at=3)
+
+    config = tiny_config(padded, run_name="restored", load_path=str(tmp_path / "saves/ba8"), **settings)
     train([write_config(tmp_path / "restored.yaml", config)], tmp_path, 1).check()
-    assert bits(read_metrics(tmp_path / "runs/restored"))[9] == recorded[9]
+    restored_bits = bits_by_batch(read_metrics(tmp_path / "runs/restored"))
+    assert restored_bits[9] == world_bits[9]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize(("a", "b"), [(ONE, ONE), (ONE, SHARDS), (STAGES, SHARDS)])
 def test_fifty_batches_are_those_of_one_world(tmp_path, padded, a, b, precision):
-    check_is_one_world(tmp_path, padded, a, b, num_batches=50, killed_at=20, precision=precision)
+    assert_islands_are_one_world(tmp_path, padded, exact_settings(50, precision=precision), a, b, killed_at=20)
+
+
+# ------------------------------------------------------------------------------------------- the sums
+
+NUMBERS_EACH_WAY = 4 / 3
+"""Numbers that one of three islands sends for each parameter of a batch, and as many that it receives: two thirds of
+its gradient to the owners of these, and its own third of the sum to two islands."""
+MIN_BYTES = 3
+MAX_BYTES = 6
+"""Of a packed number."""
 
 
 def test_three_islands_that_own_parts_of_the_sum_train_the_bits_of_one_world(tmp_path, padded):
-    changes = settings(6)
-    recorded, _ = train_alone(tmp_path, padded, changes)
+    settings = exact_settings(6)
+    world_bits, world_weights = train_one_world(tmp_path, padded, settings)
     with coordination(tmp_path, num_islands=3) as running:
-        for launch in islands(tmp_path, padded, running, a=(1, changes), b=(1, changes), c=(1, changes)):
+        for launch in islands(tmp_path, padded, running, a=(1, settings), b=(1, settings), c=(1, settings)):
             launch.check()
+
     assert "is repeated" not in running.lines
-    for name in "abc":
-        assert bits(metrics(tmp_path, name)) == recorded
-        num_parameters = sum(tensor.numel() for tensor in load_full_tensors(str(tmp_path / "saves/ba6")).values())
-        sent_and_received = values(metrics(tmp_path, name), "islands/bytes")[-1] / num_parameters
-        assert 2 * 4 / 3 * 3 < sent_and_received < 2 * 4 / 3 * 6, "of each gradient 4/3, in 3 to 6 bytes"
+    num_parameters = sum(tensor.numel() for tensor in world_weights.values())
+    for name in ("a", "b", "c"):
+        records = metrics(tmp_path, name)
+        assert bits_by_batch(records) == world_bits
+        bytes_by_parameter = records[-1]["islands/bytes"] / num_parameters
+        bytes_by_number = bytes_by_parameter / (2 * NUMBERS_EACH_WAY)
+        assert MIN_BYTES < bytes_by_number < MAX_BYTES
 
 
 def test_sums_that_travel_in_fp32_are_caught(tmp_path, padded):
     """They are caught by the weights: a loss is rounded, and may be the same by chance."""
-    changes = settings(4)
-    _, trained = train_alone(tmp_path, padded, changes)
-    changes |= {"callbacks": {"python:llmfoundry_islands.tests.faults:FloatWire": {}}}
+    settings = exact_settings(4)
+    _, world_weights = train_one_world(tmp_path, padded, settings)
+    in_fp32 = {**settings, "callbacks": {"python:llmfoundry_islands.tests.faults:FloatWire": {}}}
     with coordination(tmp_path) as running:
-        for launch in islands(tmp_path, padded, running, a=(1, changes), b=(1, changes)):
+        for launch in islands(tmp_path, padded, running, a=(1, in_fp32), b=(1, in_fp32)):
             launch.check()
-    saved = weights(tmp_path / "saves/ba4")
-    assert any(not torch.equal(tensor, trained[name]) for name, tensor in saved.items())
+
+    island_weights = bits_of_weights(tmp_path / "saves/ba4")
+    assert names_of_different(island_weights, world_weights) != []
 
 
 def test_islands_with_other_microbatches_are_refused(tmp_path, padded):
-    changes = settings(2)
+    """a waits for a second island. The first that comes is refused, the next one has a's settings."""
+    settings = exact_settings(2)
     with coordination(tmp_path) as running:
 
-        def refused():
+        def launch_with_other_microbatches():
             running.wait_for("a is here")
-            return island(tmp_path, padded, running, "b", 1, **changes | {"device_train_microbatch_size": 3})
+            return island(tmp_path, padded, running, "b", 1, **{**settings, "device_train_microbatch_size": 3})
 
-        def then_another():
+        def launch_with_the_same_settings():
             running.wait_for("refused")
-            return island(tmp_path, padded, running, "b", 1, **changes)
+            return island(tmp_path, padded, running, "b", 1, **settings)
 
-        a, other, another = islands(tmp_path, padded, running, refused, then_another, a=(1, changes))
+        a, other, same = islands(
+            tmp_path, padded, running, launch_with_other_microbatches, launch_with_the_same_settings, a=(1, settings)
+        )
     assert other.exit_codes == [2]
     assert "b and a differ in device_train_microbatch_size; islands train one run" in other.output
-    for launch in (a, another):
-        launch.check()
+    a.check()
+    same.check()
