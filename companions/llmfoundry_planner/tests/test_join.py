@@ -61,7 +61,7 @@ def test_overlap_does_not_hide_the_gradients_that_are_ready_last():
     assert seconds == pytest.approx(COMPUTE_SECONDS + 0.01)
 
 
-def test_overlap_hides_all_but_the_last_gradients_behind_a_single_microbatch():
+def test_a_single_microbatch_hides_all_but_the_last_gradients():
     """Its backward pass takes 1.33 s, more than the whole exchange."""
     pair_of_one_microbatch = replace(PAIR, num_microbatches=1)
     assert pair_of_one_microbatch.seconds(OVERLAP, LINK) == pytest.approx(COMPUTE_SECONDS + 0.1)
