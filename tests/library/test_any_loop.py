@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
+import llmfoundry_lite as lf
 from llmfoundry_lite.companions import search_path
 from tests.helpers.launch import ROOT, free_port
 from tests.helpers.present import needs
@@ -96,11 +97,20 @@ def make_folder(world, tmp_path):
     return make
 
 
+@pytest.fixture
+def num_batches_of_epoch(world):
+    """The number of batches of an epoch, as the page's loops open the data."""
+    loader = lf.open_dataset(
+        str(world / "data/mine"), split="train", shuffle=True, global_batch_size=12, max_seq_len=32
+    )
+    return sum(1 for _ in loader)
+
+
 @pytest.mark.parametrize(
     ("program", "launches"),
     [
-        pytest.param(PLAIN_PROGRAM, [Launch(2, 20), Launch(3, 40)], id="plain torch"),
-        pytest.param(TITAN_PROGRAM, [Launch(2, 20), Launch(4, 40, ranks_per_sample=2), Launch(3, 60)], id="torchtitan"),
+        pytest.param(PLAIN_PROGRAM, [Launch(2, 17), Launch(3, 40)], id="plain torch"),
+        pytest.param(TITAN_PROGRAM, [Launch(2, 17), Launch(4, 36, ranks_per_sample=2), Launch(3, 60)], id="torchtitan"),
         pytest.param(
             PORTABLE_PROGRAM,
             [Launch(3, 10), Launch(2, 35)],
@@ -109,7 +119,13 @@ def make_folder(world, tmp_path):
         ),
     ],
 )
-def test_a_loop_carries_on_with_other_ranks_as_if_it_had_never_stopped(make_folder, program, launches):
+def test_a_loop_carries_on_with_other_ranks_as_if_it_had_never_stopped(
+    make_folder, num_batches_of_epoch, program, launches
+):
+    for launch in launches[:-1]:
+        is_end_of_epoch = launch.last_batch % num_batches_of_epoch == 0
+        assert not is_end_of_epoch, "a stop at the end of an epoch does not need the position within it"
+
     last_batch = launches[-1].last_batch
     uninterrupted = train(make_folder("uninterrupted", program), Launch(1, last_batch))
 
