@@ -68,7 +68,8 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
     `config` and overrides are given as to `train`. A mapping without `icl_tasks` runs every task whose data file
     exists. A model is given as in a YAML, or as what `lf.load` returned. Then its checkpoint is evaluated, without any
     changes to the weights in memory. Each result has `tasks`, by name, with their metrics; the `average` of the tasks'
-    accuracies; `items`, with the items of each task; and the `path` of its file. `lf.compare` takes two results.
+    accuracies, each by the task's own metric; `items`, with the items of each task; and the `path` of its file.
+    `lf.compare` takes two results.
 
     >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
     words, accuracy ± standard error

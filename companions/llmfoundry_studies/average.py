@@ -7,7 +7,8 @@ Averaging the last checkpoints of a run lowers its loss as a decayed learning ra
 Merging in Pre-training of Large Language Models"). The result can be evaluated, exported, and used as `load_path` with
 `load_weights_only` like any other checkpoint. It has no optimizer state, so a run cannot resume from it.
 
-Tensors are read, averaged and written one after another, so the memory does not grow with the size of the model.
+Tensors are read, averaged and written one after another, so the memory depends on the largest tensor and not on the
+model: about 24 bytes for each of its elements.
 """
 
 import datetime
@@ -37,6 +38,7 @@ FILE_BYTES = 256 << 20
 """Size up to which tensors share a file of the result. A larger tensor has a file of its own."""
 AVERAGED_FROM = "averaged_from"
 """Key of the manifest's `scalars` with the checkpoints that were averaged, newest first."""
+FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")
 WINDOW_UNITS = ("tok", "ba", "sp")
 """Units in which `window` may be given: tokens, batches or samples."""
 
@@ -75,22 +77,26 @@ def average_checkpoints(
         raise ConfigError("checkpoint average: give either last or window, to say which checkpoints to average")
     if last is not None and last < 2:
         raise ConfigError(f"checkpoint average: last: {last} given, expected 2 or more")
+    if folder_of_checkpoints(out) != out:
+        raise CheckpointError(f"{out}: a run folder; give another folder, since the mean is not a save of that run")
     parents = find_parents(run, last=last, window=None if window is None else parse_window(window))
     check_same_model(parents)
     store = open_empty_store(out)
     lease = store.acquire()
     try:
+        for candidate in store.candidates():  # another average may have published here since the folder was empty
+            raise CheckpointError(f"{store.root.url}: already holds {candidate.name}; give another folder")
         newest = parents[0].manifest
         save_id = store.new_save_id(lease, newest.timestamp.batch)
         try:
             folder, prefix = store.open_draft(save_id)
             records, files, digest = write_mean(parents, folder, prefix, save_id, on_tensor)
-            keep_tokenizer(parents[0], out)
             manifest = describe_mean(parents, save_id, lease.epoch, records, files, digest)
             checkpoint = store.publish(manifest, lease)
         except BaseException:
             store.abandon(save_id)
             raise
+        keep_tokenizer(parents[0], out)
     finally:
         store.release(lease)
     return Averaged(checkpoint=checkpoint, parents=parents)
@@ -110,9 +116,9 @@ def parse_window(window: str) -> Duration:
 def find_parents(run: str, *, last: int | None, window: Duration | None) -> list[Checkpoint]:
     """Return the checkpoints of a run to average, newest first.
 
-    A run that went back to an earlier checkpoint may still have later ones of the abandoned branch. Those are left out:
-    each parent is of an earlier batch than the one before it. Raises CheckpointError if there are fewer than two, or
-    fewer than `last`, and for a checkpoint among them that cannot be read.
+    A run that went back to an earlier checkpoint may still have others of the abandoned branch. Those are left out, by
+    `_is_ancestor`. Raises CheckpointError if there are fewer than two, or fewer than `last`, and for a checkpoint among
+    them that cannot be read.
     """
     store = CheckpointStore(folder_of_checkpoints(run))
     candidates = store.candidates()
@@ -120,12 +126,11 @@ def find_parents(run: str, *, last: int | None, window: Duration | None) -> list
 
     parents: list[Checkpoint] = []
     for candidate in candidates:
-        is_of_this_branch = not parents or candidate.batch < parents[-1].manifest.timestamp.batch
-        if not is_of_this_branch:
-            continue
         if last is not None and len(parents) == last:
             break
         checkpoint = candidate.open()
+        if parents and not _is_ancestor(checkpoint, parents[-1]):
+            continue
         if window is not None and parents and not _is_within(checkpoint, parents[0], window):
             break
         parents.append(checkpoint)
@@ -139,6 +144,18 @@ def find_parents(run: str, *, last: int | None, window: Duration | None) -> list
             "the run keep more of them (save_num_checkpoints_to_keep)"
         )
     return parents
+
+
+def _is_ancestor(checkpoint: Checkpoint, newer: Checkpoint) -> bool:
+    """Return whether a run trained on from a checkpoint to a newer one, by the segments of both.
+
+    Each launch adds a segment. If launch 2 went back to batch 100, the newer checkpoint's segments begin at batches 1
+    and 101. Batch 140 of launch 1, whose only segment begins at batch 1, is not on that way.
+    """
+    batch = checkpoint.manifest.timestamp.batch
+    beginnings = [segment.first_batch for segment in checkpoint.manifest.segments]
+    newer_beginnings = [segment.first_batch for segment in newer.manifest.segments if segment.first_batch <= batch]
+    return batch < newer.manifest.timestamp.batch and beginnings == newer_beginnings
 
 
 def _is_within(checkpoint: Checkpoint, newest: Checkpoint, window: Duration) -> bool:
@@ -231,6 +248,8 @@ def group_into_files(manifest: Manifest) -> list[dict[str, Chunk]]:
     for name, record in manifest.tensors.items():
         if not name.startswith(MODEL_PREFIX):
             continue
+        if record.dtype not in FLOATING_DTYPES or 0 in record.shape:
+            raise CheckpointError(f"{name}: {record.dtype} {list(record.shape)} has no mean; nothing is averaged")
         chunk = Chunk(name, "F32", (0,) * len(record.shape), record.shape)
         group_bytes = sum(other.num_bytes for other in group.values())
         if group and group_bytes + chunk.num_bytes > FILE_BYTES:
@@ -248,7 +267,7 @@ def average_tensor(parents: Sequence[Checkpoint], name: str) -> torch.Tensor:
         tensor = read_full(parent, [name])[name]
         total = tensor.double() if total is None else total.add_(tensor)
     assert total is not None
-    return (total / len(parents)).float().contiguous()
+    return total.div_(len(parents)).float().contiguous()
 
 
 def describe_mean(

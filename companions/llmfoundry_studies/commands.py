@@ -1,17 +1,20 @@
 """What the core's commands call: `data overlap`, `compare --overlap`, and `compare` of recipes with several runs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import print_comparison
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
@@ -33,6 +36,8 @@ def run_overlap(
     if not (folder / "index.json").is_file():
         raise DataError(f"{folder} has no index.json; expected a folder that `data prepare` wrote, or another --split")
     tokenizer = load_tokenizer(tokenizer_name or str(data / "tokenizer"))
+    check_tokenizer(tokenizer, data)
+    out.mkdir(parents=True, exist_ok=True)  # before the search, which may take hours
 
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -53,9 +58,36 @@ def run_overlap(
     print(printable(f"{num_documents:,} documents searched for {num_words} words in a row; wrote {out}"))
 
 
+def check_tokenizer(tokenizer: Tokenizer, data: Path) -> None:
+    """Raise DataError unless the data was prepared with this tokenizer, whose tokens would be other texts.
+
+    Data that was not written by `data prepare` does not say so, and is not checked.
+    """
+    summary_path = data / "summary.json"
+    if not summary_path.is_file():
+        return
+    recorded = read_json(summary_path, "a summary").get("tokenizer")
+    fingerprint = recorded.get("fingerprint") if isinstance(recorded, dict) else None
+    if fingerprint not in (None, tokenizer.fingerprint):
+        raise DataError(
+            f"{data} was prepared with another tokenizer ({fingerprint}) than {tokenizer.name} "
+            f"({tokenizer.fingerprint}); leave --tokenizer out, or name that one"
+        )
+
+
 def find_tasks(names: Sequence[str]) -> list[TaskConfig]:
-    """Return the tasks of these names, or all tasks whose data is on this machine if no name is given."""
-    return load_tasks(list(names) or find_available_tasks(TASK_FOLDER), TASK_FOLDER)
+    """Return the tasks of these names, or all tasks whose data is on this machine if no name is given.
+
+    Raises DataError if there are none, or if two have one label, by which the marks are found again.
+    """
+    tasks = load_tasks(list(names) or find_available_tasks(TASK_FOLDER), TASK_FOLDER)
+    labels = [task.label for task in tasks]
+    if not tasks:
+        raise DataError(f"{TASK_FOLDER}: the data of no task is on this machine; name a task with --task")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise DataError(f"--task: two tasks have the label {label}; check them apart, or give one another label")
+    return tasks
 
 
 def table_of(overlaps: Sequence[TaskOverlap], num_words: int) -> Table:
@@ -73,9 +105,16 @@ def table_of(overlaps: Sequence[TaskOverlap], num_words: int) -> Table:
     return Table("", ["task", "items", "in the data", "share", "with answer", "too short to check"], rows)
 
 
-def print_parts(all_results: Sequence[Results], folder: Path, *, skip: Sequence[str]) -> None:
-    """Compare clean and marked items apart, and print both. `folder` is the output of `data overlap`."""
-    parts = divide_results(all_results, folder)
+def print_parts(
+    all_results: Sequence[Results], folder: Path, *, skip: Sequence[str], all_metrics: bool, metric: str | None
+) -> None:
+    """Compare clean and marked items apart, and print both.
+
+    `folder` is the output of `data overlap`; the other options are those of `compare`. The metrics are chosen by all
+    items together, so that both parts have those of the table above.
+    """
+    metrics = choose_metrics(all_results, metric)
+    parts = divide_results(by_metrics(without_tasks(all_results, skip), metrics), folder)
     printer = Console()
     for heading, results in (
         ("Items that are not in the training data", parts.clean),
@@ -83,19 +122,28 @@ def print_parts(all_results: Sequence[Results], folder: Path, *, skip: Sequence[
     ):
         printer.print()
         printer.print(Text(heading, style="bold"))
-        has_items = all(one.items for one in results)
-        if not has_items:
+        common_tasks = set.intersection(*(set(one.items) for one in results))
+        if not common_tasks:
             printer.print("  none")
             continue
-        known_tasks = {task for one in results for task in one.items}
-        print_comparison(compare(results, skip=[task for task in skip if task in known_tasks]), printer)
+        print_comparison(compare(results, all_metrics=all_metrics), printer)
     print_notes(printer, parts.notes)
 
 
 # --------------------------------------------------------------------------------------------------------- recipes
 
 
-def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str | None) -> None:
+def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[Results]:
+    """Return results without some tasks."""
+    kept: list[Results] = []
+    for results in all_results:
+        tasks = {task: record for task, record in results.tasks.items() if task not in skip}
+        items = {task: records for task, records in results.items.items() if task not in skip}
+        kept.append(replace(results, tasks=tasks, items=items))
+    return kept
+
+
+def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str | None, skip: Sequence[str]) -> None:
     """Compare recipes, each given as NAME=RESULT,RESULT,…, with the first; print tables and write them to `out`.
 
     Raises ConfigError for arguments of another form, and DataError for results that cannot be compared.
@@ -103,7 +151,7 @@ def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str |
     sides = read_sides(arguments)
     if len(sides) < 2:
         raise ConfigError(f"compare: {sides[0].name} alone: name another recipe, NAME=RESULT,RESULT,…")
-    pairs = compare_sides(sides, metric)
+    pairs = compare_sides(sides, metric, skip)
     printer = Console()
     for pair in pairs:
         table_of_sides(pair).print_blocks(printer)

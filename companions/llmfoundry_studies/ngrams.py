@@ -9,6 +9,7 @@ text at once. Hashes only find candidates: a match counts when the words themsel
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,7 +18,12 @@ from numpy.typing import NDArray
 
 Uint64s = NDArray[np.uint64]
 
-WORD = re.compile(r"\w+")
+WITHOUT_SPACES = r"\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Characters of scripts that are written without spaces between words: Thai, Japanese, Chinese."""
+MARKS = r"\u0300-\u036f\u0900-\u0dff"
+"""Marks that belong to the letter before them, and are no letters to Python. Indic scripts need them."""
+WORD = re.compile(rf"[{WITHOUT_SPACES}]|(?:(?![{WITHOUT_SPACES}])[\w{MARKS}])+")
+"""One character of a script without spaces, which counts as a word; or a run of other letters, digits and marks."""
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that multiplying by it loses no bits modulo 2^64. It is 2^64 divided by the golden ratio."""
 MAX_CACHED_WORDS = 1 << 20
@@ -28,7 +34,7 @@ FILTER_BITS = 24
 
 def split_words(text: str) -> list[str]:
     """Return the normalised words of a text: `It's 9 o'clock.` has the words it, s, 9, o and clock."""
-    return WORD.findall(text.lower())
+    return WORD.findall(unicodedata.normalize("NFKC", text).lower())
 
 
 class WordHasher:

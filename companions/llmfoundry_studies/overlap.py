@@ -3,7 +3,8 @@
     llmfoundry-lite data overlap data/mine --task arc_easy --task piqa --out overlap
 
 An item is marked if an n-gram of its text occurs in the training data: n words in a row, the same after normalisation
-(`ngrams.py`). Its text is the question, followed by its right answer. The training shards are read once, however many
+(`ngrams.py`). Its text is the question, followed by its right answer. An n-gram that more than MAX_SHARED_BY items of a
+task share, such as an instruction, marks none of them. The training shards are read once, however many
 tasks are checked, and the memory depends on the tasks and the largest shard alone.
 
 `find_overlap` reads tasks and data, and `write_overlap` writes what was found. `compare --overlap FOLDER` then shows
@@ -11,9 +12,11 @@ clean and marked items apart (`clean.py`).
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +35,11 @@ NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8
 """An item with fewer words than an n-gram is looked for as a whole, if it has this many. Shorter texts, such as
 `What is the capital of France? Paris`, occur by chance, or as common knowledge. GPT-3's study has the same limit."""
+MAX_SHARED_BY = 10
+"""Items of a task beyond which an n-gram that they share does not mark them. It is an instruction or another fixed
+phrase of the task, and tells nothing about one item."""
+MAX_DOCUMENT_TOKENS = 1 << 24
+"""Tokens after which a text without an end counts as a document, so that the memory stays bounded."""
 DOCUMENTS_AT_ONCE = 256
 """Documents that are decoded together."""
 SUMMARY_FILE = "overlap.json"
@@ -159,6 +167,9 @@ def read_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, li
             ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
             documents = np.split(tokens, ends + 1)
             unfinished = documents.pop()
+            if len(unfinished) > MAX_DOCUMENT_TOKENS:
+                documents.append(unfinished)
+                unfinished = unfinished[:0]
             yield from _decode(documents, tokenizer, shard)
     except (OSError, LookupError, ValueError) as error:
         raise DataError(
@@ -191,19 +202,26 @@ class Search:
         self._items_by_length: dict[int, dict[int, list[tuple[ItemOverlap, int]]]] = {}
         """Length of n-grams -> their hash -> the items that have it, each with the position of its first word."""
         for task in tasks:
-            for item in task.items:
-                self._add(item)
+            self._add(task)
         self._tables = {length: NgramTable(by_hash) for length, by_hash in self._items_by_length.items()}
 
-    def _add(self, item: ItemOverlap) -> None:
-        """Add an item's n-grams to `_items_by_length`."""
-        length = item.ngram_words(self.num_words)
-        if length == 0:
-            return
-        by_hash = self._items_by_length.setdefault(length, {})
-        hashes = hash_ngrams(self._hasher.hash_words(item.words), length)
-        for position, ngram_hash in enumerate(hashes.tolist()):
-            by_hash.setdefault(ngram_hash, []).append((item, position))
+    def _add(self, task: TaskOverlap) -> None:
+        """Add the n-grams of a task's items to `_items_by_length`, except those that many of its items share."""
+        items_with_ngram: dict[tuple[int, int], list[tuple[ItemOverlap, int]]] = {}
+        """(length, hash) of an n-gram -> the items that have it, each with the position of its first word."""
+        for item in task.items:
+            length = item.ngram_words(self.num_words)
+            if length == 0:
+                continue
+            hashes = hash_ngrams(self._hasher.hash_words(item.words), length)
+            for position, ngram_hash in enumerate(hashes.tolist()):
+                items_with_ngram.setdefault((length, ngram_hash), []).append((item, position))
+
+        for (length, ngram_hash), items in items_with_ngram.items():
+            num_items = len({item.index for item, _ in items})
+            if num_items <= MAX_SHARED_BY:
+                by_hash = self._items_by_length.setdefault(length, {})
+                by_hash[ngram_hash] = [*by_hash.get(ngram_hash, ()), *items]
 
     def mark_items_in(self, text: str, shard: int) -> None:
         """Mark each item that shares an n-gram with a text of the training data."""
@@ -251,13 +269,14 @@ def find_overlap(
 
 def write_overlap(overlaps: Sequence[TaskOverlap], out: Path, *, data: Path, num_words: int) -> None:
     """Write `overlap.json`, and `<task>.jsonl` with a line for each marked item and each that is too short to check."""
-    summary = {"data": str(data), "num_words": num_words, "tasks": {}}
+    summary: dict[str, Any] = {"data": str(data), "num_words": num_words, "tasks": {}}
     out.mkdir(parents=True, exist_ok=True)
     for overlap in overlaps:
         unchecked = [item for item in overlap.items if item.ngram_words(num_words) == 0]
         listed = sorted([*overlap.marked, *unchecked], key=lambda item: item.index)
         lines = [json.dumps(item.as_json(num_words)) for item in listed]
-        write_atomically(out / f"{overlap.label}.jsonl", "".join(f"{line}\n" for line in lines))
+        file_name = re.sub(r"[^\w.-]+", "-", overlap.label).lstrip(".")
+        write_atomically(out / f"{file_name}.jsonl", "".join(f"{line}\n" for line in lines))
         summary["tasks"][overlap.label] = {
             "data_fingerprint": overlap.data_fingerprint,
             "num_items": len(overlap.items),

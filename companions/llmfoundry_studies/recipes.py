@@ -6,8 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.evaluation.metrics import choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.pairs import format_p
-from llmfoundry_lite.evaluation.records import BITS
+from llmfoundry_lite.evaluation.records import BITS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import load_any
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
@@ -40,7 +41,7 @@ def read_sides(arguments: Sequence[str]) -> list[Side]:
             raise ConfigError(
                 f"compare: {argument!r} given, expected a recipe with a name of its own, NAME=RESULT,RESULT,…"
             )
-        runs_of_side[name] = [[Path(path) for path in run.split("+")] for run in text.split(",")]
+        runs_of_side[name] = [[Path(path) for path in run.split("+") if path] for run in text.split(",") if run]
 
     # Load all results at once, so that one that is given twice is noticed.
     all_paths = [path for runs in runs_of_side.values() for run in runs for path in run]
@@ -87,7 +88,7 @@ def table_of_sides(pair: SidePair) -> Table:
 
 
 def notes_on_sides(pair: SidePair) -> list[str]:
-    """Return notes on how many runs there are, and on what so few can show."""
+    """Return notes on how many runs there are, on what so few can show, and on what limits the comparison."""
     num_runs = sorted({len(pair.first.runs), len(pair.other.runs)})
     notes = [f"{' and '.join(map(str, num_runs))} runs a side"]
     if num_runs[0] < MIN_RUNS_FOR_NOISE:
@@ -97,6 +98,16 @@ def notes_on_sides(pair: SidePair) -> list[str]:
         )
     if any(len(run.checkpoints) > 1 for side in (pair.first, pair.other) for run in side.runs):
         notes.append("a run's score is the mean over several of its checkpoints")
+    all_results = [*pair.first.all_results, *pair.other.all_results]
+    notes += describe_choice(all_results, choose_metrics(all_results), None)
+    for row in pair.rows:
+        records = [results.tasks[row.task] for results in all_results if row.task in results.tasks]
+        if row.metric == BITS and any(lost_text_fraction(record) for record in records):
+            notes.append(
+                f"warning: {row.task}: a tokenizer loses text, which may explain a difference in bits per byte"
+            )
+        if any(limit_of_trial(record) for record in records):
+            notes.append(f"warning: {row.task}: only its first items (limit): a try, not a result")
     return notes
 
 
@@ -118,7 +129,9 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
         rows = [describe_row(row) for row in pair.rows]
         comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
     paths = [out / "compare.json", out / "compare.md"]
-    write_atomically(paths[0], json.dumps({"comparisons": comparisons}, indent=1) + "\n")
+    sides = [pairs[0].first, *(pair.other for pair in pairs)]
+    results = {side.name: [str(one.path) for one in side.all_results] for side in sides}
+    write_atomically(paths[0], json.dumps({"results": results, "comparisons": comparisons}, indent=1) + "\n")
     write_atomically(paths[1], "\n".join([*lines, LEGEND, ""]))
     return paths
 

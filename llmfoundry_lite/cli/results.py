@@ -108,7 +108,11 @@ def compare_results(
         if len(recipes) < len(results):
             raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
         compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
-        compare_recipes(recipes, out, metric=metric)
+        unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap}
+        for option, value in unused.items():
+            if value:
+                raise UserError(f"compare: {option} is for results of single models; leave it out for recipes")
+        compare_recipes(recipes, out, metric=metric, skip=skip or ())
         return
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
@@ -131,6 +135,6 @@ def compare_results(
     print_comparison(pairs, Console())
     if overlap is not None:
         print_parts = companions.load("llmfoundry_studies.commands:print_parts", "compare --overlap")
-        print_parts(loaded, overlap, skip=skip or ())
+        print_parts(loaded, overlap, skip=skip or (), all_metrics=all_metrics, metric=metric)
     for path in written:
         print(printable(str(path)))

@@ -17,7 +17,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,8 +139,16 @@ def compare_files(
     Raises DataError for results that cannot be compared, with the task and the reason.
     """
     left_out = [skip] if isinstance(skip, str) else skip or ()
-    paths = [result.path if isinstance(result, Results) else Path(result) for result in (first, other)]
-    return compare(load_any(paths, cluster), skip=left_out, all_metrics=all_metrics, metric=metric)[0]
+    if isinstance(first, Results) and isinstance(other, Results) and first.items and other.items:
+        # As they are in memory, because the files may have been replaced since.
+        names = [first.model, other.model]
+        if first.model == other.model:
+            names = [f"{first.model} (1)", f"{other.model} (2)"]
+        loaded = [replace(results, name=name) for results, name in zip((first, other), names, strict=True)]
+    else:
+        paths = [result.path if isinstance(result, Results) else Path(result) for result in (first, other)]
+        loaded = load_any(paths, cluster)
+    return compare(loaded, skip=left_out, all_metrics=all_metrics, metric=metric)[0]
 
 
 def _find_common_tasks(first_results: Results, other_results: Results, skip: Sequence[str]) -> list[str]:

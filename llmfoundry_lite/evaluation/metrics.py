@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from llmfoundry_lite.config.eval_schema import ACCURACIES
+from llmfoundry_lite.errors import DataError, find_nearest
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results
 
@@ -38,8 +39,10 @@ def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> 
     asked: the metric that the user asks for, such as `acc_norm`. Tasks that do not have it, such as a held-out text,
         keep their own.
 
-    The metric of a task is the one that is asked for; else the main metric of the first model's record, except that
-    `acc_norm` takes the place of `acc_per_token` if tokenizers differ. It is always one that all models have.
+    The metric of a task is the one that is asked for, if all models have it; else the main metric of the first model's
+    record, except that `acc_norm` takes the place of `acc_per_token` if tokenizers differ and all models have it.
+
+    Raises DataError if no task has the metric that is asked for.
     """
     tokenizers_differ = have_different_tokenizers(all_results)
     records_of_task: dict[str, list[Record]] = {}
@@ -49,13 +52,27 @@ def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> 
 
     metrics: dict[str, str] = {}
     for task, records in records_of_task.items():
-        main_metric = str(records[0]["metric"])
-        wanted = asked or main_metric
-        if wanted == PER_TOKEN and tokenizers_differ and asked is None:
-            wanted = PER_CHARACTER
-        all_have_it = all(wanted in record for record in records)
-        metrics[task] = wanted if all_have_it else main_metric
+        common_metrics = set.intersection(*(set(metrics_of(record)) for record in records))
+        metric = str(records[0]["metric"])
+        if metric == PER_TOKEN and tokenizers_differ and PER_CHARACTER in common_metrics:
+            metric = PER_CHARACTER
+        metrics[task] = asked if asked in common_metrics else metric
+
+    if asked is not None and asked not in metrics.values():
+        known = sorted({metric for records in records_of_task.values() for metric in metrics_of(records[0])})
+        near = find_nearest(asked, known)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+        raise DataError(f"metric: no task has {asked!r}; {hint}")
     return metrics
+
+
+def metrics_of(record: Record) -> list[str]:
+    """Return the metrics by which a task's record can be shown and compared, from the values of its items.
+
+    A log of another tool lists them in the record. This library's records have some of ACCURACIES, or bits per byte.
+    """
+    names = [record["metric"], *record.get("metrics", ACCURACIES)]
+    return [name for name in dict.fromkeys(names) if name in record]
 
 
 def by_metrics(all_results: Sequence[Results], metrics: Mapping[str, str]) -> list[Results]:
@@ -106,12 +123,11 @@ def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], 
 def other_metrics(record: Record, other_record: Record, *, tokenizers_differ: bool) -> list[str]:
     """Return the metrics, besides the main one, by which two models can be compared on a task.
 
-    Both records must have the metric. `acc_per_token` is left out for models with different tokenizers. A log of
-    another tool lists its metrics in the record; this library's records have some of ACCURACIES.
+    Both records must have the metric. `acc_per_token` is left out for models with different tokenizers.
     """
     metrics: list[str] = []
-    for metric in record.get("metrics", ACCURACIES):
-        both_have_it = metric in record and metric in other_record
+    for metric in metrics_of(record):
+        both_have_it = metric in metrics_of(other_record)
         depends_on_tokenizer = metric == PER_TOKEN and tokenizers_differ
         if metric != record["metric"] and both_have_it and not depends_on_tokenizer:
             metrics.append(metric)

@@ -372,7 +372,7 @@ def _check_record(record: Record, place: str) -> None:
     _check_types(record, TASK, place)
 
     # The main metric and all standard errors must be numbers. `metric` names the former.
-    number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr"))]
+    number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr") or key in ACCURACIES)]
     _check_types(record, dict.fromkeys(number_keys, int | float), place)
 
     # Parts of the record that are dicts themselves.

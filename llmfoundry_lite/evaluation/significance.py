@@ -34,8 +34,8 @@ NUM_RESAMPLES = 10_000
 """Number of draws of the bootstrap, unless a comparison needs more for its level (`num_draws_for`)."""
 DRAWS_BEYOND = 20
 """Number of draws that should lie beyond the ends of an interval. With fewer, its ends depend on chance."""
-MAX_DRAWN_UNITS = 500_000_000
-"""Number of units that all draws of a comparison may draw together, which takes some seconds."""
+MAX_DRAWN_UNITS = 1_000_000_000
+"""Number of units that the draws of all tests may draw together, which takes about a quarter of a minute."""
 RESAMPLED_AT_ONCE = 2_000_000
 """Number of units that are drawn at a time, over several draws: 16 MB of counts."""
 MAX_RESAMPLED = 5_000
@@ -308,7 +308,8 @@ def num_draws_for(num_units: int, tail_correction: float, smallest_level: float)
     small, needs more than NUM_RESAMPLES: with 132 tests of 32 documents, 118,800. MAX_DRAWN_UNITS bounds the time.
     """
     num_needed = math.ceil(DRAWS_BEYOND * tail_correction / smallest_level)
-    num_affordable = MAX_DRAWN_UNITS // num_units
+    num_tests = LEVEL / smallest_level
+    num_affordable = int(MAX_DRAWN_UNITS / num_tests / num_units)
     return max(NUM_RESAMPLES, min(num_needed, num_affordable))
 
 

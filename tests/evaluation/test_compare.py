@@ -738,6 +738,12 @@ def test_a_metric_that_is_asked_for_holds_everywhere(tmp_path):
     assert "depends on how a tokenizer divides an answer" in scores.notes[0]
 
 
+@pytest.mark.parametrize("metric", ["acc_nrom", "n", "perplexity"])
+def test_a_metric_that_no_task_has_is_refused(tmp_path, metric):
+    with pytest.raises(DataError, match=f"metric: no task has '{metric}'; "):
+        compare(load_results(models_with_two_tokenizers(tmp_path)), metric=metric)
+
+
 def test_several_numbers_of_examples_of_one_task_count_once_in_the_mean(tmp_path):
     right, wrong = choice([1] * 20), choice([0] * 20)
     ours = {"quiz/0-shot": right, "quiz/5-shot": right, "other/0-shot": wrong}

@@ -1,6 +1,7 @@
 """The mean of a run's last checkpoints is a checkpoint like any other."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from llmfoundry_lite.checkpoint.full_tensors import load_full_tensors
-from llmfoundry_lite.checkpoint.manifest import Timestamp, encode
+from llmfoundry_lite.checkpoint.manifest import Segment, Timestamp, encode
 from llmfoundry_lite.checkpoint.save import SaveMetadata, Saver
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
@@ -33,7 +34,7 @@ def run_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def save_batches(folder: Path, batches, seed: int = 0) -> None:
+def save_batches(folder: Path, batches, seed: int = 0, segments: Sequence[Segment] = ()) -> None:
     """Save a model with other weights after each of these batches, under one lease."""
     model = random_model(ALIBI)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -48,6 +49,7 @@ def save_batches(folder: Path, batches, seed: int = 0) -> None:
             timestamp=Timestamp(batch=batch, token=batch * TOKENS_PER_BATCH),
             config={"model": asdict(ALIBI)},
             scalars={"timestamp": {"batch": batch}},
+            segments=tuple(segments),
         )
         saver.save(model, optimizer, metadata)
         saver.wait()
@@ -104,6 +106,21 @@ def test_checkpoints_of_an_abandoned_branch_are_left_out(tmp_path):
     averaged = average_checkpoints(str(tmp_path / "run"), str(tmp_path / "mean"), last=3)
     epochs_and_names = [(parent.manifest.lease_epoch, parent.name) for parent in averaged.parents]
     assert epochs_and_names == [(2, "ba3"), (1, "ba2"), (1, "ba1")]
+
+
+def test_a_checkpoint_of_an_abandoned_branch_at_an_earlier_batch_is_left_out(tmp_path):
+    # Launch 2 went back to batch 1. Batches 2 and 3 of launch 1 are before its batch 4, and not on the way there.
+    save_batches(tmp_path / "run", [1, 2, 3], segments=[Segment(first_batch=1, last_batch=3)])
+    later = [Segment(first_batch=1, last_batch=1), Segment(first_batch=2, last_batch=4)]
+    save_batches(tmp_path / "run", [4], seed=1, segments=later)
+    averaged = average_checkpoints(str(tmp_path / "run"), str(tmp_path / "mean"), last=2)
+    assert [parent.name for parent in averaged.parents] == ["ba4", "ba1"]
+
+
+def test_a_run_folder_is_not_a_place_for_the_mean(tmp_path):
+    save_batches(tmp_path / "run/checkpoints", [1, 2])
+    with pytest.raises(CheckpointError, match="a run folder; give another folder"):
+        average_checkpoints(str(tmp_path / "run"), str(tmp_path / "run"), last=2)
 
 
 def test_too_few_checkpoints_are_refused_and_nothing_is_written(run_folder, tmp_path):

@@ -16,9 +16,10 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_studies import overlap
 from llmfoundry_studies.clean import divide_results
 from llmfoundry_studies.ngrams import NgramTable, WordHasher, hash_ngrams, split_words
-from llmfoundry_studies.overlap import find_overlap, question_and_answer
+from llmfoundry_studies.overlap import Search, find_overlap, question_and_answer, read_task
 from tests.helpers.preparing import request, write_jsonl
 from tests.helpers.results import choice, write_result
+from tests.helpers.tiny import build_tokenizer
 
 NUM_ITEMS = 60
 PLANTED = [3, 17, 40]
@@ -105,9 +106,8 @@ def test_the_table_finds_all_of_its_hashes_and_nothing_else():
 
 
 def test_equal_hashes_of_other_words_are_no_match(folder, monkeypatch):
-    monkeypatch.setattr(
-        overlap.WordHasher, "hash_words", lambda self, words: __import__("numpy").ones(len(words), "u8")
-    )
+    monkeypatch.setattr(overlap, "MAX_SHARED_BY", 10**6)  # all n-grams have one hash here
+    monkeypatch.setattr(overlap.WordHasher, "hash_words", lambda self, words: np.ones(len(words), np.uint64))
     found = found_in(folder)
     assert set(found) == {*PLANTED, PLANTED_QUESTION}
 
@@ -155,3 +155,33 @@ def test_a_stranger_s_summary_is_refused_in_one_line(tmp_path, content):
     (tmp_path / "overlap.json").write_text(content)
     with pytest.raises(DataError, match="is not a summary that `data overlap` has written"):
         divide_results([], tmp_path)
+
+
+def test_an_instruction_that_all_items_share_marks_none(tmp_path, rows):
+    instruction = " ".join(f"w{number}" for number in range(6000, 6020))
+    shared = [{**row, "query": f"{instruction} {row['query']}"} for row in rows]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
+    config = TaskConfig(label="t", icl_task_type="multiple_choice", dataset_uri=str(tmp_path / "task.jsonl"))
+    task = read_task(config)
+    search = Search([task], 13)
+    search.mark_items_in(f"{instruction} and something else", 0)
+    assert task.marked == []
+
+
+def test_the_tokenizer_of_other_data_is_refused(folder, tmp_path, capsys):
+    build_tokenizer(tmp_path / "other")
+    command = ["data", "overlap", str(folder / "data"), "--task", str(folder / "task.yaml"), "--out", str(tmp_path)]
+    assert main.run([*command, "--tokenizer", str(tmp_path / "other")]) == 2
+    assert "was prepared with another tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("It's 9 o'clock.", ["it", "s", "9", "o", "clock"]),
+        ("\u4f60\u597d World", ["\u4f60", "\u597d", "world"]),
+        ("\u0939\u093f\u0928\u094d\u0926\u0940", ["\u0939\u093f\u0928\u094d\u0926\u0940"]),
+    ],
+)
+def test_words_of_other_scripts(text, words):
+    assert split_words(text) == words

@@ -55,9 +55,9 @@ def test_the_error_is_that_of_runs_and_items_together(tmp_path):
 
 def test_a_difference_between_seeds_is_not_one_between_recipes(tmp_path):
     # Every run of a side has the same answers but one, which is far better: two models differ, the recipes need not.
-    weak = [1] * 30 + [0] * 70
+    weak_runs = [[1] * 30 + [0] * 70, [1] * 29 + [0] * 71, [1] * 31 + [0] * 69]
     strong = [1] * 90 + [0] * 10
-    found = compare_two(side_of(tmp_path, "a", [weak, weak, weak]), side_of(tmp_path, "b", [weak, weak, strong]))
+    found = compare_two(side_of(tmp_path, "a", weak_runs), side_of(tmp_path, "b", [*weak_runs[:2], strong]))
     assert found.verdict == "no detectable difference"
     assert found.low < 0 < found.high
 
@@ -84,10 +84,10 @@ def test_equal_recipes_are_called_different_at_most_as_often_as_the_level_says()
 
 def test_bits_per_byte_count_documents_by_their_bytes(tmp_path):
     generator = np.random.default_rng(1)
-    sizes = generator.integers(50, 500, 30)
+    sizes = generator.integers(50, 500, 60)
 
     def documents(shift: float) -> list[list[tuple[float, int]]]:
-        nats = sizes * (0.7 + shift + generator.normal(0, 0.05, 30))
+        nats = sizes * (0.7 + shift + generator.normal(0, 0.05, 60))
         return [[(float(one), int(size))] for one, size in zip(nats, sizes, strict=True)]
 
     sides = []
@@ -143,3 +143,40 @@ def test_runs_and_checkpoints_are_read_from_an_argument(tmp_path):
 def test_sides_and_single_results_are_not_mixed(tmp_path, capsys, arguments):
     assert main.run(["compare", *arguments]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_units_of_which_one_has_most_of_the_weight_claim_nothing(tmp_path):
+    # Of 100 items, 95 are one cluster, which the sides answer differently.
+    clusters = ["big"] * 95 + [f"small {number}" for number in range(5)]
+    sides = []
+    for name, answer in (("a", 0), ("b", 1)):
+        paths = []
+        for run in range(3):
+            small_answers = [0, 0, 0, 0, 0]
+            small_answers[run] = 1
+            record, items = choice([answer] * 95 + small_answers)
+            items = [{**item, "cluster": cluster} for item, cluster in zip(items, clusters, strict=True)]
+            paths.append(write_result(tmp_path / f"{name}{run}", f"{name}{run}", {TASK: (record, items)}))
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+    found = compare_two(*sides)
+    assert found.num_units == 6
+    assert found.verdict == "too few items"
+
+
+def test_copies_of_one_run_are_refused(tmp_path):
+    side = side_of(tmp_path, "a", [[1, 0] * 20, [1, 0] * 20])
+    with pytest.raises(DataError, match="has the same answers as another of its runs"):
+        compare_sides([side, side])
+
+
+def test_equal_scores_are_no_difference_of_rounding(tmp_path):
+    answers = [[1] * 8, [1] * 7 + [0]]
+    first = side_of(tmp_path / "a", "a", answers)
+    other = side_of(tmp_path / "b", "b", answers)
+    assert compare_two(first, other).verdict == "no detectable difference"
+
+
+@pytest.mark.parametrize("option", [["--all-metrics"], ["--cluster", "x"], ["--overlap", "folder"]])
+def test_options_of_single_results_are_refused_for_recipes(capsys, option):
+    assert main.run(["compare", "a=x.json,y.json", "b=z.json,w.json", *option]) == 2
+    assert "is for results of single models" in capsys.readouterr().err
