@@ -56,7 +56,9 @@ def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> 
         metric = str(records[0]["metric"])
         if metric == PER_TOKEN and tokenizers_differ and PER_CHARACTER in common_metrics:
             metric = PER_CHARACTER
-        metrics[task] = asked if asked in common_metrics else metric
+        if asked is not None and asked in common_metrics:
+            metric = asked
+        metrics[task] = metric
 
     if asked is not None and asked not in metrics.values():
         known = sorted({metric for records in records_of_task.values() for metric in metrics_of(records[0])})
