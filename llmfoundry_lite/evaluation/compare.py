@@ -127,7 +127,7 @@ def compare_files(
 
     >>> pair = lf.compare("results/base.json", "results/ours.json")
     >>> pair.sentence
-    'ours is better than base by 0.150 [0.103, 0.197] on the mean of 2 tasks'
+    'ours is better than base by 0.150 [0.107, 0.201] on the mean of 2 tasks'
     >>> task = pair.tasks[0]
     >>> task.task, task.n, task.wins, task.losses, task.verdict
     ('arc_easy/0-shot', 100, 20, 0, 'better by 0.200')
