@@ -94,7 +94,7 @@ def test_without_a_run_directory_the_log_is_the_checkpoint_s(tmp_path, data):
     # Another experiment with the same save_folder would find this run done, and train nothing.
     other = train([write_config(tmp_path / "tiny.yaml", {**config, "run_name": "other"})], tmp_path)
     assert other.exit_codes == [2]
-    assert "shared/ba6 is a checkpoint of the run tiny, and this run is other" in other.output
+    assert "shared/ba6 is a checkpoint of the run tiny, but this run is other" in other.output
     assert not (tmp_path / "runs/other/metrics.jsonl").exists()
 
 
