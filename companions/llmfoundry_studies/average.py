@@ -72,6 +72,7 @@ def average_checkpoints(
     Every parent counts the same. Sums are float64, and the result is rounded to fp32 once. Raises ConfigError for a
     `last` and `window` that do not say which checkpoints to average. Raises CheckpointError for a run with fewer than
     two such checkpoints, for parents that do not hold the same model, and for damaged ones. Nothing is published then.
+    Only if the tokenizer cannot be copied beside it, the mean has been published before the error.
     """
     if (last is None) == (window is None):
         raise ConfigError("checkpoint average: give either last or window, to say which checkpoints to average")

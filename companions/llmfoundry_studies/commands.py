@@ -14,7 +14,7 @@ from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
-from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, metrics_of, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import print_comparison
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
@@ -113,6 +113,7 @@ def print_parts(
     `folder` is the output of `data overlap`; the other options are those of `compare`. The metrics are chosen by all
     items together, so that both parts have those of the table above.
     """
+    refuse_unknown_metric(all_results, metric)
     metrics = choose_metrics(all_results, metric)
     parts = divide_results(by_metrics(without_tasks(all_results, skip), metrics), folder)
     printer = Console()
@@ -126,11 +127,10 @@ def print_parts(
         if not common_tasks:
             printer.print("  none")
             continue
-        print_comparison(compare(results, all_metrics=all_metrics), printer)
+        # A part may lack the tasks that have the metric which the user asks for.
+        has_metric = any(metric in metrics_of(record) for one in results for record in one.tasks.values())
+        print_comparison(compare(results, all_metrics=all_metrics, metric=metric if has_metric else None), printer)
     print_notes(printer, parts.notes)
-
-
-# --------------------------------------------------------------------------------------------------------- recipes
 
 
 def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[Results]:
@@ -141,6 +141,9 @@ def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[R
         items = {task: records for task, records in results.items.items() if task not in skip}
         kept.append(replace(results, tasks=tasks, items=items))
     return kept
+
+
+# --------------------------------------------------------------------------------------------------------- recipes
 
 
 def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str | None, skip: Sequence[str]) -> None:

@@ -4,8 +4,8 @@
 
 An item is marked if an n-gram of its text occurs in the training data: n words in a row, the same after normalisation
 (`ngrams.py`). Its text is the question, followed by its right answer. An n-gram that more than MAX_SHARED_BY items of a
-task share, such as an instruction, marks none of them. The training shards are read once, however many
-tasks are checked, and the memory depends on the tasks and the largest shard alone.
+task share, such as an instruction, marks none of them. The training shards are read once, however many tasks are
+checked, and the memory depends on the tasks and the largest shard alone.
 
 `find_overlap` reads tasks and data, and `write_overlap` writes what was found. `compare --overlap FOLDER` then shows
 clean and marked items apart (`clean.py`).

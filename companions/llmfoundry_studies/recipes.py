@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
-from llmfoundry_lite.evaluation.metrics import choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.pairs import format_p
 from llmfoundry_lite.evaluation.records import BITS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import load_any
@@ -99,7 +98,7 @@ def notes_on_sides(pair: SidePair) -> list[str]:
     if any(len(run.checkpoints) > 1 for side in (pair.first, pair.other) for run in side.runs):
         notes.append("a run's score is the mean over several of its checkpoints")
     all_results = [*pair.first.all_results, *pair.other.all_results]
-    notes += describe_choice(all_results, choose_metrics(all_results), None)
+    notes += pair.notes_on_metrics
     for row in pair.rows:
         records = [results.tasks[row.task] for results in all_results if row.task in results.tasks]
         if row.metric == BITS and any(lost_text_fraction(record) for record in records):

@@ -10,8 +10,8 @@ The variance of the difference of the two means is the sum of three parts: the v
 divided by their number; and the variance among items (or clusters, or documents) of their mean differences, as in
 `compare`. The noise that belongs to one run and one item is in all three, so the sum is a little too large rather than
 too small. The degrees of freedom are Satterthwaite's (Biometrics Bulletin 2, 1946), and the interval and p-value those
-of Student's t. Simulated, three
-runs a side call equal recipes different in at most 5 % of comparisons, two in up to 6 %.
+of Student's t. Simulated for accuracies, three or more runs a side call equal recipes different in at most 5 % of
+comparisons, and two in up to 6 %.
 """
 
 import math
@@ -23,7 +23,7 @@ import numpy as np
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import check_same_questions
-from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.records import (
     BITS,
     document_of,
@@ -168,6 +168,8 @@ class SidePair:
     other: Side
     rows: list[SideComparison]
     """Each task, and the mean of the accuracies if there are several."""
+    notes_on_metrics: list[str]
+    """Notes on metrics that differ from those of the tasks, as `metrics.describe_choice` returns them."""
 
 
 def compare_sides(sides: Sequence[Side], metric: str | None = None, skip: Sequence[str] = ()) -> list[SidePair]:
@@ -187,7 +189,9 @@ def compare_sides(sides: Sequence[Side], metric: str | None = None, skip: Sequen
             )
         _refuse_equal_runs(side)
     all_results = [results for side in sides for results in side.all_results]
+    refuse_unknown_metric(all_results, metric)
     metrics = choose_metrics(all_results, metric)
+    notes_on_metrics = describe_choice(all_results, metrics, metric)
     reference = all_results[0]
     tasks = [
         task for task in reference.items if task not in skip and all(task in results.items for results in all_results)
@@ -204,7 +208,7 @@ def compare_sides(sides: Sequence[Side], metric: str | None = None, skip: Sequen
     means: list[SideComparison] = []
     for other in others:
         rows = [_compare(task, [(task, metrics[task])], first, other) for task in tasks]
-        pairs.append(SidePair(first, other, rows))
+        pairs.append(SidePair(first, other, rows, notes_on_metrics))
         if len(accuracies) > 1:
             num_labels = len({label_of(task) for task, _ in accuracies})
             means.append(_compare(f"mean of {num_labels} tasks", accuracies, first, other))

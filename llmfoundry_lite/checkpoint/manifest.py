@@ -34,7 +34,7 @@ DCP_STATE = "torch.distributed.checkpoint"
 """Key of `scalars` in checkpoints that torch.distributed.checkpoint (DCP) has saved. It has the `values` that are not
 tensors, and the `paths` of all values in the nested state dict, both by name."""
 NO_STATE: dict[str, Any] = {"values": {}, "paths": {}}
-"""What `DCP_STATE` holds for a checkpoint without such values."""
+"""Value of `DCP_STATE` for a checkpoint without such values."""
 HEAD_BYTES = 4096
 """A listing reads this many bytes from the beginning of each manifest."""
 MAX_BYTES = 64 << 20

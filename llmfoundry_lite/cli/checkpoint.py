@@ -211,7 +211,8 @@ def describe_manifest(manifest: Manifest) -> dict[str, str | None]:
         facts = {"imported from": f"{origin.get('source')} ({origin.get('kind')})"} | facts
     averaged_from = manifest.scalars.get("averaged_from")
     if isinstance(averaged_from, list):
-        facts = {"mean of": ", ".join(str(origin.get("save_id")) for origin in averaged_from)} | facts
+        save_ids = [str(origin.get("save_id")) for origin in averaged_from if isinstance(origin, dict)]
+        facts = {"mean of": ", ".join(save_ids)} | facts
     if manifest.dcp_state:
         # An import from torch.distributed.checkpoint keeps its names, so the model's tensors cannot be told apart.
         size = format_megabytes(sum(tensor.num_bytes for tensor in tensors.values()))

@@ -24,8 +24,9 @@ OBJECTS = {"allow_objects": True}
 def merge_and_resolve(mappings: Sequence[dict[str, Any]]) -> Any:
     """Merge nested dictionaries, of which later ones override earlier ones, and resolve their references `${…}`.
 
-    For example, `{"d": 8, "data": "${oc.env:HOME}/d${d}"}` and `{"d": 16}` give `{"d": 16, "data": "/root/d16"}`. Text
-    that came from an environment variable is a `FromEnvironment`, whose `written` is `${oc.env:HOME}/d16` here.
+    For example, with the variable DISK=/scratch, `{"d": 8, "data": "${oc.env:DISK}/d${d}"}` and `{"d": 16}` give
+    `{"d": 16, "data": "/scratch/d16"}`. Text that came from an environment variable is a `FromEnvironment`, whose
+    `written` is `${oc.env:DISK}/d16` here.
 
     Raises OmegaConfBaseException for a reference to nothing, and for a variable that is not set.
     """

@@ -32,6 +32,7 @@ from llmfoundry_lite.evaluation.metrics import (
     describe_choice,
     has_other_tokenizer,
     other_metrics,
+    refuse_unknown_metric,
 )
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
@@ -76,6 +77,7 @@ def compare(
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
 
     # Choose the metrics by all results together, as for the table, and count the tests that this makes.
+    refuse_unknown_metric(results, metric)
     metrics = choose_metrics(results, metric)
     notes = describe_choice(results, metrics, metric)
     first_results, *all_other_results = by_metrics(results, metrics)

@@ -41,8 +41,6 @@ def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> 
 
     The metric of a task is the one that is asked for, if all models have it; else the main metric of the first model's
     record, except that `acc_norm` takes the place of `acc_per_token` if tokenizers differ and all models have it.
-
-    Raises DataError if no task has the metric that is asked for.
     """
     tokenizers_differ = have_different_tokenizers(all_results)
     records_of_task: dict[str, list[Record]] = {}
@@ -59,13 +57,20 @@ def choose_metrics(all_results: Sequence[Results], asked: str | None = None) -> 
         if asked is not None and asked in common_metrics:
             metric = asked
         metrics[task] = metric
-
-    if asked is not None and asked not in metrics.values():
-        known = sorted({metric for records in records_of_task.values() for metric in metrics_of(records[0])})
-        near = find_nearest(asked, known)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
-        raise DataError(f"metric: no task has {asked!r}; {hint}")
     return metrics
+
+
+def refuse_unknown_metric(all_results: Sequence[Results], asked: str | None) -> None:
+    """Raise DataError if no task of several results has the metric that the user asks for.
+
+    A comparison calls this. A table is made after an evaluation, which must not fail then, so it keeps each task's own.
+    """
+    known = {metric for results in all_results for record in results.tasks.values() for metric in metrics_of(record)}
+    if asked is None or asked in known:
+        return
+    near = find_nearest(asked, sorted(known))
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(known))}"
+    raise DataError(f"metric: no task has {asked!r}; {hint}")
 
 
 def metrics_of(record: Record) -> list[str]:

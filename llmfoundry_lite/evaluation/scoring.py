@@ -50,7 +50,7 @@ class AnswerTokens(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model says about each answer token of a batch."""
+    """Scores that a model gives to the answer tokens of a batch, one for each."""
 
     log_probability_n: torch.Tensor
     """fp32, in nats."""

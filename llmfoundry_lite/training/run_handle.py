@@ -68,7 +68,7 @@ class RunHandle:
         self._saving = saving
         """Saves and restores the run, and decides when a save is due."""
         self._agreement = saving.agreement
-        """What the ranks of this launch exchange between two batches: counts, and reasons to leave."""
+        """Exchange of this launch's ranks between two batches: counts, and reasons to leave."""
         self._gradient_step = saving.gradient_step
         """Runs between the backward pass and the optimizer, where launches add up their gradients."""
         self._dataset: Any = getattr(trainer.state.train_dataloader, "dataset", None)

@@ -744,6 +744,11 @@ def test_a_metric_that_no_task_has_is_refused(tmp_path, metric):
         compare(load_results(models_with_two_tokenizers(tmp_path)), metric=metric)
 
 
+def test_a_table_keeps_the_metrics_of_tasks_that_lack_the_one_asked_for(tmp_path):
+    loaded = load_results([write_result(tmp_path, "base", {"text/0-shot": text([[(7.0, 10)]])})])
+    assert results_table(loaded, "acc_norm").columns["text/0-shot"].endswith("bits per byte")
+
+
 def test_several_numbers_of_examples_of_one_task_count_once_in_the_mean(tmp_path):
     right, wrong = choice([1] * 20), choice([0] * 20)
     ours = {"quiz/0-shot": right, "quiz/5-shot": right, "other/0-shot": wrong}

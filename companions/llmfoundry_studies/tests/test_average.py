@@ -184,3 +184,12 @@ def test_a_mean_of_a_real_run_is_evaluated_with_its_tokenizer_and_begins_another
     located = locate_model(str(out), tokenizer=None, precision="fp32", device=torch.device("cpu"), shard=None)
     assert located.num_tokens_trained == open_checkpoint(out / "ba4").manifest.timestamp.token
     assert find_tokenizer({}, open_checkpoint(out / "ba4"), str(out)) is not None
+
+
+def test_a_stranger_s_manifest_is_inspected_without_a_traceback(tmp_path, capsys):
+    save_batches(tmp_path / "run", [1])
+    path = tmp_path / "run/ba1/manifest.json"
+    manifest = open_checkpoint(tmp_path / "run/ba1").manifest
+    path.write_bytes(encode(replace(manifest, scalars={"averaged_from": ["not a record", 3]})))
+    assert main.run(["checkpoint", "inspect", str(tmp_path / "run/ba1")]) == 0
+    assert "mean of" in capsys.readouterr().out

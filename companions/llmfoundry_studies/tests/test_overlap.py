@@ -132,7 +132,13 @@ def test_the_command_writes_marks_by_which_results_are_divided(folder, tmp_path,
     assert [len(results.items["planted/0-shot"]) for results in parts.marked] == [4, 4]
     assert main.run(["compare", *map(str, paths), "--overlap", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "not in the training data" in printed and "in the training data" in printed
+    assert "Items that are not in the training data" in printed
+    assert "Items that are in the training data" in printed
+
+    # The parts are compared by the metric that is asked for, as the whole is.
+    command = ["compare", *map(str, paths), "--overlap", str(out), "--metric", "acc_norm"]
+    assert main.run(command) == 0
+    assert "acc_per_token" not in capsys.readouterr().out
 
 
 def test_results_on_other_rows_are_refused(folder, tmp_path):
