@@ -44,6 +44,7 @@ def test_the_quickstarts_tasks_are_those_that_are_made(made: Path) -> None:
     assert [task.dataset_uri for task in tasks] == [f"data/eval/{name}.jsonl" for name in NAMES]
 
 
+@pytest.mark.slow
 def test_they_are_the_same_every_time(made: Path, tmp_path: Path) -> None:
     own.make_tasks(tmp_path, notify=lambda line: None)
     for name in NAMES:

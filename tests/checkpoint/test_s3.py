@@ -392,6 +392,7 @@ def test_a_server_that_refuses_everything_says_whose_fault_it_is(proxy, code, ma
         assert caught.value.is_transient == may_pass
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_server_that_has_gone_is_told_by_the_error_alone_and_by_no_traceback(connect, monkeypatch, caplog):
     """A port that takes connections and closes them: aiohttp's task that sends the request fails beside the request."""

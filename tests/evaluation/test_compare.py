@@ -676,7 +676,7 @@ def texts_of(generator: np.random.Generator, num_documents: int, shift: float):
     return text([[(200 * rate, 200)] for rate in rates])
 
 
-@pytest.mark.parametrize("num_documents", [20, 32])
+@pytest.mark.parametrize("num_documents", [20, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_large_difference_is_found_among_many_tests(tmp_path, num_documents):
     generator = np.random.default_rng(0)
     names = [f"text{number}/0-shot" for number in range(12)]

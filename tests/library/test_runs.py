@@ -105,6 +105,7 @@ def test_one_task_is_left_out_by_its_name(here):
     assert task.task == "arc_easy/0-shot"
 
 
+@pytest.mark.slow
 def test_a_program_that_stops_amid_batches_ends_without_a_word(here):
     program = "import llmfoundry_lite as lf; batches = lf.batches('runs/tiny', 1, 5); print(next(batches).batch)"
     command = [sys.executable, "-W", "ignore", "-c", program]

@@ -50,6 +50,7 @@ def test_on_the_same_ranks_the_losses_after_a_stop_are_bit_equal(tmp_path, data)
     assert restored == {5: True} and not values(whole, RESTORE)
 
 
+@pytest.mark.slow
 def test_across_worlds_shardings_and_epochs_the_data_is_the_same_and_the_losses_agree(tmp_path, data):
     config = tiny_config(data, autoresume=True, max_duration="130ba", global_train_batch_size=8)
     run(tmp_path, config, "whole")

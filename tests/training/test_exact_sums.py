@@ -153,6 +153,7 @@ def test_one_rank_and_two_shards_train_the_same_bits_and_without_it_they_do_not(
     assert bits(tmp_path, "plain-one")[0] != bits(tmp_path, "plain-two")[0]
 
 
+@pytest.mark.slow
 @needs("llmfoundry_layouts")
 def test_stages_in_16_bits_weigh_rows_of_unlike_length_as_one_rank_does(tmp_path, texts):
     by_rows = {**reading_texts(texts), "accumulate_train_batch_on_tokens": False}
@@ -218,6 +219,7 @@ def test_the_curve_lies_within_the_band_of_runs_without_it(tmp_path, data):
     assert judge(control, others).largest_ratio > 2
 
 
+@pytest.mark.slow
 def test_the_microbatch_stays_with_the_run(tmp_path, data):
     config = exact_config(data, max_duration="2ba", eval_interval=0)
     run(tmp_path, config, "auto", 2, device_train_microbatch_size="auto", stop_after="1ba")

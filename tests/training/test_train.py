@@ -159,6 +159,7 @@ def test_a_run_ends_when_its_duration_is_reached(tmp_path, data, duration):
     assert status == {"status": "done", "batch": batches, "reason": None, **saves}
 
 
+@pytest.mark.slow
 def test_evaluation_counts_each_sample_once_on_every_world(tmp_path, data):
     config = tiny_config(data, max_duration="2ba", eval_interval="2ba", eval_first=True)
     one = run(tmp_path, config, "one")

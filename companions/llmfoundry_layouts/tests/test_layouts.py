@@ -64,15 +64,16 @@ def name_of(case: dict[str, Any]) -> str:
 
 CASES = {name_of(case): case for case in cover(FACTORS, is_valid, SEED)}
 QUICK = {case["layout"]: name for name, case in reversed(CASES.items()) if case["precision"] == "fp32"}
-"""The first case of each layout in fp32. Shards and one other way are in the first tier, two other ways in the second,
-and all else in the long one."""
+"""The first case of each layout in fp32. Of these, pipeline stages with shards are in the first tier, and the other ways
+with shards in the second. All other cases are in the long tier."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     layout = CASES[name]["layout"]
-    if len(layout) != 2 or QUICK[layout] != name:
+    is_with_shards = len(layout) == 2 and "shard" in layout
+    if not is_with_shards or QUICK[layout] != name:
         return [pytest.mark.long]
-    return [] if "shard" in layout else [pytest.mark.slow]
+    return [] if "pipeline" in layout else [pytest.mark.slow]
 
 
 def test_the_cases_have_every_pair_of_settings():

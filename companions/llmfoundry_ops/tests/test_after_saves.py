@@ -59,6 +59,7 @@ def test_exports_and_texts_follow_published_checkpoints(tmp_path, data):
     assert [(line["batch"], line["prompt"]) for line in lines] == [(4, "a b"), (4, "b"), (8, "a b"), (8, "b")]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_failed_export_is_a_line_and_the_run_goes_on(tmp_path, data):
     (tmp_path / "file").touch()

@@ -46,6 +46,11 @@ pytestmark = needs("llmfoundry_formats")
 WORDS = ["import", "return", "for", "in", "def", "range", "class", "self", "None", "list"]
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """One model is enough for the first tier, because they share all but the names of their tensors."""
+    return [] if name == "llama" else [pytest.mark.slow]
+
+
 def write_texts(folder: Path) -> Path:
     folder.mkdir()
     for number in range(60):
@@ -68,7 +73,7 @@ def prepare(texts: Path, tokenizer: str, length: int = 32, out: str = "data") ->
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in MODELS])
 def test_a_folder_of_transformers_is_trained_on_and_written_in_its_layout(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = write_texts(tmp_path / "texts")

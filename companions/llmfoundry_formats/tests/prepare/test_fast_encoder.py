@@ -157,6 +157,7 @@ def said_by_preparing(text: Path, tokenizer_folder: Path, out: Path, num_workers
 AGAIN = ": tokenising by tokenizers alone, and again what was not"
 
 
+@pytest.mark.slow
 def test_a_difference_in_a_late_document_is_named_and_all_is_made_again(
     tmp_path: Path, tokenizer_folder: Path, lying, monkeypatch
 ) -> None:

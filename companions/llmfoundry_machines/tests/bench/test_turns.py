@@ -51,6 +51,7 @@ def measure_beside(task, mark):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_next_gets_ready_meanwhile_and_stands_still_while_steps_are_timed(tmp_path):
     tasks = [FRESH | {"folder": str(tmp_path), "name": name} for name in ("first", "second")]
@@ -91,6 +92,7 @@ def be_measured(told):
         measured.measure(0, LONG_SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_that_is_ended_by_a_signal_leaves_nothing_that_stands_still(tmp_path):
     told = tmp_path / "told"
