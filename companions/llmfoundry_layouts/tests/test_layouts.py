@@ -64,8 +64,8 @@ def name_of(case: dict[str, Any]) -> str:
 
 CASES = {name_of(case): case for case in cover(FACTORS, is_valid, SEED)}
 QUICK = {case["layout"]: name for name, case in reversed(CASES.items()) if case["precision"] == "fp32"}
-"""The first case of each layout in fp32. Of these, pipeline stages with shards are in the first tier, and other ways with
-shards in the second. All other cases are in the long tier."""
+"""The first case of each layout in fp32. Of these, pipeline stages with shards are in the first tier, and other ways
+with shards in the second. All other cases are in the long tier."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
