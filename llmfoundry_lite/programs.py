@@ -74,8 +74,8 @@ def evaluate(config: Configuration, **overrides: Any) -> "dict[str, Results]":
     >>> found = lf.evaluate("words.yaml", models={"tiny": "runs/tiny"}, results_folder="words")
     words, accuracy ± standard error
     ...
-    >>> found["tiny"].tasks["words/0-shot"]["n"], str(found["tiny"].path)
-    (2, 'words/words/tiny.json')
+    >>> found["tiny"].tasks["words/0-shot"]["n"], found["tiny"].path.name
+    (2, 'tiny.json')
 
     One process is one rank, and evaluates alone; under a launcher every rank calls it.
 

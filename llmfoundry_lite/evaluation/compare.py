@@ -18,6 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from llmfoundry_lite.evaluation.metrics import (
     choose_metrics,
     describe_choice,
     has_other_tokenizer,
+    note_on_table,
     other_metrics,
     refuse_unknown_metric,
 )
@@ -59,7 +61,12 @@ Unit = tuple[str, int | str]
 
 
 def compare(
-    results: Sequence[Results], *, skip: Sequence[str] = (), all_metrics: bool = False, metric: str | None = None
+    results: Sequence[Results],
+    *,
+    skip: Sequence[str] = (),
+    all_metrics: bool = False,
+    metric: str | None = None,
+    all_pairs: bool = False,
 ) -> list[Comparison]:
     """Compare each result with the first, and return one comparison for each of the others.
 
@@ -67,6 +74,7 @@ def compare(
     skip: names of tasks to leave out.
     all_metrics: compare tasks by all their metrics, and not only by the one that tables show.
     metric: compare tasks that have this metric by it, such as `acc_norm`; None takes the one that tables show.
+    all_pairs: compare each two results, not only each with the first. P-values are corrected for all of these tests.
 
     Raises DataError for results that cannot be compared, naming the task and the reason, and for a task in `skip` that
     no result has.
@@ -80,12 +88,16 @@ def compare(
     refuse_unknown_metric(results, metric)
     metrics = choose_metrics(results, metric)
     notes = describe_choice(results, metrics, metric)
-    first_results, *all_other_results = by_metrics(results, metrics)
-    common_tasks = [_find_common_tasks(first_results, other_results, skip) for other_results in all_other_results]
+    if metric is None:
+        notes += note_on_table(results, metrics)
+    pairs = list(combinations(by_metrics(results, metrics), 2))
+    if not all_pairs:
+        pairs = pairs[: len(results) - 1]  # those of the first result come first
+    common_tasks = [_find_common_tasks(first_results, other_results, skip) for first_results, other_results in pairs]
     num_tests = sum(map(len, common_tasks))
 
     comparisons: list[Comparison] = []
-    for other_results, tasks in zip(all_other_results, common_tasks, strict=True):
+    for (first_results, other_results), tasks in zip(pairs, common_tasks, strict=True):
         comparison = _compare_two(
             first_results, other_results, tasks, all_metrics=all_metrics, smallest_level=significance.LEVEL / num_tests
         )
@@ -419,29 +431,61 @@ def _collect_common_items(task: str, metric: str, first_results: Results, other_
 def _compare_accuracies(
     metrics: Sequence[tuple[str, str]], first_results: Results, other_results: Results
 ) -> MetricComparison:
-    """Compare the accuracy of a task, or the mean accuracy of several tasks.
+    """Compare the accuracy of a task, or the mean accuracy of several tasks, in which every label counts the same.
 
-    `metrics` has (task, metric) for each task. Every label counts the same, as in `weights_of_tasks`. The independent
-    unit of the test is an item, or a cluster of items. If several tasks ask the same item, it is one unit, whose
-    differences are added up before the test: with two tasks of 100 items, an item that only the other model solves in
-    both adds 1/200 + 1/200.
+    `metrics` has (task, metric) for each task.
     """
-    tasks = [_collect_common_items(task, metric, first_results, other_results) for task, metric in metrics]
-    task_names = [task for task, _ in metrics]
-    task_weights = list(weights_of_tasks(task_names).values())
+    weights = weights_of_tasks([task for task, _ in metrics])
+    if len(metrics) == 1:
+        name, metric = metrics[0]
+    else:
+        num_labels = len({label_of(task) for task in weights})
+        name, metric = f"mean of {num_labels} task{'' if num_labels == 1 else 's'}", "mean"
+    weighted_tasks = [WeightedTask(task, task_metric, weights[task]) for task, task_metric in metrics]
+    return compare_weighted(name, metric, weighted_tasks, first_results, other_results)
+
+
+class WeightedTask(NamedTuple):
+    """A task's part in a weighted sum of accuracies."""
+
+    task: str
+    metric: str
+    weight: float
+    """What an accuracy of 1 adds to the sum."""
+
+
+def compare_weighted(
+    name: str, metric: str, tasks: Sequence[WeightedTask], first_results: Results, other_results: Results
+) -> MetricComparison:
+    """Compare a weighted sum of the accuracies of several tasks, such as their mean.
+
+    `name` and `metric` are those of the comparison. The independent unit of the test is an item, or a cluster of items.
+    If several tasks ask the same item, it is one unit, whose differences are added up before the test: in the mean of
+    two tasks of 100 items, an item that only the other model solves in both adds 1/200 + 1/200.
+    """
+    common_items_of_task = [
+        _collect_common_items(task.task, task.metric, first_results, other_results) for task in tasks
+    ]
+    total_weight = sum(task.weight for task in tasks)
 
     # A cluster that one task names holds for all tasks on the same data.
     cluster_of: dict[Unit, Unit] = {}
-    for common_items in tasks:
+    for common_items in common_items_of_task:
         cluster_of |= common_items.cluster_of
 
-    # Add up the weighted differences of each unit, over its items and over tasks.
+    # Add up the weighted differences of each unit, over its items and over tasks. The test takes weights that add up to
+    # 1, so the weighted mean is tested in place of the sum.
     difference_of: dict[Unit, float] = {}
     """Unit -> its part of the difference of the two means."""
     weight_of: dict[Unit, float] = {}
     """Unit -> the largest part that it could have."""
-    for common_items, task_weight in zip(tasks, task_weights, strict=True):
-        weights_i = common_items.weights_i * task_weight
+    first_sum = 0.0
+    other_sum = 0.0
+    for common_items, task in zip(common_items_of_task, tasks, strict=True):
+        first_sum += task.weight * float(common_items.weights_i @ common_items.first_i)
+        other_sum += task.weight * float(common_items.weights_i @ common_items.other_i)
+
+        weights_i = common_items.weights_i * task.weight / total_weight
         differences_i = weights_i * (common_items.other_i - common_items.first_i)
         for item, difference, weight in zip(common_items.items, differences_i, weights_i, strict=True):
             unit = cluster_of.get(item, item)
@@ -452,27 +496,22 @@ def _compare_accuracies(
     differences_u = np.round(list(difference_of.values()), 15)
     counts = significance.count(differences_u, np.array(list(weight_of.values())))
 
-    first_mean = 0.0
-    other_mean = 0.0
-    for common_items, task_weight in zip(tasks, task_weights, strict=True):
-        first_mean += task_weight * float(common_items.weights_i @ common_items.first_i)
-        other_mean += task_weight * float(common_items.weights_i @ common_items.other_i)
-    if len(metrics) == 1:
-        task_name, metric = metrics[0]
-    else:
-        num_labels = len({label_of(task) for task in task_names})
-        task_name, metric = f"mean of {num_labels} task{'' if num_labels == 1 else 's'}", "mean"
+    def interval(level: float) -> tuple[float, float] | None:
+        """Return the interval of the difference of the sums."""
+        ends = significance.score_interval(counts, level)
+        return None if ends is None else (ends[0] * total_weight, ends[1] * total_weight)
+
     return MetricComparison(
-        task=task_name,
+        task=name,
         metric=metric,
-        first=first_mean,
-        other=other_mean,
-        difference=other_mean - first_mean,
-        **_count_won(np.concatenate([items.other_i - items.first_i for items in tasks])),
+        first=first_sum,
+        other=other_sum,
+        difference=other_sum - first_sum,
+        **_count_won(np.concatenate([items.other_i - items.first_i for items in common_items_of_task])),
         p=significance.score_p(counts),
         test="score",
-        error=math.sqrt(max(0.0, float(counts.variance))),
-        interval=lambda level: significance.score_interval(counts, level),
+        error=math.sqrt(max(0.0, float(counts.variance))) * total_weight,
+        interval=interval,
         counts=counts,
     )
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from llmfoundry_lite.config.eval_schema import ACCURACIES
 from llmfoundry_lite.errors import DataError, find_nearest
 from llmfoundry_lite.evaluation.records import Record
-from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.results import Results, read_others
 
 PER_TOKEN = "acc_per_token"
 PER_CHARACTER = "acc_norm"
@@ -125,6 +125,29 @@ def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], 
             "which depends on how a tokenizer divides an answer"
         ]
     return []
+
+
+def note_on_table(all_results: Sequence[Results], metrics: Mapping[str, str]) -> list[str]:
+    """Return a note on each suite whose table shows tasks by another metric than that by which they are compared.
+
+    A table has all models of a suite, and one with another tokenizer changes its metrics. A comparison of models with
+    equal tokenizers has the metrics that suit them. `metrics` is what `choose_metrics` returned for these results.
+    """
+    notes: list[str] = []
+    folders = dict.fromkeys(results.path.parent for results in all_results if results.path.name)
+    for folder in folders:
+        compared = [results for results in all_results if results.path.parent == folder]
+        others, _ = read_others(folder, [results.path.stem for results in compared])
+        metrics_of_table = choose_metrics([*compared, *others])
+        is_replaced = any(
+            metrics.get(task) == PER_TOKEN and metric == PER_CHARACTER for task, metric in metrics_of_table.items()
+        )
+        if is_replaced:
+            notes.append(
+                f"the table of the suite {compared[0].suite} shows {PER_CHARACTER} instead, because it has models with "
+                f"other tokenizers; --metric {PER_CHARACTER} compares by it"
+            )
+    return notes
 
 
 def other_metrics(record: Record, other_record: Record, *, tokenizers_differ: bool) -> list[str]:

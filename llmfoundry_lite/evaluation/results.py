@@ -52,6 +52,7 @@ class Results:
     items: dict[str, list[Record]] = field(default_factory=dict)
     """Task -> the records of its items in the file's order, if the results were loaded with them."""
     path: Path = Path()
+    """The JSON file, as an absolute path; empty for results that are in no file."""
     name: str = ""
     """Distinguishes these results from those of models of the same name."""
 
@@ -261,7 +262,8 @@ def read_results(path: Path) -> Results:
     check_result(facts, path)
 
     facts_of_model = {key: facts.get(key) for key in RESULT}
-    return Results(**facts_of_model, tasks=facts["tasks"], path=path, name=facts["model"])
+    # Absolute, because the items may be read later, when a program works in another folder.
+    return Results(**facts_of_model, tasks=facts["tasks"], path=path.absolute(), name=facts["model"])
 
 
 def read_others(folder: Path, known: Sequence[str]) -> tuple[list[Results], list[str]]:

@@ -197,7 +197,7 @@ def start_results(config: EvalConfig, name: str, located: LocatedModel, files: R
         num_tokens_trained=located.num_tokens_trained,
         tokenizer=located.tokenizer.fingerprint,
         precision=devices.computed_precision(config.precision),
-        path=files.path,
+        path=files.path.absolute(),
     )
 
 

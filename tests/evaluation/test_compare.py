@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,7 +26,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import MetricComparison, legend, panels, write_comparison
 from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.result_files import ResultFiles
-from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others
+from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others, read_results
 from llmfoundry_lite.evaluation.tables import results_table
 from tests.helpers.interrupted import call_again_after_each_write
 from tests.helpers.models import normal_model
@@ -775,3 +776,27 @@ def test_other_windows_of_one_text_name_the_length_that_fits_both(tmp_path):
     ours = {"text/0-shot": ({**record, "settings": settings_of[512], "fingerprint": "sha256:b"}, items)}
     with pytest.raises(DataError, match=r"max_seq_len 256 against 512; evaluate both with max_seq_len=256, or leave"):
         result_of(tmp_path, base, ours)
+
+
+def test_a_table_with_another_metric_than_the_comparison_is_named(tmp_path):
+    paths = [write_result(tmp_path, name, {"x/0-shot": choice([1, 0] * 10)}) for name in ("base", "ours")]
+    write_result(tmp_path, "third", {"x/0-shot": choice([1, 0] * 10)}, tokenizer="sha256:2")
+    [pair] = compare(load_results(paths))
+    assert pair.tasks[0].metric == "acc_per_token"
+    [note] = [note for note in pair.notes if "the table" in note]
+    assert note == (
+        "the table of the suite s shows acc_norm instead, because it has models with other tokenizers; "
+        "--metric acc_norm compares by it"
+    )
+    [pair] = compare(load_results(paths), metric="acc_norm")
+    assert not any("the table" in note for note in pair.notes)
+
+
+def test_results_are_read_again_from_another_folder(tmp_path, monkeypatch):
+    for name in ("base", "ours"):
+        write_result(tmp_path / "s", name, {"x/0-shot": choice([1, 0] * 10)})
+    monkeypatch.chdir(tmp_path)
+    first, other = read_results(Path("s/base.json")), read_results(Path("s/ours.json"))  # without their items
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert compare_files(first, other).tasks[0].n == 20
