@@ -1,21 +1,23 @@
 """Recipes with several runs: read from the arguments of `compare`, and shown as tables. `seeds.py` compares them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.pairs import format_p
 from llmfoundry_lite.evaluation.records import BITS, limit_of_trial, lost_text_fraction
-from llmfoundry_lite.evaluation.results import load_any
+from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 from llmfoundry_studies.seeds import Run, Side, SideComparison, SidePair
 
 MIN_RUNS_FOR_NOISE = 3
 """Runs of a side from which equal recipes are called different in at most 5 % of comparisons, as simulated."""
-
+LAST_CHECKPOINTS = re.compile(r"(?P<model>.+)@last(?P<number>\d{1,6})")
+"""The last results of a run whose checkpoints were evaluated: `results/s/ours@last5`."""
 
 LEGEND = (
     "p: Student's t of the difference of means, with the variance among runs and among items together (Satterthwaite's "
@@ -30,8 +32,10 @@ def read_sides(arguments: Sequence[str]) -> list[Side]:
     """Read the results of recipes. Each argument is `NAME=RUN,RUN,…`, and a run is a result.
 
     A run may also be several results joined by `+`, of its last checkpoints, whose item scores are averaged:
-    `ours=s1-ba900.json+s1-ba1000.json,s2-ba900.json+s2-ba1000.json`. Raises ConfigError for another form, and DataError
-    for results that cannot be read.
+    `ours=s1-ba900.json+s1-ba1000.json,s2-ba900.json+s2-ba1000.json`. If `eval all_checkpoints=true` wrote them,
+    `ours=s1@last2,s2@last2` names the same results.
+
+    Raises ConfigError for another form, and DataError for results that do not exist or cannot be read.
     """
     runs_of_side: dict[str, list[list[Path]]] = {}
     for argument in arguments:
@@ -40,7 +44,7 @@ def read_sides(arguments: Sequence[str]) -> list[Side]:
             raise ConfigError(
                 f"compare: {argument!r} given, expected a recipe with a name of its own, NAME=RESULT,RESULT,…"
             )
-        runs_of_side[name] = [[Path(path) for path in run.split("+") if path] for run in text.split(",") if run]
+        runs_of_side[name] = [_paths_of_run(name, run) for run in text.split(",") if run]
 
     # Load all results at once, so that one that is given twice is noticed.
     all_paths = [path for runs in runs_of_side.values() for run in runs for path in run]
@@ -49,6 +53,40 @@ def read_sides(arguments: Sequence[str]) -> list[Side]:
     for name, runs in runs_of_side.items():
         sides.append(Side(name, [Run([next(loaded) for _ in run]) for run in runs]))
     return sides
+
+
+def _paths_of_run(name: str, text: str) -> list[Path]:
+    """Return the results that `text` names as one run of the recipe `name`. Raises DataError if one does not exist."""
+    last = LAST_CHECKPOINTS.fullmatch(text)
+    if last is not None:
+        return _find_last_checkpoints(Path(last["model"]), int(last["number"]))
+
+    paths = [Path(path) for path in text.split("+") if path]
+    for path in paths:
+        if not path.exists():
+            raise DataError(
+                f"{name}: {path} does not exist; runs are separated by commas, and checkpoints of a run by +, so a "
+                "path with one of these signs needs another name, such as a link"
+            )
+    return paths
+
+
+def _find_last_checkpoints(model: Path, number: int) -> list[Path]:
+    """Return the results of a run's last checkpoints, which `eval all_checkpoints=true` named MODEL-ba100.json.
+
+    `model` is the path of such a result up to the model's name. Raises DataError if there are too few.
+    """
+    batch_of: dict[Path, int] = {}
+    for path in model.parent.glob("*.json"):
+        checkpoint = re.fullmatch(re.escape(model.name) + r"-ba(\d+)", path.stem)
+        if checkpoint is not None and items_path_of(path).exists():
+            batch_of[path] = int(checkpoint[1])
+    if not 0 < number <= len(batch_of):
+        raise DataError(
+            f"{model}@last{number}: there are results of {len(batch_of)} checkpoints, {model}-ba*.json; evaluate more "
+            "with all_checkpoints=true, or give another number"
+        )
+    return sorted(batch_of, key=batch_of.__getitem__)[-number:]
 
 
 def table_of_sides(pair: SidePair) -> Table:

@@ -139,6 +139,24 @@ def test_runs_and_checkpoints_are_read_from_an_argument(tmp_path):
     assert [len(run.checkpoints) for run in side.runs] == [2, 1]
 
 
+def test_the_last_checkpoints_of_a_run_are_named_by_their_number(tmp_path):
+    for batch in (90, 100, 200, 1000):
+        write_result(tmp_path, f"ours-ba{batch}", {TASK: choice([1, 0] * 10)})
+    [side] = read_sides([f"ours={tmp_path}/ours@last3"])
+    [run] = side.runs
+    assert [results.model for results in run.checkpoints] == ["ours-ba100", "ours-ba200", "ours-ba1000"]
+
+    with pytest.raises(DataError, match="ours@last5: there are results of 4 checkpoints"):
+        read_sides([f"ours={tmp_path}/ours@last5"])
+
+
+@pytest.mark.parametrize("sign", [",", "+"])
+def test_a_path_with_a_separator_is_refused_by_name(tmp_path, sign):
+    path = write_result(tmp_path / f"lr{sign}wd", "m", {TASK: choice([1, 0] * 10)})
+    with pytest.raises(DataError, match=r"ours: .*/lr does not exist; runs are separated by commas, and checkpoints"):
+        read_sides([f"ours={path}"])
+
+
 @pytest.mark.parametrize("arguments", [["a=x.json,y.json", "z.json"], ["a=x.json,y.json"]])
 def test_sides_and_single_results_are_not_mixed(tmp_path, capsys, arguments):
     assert main.run(["compare", *arguments]) == 2
