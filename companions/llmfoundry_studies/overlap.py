@@ -14,7 +14,7 @@ clean and marked items apart (`clean.py`).
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +139,11 @@ def read_task(config: TaskConfig) -> TaskOverlap:
 
 
 def question_and_answer(config: TaskConfig, row: Row) -> tuple[str, str]:
-    """Return the text of a question and of its right answer, without examples and delimiters.
+    """Return the text of a question and of its right answer, without examples, delimiters and listed choices.
 
     A schema question `The trophy does not fit because [it, the suitcase] …` has its right context as the question.
     """
-    options = read_options(config, row)
+    options = read_options(replace(config, form=None), row)  # the answer's text, also if the model answers by a letter
     answer = options.answers[options.gold]
     if not answer:  # the model writes it
         answer = accepted_answers(row)[0]

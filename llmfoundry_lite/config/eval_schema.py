@@ -21,6 +21,10 @@ TOKENIZATIONS = "separate joint"
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
 CHOICES = ("multiple_choice", "schema")
 """Types of tasks whose items have several options, one of which is right."""
+MULTIPLE_CHOICE = "multiple_choice"
+FORMS = "cloze letters"
+LETTERS = "letters"
+"""The form of a multiple-choice task that shows the choices as "A. …", "B. …", and scores the letters."""
 
 GENERATION = (
     Use(
@@ -34,8 +38,18 @@ PROMPTS = (
         reason="the text of a perplexity task has no prompts",
     ),
 )
+LISTED_CHOICES = (Use(has_effect=lambda task, _: task.form == LETTERS, reason="form is not letters"),)
 EXAMPLES = (Use(has_effect=lambda task, _: any(task.num_fewshot), reason="num_fewshot is 0"),)
 HUB = (Use(has_effect=lambda task, _: task.dataset_uri.startswith("hf://"), reason="dataset_uri is no hf://NAME"),)
+
+
+def result_name(label: str, num_fewshot: int, form: str | None) -> str:
+    """Return a task's name in results: its label, its number of examples, and its form unless that is cloze.
+
+    The names are such as `arc_easy/3-shot` and `arc_easy/3-shot-letters`, so that a table never mixes two forms.
+    """
+    name = f"{label}/{num_fewshot}-shot"
+    return f"{name}-letters" if form == LETTERS else name
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,11 +78,20 @@ class TaskConfig:
     example_delimiter: str = setting("\n", uses=PROMPTS)
     """Text before each example but the first, and before the item."""
     continuation_delimiter: str = setting(" ", uses=PROMPTS)
-    """Text between a context and its answer."""
+    """Text between a context and its answer. With form: letters, "\\nAnswer: " takes the place of white space."""
     prelimiter: str = setting("", uses=PROMPTS)
     """Text before each context."""
     strip_dataset: bool = setting(True, uses=PROMPTS)
     """Strip white space around the columns' texts."""
+    form: str | None = setting(None, choices=FORMS)
+    """Multiple choice: how the choices are asked. cloze: the text of each choice is scored after the question. letters:
+    the question is followed by the choices as "A. …", "B. …", and the letters are scored, as in MMLU. Names of results
+    by letters end with `-letters`. Default: the evaluation's."""
+    choices_delimiter: str = setting("\n", uses=LISTED_CHOICES)
+    """form: letters. Text between the question and its first choice."""
+    letter_prefix: str = setting(" ", uses=LISTED_CHOICES)
+    """form: letters. Text before each letter of the list. With most tokenizers, a space, as in OLMES, gives a letter
+    the same token in the list and in the answer. lm-evaluation-harness has none in MMLU."""
     tokenization: str | None = setting(None, choices=TOKENIZATIONS, uses=PROMPTS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
@@ -110,11 +133,13 @@ class Benchmark:
         REQUIRED, validator("a number from 0 to less than 1", lambda value: 0 <= value < 1)
     )
     """Accuracy of guessing, below 1."""
+    form: str | None = setting(None, choices=FORMS)
+    """letters: the result by the letters of the choices, as the task's `form` has it."""
 
     @property
     def task(self) -> str:
-        """The task's name in results: `arc_easy/3-shot`."""
-        return f"{self.name}/{self.num_fewshot}-shot"
+        """The task's name in results: `arc_easy/3-shot`, or `arc_easy/3-shot-letters`."""
+        return result_name(self.name, self.num_fewshot, self.form)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -183,6 +208,8 @@ class EvalConfig:
     """Folder for relative paths of data, and of YAMLs that a YAML names, if there is no such file here. For example
     `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
+    form: str | None = setting(None, choices=FORMS)
+    """How multiple-choice tasks are asked that do not say it themselves: cloze (the default) or letters."""
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
     """Precision of weights and hidden states. tf32 is fp32 with products in TF32 where the device has it.
     Log-probabilities are always fp32, with tf32 from products in TF32."""

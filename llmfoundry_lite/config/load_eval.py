@@ -19,7 +19,15 @@ from llmfoundry_lite.bounded import MAX_YAML_BYTES, read_at_most
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
-from llmfoundry_lite.config.eval_schema import CHOICES, EvalConfig, GauntletConfig, TaskConfig
+from llmfoundry_lite.config.eval_schema import (
+    CHOICES,
+    LETTERS,
+    MULTIPLE_CHOICE,
+    EvalConfig,
+    GauntletConfig,
+    TaskConfig,
+    result_name,
+)
 from llmfoundry_lite.config.layers import (
     ConfigLayer,
     is_key_value,
@@ -100,9 +108,11 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
 
     # Load the tasks, and find their data, whose paths may begin at data_root.
     tasks = []
-    for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes):
+    for task in load_tasks(config.icl_tasks, config.task_folder, layers, notes, config.form):
         dataset_uri = _find_file(task.dataset_uri, config.data_root)
         tasks.append(replace(task, dataset_uri=dataset_uri))
+    if config.form == LETTERS and not any(task.form == LETTERS for task in tasks):
+        notes.append(f"form: letters has no effect: no {MULTIPLE_CHOICE} task is without a form of its own")
     notes_on_missing: list[str] = []
     if config.skip_missing_tasks:
         tasks, notes_on_missing = _without_missing(tasks)
@@ -375,7 +385,7 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
     The user can then stop before hours are spent on the other tasks. A benchmark is named by a task and its number of
     examples: `arc_easy/5-shot`.
     """
-    evaluated_tasks = {f"{task.label}/{shots}-shot" for task in tasks for shots in task.num_fewshot}
+    evaluated_tasks = {name for task in tasks for name in _result_names(task)}
     notes = []
     for category in gauntlet.categories:
         missing = [benchmark.task for benchmark in category.benchmarks if benchmark.task not in evaluated_tasks]
@@ -391,7 +401,11 @@ def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> l
 
 
 def load_tasks(
-    entries: Sequence[Any] | str, task_folder: str, layers: Sequence[ConfigLayer] = (), notes: list[str] | None = None
+    entries: Sequence[Any] | str,
+    task_folder: str,
+    layers: Sequence[ConfigLayer] = (),
+    notes: list[str] | None = None,
+    form: str | None = None,
 ) -> list[TaskConfig]:
     """Load the tasks of `icl_tasks`. Each entry is a name, a file, or a block that describes the task or changes one:
 
@@ -402,7 +416,8 @@ def load_tasks(
         - {label: mine, icl_task_type: multiple_choice, dataset_uri: mine.jsonl}
 
     A single name or file need not be in a list. `layers` are the files that the entries come from, for errors. Lines
-    are added to `notes` for metrics that are not computed, and for keys without effect.
+    are added to `notes` for metrics that are not computed, and for keys without effect. `form` is that of
+    multiple-choice tasks that do not set their own.
 
     Raises ConfigError for tasks that do not exist, that are not valid, or that are listed twice.
     """
@@ -411,6 +426,8 @@ def load_tasks(
         entries = [entries]
     unknown_metrics: dict[str, list[str]] = {}
     tasks = _load_entries(entries, task_folder, layers, unknown_metrics)
+    if form is not None:
+        tasks = [_with_form(task, form) for task in tasks]
     if notes is not None:
         for metric_name, labels in unknown_metrics.items():
             notes.append(
@@ -419,15 +436,25 @@ def load_tasks(
             )
         notes += _note_unused_keys(tasks)
 
-    # Results are named by label and number of examples, so the two together may only be there once.
-    result_names: set[str] = set()
+    # Results are named by label, number of examples and form, so these together may only be there once.
+    known_names: set[str] = set()
     for task in tasks:
-        for num_examples in task.num_fewshot:
-            result_name = f"{task.label}/{num_examples}-shot"
-            if result_name in result_names:
-                raise ConfigError(f"icl_tasks: {result_name} is listed twice; remove one, or give it another label")
-            result_names.add(result_name)
+        for name in _result_names(task):
+            if name in known_names:
+                raise ConfigError(f"icl_tasks: {name} is listed twice; remove one, or give it another label")
+            known_names.add(name)
     return tasks
+
+
+def _with_form(task: TaskConfig, form: str) -> TaskConfig:
+    """Return a task with a form, if it is a multiple-choice task that does not set its own."""
+    is_open = task.icl_task_type == MULTIPLE_CHOICE and task.form is None
+    return replace(task, form=form) if is_open else task
+
+
+def _result_names(task: TaskConfig) -> list[str]:
+    """Return the names of a task's results, one for each number of examples: `arc_easy/0-shot`, `arc_easy/5-shot`."""
+    return [result_name(task.label, num_examples, task.form) for num_examples in task.num_fewshot]
 
 
 def _note_unused_keys(tasks: Sequence[TaskConfig]) -> list[str]:
@@ -628,6 +655,9 @@ def _problem_of(task: TaskConfig) -> str:
     has_choices = task.icl_task_type in CHOICES
     if task.metric not in (None, "acc") and not has_choices:
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
+
+    if task.form == LETTERS and task.icl_task_type != MULTIPLE_CHOICE:
+        return f"form: letters needs {MULTIPLE_CHOICE}, and this is a {task.icl_task_type} task; remove it"
 
     # A perplexity task reads a text, which has no items with examples or categories.
     if task.icl_task_type != "perplexity":

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from llmfoundry_lite.config.eval_schema import CHOICES, TaskConfig
+from llmfoundry_lite.config.eval_schema import CHOICES, LETTERS, TaskConfig, result_name
 from llmfoundry_lite.errors import DataError
 
 SEPARATE = "separate"
@@ -86,7 +86,7 @@ class PreparedTask:
     @property
     def name(self) -> str:
         """The task's name in results, such as `arc_easy/3-shot`."""
-        return f"{self.label}/{self.num_fewshot}-shot"
+        return result_name(self.label, self.num_fewshot, self.config.form)
 
     @property
     def metric(self) -> str:
@@ -95,7 +95,9 @@ class PreparedTask:
             return "bits_per_byte"
         if self.config.metric:
             return self.config.metric
-        return "acc_per_token" if self.kind in CHOICES else "acc"
+        if self.kind in CHOICES and self.config.form != LETTERS:
+            return "acc_per_token"
+        return "acc"
 
 
 def fingerprint(content: Any) -> str:

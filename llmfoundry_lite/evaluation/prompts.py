@@ -18,12 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
 from llmfoundry_lite.evaluation.items import GENERATION, fingerprint
 from llmfoundry_lite.evaluation.task_files import Row
 
 PUNCTUATION = string.punctuation + "‘’´`"
 """Characters that `clean` removes from an answer."""
+
+ANSWER_DELIMITER = "\nAnswer: "
+"""Text between listed choices and the letter of the answer, if the task sets none: that of OLMES and of MMLU."""
 
 # --------------------------------------------------------------------------------------------------------- one row
 
@@ -49,13 +52,22 @@ def read_options(config: TaskConfig, row: Row) -> Options:
         multiple choice   "The sky is" + "blue",  "The sky is" + "green"
         schema            "The cup broke because the cup" + "fell",  "The cup broke because the table" + "fell"
 
-    The texts are those of the row, without delimiters; `render_context` adds them.
+    With the form "letters", the context of a multiple-choice question lists its choices, and the answers are letters:
+
+        letters           "The sky is\\n A. blue\\n B. green" + "A",  "The sky is\\n A. blue\\n B. green" + "B"
+
+    The texts are those of the row, without the delimiters that `render_context` adds.
     """
     match config.icl_task_type:
         case "multiple_choice":
             # The context is repeated, so that each answer has its own.
             choices = row["choices"]
-            return Options([row["query"]] * len(choices), choices, row["gold"])
+            context = row["query"]
+            answers = choices
+            if config.form == LETTERS:
+                context += config.choices_delimiter + list_choices(config, choices)
+                answers = list(string.ascii_uppercase[: len(choices)])
+            return Options([context] * len(choices), answers, row["gold"])
         case "schema":
             # The answer is repeated, so that each context has its own.
             contexts = row["context_options"]
@@ -64,6 +76,28 @@ def read_options(config: TaskConfig, row: Row) -> Options:
             return Options([row["context"]], [row["continuation"]], gold=0)
         case _:  # generation
             return Options([row["context"]], [""], gold=0)
+
+
+def list_choices(config: TaskConfig, choices: Sequence[str]) -> str:
+    """Return the choices of a question, a line for each, after the letters A, B, C and so on.
+
+    With the `letter_prefix` " ", the choices "blue" and "green" become `" A. blue\\n B. green"`.
+    """
+    letters = string.ascii_uppercase[: len(choices)]
+    lines = [f"{config.letter_prefix}{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
+    return "\n".join(lines)
+
+
+def distinguishing_texts(config: TaskConfig, row: Row) -> list[str]:
+    """Return the texts by which the options of a question can be told apart: its contexts or its choices."""
+    options = read_options(config, row)
+    match config.icl_task_type:
+        case "multiple_choice":
+            return row["choices"]  # in the form "letters", the answers are letters, which always differ
+        case "schema":
+            return options.contexts
+        case _:
+            return options.answers
 
 
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
@@ -273,13 +307,15 @@ def resolve_settings(config: TaskConfig, num_fewshot: int, tokenization: str) ->
     """Return a copy of the task's configuration with two settings filled in, for one number of few-shot examples.
 
     These are the tokenization ("separate" or "joint"), if the task does not set its own, and the delimiter between a
-    context and its answer, which differs for a schema question without any text before it.
+    context and its answer, which differs for a schema question without any text before it, and after listed choices.
     """
     tokenization = config.tokenization or tokenization
     delimiter = config.continuation_delimiter
     has_text_before = bool(num_fewshot or config.prompt_string)
     if config.icl_task_type == "schema" and not has_text_before:
         delimiter = _delimiter_of_lone_schema(config, tokenization)
+    if config.form == LETTERS and not delimiter.strip():
+        delimiter = ANSWER_DELIMITER  # a letter cannot follow the last choice on its line
     return replace(config, tokenization=tokenization, continuation_delimiter=delimiter)
 
 
@@ -329,6 +365,8 @@ DECISIVE_SETTINGS = (
 SETTINGS_IF_SET = ("has_categories", "cluster")
 """Further such settings, which are recorded only if they are set, because recording them always would change the
 fingerprints of older results."""
+SETTINGS_OF_LETTERS = ("form", "choices_delimiter", "letter_prefix")
+"""Further such settings, which are recorded only of tasks in the form "letters"."""
 
 
 def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | None) -> dict[str, Any]:
@@ -340,6 +378,8 @@ def fingerprinted_settings(config: TaskConfig, num_fewshot: int, limit: int | No
     for name in SETTINGS_IF_SET:
         if getattr(config, name):
             settings[name] = getattr(config, name)
+    if config.form == LETTERS:
+        settings |= {name: getattr(config, name) for name in SETTINGS_OF_LETTERS}
     settings["num_fewshot"] = num_fewshot
     settings["tokenization"] = config.tokenization
     settings["limit"] = limit

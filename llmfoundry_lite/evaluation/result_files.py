@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import TaskConfig, result_name
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import TEXT_SETTINGS
 from llmfoundry_lite.evaluation.items import EmptyTaskError, PreparedTask
@@ -75,7 +75,8 @@ def outline_tasks(
             num_questions = len(find_question_rows(config, rows, num_fewshot))
             task = resolve_settings(config, num_fewshot, tokenization)
             settings = fingerprinted_settings(task, num_fewshot, effective_limit(limit, num_questions))
-            outlines.append(Outline(f"{config.label}/{num_fewshot}-shot", settings, data_fingerprint(rows)))
+            name = result_name(config.label, num_fewshot, config.form)
+            outlines.append(Outline(name, settings, data_fingerprint(rows)))
     return outlines
 
 

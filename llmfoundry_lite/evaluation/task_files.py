@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LINE_BYTES, MAX_LOG_BYTES, read_at_most, read_lines_at_most
-from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import LETTERS, TaskConfig
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import CHOICES, GENERATION, EmptyTaskError, fingerprint
 
@@ -25,6 +25,8 @@ COLUMNS = {
 """Type of a task -> the columns that its rows must have."""
 TEXT_COLUMNS = ("query", "context", "continuation", "answer")
 """Columns that hold one text."""
+MAX_LETTERS = 26
+"""Number of choices that can have a letter of their own."""
 LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
 """Suffixes of files with a JSON object on each line, as `data prepare` reads them."""
 
@@ -165,6 +167,10 @@ def _check_row(row: Row, config: TaskConfig, place: str) -> None:
 
     if task_type in CHOICES:
         _check_options(row, task_type, place)
+    if config.form == LETTERS and len(row["choices"]) > MAX_LETTERS:
+        raise DataError(
+            f"{place}: {len(row['choices'])} choices given, expected at most {MAX_LETTERS} for form: letters"
+        )
 
 
 def _check_group_column(row: Row, column: str, reason: str, place: str) -> None:

@@ -18,6 +18,7 @@ from llmfoundry_lite.evaluation.prompts import (
     accepted_answers,
     choose_examples,
     clean,
+    distinguishing_texts,
     effective_limit,
     find_clusters,
     find_question_rows,
@@ -201,9 +202,8 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
             for context, answer in zip(contexts, options.answers, strict=True)
         ]
 
-    # Options with the same text cannot be told apart. Those of a schema question differ in their contexts, and all
-    # others in their answers.
-    option_texts = options.contexts if config.icl_task_type == "schema" else options.answers
+    # Options with the same text cannot be told apart.
+    option_texts = distinguishing_texts(config, row)
     distinct_texts = {text.strip() for text in option_texts}
     return Item(
         index=index,

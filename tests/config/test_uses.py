@@ -176,7 +176,7 @@ ALWAYS = {
         takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar
         log_to_console export_at_end python_log_level variables metadata""",
     # `_build_task` refuses the others that a task's type does not have.
-    "TaskConfig": "label icl_task_type dataset_uri num_fewshot metric has_categories cluster",
+    "TaskConfig": "label icl_task_type dataset_uri num_fewshot metric has_categories cluster form",
 }
 """Block -> keys that have an effect wherever they stand, or whose rule the comment names."""
 
@@ -294,6 +294,8 @@ TASKS = {
     "prelimiter: a, icl_task_type: perplexity": TEXT,
     "strip_dataset: false, icl_task_type: perplexity": TEXT,
     "tokenization: joint, icl_task_type: perplexity": TEXT,
+    "choices_delimiter: a": "form is not letters",
+    "letter_prefix: a": "form is not letters",
 }
 
 

@@ -74,7 +74,7 @@ def test_metrics_have_the_names_of_the_code():
     assert named == renamed
     assert {name.rpartition("/")[2] for name in of_tasks.values()} == THEIR_METRICS
     for kind, (key, name) in zip(("multiple_choice", "language_modeling", "generation"), of_tasks.items(), strict=True):
-        task = SimpleNamespace(kind=kind, config=SimpleNamespace(metric=None))
+        task = SimpleNamespace(kind=kind, config=SimpleNamespace(metric=None, form=None))
         assert key.rpartition("/")[2] == metric_of(task)
         assert key.split("/")[2:-1] == name.split("/")[1:-1] and name.startswith("metrics/")
 
