@@ -1,5 +1,9 @@
 """Public tasks' data: upstream rows, made by hand in the Hub's shape, become LLM Foundry's columns."""
 
+import functools
+import hashlib
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import datasets
@@ -8,7 +12,7 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.evaluation.task_files import COLUMNS, read_rows
-from scripts.fetch_tasks import ORIGINS, convert_rows, program
+from scripts.fetch_tasks import CORE_FILES, ORIGINS, PublishedFile, convert_rows, program
 
 ROOT = Path(__file__).parents[1]
 COUNCIL = "The city councilmen refused the demonstrators a permit because they feared violence."
@@ -198,7 +202,7 @@ def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch, capsys) -> Non
     command = ["copa", "--out", str(tmp_path)]
     assert main.run(command, program) == main.run(command, program) == 0
     assert capsys.readouterr().out == (
-        f"copa: 100 rows in {tmp_path}/copa.jsonl\ncopa: {tmp_path}/copa.jsonl is there already\n"
+        f"copa: 100 rows, 0.02 MB in {tmp_path}/copa.jsonl\ncopa: {tmp_path}/copa.jsonl is there already\n"
     )
     assert fetched == ["aps/super_glue"]
     assert main.run([*command, "--force"], program) == 0
@@ -232,3 +236,68 @@ def test_a_misspelt_task_is_refused_before_anything_is_fetched(tmp_path, capsys)
     assert main.run(["copa", "arc_esay", "--out", str(tmp_path / "new")], program) == 2
     assert capsys.readouterr().err.startswith("error: arc_esay is no task that can be fetched; expected arc_challenge,")
     assert not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- CORE
+
+ROWS = b'{"context": "op i doubles i.\\nop 4 =", "continuation": "8"}\n' * 3
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A folder with the files of CORE as LLM Foundry's repository has them, all with the same rows."""
+    folder = tmp_path / "local_data"
+    blob_id = hashlib.sha1(b"blob %d\0" % len(ROWS) + ROWS).hexdigest()
+    for name, file in CORE_FILES.items():
+        (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file.path).write_bytes(ROWS)
+        monkeypatch.setitem(CORE_FILES, name, PublishedFile(file.path, blob_id, 3))
+    return folder
+
+
+def fetch(folder: Path, *arguments: str) -> int:
+    return main.run([*arguments, "--out", str(folder / "data")], program)
+
+
+def test_the_suite_core_is_copied_from_a_clone_of_llm_foundry(tmp_path, published, capsys) -> None:
+    assert fetch(tmp_path, "--suite", "core", "--core-source", str(published)) == 0
+    copies = sorted(path.relative_to(tmp_path / "data") for path in (tmp_path / "data").rglob("*.jsonl"))
+    assert [path.with_suffix("").as_posix() for path in copies] == sorted(CORE_FILES)
+    assert {(tmp_path / "data" / path).read_bytes() for path in copies} == {ROWS}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == (
+        f"core/bigbench_qa_wikidata: 3 rows, 0.00 MB in {tmp_path}/data/core/bigbench_qa_wikidata.jsonl (3 of 21)"
+    )
+
+
+def test_a_file_of_core_is_downloaded(tmp_path, published) -> None:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(published))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert fetch(tmp_path, "core/copa", "--core-source", f"http://127.0.0.1:{server.server_port}/") == 0
+        server.shutdown()
+    assert (tmp_path / "data/core/copa.jsonl").read_bytes() == ROWS
+
+
+def test_a_file_of_core_with_other_content_is_refused(tmp_path, published, capsys) -> None:
+    path = published / CORE_FILES["core/copa"].path
+    path.write_bytes(ROWS.replace(b"8", b"9"))
+    assert fetch(tmp_path, "core/copa", "--core-source", str(published)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: core/copa: {path} is not the published file: its git hash is ")
+    assert f", expected {CORE_FILES['core/copa'].blob_id}; give --core-source a clone" in error
+    assert not (tmp_path / "data/core/copa.jsonl").exists()
+
+
+def test_a_server_that_cannot_be_reached_may_be_tried_again(tmp_path, capsys) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        port = server.server_port  # which nobody listens to from here on
+    assert fetch(tmp_path, "core/copa", "--core-source", f"http://127.0.0.1:{port}") == 75
+    error = capsys.readouterr().err
+    assert f"core/copa: http://127.0.0.1:{port}/commonsense_reasoning/copa.jsonl cannot be read" in error
+    assert error.endswith("tasks fetched so far are kept; this may pass: run the same command again\n")
+
+
+def test_an_unknown_suite_is_refused(tmp_path, capsys) -> None:
+    assert fetch(tmp_path, "--suite", "cores") == 2
+    assert capsys.readouterr().err == "error: --suite cores: no such suite; expected core\n"

@@ -161,7 +161,7 @@ class GauntletConfig:
     rescale_accuracy: bool = True
     """Divide an accuracy above chance by the highest one possible, so that the best score is 1."""
     averages: dict[str, list[str]] | None = None
-    """Name of an average -> its categories. Default: `default_average`, over all."""
+    """Name of an average -> its categories. Default: `default_average`, over all; {} is none."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -407,7 +407,9 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
     """Return the averages of a gauntlet, each with the names of its categories. The default is one over all."""
-    return config.averages or {"default_average": [category.name for category in config.categories]}
+    if config.averages is None:
+        return {"default_average": [category.name for category in config.categories]}
+    return config.averages
 
 
 def _missing_tasks(category: Category, tasks: Mapping[str, Record]) -> list[str]:
