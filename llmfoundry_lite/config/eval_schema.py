@@ -219,6 +219,9 @@ class EvalConfig:
     """Default: the model's."""
     limit: int | None = setting(None, POSITIVE)
     """Only so many first items of each task: a trial, not a result."""
+    keep_prompts: bool = False
+    """Record each item's prompt as the model got it, token by token, in <model>.items.jsonl. Finished tasks are not run
+    again for it; redo=true runs them."""
     tokenizer: str | None = setting(None, is_path_or_url=True)
     """Default: the model's own."""
     fsdp: bool = False

@@ -9,7 +9,8 @@ log-probability the model is asked for. Read the files in the order in which an 
 3. Forward. `packing.py` puts the requests of many items into batches, and `scoring.py` runs the model on a batch.
 4. Score. `scoring.py` also adds up the log-probabilities of the answer's tokens, for each request.
 5. Reduce. `records.py` turns the scores of an item into its record, and the items' records into the task's record,
-   which has the mean of each metric and its standard error. It also has the JSON schema of both.
+   which has the mean of each metric and its standard error. It also has the JSON schema of both. `token_texts.py` adds
+   an item's prompt, token by token, where that is asked for.
 6. Record. `results.py` reads the result files of a model, and `result_files.py` writes them.
 
 `harness.py` runs these steps for all tasks of one model, on all ranks, and also generates answers. `models.py` finds

@@ -345,15 +345,16 @@ def _first_different(compared_fact: str, task: str, first_results: Results, othe
     compared_fact: "row" compares the questions, and "prompt" the prompts.
 
     Returns for instance "; row 17 is the first with another question". Logs of other evaluation tools record hashes of
-    both facts. Items of this library have no hash. Their questions are compared by the right answer, the category, and
-    the lengths or texts of the answers.
+    both facts. Items of this library have the texts of their question and its options. Items of older releases lack
+    these, and are compared by the right answer, the category, and the lengths or texts of the answers.
     """
 
-    def read_fact(item: Record) -> object:
-        """Return the hash of the compared fact, or facts of the item's answers in place of a hash of its question."""
+    def read_fact(item: Record, *, has_question: bool) -> object:
+        """Return what is compared: the hash of the compared fact, or the facts that make the item's question."""
         if compared_fact == "prompt" or "row" in item:
             return item.get(compared_fact)
-        return [item.get(key) for key in ("gold", "num_characters", "answers", "category")]
+        texts = ("question", "choices") if has_question else ("num_characters",)
+        return [item.get(key) for key in (*texts, "gold", "answers", "category")]
 
     is_text = first_results.tasks[task]["type"] == "perplexity"
     other_items = {item["index"]: item for item in other_results.items.get(task, [])}
@@ -364,7 +365,10 @@ def _first_different(compared_fact: str, task: str, first_results: Results, othe
         if other_item is None or not is_comparable:
             continue
 
-        if read_fact(item) != read_fact(other_item):
+        has_question = "question" in item and "question" in other_item
+        fact = read_fact(item, has_question=has_question)
+        other_fact = read_fact(other_item, has_question=has_question)
+        if fact != other_fact:
             noun = "question" if compared_fact == "row" else "prompt"
             item_name = item.get("id") or f"row {item['index'] + 1}"
             return f"; {item_name} is the first with another {noun}"

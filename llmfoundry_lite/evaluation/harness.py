@@ -28,6 +28,7 @@ from llmfoundry_lite.evaluation.results import Results, code_version
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
 from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task
+from llmfoundry_lite.evaluation.token_texts import TokenTexts, prompt_tokens
 from llmfoundry_lite.ranks.exchange import (
     all_gather_json,
     all_reduce_max,
@@ -53,6 +54,7 @@ def evaluate(
     max_batch_tokens: int = 2048,
     max_seq_len: int | None = None,
     limit: int | None = None,
+    keep_prompts: bool = False,
     on_progress: Progress = lambda task, done, total: None,
     data_rank: "DataRank | None" = None,
     on_empty_task: Callable[[str], None] | None = None,
@@ -66,6 +68,7 @@ def evaluate(
     tokenization: "separate" or "joint", for tasks that do not set it themselves.
     max_seq_len: the longest prompt in tokens, if that is less than the model takes.
     limit: the largest number of items in each task.
+    keep_prompts: record the prompt of each item in tokens, too (`token_texts.prompt_tokens`).
     data_rank: this rank's place among the ranks that divide the items. By default that is its rank in the process
         group. It differs if several ranks hold one model together, such as the stages of a pipeline.
     on_progress: called with the task's name, the number of items done and the number of all items.
@@ -97,7 +100,7 @@ def evaluate(
 
     if data_rank is None:
         data_rank = DataRank(*rank_and_size(None))
-    runner = TaskRunner(model, tokenizer, max_batch_tokens, data_rank, on_progress)
+    runner = TaskRunner(model, tokenizer, max_batch_tokens, data_rank, on_progress, keep_prompts)
     for task in prepared_tasks:
         # Rank 0 decides for all whether an earlier launch finished the task, because it alone may see the files.
         finished_record = None
@@ -192,6 +195,8 @@ class TaskRunner:
     """Tokens of a forward pass, padding included."""
     data_rank: DataRank
     on_progress: Progress
+    keep_prompts: bool = False
+    """Record the prompt of each item in tokens."""
 
 
 def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Record]]:
@@ -208,6 +213,10 @@ def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Recor
         items = _generate_items(runner, task, on_progress)
     else:
         items = _score_items(runner, task, on_progress)
+    if runner.keep_prompts:
+        token_texts = TokenTexts(runner.tokenizer)
+        for item, item_record in zip(task.items, items, strict=True):
+            item_record["prompt_tokens"] = prompt_tokens(item, token_texts)
 
     # Reduce the items to scores.
     record = summarise(task, items, seconds=time.monotonic() - started_at)

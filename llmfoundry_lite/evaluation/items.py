@@ -47,6 +47,12 @@ class Item:
     requests: tuple[Request, ...]
     gold: int = 0
     """Index of the right option."""
+    question: str | None = None
+    """The text of the question as the row has it, without examples and delimiters; None for held-out text."""
+    choices: tuple[str, ...] = ()
+    """The texts of the options; none if the model generates the answer, and for held-out text."""
+    examples: tuple[int, ...] = ()
+    """Rows that are the prompt's few-shot examples, in the order in which it shows them."""
     category: str | None = None
     cluster: str | None = None
     """Items of one cluster are not independent of each other, so standard errors count clusters."""

@@ -88,16 +88,30 @@ def list_choices(config: TaskConfig, choices: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def distinguishing_texts(config: TaskConfig, row: Row) -> list[str]:
-    """Return the texts by which the options of a question can be told apart: its contexts or its choices."""
-    options = read_options(config, row)
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The texts by which people recognise a question, as its row has them: without examples and delimiters."""
+
+    text: str
+    choices: tuple[str, ...]
+    """One text for each option; none if the model generates the answer."""
+
+
+def read_question(config: TaskConfig, row: Row) -> Question:
+    """Return the texts of a question and of its options.
+
+    The options of a schema question are contexts, and its question is the text that continues the right one. A language
+    modelling task has one option, the text that continues its context.
+    """
     match config.icl_task_type:
         case "multiple_choice":
-            return row["choices"]  # in the form "letters", the answers are letters, which always differ
+            return Question(row["query"], tuple(row["choices"]))
         case "schema":
-            return options.contexts
-        case _:
-            return options.answers
+            return Question(row["continuation"], tuple(row["context_options"]))
+        case "language_modeling":
+            return Question(row["context"], (row["continuation"],))
+        case _:  # generation
+            return Question(row["context"], ())
 
 
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:

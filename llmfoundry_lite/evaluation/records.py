@@ -104,21 +104,48 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(_is_within(number, 0, MAX_MAGNITUDE) for number in value)
 
 
+def _are_texts(value: Any) -> bool:
+    """Return whether a value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _are_prompt_tokens(value: Any) -> bool:
+    """Return whether a value is the prompt of an item in tokens, as `token_texts.prompt_tokens` returns it."""
+    if not isinstance(value, dict) or value.keys() != {"shared", "contexts", "answers"}:
+        return False
+    for tokens_of_options in (value["contexts"], value["answers"]):
+        are_lists = isinstance(tokens_of_options, list) and all(map(_are_texts, tokens_of_options))
+        if not are_lists:
+            return False
+    return _are_texts(value["shared"]) and len(value["contexts"]) == len(value["answers"])
+
+
 ITEM: dict[str, Callable[[Any], bool]] = {
     "index": _is_index,
+    "question": _is_text,
+    "choices": _are_texts,
+    "gold": _is_index,
+    "text": _is_text,
+    "answers": _are_texts,
+    "prompt_tokens": _are_prompt_tokens,
     **dict.fromkeys(ACCURACIES, _is_score),
     "category": _is_text,
     "cluster": _is_text,
     "log_probability": _are_log_probabilities,
     "num_characters": _are_sizes,
 }
-"""Keys of an item's record that comparisons read, with the check of each.
+"""Keys of an item's record that comparisons and pages read, with the check of each. Older results lack some of them.
 
+- `question` is the text of what was asked, without examples, and `choices` has the text of each option. A schema's
+  options are contexts, and its question is the text that continues them. Language modelling has one option.
+- `gold` is the index of the right option, `text` a generated answer, and `answers` are those that count as right.
+- `prompt_tokens`, with the setting `keep_prompts`, is the prompt in tokens, as `token_texts.prompt_tokens` returns it.
 - `index` is the item's row, or the document of a window. Items of the same `cluster` are not independent.
 - `log_probability` (nats) and `num_characters` (bytes, for a window) have a number for each option.
 
-A record also has `task`, `num_tokens` and `num_trimmed`; for choices `gold`, `chosen`, `tie` and `has_duplicates`; for
-generation `text` and `answers`."""
+A record also has `task`, `num_tokens` and `num_trimmed`; for choices `chosen`, `tie` and `has_duplicates`."""
+OF_OPTIONS = ("choices", "log_probability", "num_tokens", "num_characters")
+"""Keys of an item's record whose value has an element for each option."""
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -137,6 +164,7 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
     record: Record = {
         "task": task.name,
         "index": item.index,
+        **_question_and_choices(item),
         "log_probability": log_probabilities,
         "num_tokens": num_tokens,
         "num_characters": num_characters,
@@ -189,12 +217,26 @@ def generated_item(task: PreparedTask, item: Item, text: str, *, is_correct: boo
     return {
         "task": task.name,
         "index": item.index,
+        **_question_and_choices(item),
         "text": text,
         "answers": list(item.answers),
         "num_trimmed": item.requests[0].num_trimmed,
         **_category_and_cluster(item),
         "acc": int(is_correct),
     }
+
+
+def _question_and_choices(item: Item) -> Record:
+    """Return the keys `question` and `choices` of an item's record: the texts of what was asked.
+
+    A generation task has no choices, and a window of held-out text has neither.
+    """
+    record: Record = {}
+    if item.question is not None:
+        record["question"] = item.question
+    if item.choices:
+        record["choices"] = list(item.choices)
+    return record
 
 
 def _category_and_cluster(item: Item) -> Record:
@@ -436,6 +478,8 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
         for key, is_sound in ITEM.items():
             if key in item and not is_sound(item[key]):
                 return None
+        if not _has_consistent_options(item):
+            return None
     num_with_cluster = sum("cluster" in item for item in items)
     if 0 < num_with_cluster < len(items):
         return None
@@ -452,6 +496,14 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
             mean_and_error(items, metric)  # raises KeyError if an item lacks the metric
     score, _ = mean_and_error(items, record["metric"], has_categories(record))
     return score
+
+
+def _has_consistent_options(item: Record) -> bool:
+    """Return whether all lists of an item's options have the same length, and its right option is one of them."""
+    lengths = {len(item[key]) for key in OF_OPTIONS if key in item}
+    if len(lengths) > 1:
+        return False
+    return not lengths or item.get("gold", 0) < min(lengths)
 
 
 # ------------------------------------------------------------------------------------------------------------ tasks

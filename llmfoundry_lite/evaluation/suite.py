@@ -258,6 +258,7 @@ def evaluate_one(config: EvalConfig, tasks: Sequence[TaskConfig], to_evaluate: M
         max_batch_tokens=config.device_batch_tokens or BATCH_TOKENS[model.device.type],
         max_seq_len=config.max_seq_len,
         limit=config.limit,
+        keep_prompts=config.keep_prompts,
         on_progress=progress,
         on_empty_task=print_left_out if config.eval_gauntlet else None,
     )

@@ -18,7 +18,6 @@ from llmfoundry_lite.evaluation.prompts import (
     accepted_answers,
     choose_examples,
     clean,
-    distinguishing_texts,
     effective_limit,
     find_clusters,
     find_question_rows,
@@ -26,6 +25,7 @@ from llmfoundry_lite.evaluation.prompts import (
     group_rows,
     question_fingerprint,
     read_options,
+    read_question,
     render_context,
     render_example,
     resolve_settings,
@@ -203,13 +203,16 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         ]
 
     # Options with the same text cannot be told apart.
-    option_texts = distinguishing_texts(config, row)
-    distinct_texts = {text.strip() for text in option_texts}
+    question = read_question(config, row)
+    distinct_texts = {text.strip() for text in question.choices}
     return Item(
         index=index,
         requests=tuple(requests),
         gold=options.gold,
+        question=question.text,
+        choices=question.choices,
+        examples=tuple(examples),
         category=str(row["category"]) if config.has_categories else None,
         answers=tuple(generation_answers),
-        has_duplicates=len(distinct_texts) < len(option_texts),
+        has_duplicates=len(distinct_texts) < len(question.choices),
     )
