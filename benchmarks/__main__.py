@@ -40,6 +40,7 @@ BENCHMARKS = {
     "eval-parity": ("eval.parity", "The same answers as lm-evaluation-harness, item by item."),
     "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
+    "seeds": ("seeds", "How often `compare` of recipes with several runs errs, by simulation."),
     "ladder": ("ladder.ladder", "A scaling law of small models, the next size predicted, comparisons."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
