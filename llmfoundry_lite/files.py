@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError
 
-RESULT_SUFFIXES = (".json", ".md", ".png", ".pdf", ".svg", ".csv")
+RESULT_SUFFIXES = (".json", ".md", ".png", ".pdf", ".svg", ".csv", ".tex")
 """Suffixes of the files with a command's result. The JSON file is its record."""
 MAX_RESULT_BYTES = 128 << 20
 """Maximum number of bytes that are read of a file to see whether it is a command's result."""

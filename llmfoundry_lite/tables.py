@@ -1,8 +1,8 @@
-"""Tables of text, which can be printed on a console and written as Markdown, CSV and JSON.
+"""Tables of text, which can be printed on a console and written as Markdown, LaTeX, CSV and JSON.
 
 `Table` is the table of every command and report. Cells are text, also numbers, so that they look the same everywhere.
 Names in cells may come from other people, so each output escapes what would be active in it: control characters on a
-console, HTML and links in Markdown, formulas in CSV.
+console, HTML and links in Markdown, commands in LaTeX, formulas in CSV.
 """
 
 import csv
@@ -29,9 +29,25 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?%?")
 """A number such as `-1.5`, `+2e-3` or `40%`, which begins like a formula but is harmless."""
 
 
+LATEX_TEXTS = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "±": r"$\pm$",
+    **{character: rf"\{character}" for character in "&%$#_{}"},
+}
+"""Character that LaTeX reads as a command, or that not every font has -> how to write it in a text."""
+SIGN_OF_NUMBER = re.compile(r"(?<![\w.])[-+](?=\.?\d)")
+"""The sign of a number, such as that of `-0.5`. The hyphen of `icl-0` is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text under a title, which can be shown on a console and as Markdown, CSV and JSON."""
+    """A table of text under a title, which can be shown on a console and as Markdown, LaTeX, CSV and JSON."""
 
     title: str
     columns: Sequence[str]
@@ -145,6 +161,44 @@ class Table:
         rules = ["---:" if self.is_right(index) else "---" for index in range(len(self.columns))]
         return [heading, f"|{'|'.join(rules)}|", *rows]
 
+    def latex(self, caption: str) -> list[str]:
+        """Return the lines of a LaTeX table with a caption, for the package booktabs.
+
+        \\begin{table}
+        \\centering
+        \\caption{Zero-shot accuracy.}
+        \\begin{tabular}{lr}
+        \\toprule
+        task & accuracy \\\\
+        \\midrule
+        arc\\_easy & 0.41 \\\\
+        \\bottomrule
+        \\end{tabular}
+        \\end{table}
+        """
+        alignment = "".join("r" if self.is_right(index) else "l" for index in range(len(self.columns)))
+        lines = []
+        for cells in (self.columns, *self.rows):
+            line = " & ".join(latex_text(cell) for cell in cells)
+            # After the end of a row, LaTeX reads * and [ as arguments of the command that ends it.
+            if line.startswith(("*", "[")):
+                line = "{}" + line
+            lines.append(rf"{line} \\")
+        heading, *rows = lines
+        return [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{latex_text(caption)}}}",
+            rf"\begin{{tabular}}{{{alignment}}}",
+            r"\toprule",
+            heading,
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+
     def csv(self) -> str:
         """Return the headings and rows as CSV, in which no cell can be run as a spreadsheet's formula."""
         content = io.StringIO(newline="")
@@ -177,6 +231,15 @@ def csv_text(text: str) -> str:
     may_be_formula = text.startswith(FORMULA_SIGNS)
     is_number = NUMBER.fullmatch(text) is not None
     return f"'{text}" if may_be_formula and not is_number else text
+
+
+def latex_text(text: str) -> str:
+    """Escape text for LaTeX, so that it cannot be a command, and write the signs of numbers as in formulas.
+
+    `arc_easy` becomes `arc\\_easy`, and `-0.5` becomes `$-$0.5`. Letters outside of ASCII stay as they are.
+    """
+    characters = [LATEX_TEXTS.get(character, character) for character in printable(text)]
+    return SIGN_OF_NUMBER.sub(lambda sign: f"${sign[0]}$", "".join(characters))
 
 
 def markdown_list(texts: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import io
 import pytest
 from rich.console import Console
 
-from llmfoundry_lite.tables import Table, markdown_text
+from llmfoundry_lite.tables import Table, latex_text, markdown_text
 
 
 def test_names_stay_text_in_markdown():
@@ -39,3 +39,34 @@ def test_on_a_narrow_console_words_are_kept_whole():
     console = Console(width=16, file=io.StringIO())
     Table("", ["run", "loss"], [["a [bold]name", "2.71828182845904"]]).print(console)
     assert "2.71828182845904" in console.file.getvalue() and "[bold]name" in console.file.getvalue()
+
+
+def test_a_latex_table_has_the_rules_of_booktabs_and_aligns_numbers():
+    table = Table("", ["task", "accuracy"], [["arc_easy", "0.41 ± 0.02"], ["*", "-0.1"]])
+    assert table.latex("Accuracy, 95 %.") == [
+        r"\begin{table}",
+        r"\centering",
+        r"\caption{Accuracy, 95 \%.}",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"task & accuracy \\",
+        r"\midrule",
+        r"arc\_easy & 0.41 $\pm$ 0.02 \\",
+        r"{}* & $-$0.1 \\",  # `\\*` would be another command
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        (r"\input{/etc/passwd}", r"\textbackslash{}input\{/etc/passwd\}"),
+        ("a&b%c$d#e_f{g}h~i^j", r"a\&b\%c\$d\#e\_f\{g\}h\textasciitilde{}i\textasciicircum{}j"),
+        ("<.001", r"\textless{}.001"),
+        ("-0.5 [-0.7, +.2] icl-0 5e-3 1-2", "$-$0.5 [$-$0.7, $+$.2] icl-0 5e-3 1-2"),
+    ],
+)
+def test_a_name_in_latex_is_no_command(text, escaped):
+    assert latex_text(text) == escaped

@@ -71,7 +71,7 @@ def compare_results(
             "trained several times are given as NAME=RESULT,RESULT,…",
         ),
     ],
-    out: Annotated[Path | None, out_folder("Folder for compare.md, compare.json and compare.png.")] = None,
+    out: Annotated[Path | None, out_folder("Folder for compare.md, .json, .csv, .tex and .png.")] = None,
     all_metrics: Annotated[
         bool, typer.Option("--all-metrics", help="Compare every metric, not only the main metric of each task.")
     ] = False,

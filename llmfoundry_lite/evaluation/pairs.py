@@ -1,4 +1,4 @@
-"""Comparisons of models as objects, and their output: to the console, as Markdown and JSON, and as points of a figure.
+"""Comparisons of models as objects, and their output: to the console, to files, and as points of a figure.
 
 A `Comparison` has the results of one model against the first. Each of its rows is a `MetricComparison`, which compares
 one metric on one task. `compare.py` computes both, and calls `MetricComparison.decide` when it knows the number of
@@ -23,6 +23,9 @@ from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, 
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
+
+SIGNIFICANT = "*"
+"""Mark of a significant difference in LaTeX."""
 
 
 class FigurePoint(NamedTuple):
@@ -192,12 +195,15 @@ class Comparison:
     """The mean of the accuracies, in which each task counts the same; None for fewer than two."""
     other_metrics: list[MetricComparison]
     """The tasks by their other metrics, if those were asked for."""
+    composites: list[MetricComparison] = field(default_factory=list)
+    """Categories and averages of a gauntlet, if one was asked for."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> list[MetricComparison]:
-        """The tasks, and the mean if there is one."""
-        return self.tasks if self.mean is None else [*self.tasks, self.mean]
+        """The tasks, the composites of a gauntlet, and the mean if there is one."""
+        rows = [*self.tasks, *self.composites]
+        return rows if self.mean is None else [*rows, self.mean]
 
     @property
     def sentence(self) -> str:
@@ -241,6 +247,16 @@ class Comparison:
         rows = [row.cells() for row in [*self.rows, *self.other_metrics]]
         numeric_columns = {2, 3, 4, 6, 8, 9}
         return Table(f"{self.other} against {self.first}", columns, rows, right=numeric_columns)
+
+    def latex_table(self) -> Table:
+        """Return the table for a paper, in which a mark shows which differences are significant."""
+        columns = ("task", "metric", "items", self.first, self.other, "difference", "p")
+        rows: list[list[str]] = []
+        for row in [*self.rows, *self.other_metrics]:
+            task, metric, items, first, other, difference, p, *_ = row.cells()
+            mark = SIGNIFICANT if row.is_detected else ""
+            rows.append([task, metric, items, first, f"{other}{mark}", difference, p])
+        return Table(f"{self.other} against {self.first}", columns, rows, right={2, 3, 4, 6})
 
     def __repr__(self) -> str:
         """Return what `llmfoundry-lite compare` prints."""
@@ -294,7 +310,9 @@ def legend(comparisons: Sequence[Comparison]) -> str:
 
 
 def write_comparison(results: Sequence[Results], comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
-    """Write compare.md and compare.json into a folder, which is created if needed, and return their paths.
+    """Write compare.md, .json, .csv and .tex into a folder, which is created if needed, and return their paths.
+
+    The CSV has all numbers with all their digits. The LaTeX has a table for each comparison.
 
     results: the results of all models, whose facts are written to the JSON.
     comparisons: the comparisons of these results with the first of them.
@@ -316,7 +334,57 @@ def write_comparison(results: Sequence[Results], comparisons: Sequence[Compariso
     json_path = folder / "compare.json"
     write_atomically(json_path, mask_urls(json.dumps(_as_json(results, comparisons), indent=1)) + "\n")
     write_atomically(markdown_path, mask_credentials("\n".join(lines)))
-    return [markdown_path, json_path]
+    csv_path = folder / "compare.csv"
+    write_atomically(csv_path, mask_credentials(table_of_numbers(comparisons).csv()))
+
+    num_tests = sum(len(comparison.tasks) for comparison in comparisons)
+    latex_lines: list[str] = []
+    for comparison in comparisons:
+        latex_lines += [*comparison.latex_table().latex(caption_of(comparison, num_tests)), ""]
+    latex_path = folder / "compare.tex"
+    write_atomically(latex_path, mask_credentials("\n".join(latex_lines)))
+    return [markdown_path, json_path, csv_path, latex_path]
+
+
+def caption_of(comparison: Comparison, num_tests: int) -> str:
+    """Return the caption of a comparison's table for a paper. `num_tests` is the number of tests of tasks."""
+    noun = "test" if num_tests == 1 else "tests"
+    return (
+        f"{comparison.other} against {comparison.first} on the same items. The difference is {comparison.other} minus "
+        f"{comparison.first}, with its interval at the level that decides. {SIGNIFICANT} marks differences that are "
+        f"significant: p < {LEVEL} after Holm's correction, for {num_tests} {noun} of tasks."
+    )
+
+
+NUMBERS = (
+    "metric",
+    "n",
+    "first",
+    "other",
+    "difference",
+    "low",
+    "high",
+    "confidence",
+    "error",
+    "p",
+    "p_corrected",
+    "wins",
+    "losses",
+    "ties",
+    "verdict",
+)
+"""Columns of a comparison's CSV after the names, which are attributes of `MetricComparison`."""
+
+
+def table_of_numbers(comparisons: Sequence[Comparison]) -> Table:
+    """Return a table with a row for each metric of each comparison, whose numbers have all their digits."""
+    rows: list[list[str]] = []
+    for comparison in comparisons:
+        for row in [*comparison.rows, *comparison.other_metrics]:
+            numbers = [getattr(row, name) for name in NUMBERS]
+            cells = ["" if number is None else str(number) for number in numbers]
+            rows.append([comparison.first, comparison.other, row.task, *cells])
+    return Table("", ["first_model", "other_model", "task", *NUMBERS], rows)
 
 
 def _as_json(results: Sequence[Results], comparisons: Sequence[Comparison]) -> dict[str, Any]:
@@ -334,6 +402,7 @@ def _as_json(results: Sequence[Results], comparisons: Sequence[Comparison]) -> d
                 "mean": None if comparison.mean is None else comparison.mean.as_json(),
                 "tasks": [task.as_json() for task in comparison.tasks],
                 "other_metrics": [metric.as_json() for metric in comparison.other_metrics],
+                "composites": [composite.as_json() for composite in comparison.composites],
                 "notes": comparison.notes,
             }
         )

@@ -1,7 +1,8 @@
 """Tables of scores with a row for each model: results by task, and LLM Foundry's Eval Gauntlet.
 
-`Scores` is such a table: it is printed, or written as Markdown and CSV, with notes below it. `results_table` makes one
-of the tasks' scores, and `gauntlet_table` one of the gauntlet's categories and averages, which `run_gauntlet` computes.
+`Scores` is such a table: it is printed, or written as Markdown, LaTeX and CSV, with notes below it. `results_table`
+makes one of the tasks' scores, and `gauntlet_table` one of the gauntlet's categories and averages, which `run_gauntlet`
+computes.
 """
 
 import math
@@ -94,14 +95,15 @@ class Scores:
         print_notes(console, self.notes)
 
     def write(self, path: Path) -> list[Path]:
-        """Write the table as PATH.md and PATH.csv, and return both paths.
+        """Write the table as PATH.md, PATH.csv and PATH.tex, and return the paths.
 
-        The Markdown has each score with its error in one cell, and the notes. The CSV has a column of its own for each
-        score and for each error, and no notes.
+        The Markdown has each score with its error in one cell, and the notes. So has the LaTeX, without the notes. The
+        CSV has a column of its own for each score and for each error, and no notes.
         """
         # Headings have several lines on the console, and one line in files.
         headings = [heading.replace("\n", " ") for heading in self.columns.values()]
-        lines = self.table(headings, " ± ").markdown()
+        table = self.table(headings, " ± ")
+        lines = table.markdown()
         if self.notes:
             lines = [*lines, "", *markdown_list(self.notes)]
         markdown_path = path.with_suffix(".md")
@@ -109,7 +111,9 @@ class Scores:
 
         csv_path = path.with_suffix(".csv")
         write_atomically(csv_path, self._with_errors_apart().csv())
-        return [markdown_path, csv_path]
+        latex_path = path.with_suffix(".tex")
+        write_atomically(latex_path, "\n".join([*table.latex(f"{self.title}."), ""]))
+        return [markdown_path, csv_path, latex_path]
 
     def _with_errors_apart(self) -> Table:
         """Return a table with a column for each score, and one for its standard error, named such as "acc stderr".
@@ -515,7 +519,7 @@ def gauntlet_table(
 def write_tables(
     all_results: Sequence[Results], folder: Path, gauntlet: GauntletConfig | None = None, metric: str | None = None
 ) -> list[Path]:
-    """Write table.md and table.csv, and with a gauntlet also gauntlet.md and gauntlet.csv, and return their paths.
+    """Write table.md, .csv and .tex, and with a gauntlet also gauntlet.md, .csv and .tex, and return their paths.
 
     `metric` is the one that the user asks for, or None.
     """

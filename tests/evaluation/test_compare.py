@@ -1,6 +1,7 @@
 """Two results, item by item: the numbers, the words, and which results are not compared at all."""
 
 import contextlib
+import csv
 import json
 import math
 import re
@@ -541,6 +542,16 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert told["tasks"][0]["difference"] == pytest.approx(b.mean() - a.mean())
     written = (tmp_path / "out/compare.md").read_text()
     assert all(f"| {task['verdict']} |" in written for task in [*told["tasks"], *told["other_metrics"]])
+    with (tmp_path / "out/compare.csv").open(newline="") as file:
+        by_task = {(row["task"], row["metric"]): row for row in csv.DictReader(file)}
+    arc = by_task["arc_easy/0-shot", "acc_per_token"]
+    assert (arc["first_model"], arc["other_model"], arc["verdict"]) == ("base", "ours", "better by 0.351")
+    assert float(arc["low"]) == told["tasks"][0]["low"]  # to the last digit
+    latex = (tmp_path / "out/compare.tex").read_text()
+    assert r"\caption{ours against base on the same items." in latex
+    assert r"p \textless{} 0.05 after Holm's correction, for 3 tests of tasks." in latex
+    marked = [line.partition(" &")[0] for line in latex.splitlines() if "* & $+$" in line]
+    assert marked == [r"arc\_easy/0-shot", "mean of 2 tasks", r"arc\_easy/0-shot"]
     accuracy, bits = figures[0].axes
     assert accuracy.get_title() == "ours against base, intervals at the level that decides"
     assert [label.get_text() for label in accuracy.get_yticklabels()] == [
@@ -561,7 +572,7 @@ def test_a_comparison_that_ended_midway_does_not_block_the_next_one(tmp_path):
     def compare_into(folder):
         assert main.run(["compare", *paths, "--out", str(folder)]) == 0
 
-    assert call_again_after_each_write(compare_into, tmp_path) == 3
+    assert call_again_after_each_write(compare_into, tmp_path) == 5
 
 
 def test_results_of_ours_need_no_companion_and_others_name_it(tmp_path, monkeypatch):

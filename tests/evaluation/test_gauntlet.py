@@ -274,7 +274,14 @@ def test_the_tables_hold_every_model(tmp_path):
     less = {name: task for name, task in TASKS_DONE.items() if name != "copa/0-shot"}
     config = GauntletConfig(categories=[SENSE, READING])
     written = write_tables([done("ours", TASKS_DONE), done("base", less)], tmp_path, config)
-    assert [path.name for path in written] == ["table.md", "table.csv", "gauntlet.md", "gauntlet.csv"]
+    assert [path.name for path in written] == [
+        "table.md",
+        "table.csv",
+        "table.tex",
+        "gauntlet.md",
+        "gauntlet.csv",
+        "gauntlet.tex",
+    ]
     with (tmp_path / "gauntlet.csv").open() as file:
         columns, ours, base = csv.reader(file)
     assert columns == [
