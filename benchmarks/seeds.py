@@ -114,6 +114,7 @@ def run(*, num_draws: int = 10_000, out: Path | None = None) -> list[Row]:
     tell(
         report,
         PROMISE,
+        describe_rates(rows),
         table_of_cases(rows),
         describe_few_seeds(),
         table_of_few_seeds(),
@@ -321,6 +322,28 @@ def table_of_cases(rows: list[Row]) -> Table:
         ("draws ", "{num_power_draws:,}"),
     )
     return tabulate("", columns, [asdict(row) for row in rows], num_keys=4)
+
+
+def describe_rates(rows: list[Row]) -> str:
+    """Return the paragraph that says which rates the table has, with two runs on a side and with more."""
+    with_two = [row for row in rows if row.runs.startswith("2")]
+    with_more = [row for row in rows if row not in with_two]
+
+    def errors(rows: list[Row]) -> str:
+        """Return the largest share of draws in which equal recipes are called different."""
+        return f"at most {100 * max(row.claimed for row in rows):.1f} %"
+
+    def found(rows: list[Row]) -> str:
+        """Return the least and the largest share of draws in which a difference of the stated size is found."""
+        shares = [100 * row.power for row in rows]
+        return f"{min(shares):.0f} to {max(shares):.0f} %"
+
+    return (
+        f"With three or more runs a side, {errors(with_more)} of draws call equal recipes different, and a difference "
+        f"of the stated size is found in {found(with_more)} of draws. With two runs on a side, it is "
+        f"{errors(with_two)}, and {found(with_two)}: two runs often look alike by chance, and the statement is then "
+        "too small."
+    )
 
 
 def detectable_by_seeds(num_runs: int) -> float:
