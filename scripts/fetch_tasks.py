@@ -2,13 +2,14 @@
 
     python scripts/fetch_tasks.py arc_easy piqa --out data/eval
     python scripts/fetch_tasks.py --suite core
+    python scripts/fetch_tasks.py --suite mmlu
 
 Most tasks come from the Hugging Face Hub: `ORIGINS`, at the end, has each task's repository and the function that
 converts its rows. The tasks of DCLM's CORE come from LLM Foundry's repository, which publishes them in this format;
 `CORE_FILES` has each file with the hash of its content.
 
-`evals/<task>.yaml` and `yamls/eval/core.yaml` say how the questions are asked. The data sets have licences of their own
-(docs/evaluation.md), so none of their text is in this repository.
+`evals/<task>.yaml` and, for suites, `yamls/eval/<suite>.yaml` say how the questions are asked. The data sets have
+licences of their own (docs/evaluation.md), so none of their text is in this repository.
 """
 
 if __name__ == "__main__":  # first, because an empty entry of PYTHONPATH stands for the working directory
@@ -51,8 +52,10 @@ program = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @program.command()
 def main(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all].")] = None,
-    suite: Annotated[str | None, typer.Option(help="The tasks of a suite instead of names: core.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAMES]", help="Such as arc_easy [all that are in no suite].")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="The tasks of a suite: core or mmlu.")] = None,
     out: Annotated[Path, typer.Option(help="The folder for <name>.jsonl.")] = Path("data/eval"),
     core_source: Annotated[
         str, typer.Option(help="Folder or URL of LLM Foundry's files, such as llm-foundry/scripts/eval/local_data.")
@@ -72,9 +75,12 @@ class Origin:
     configuration: str | None
     split: str
     num_rows: int
-    """Number of rows in the split of published results."""
+    """Number of rows in the split of published results, and in the split of examples if there is one."""
     convert: Callable[[Row], Row]
     """Returns a row of the repository as a question, with the columns of the task's kind in LLM Foundry."""
+    examples_split: str | None = None
+    """A split whose rows are only shown as examples. They come first in the file, and each row then has the name of its
+    split in the column `split`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +104,12 @@ def fetch_tasks(
     notify: Callable[[str], None],
     core_source: str = CORE_SOURCE,
 ) -> None:
-    """Write `<out>/<name>.jsonl` for each name, or for all tasks of the Hub. Keeps existing files, unless `force`.
+    """Write `<out>/<name>.jsonl` for each name, or for the tasks in no suite. Keeps existing files, unless `force`.
 
     A name is a key of ORIGINS or of CORE_FILES. The files of the latter are read from `core_source`, a folder or a URL.
     Raises DataError for an unknown name, if a server does not deliver, and if a file of CORE is not the published one.
     """
-    names = list(dict.fromkeys(names)) or list(ORIGINS)
+    names = list(dict.fromkeys(names)) or [name for name in ORIGINS if name not in SUITES["mmlu"]]
     for name in names:
         if name not in ORIGINS and name not in CORE_FILES:
             expected = f"{', '.join(ORIGINS)}, or --suite core"
@@ -130,7 +136,15 @@ def _fetch_content(name: str, core_source: str) -> bytes:
     """Return the content of a task's file: the published file, or the converted rows of the Hub."""
     if name in CORE_FILES:
         return read_published_file(name, core_source)
-    questions = convert_rows(name, _download(name, ORIGINS[name]))
+
+    origin = ORIGINS[name]
+    questions: list[Row] = []
+    if origin.examples_split is None:
+        questions += convert_rows(name, _download(name, origin, origin.split))
+    else:
+        for split in (origin.examples_split, origin.split):
+            for row in convert_rows(name, _download(name, origin, split)):
+                questions.append({**row, "split": split})
     return "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in questions).encode()
 
 
@@ -184,12 +198,12 @@ def convert_rows(name: str, rows: Iterable[Row]) -> Iterator[Row]:
             ) from error
 
 
-def _download(name: str, origin: Origin) -> Any:
-    """Return the rows of a task's split. Raises DataError if the Hub does not deliver them."""
+def _download(name: str, origin: Origin, split: str) -> Any:
+    """Return the rows of a split of a task's repository. Raises DataError if the Hub does not deliver them."""
     import datasets
 
     try:
-        return datasets.load_dataset(origin.repository, origin.configuration, split=origin.split)
+        return datasets.load_dataset(origin.repository, origin.configuration, split=split)
     except Exception as error:  # `datasets` and the network raise a dozen unrelated types
         raise DataError(
             f"{name}: {origin.repository} cannot be had from the Hugging Face Hub ({type(error).__name__}: "
@@ -303,6 +317,16 @@ def _copa(row: Row) -> Row:
     return {"query": f"{row['premise'].strip()[:-1]}, {link}", "choices": choices, "gold": int(row["label"])}
 
 
+def _mmlu(row: Row) -> Row:
+    """Convert a row of MMLU. The category is the subject as a text has it: "abstract algebra"."""
+    return {
+        "query": row["question"],
+        "choices": list(row["choices"]),
+        "gold": int(row["answer"]),
+        "category": row["subject"].replace("_", " "),
+    }
+
+
 ORIGINS = {
     "arc_challenge": Origin("allenai/ai2_arc", "ARC-Challenge", "test", 1172, _arc),
     "arc_easy": Origin("allenai/ai2_arc", "ARC-Easy", "test", 2376, _arc),
@@ -314,6 +338,8 @@ ORIGINS = {
     "lambada_openai": Origin("EleutherAI/lambada_openai", "default", "test", 5153, _lambada),
     "copa": Origin("aps/super_glue", "copa", "validation", 100, _copa),
     "openbook_qa": Origin("allenai/openbookqa", "main", "test", 500, _openbook_qa),
+    # 14,042 questions, and five examples for each of 57 subjects.
+    "mmlu": Origin("cais/mmlu", "all", "test", 14042 + 5 * 57, _mmlu, examples_split="dev"),
 }
 
 
@@ -373,7 +399,7 @@ CORE_FILES = {
     ),
 }
 
-SUITES = {"core": list(CORE_FILES)}
+SUITES = {"core": list(CORE_FILES), "mmlu": ["mmlu"]}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -81,6 +82,13 @@ UPSTREAM = {
     },
 }
 UPSTREAM["arc_challenge"] = UPSTREAM["arc_easy"]
+ALGEBRA = {
+    "question": "What is 2 + 3? ",
+    "subject": "abstract_algebra",
+    "choices": ["4", "5", "6", "7"],
+    "answer": 1,
+}
+TASKS = [name for name in ORIGINS if name != "mmlu"]
 
 # The rows of ARC, HellaSwag, PIQA, Winograd, COPA and LAMBADA stand like this in LLM Foundry's scripts/eval/local_data.
 CONVERTED = {
@@ -171,8 +179,8 @@ def test_a_row_of_another_shape_is_one_line() -> None:
 
 
 def test_every_task_that_can_be_fetched_has_its_yaml_and_its_rows_pass_its_checks(tmp_path, monkeypatch) -> None:
-    tasks = load_tasks(list(ORIGINS), str(ROOT / "evals"))
-    assert [task.label for task in tasks] == list(ORIGINS)
+    tasks = load_tasks(TASKS, str(ROOT / "evals"))
+    assert [task.label for task in tasks] == TASKS
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         datasets,
@@ -300,4 +308,30 @@ def test_a_server_that_cannot_be_reached_may_be_tried_again(tmp_path, capsys) ->
 
 def test_an_unknown_suite_is_refused(tmp_path, capsys) -> None:
     assert fetch(tmp_path, "--suite", "cores") == 2
-    assert capsys.readouterr().err == "error: --suite cores: no such suite; expected core\n"
+    assert capsys.readouterr().err == "error: --suite cores: no such suite; expected core, mmlu\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- MMLU
+
+
+def test_the_examples_of_mmlu_come_before_its_questions(tmp_path, monkeypatch, capsys) -> None:
+    splits = {"dev": [{**ALGEBRA, "question": "What is 1 + 3?", "answer": 0}], "test": [ALGEBRA]}
+    asked = []
+
+    def load(repository, configuration, split):
+        asked.append((repository, configuration))
+        return splits[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert fetch(tmp_path, "--suite", "mmlu") == 0
+    assert asked == [("cais/mmlu", "all")] * 2
+    rows = [json.loads(line) for line in (tmp_path / "data/mmlu.jsonl").read_text().splitlines()]
+    assert [row["split"] for row in rows] == ["dev", "test"]
+    assert rows[1] == {
+        "query": "What is 2 + 3? ",
+        "choices": ["4", "5", "6", "7"],
+        "gold": 1,
+        "category": "abstract algebra",
+        "split": "test",
+    }
+    assert "mmlu: published results are about 14327 rows" in capsys.readouterr().out

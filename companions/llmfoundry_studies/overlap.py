@@ -25,7 +25,7 @@ from llmfoundry_lite.data.baselines import read_shards
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import fingerprint_of_texts
-from llmfoundry_lite.evaluation.prompts import accepted_answers, read_options
+from llmfoundry_lite.evaluation.prompts import accepted_answers, find_question_rows, read_options
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows, read_texts
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_studies.ngrams import NgramTable, WordHasher, hash_ngrams, split_words
@@ -130,8 +130,8 @@ def read_task(config: TaskConfig) -> TaskOverlap:
         return TaskOverlap(label=config.label, data_fingerprint=fingerprint_of_texts(texts), items=items)
 
     rows = read_rows(config)
-    for index, row in enumerate(rows):
-        question, answer = question_and_answer(config, row)
+    for index in find_question_rows(config, rows, num_fewshot=0):  # rows that are only shown as examples are left out
+        question, answer = question_and_answer(config, rows[index])
         question_words = split_words(question)
         words = question_words + split_words(answer)
         items.append(ItemOverlap(index=index, words=words, num_question_words=len(question_words)))

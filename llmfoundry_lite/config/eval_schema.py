@@ -72,9 +72,12 @@ class TaskConfig:
     )
     fewshot_fixed: bool = setting(False, uses=EXAMPLES)
     """Show the same examples for every item, instead of choosing them by (seed, item). They are the first items of the
-    file, which are then not evaluated."""
+    file, which are then not evaluated. With fewshot_split, they are the first rows of that split."""
+    fewshot_split: str | None = None
+    """Take the examples from the rows that have this text in the column `split`, such as dev. These rows are never
+    asked, whatever num_fewshot is. Default: the other items are the examples."""
     prompt_string: str = setting("", uses=PROMPTS)
-    """Text before everything else, once."""
+    """Text before everything else, once. With has_categories, {category} in it stands for the item's category."""
     example_delimiter: str = setting("\n", uses=PROMPTS)
     """Text before each example but the first, and before the item."""
     continuation_delimiter: str = setting(" ", uses=PROMPTS)

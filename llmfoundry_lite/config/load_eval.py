@@ -668,4 +668,6 @@ def _problem_of(task: TaskConfig) -> str:
         return f"cluster: {task.cluster!r} given, but documents are a text's clusters; remove it"
     if task.has_categories:
         return "has_categories: a text has none; remove it"
+    if task.fewshot_split is not None:
+        return f"fewshot_split: {task.fewshot_split!r} given, and a text has no examples; remove it"
     return ""

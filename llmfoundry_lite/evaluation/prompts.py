@@ -114,6 +114,17 @@ def read_question(config: TaskConfig, row: Row) -> Question:
             return Question(row["context"], ())
 
 
+def render_prompt_string(config: TaskConfig, row: Row) -> str:
+    """Return the text at the beginning of a question's prompt.
+
+    If the task has categories, `{category}` in the text stands for the question's: "Questions about {category}." is
+    rendered as `"Questions about anatomy."`.
+    """
+    if not config.has_categories:
+        return config.prompt_string
+    return config.prompt_string.replace("{category}", category_of(config, row))
+
+
 def render_example(config: TaskConfig, row: Row, *, is_first: bool) -> str:
     """Return the text of a question with its right answer, for use as a few-shot example.
 
@@ -201,35 +212,42 @@ def is_correct(config: TaskConfig, text: str, answers: Sequence[str]) -> bool:
 # -------------------------------------------------------------------------------------------------------- among rows
 
 
-def group_rows(config: TaskConfig, rows: list[Row]) -> list[list[int]]:
-    """Divide row indices into groups. A question's few-shot examples are drawn from its own group.
+def category_of(config: TaskConfig, row: Row) -> str:
+    """Return the category of a row; an empty text for all rows of a task without categories."""
+    return str(row["category"]) if config.has_categories else ""
 
-    A group is a category, as in LLM Foundry. A task without categories has one group of all rows.
+
+def group_examples(config: TaskConfig, rows: list[Row]) -> dict[str, list[int]]:
+    """Return the rows from which few-shot examples are drawn, by category, in the order of the file.
+
+    A question's examples are drawn from its own category, as in LLM Foundry. With `fewshot_split`, only rows of that
+    split are examples; otherwise all rows are.
     """
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
-        category = str(row["category"]) if config.has_categories else ""
-        groups.setdefault(category, []).append(index)
-    return list(groups.values())
+        if config.fewshot_split is None or row["split"] == config.fewshot_split:
+            groups.setdefault(category_of(config, row), []).append(index)
+    return groups
 
 
 def find_question_rows(config: TaskConfig, rows: list[Row], num_fewshot: int) -> list[int]:
-    """Return the indices of the rows that are used as questions: all except those that serve as fixed examples.
+    """Return the indices of the rows that are used as questions: all except those that are only shown as examples.
 
-    Fixed examples (`fewshot_fixed`) are the first `num_fewshot` rows of the task, or of each of its categories.
+    These are the rows of `fewshot_split`. Without such a split, they are fixed examples (`fewshot_fixed`): the first
+    `num_fewshot` rows of the task, or of each of its categories.
     """
-    if not config.fewshot_fixed:
+    if config.fewshot_split is None and not config.fewshot_fixed:
         return list(range(len(rows)))
     example_rows: set[int] = set()
-    for group in group_rows(config, rows):
-        example_rows.update(group[:num_fewshot])
+    for group in group_examples(config, rows).values():
+        example_rows.update(group if config.fewshot_split is not None else group[:num_fewshot])
     return [index for index in range(len(rows)) if index not in example_rows]
 
 
 def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fewshot: int) -> list[int]:
     """Choose the rows that are shown as few-shot examples before the question in row `index`.
 
-    group: sorted row indices to choose from. `index` is one of them, and is never chosen.
+    group: sorted row indices to choose from. `index` may be one of them, and is never chosen.
     num_fewshot: the number of examples. If the group has fewer other rows, all of them are chosen.
 
     Returns row indices in the order in which the prompt shows them. The choice depends only on the task's seed and on
@@ -241,15 +259,16 @@ def choose_examples(config: TaskConfig, group: Sequence[int], index: int, num_fe
 
     # Draw positions among the other rows of the group, as if the row of the question were taken out of it.
     generator = random.Random(f"{config.fewshot_random_seed}/{index}")
-    num_other_rows = len(group) - 1
+    question_position = bisect.bisect_left(group, index)
+    is_in_group = question_position < len(group) and group[question_position] == index
+    num_other_rows = len(group) - is_in_group
     drawn_positions = generator.sample(range(num_other_rows), min(num_fewshot, num_other_rows))
 
     # Translate them to positions in the whole group, which are one higher from the question's row on. In the group
     # [3, 5, 8] of question 5, position 1 among the others [3, 8] is position 2.
-    question_position = bisect.bisect_left(group, index)
     examples: list[int] = []
     for position in drawn_positions:
-        if position >= question_position:
+        if is_in_group and position >= question_position:
             position += 1
         examples.append(group[position])
     return examples
@@ -376,7 +395,7 @@ DECISIVE_SETTINGS = (
     "metric",
 )
 """Settings of a task on which prompts and scores depend. The names of the task and of its file are not among them."""
-SETTINGS_IF_SET = ("has_categories", "cluster")
+SETTINGS_IF_SET = ("fewshot_split", "has_categories", "cluster")
 """Further such settings, which are recorded only if they are set, because recording them always would change the
 fingerprints of older results."""
 SETTINGS_OF_LETTERS = ("form", "choices_delimiter", "letter_prefix")

@@ -57,6 +57,7 @@ TASK = {
     "num_documents": int | None,
     "skipped": dict | None,
     "lost_text": dict | None,
+    "over_items": dict | None,
 }
 """Keys of a task's record that are checked when it is read.
 
@@ -66,6 +67,8 @@ TASK = {
 - `fingerprint` covers the questions and how they are asked, `data_fingerprint` only the rows or texts.
 - `skipped` counts items by the reason why they could not be asked.
 - `lost_text` counts characters that the model's tokens do not spell, which bits per byte therefore leave out.
+- `over_items` has, for a task with categories, the mean of each accuracy over all items, and its standard error. The
+  accuracy of the record itself is the mean of the categories.
 
 A record also has `num_fewshot`, `tokenization`, `chance`, `perplexity`, `categories`, `beginning` (tokens before each
 text), `seconds`, and counts of irregular items."""
@@ -295,7 +298,7 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
 
     These are the mean of each accuracy with its standard error; for tasks with choices also the accuracy of guessing
     (`chance`), and for language modelling the perplexity of an answer. With `by_category`, a mean is that of the
-    categories' means.
+    categories' means, and `over_items` has the means over all items.
     """
     # Every task of questions has `acc`. Tasks with choices also have accuracies that take lengths into account.
     summary: Record = {}
@@ -305,6 +308,11 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
         mean, error = mean_and_error(items, metric, by_category)
         summary[metric] = mean
         summary[f"{metric}_stderr"] = error
+    if by_category:
+        over_items: Record = {}
+        for metric in metrics:
+            over_items[metric], over_items[f"{metric}_stderr"] = mean_and_error(items, metric)
+        summary["over_items"] = over_items
     if any("cluster" in item for item in items):
         summary["num_clusters"] = len({item["cluster"] for item in items})
 
@@ -419,6 +427,8 @@ def _check_record(record: Record, place: str) -> None:
 
     # Parts of the record that are dicts themselves.
     _check_types(record["settings"], {"limit": int | None}, place)
+    over_items = record.get("over_items") or {}
+    _check_types(over_items, dict.fromkeys(over_items, int | float), f"{place}: over_items")
     if record.get("lost_text") is not None:
         _check_types(record["lost_text"], LOST_TEXT, place)
 

@@ -336,6 +336,12 @@ def _describe_irregularities(record: Record) -> Iterator[str]:
     for reason, num_skipped in (record.get("skipped") or {}).items():
         yield f"{num_skipped:,} skipped ({reason}); {num_items} asked"
 
+    # Give the other mean of a task with categories. Results of older versions do not have it.
+    over_items = record.get("over_items") or {}
+    if record["metric"] in over_items:
+        cell = Cell(over_items[record["metric"]], over_items.get(f"{record['metric']}_stderr"))
+        yield f"the mean of its categories; over its {num_items} items {' ± '.join(cell.as_texts())}"
+
     # Name facts that limit what standard errors and scores mean.
     num_clusters = record.get("num_clusters")
     if num_clusters:

@@ -52,6 +52,8 @@ def read_rows(config: TaskConfig) -> list[Row]:
     # Check the rows before their texts are stripped, so that errors show them as the file has them.
     for number, row in enumerate(rows, start=1):
         _check_row(row, config, f"{config.label}: {source}, line {number}")
+    if config.fewshot_split is not None:
+        _check_splits(config, rows)
     return [strip_row(row) for row in rows] if config.strip_dataset else rows
 
 
@@ -164,6 +166,9 @@ def _check_row(row: Row, config: TaskConfig, place: str) -> None:
         _check_group_column(row, "category", "has_categories asks for", place)
     if config.cluster is not None:
         _check_group_column(row, config.cluster, "cluster names", place)
+    if config.fewshot_split is not None and not isinstance(row.get("split"), str):
+        expected = "expected a text, because fewshot_split asks for this column"
+        raise DataError(f"{place}: split is {row.get('split')!r}, {expected}")
 
     if task_type in CHOICES:
         _check_options(row, task_type, place)
@@ -181,6 +186,17 @@ def _check_group_column(row: Row, column: str, reason: str, place: str) -> None:
     if not isinstance(row.get(column), str | int):
         expected = f"expected a text or a whole number, because {reason} this column"
         raise DataError(f"{place}: {column} is {row.get(column)!r}, {expected}")
+
+
+def _check_splits(config: TaskConfig, rows: list[Row]) -> None:
+    """Raise DataError unless some rows are of the split that examples are taken from, and others are questions."""
+    splits = dict.fromkeys(row["split"] for row in rows)
+    if config.fewshot_split in splits and len(splits) > 1:
+        return
+    raise DataError(
+        f"{config.label}: {config.dataset_uri} has rows of the split {', '.join(splits)} alone; "
+        f"fewshot_split: {config.fewshot_split} needs some of that split and some of another"
+    )
 
 
 def _check_options(row: Row, task_type: str, place: str) -> None:

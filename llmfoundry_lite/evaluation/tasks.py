@@ -5,7 +5,7 @@ all rows of a task, and `_build_item` through the steps for one row. `documents.
 held-out text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
@@ -16,18 +16,20 @@ from llmfoundry_lite.evaluation.encoding import Encoding, UnusableItemError, lim
 from llmfoundry_lite.evaluation.items import GENERATION, EmptyTaskError, Item, PreparedTask, fingerprint
 from llmfoundry_lite.evaluation.prompts import (
     accepted_answers,
+    category_of,
     choose_examples,
     clean,
     effective_limit,
     find_clusters,
     find_question_rows,
     fingerprinted_settings,
-    group_rows,
+    group_examples,
     question_fingerprint,
     read_options,
     read_question,
     render_context,
     render_example,
+    render_prompt_string,
     resolve_settings,
 )
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows
@@ -137,21 +139,14 @@ def _build_items(
 
     Raises DataError if there are too few rows for the examples, and EmptyTaskError at the end if no row was usable.
     """
-    groups = group_rows(config, rows)
-    largest_group_rows = max(len(group) for group in groups)
-    if num_fewshot >= largest_group_rows:
-        which_rows = " in its largest category" if config.has_categories else ""
-        raise DataError(
-            f"{config.label}: {config.dataset_uri} has {largest_group_rows} rows{which_rows}, "
-            f"too few for {num_fewshot} examples and a question"
-        )
+    example_groups = group_examples(config, rows)
+    _check_number_of_examples(config, example_groups, num_fewshot)
 
-    group_of = {index: group for group in groups for index in group}
-    """Row -> the group that its examples are drawn from."""
     encoding = Encoding(tokenizer, config, max_seq_len)
     num_items = 0
     for index in find_question_rows(config, rows, num_fewshot)[:limit]:
-        examples = choose_examples(config, group_of[index], index, num_fewshot)
+        group = example_groups.get(category_of(config, rows[index]), [])
+        examples = choose_examples(config, group, index, num_fewshot)
         try:
             item = _build_item(config, rows, index, examples, encoding)
         except UnusableItemError as reason:
@@ -164,6 +159,25 @@ def _build_items(
     if num_items == 0:
         reasons = ", ".join(f"{len(indices)} with {reason}" for reason, indices in skipped_rows.items())
         raise EmptyTaskError(f"{config.label}: no item can be asked of a model of {max_seq_len} tokens: {reasons}")
+
+
+def _check_number_of_examples(config: TaskConfig, example_groups: Mapping[str, list[int]], num_fewshot: int) -> None:
+    """Raise DataError if no category has enough rows for the examples of a prompt.
+
+    `example_groups` are the rows from which examples are drawn, by category. Unless they are of a split of their own,
+    one of them is the question.
+    """
+    largest_group_rows = max(len(group) for group in example_groups.values())
+    has_own_split = config.fewshot_split is not None
+    if num_fewshot < largest_group_rows or (has_own_split and num_fewshot == largest_group_rows):
+        return
+    which_rows = f" of the split {config.fewshot_split}" if has_own_split else ""
+    if config.has_categories:
+        which_rows += " in its largest category"
+    raise DataError(
+        f"{config.label}: {config.dataset_uri} has {largest_group_rows} rows{which_rows}, "
+        f"too few for {num_fewshot} examples{'' if has_own_split else ' and a question'}"
+    )
 
 
 def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[int], encoding: Encoding) -> Item:
@@ -182,7 +196,7 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
     """
     # Render the examples, then the contexts of the question. The first text of a prompt has no delimiter before it.
     row = rows[index]
-    preamble = config.prompt_string
+    preamble = render_prompt_string(config, row)
     for example in examples:
         preamble += render_example(config, rows[example], is_first=not preamble)
     options = read_options(config, row)

@@ -176,7 +176,7 @@ ALWAYS = {
         takeover max_unsaved retry_for compile_config deterministic dist_timeout environment progress_bar
         log_to_console export_at_end python_log_level variables metadata""",
     # `_build_task` refuses the others that a task's type does not have.
-    "TaskConfig": "label icl_task_type dataset_uri num_fewshot metric has_categories cluster form",
+    "TaskConfig": "label icl_task_type dataset_uri num_fewshot fewshot_split metric has_categories cluster form",
 }
 """Block -> keys that have an effect wherever they stand, or whose rule the comment names."""
 
