@@ -1,4 +1,4 @@
-"""What the core's commands call: `data overlap`, `compare --overlap`, and `compare` of recipes with several runs."""
+"""What the core's commands call: `data overlap`, `compare --overlap`, `compare --html`, and `compare` of recipes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +15,13 @@ from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, metrics_of, refuse_unknown_metric
-from llmfoundry_lite.evaluation.pairs import print_comparison
+from llmfoundry_lite.evaluation.pairs import Comparison, print_comparison
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.tables import Table, console
 from llmfoundry_studies.clean import divide_results
 from llmfoundry_studies.overlap import TaskOverlap, find_overlap, write_overlap
+from llmfoundry_studies.page import write_page
 from llmfoundry_studies.recipes import LEGEND, notes_on_sides, read_sides, table_of_sides, write_sides
 from llmfoundry_studies.seeds import compare_sides
 
@@ -131,6 +132,18 @@ def print_parts(
         has_metric = any(metric in metrics_of(record) for one in results for record in one.tasks.values())
         print_comparison(compare(results, all_metrics=all_metrics, metric=metric if has_metric else None), printer)
     print_notes(printer, parts.notes)
+
+
+def write_html(
+    all_results: Sequence[Results],
+    comparisons: Sequence[Comparison],
+    path: Path,
+    *,
+    skip: Sequence[str],
+    metric: str | None,
+) -> None:
+    """Write the comparisons of results with the first of them as a page; the options are those of `compare`."""
+    write_page(without_tasks(all_results, skip), comparisons, path, metric=metric)
 
 
 def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[Results]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.cli.options import out_folder
+from llmfoundry_lite.cli.options import expand_home, out_folder
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.files import exists
 
@@ -95,6 +95,12 @@ def compare_results(
         Path | None,
         typer.Option(metavar="FOLDER", help="Output of data overlap: also compare clean and marked items apart."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Also write one page with tables, pictures, and items to search and open."
+        ),
+    ] = None,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. Says so if no difference is detectable."""
     from rich.console import Console
@@ -108,7 +114,7 @@ def compare_results(
         if len(recipes) < len(results):
             raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
         compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
-        unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap}
+        unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap, "--html": html}
         for option, value in unused.items():
             if value:
                 raise UserError(f"compare: {option} is for results of single models; leave it out for recipes")
@@ -116,6 +122,10 @@ def compare_results(
         return
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
+    html = expand_home(html)
+    if html is not None:
+        check_page_path = companions.load("llmfoundry_studies.page:check_page_path", "compare --html")
+        check_page_path(html)
     loaded = load_any(results, cluster)
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, metric=metric)
 
@@ -136,5 +146,9 @@ def compare_results(
     if overlap is not None:
         print_parts = companions.load("llmfoundry_studies.commands:print_parts", "compare --overlap")
         print_parts(loaded, overlap, skip=skip or (), all_metrics=all_metrics, metric=metric)
+    if html is not None:
+        write_html = companions.load("llmfoundry_studies.commands:write_html", "compare --html")
+        write_html(loaded, pairs, html, skip=skip or (), metric=metric)
+        written.append(html)
     for path in written:
         print(printable(str(path)))
