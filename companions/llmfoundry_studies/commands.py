@@ -1,8 +1,9 @@
 """What the core's commands call: `data overlap`, `compare --overlap`, `compare --html`, and `compare` of recipes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -16,12 +17,22 @@ from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, metrics_of, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import Comparison, print_comparison
+from llmfoundry_lite.evaluation.records import RESULT
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.tables import Table, console
 from llmfoundry_studies.clean import divide_results
+from llmfoundry_studies.gauntlet import add_gauntlet, add_gauntlet_to_sides
 from llmfoundry_studies.overlap import TaskOverlap, find_overlap, write_overlap
 from llmfoundry_studies.page import write_page
+from llmfoundry_studies.ranking import (
+    AllPairs,
+    only_common_tasks,
+    print_all_pairs,
+    rank_models,
+    rank_sides,
+    write_all_pairs,
+)
 from llmfoundry_studies.recipes import LEGEND, notes_on_sides, read_sides, table_of_sides, write_sides
 from llmfoundry_studies.seeds import compare_sides
 
@@ -156,19 +167,62 @@ def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[R
     return kept
 
 
+# --------------------------------------------------------------------------------------------- all pairs, gauntlets
+
+
+def compare_all_pairs(
+    all_results: Sequence[Results], out: Path | None, *, skip: Sequence[str], metric: str | None, gauntlet: str | None
+) -> None:
+    """Compare each two of several models, and rank them; print tables and write them to `out`.
+
+    `gauntlet` is a file, whose composites are compared too. Raises DataError for results that cannot be compared.
+    """
+    common_results, notes = only_common_tasks(all_results, skip)
+    comparisons = compare(common_results, metric=metric, all_pairs=True)
+    if gauntlet is not None:
+        add_gauntlet(gauntlet, common_results, comparisons, metric)
+    facts_of_model = {one.name: {key: getattr(one, key) for key in RESULT} for one in common_results}
+    _show_all_pairs(rank_models(comparisons, notes), facts_of_model, out)
+
+
+def _show_all_pairs(all_pairs: AllPairs, facts: Mapping[str, Any], out: Path | None) -> None:
+    """Print pairs and rankings, and write them to `out`. `facts` has those of each model or recipe, by its name."""
+    print_all_pairs(all_pairs, Console())
+    if out is not None:
+        for path in write_all_pairs(all_pairs, facts, out):
+            print(printable(str(path)))
+
+
 # --------------------------------------------------------------------------------------------------------- recipes
 
 
-def compare_recipes(arguments: Sequence[str], out: Path | None, *, metric: str | None, skip: Sequence[str]) -> None:
+def compare_recipes(
+    arguments: Sequence[str],
+    out: Path | None,
+    *,
+    metric: str | None,
+    skip: Sequence[str],
+    all_pairs: bool = False,
+    gauntlet: str | None = None,
+) -> None:
     """Compare recipes, each given as NAME=RESULT,RESULT,…, with the first; print tables and write them to `out`.
+
+    With `all_pairs`, compare each two, and rank them. `gauntlet` is a file, whose composites are compared too.
 
     Raises ConfigError for arguments of another form, and DataError for results that cannot be compared.
     """
     sides = read_sides(arguments)
     if len(sides) < 2:
         raise ConfigError(f"compare: {sides[0].name} alone: name another recipe, NAME=RESULT,RESULT,…")
-    pairs = compare_sides(sides, metric, skip)
+    pairs = compare_sides(sides, metric, skip, all_pairs=all_pairs)
+    if gauntlet is not None:
+        add_gauntlet_to_sides(gauntlet, pairs)
     printer = Console()
+    if all_pairs:
+        notes = [note for pair in pairs for note in notes_on_sides(pair)]
+        paths_of_side = {side.name: [str(one.path) for one in side.all_results] for side in sides}
+        _show_all_pairs(rank_sides(pairs, notes), paths_of_side, out)
+        return
     for pair in pairs:
         table_of_sides(pair).print_blocks(printer)
         print_notes(printer, notes_on_sides(pair))

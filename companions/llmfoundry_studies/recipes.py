@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.pairs import format_p
+from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, format_p
 from llmfoundry_lite.evaluation.records import BITS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.files import write_atomically
@@ -89,8 +89,8 @@ def _find_last_checkpoints(model: Path, number: int) -> list[Path]:
     return sorted(batch_of, key=batch_of.__getitem__)[-number:]
 
 
-def table_of_sides(pair: SidePair) -> Table:
-    """Return the table of one side against the first."""
+def table_of_sides(pair: SidePair, mark: str = "") -> Table:
+    """Return the table of one side against the first. `mark` follows the values that differ significantly."""
     columns = (
         "task",
         "metric",
@@ -113,7 +113,7 @@ def table_of_sides(pair: SidePair) -> Table:
                 "" if row.metric == "mean" else row.metric,
                 f"{row.n:,}",
                 f"{row.first:.{digits}f}",
-                f"{row.other:.{digits}f}",
+                f"{row.other:.{digits}f}{mark if row.is_detected else ''}",
                 f"{row.first_spread:.{digits}f}/{row.other_spread:.{digits}f}",
                 f"{row.estimate.difference:+.{digits}f}{interval}",
                 format_p(row.p_corrected),
@@ -149,9 +149,10 @@ def notes_on_sides(pair: SidePair) -> list[str]:
 
 
 def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
-    """Write compare.json and compare.md, and return their paths."""
+    """Write compare.json, .md, .csv and .tex, and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
+    latex_lines: list[str] = []
     comparisons = []
     for pair in pairs:
         table = table_of_sides(pair)
@@ -163,14 +164,30 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
             *markdown_list(notes_on_sides(pair)),
             "",
         ]
+        caption = f"{table.title}. {SIGNIFICANT} marks differences that are significant. {LEGEND}"
+        latex_lines += [*table_of_sides(pair, SIGNIFICANT).latex(caption), ""]
         rows = [describe_row(row) for row in pair.rows]
         comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
-    paths = [out / "compare.json", out / "compare.md"]
+    paths = [out / f"compare.{suffix}" for suffix in ("json", "md", "csv", "tex")]
     sides = [pairs[0].first, *(pair.other for pair in pairs)]
     results = {side.name: [str(one.path) for one in side.all_results] for side in sides}
     write_atomically(paths[0], json.dumps({"results": results, "comparisons": comparisons}, indent=1) + "\n")
     write_atomically(paths[1], "\n".join([*lines, LEGEND, ""]))
+    write_atomically(paths[2], numbers_of_sides(pairs).csv())
+    write_atomically(paths[3], "\n".join(latex_lines))
     return paths
+
+
+def numbers_of_sides(pairs: Sequence[SidePair]) -> Table:
+    """Return a table of all comparisons, whose numbers have all their digits."""
+    records: list[dict[str, object]] = []
+    for pair in pairs:
+        for row in pair.rows:
+            facts = describe_row(row)
+            error_and_df = {"error": row.estimate.error, "df": row.estimate.df}
+            names = {"first_recipe": pair.first.name, "other_recipe": pair.other.name}
+            records.append(names | {key: facts[key] for key in facts if key not in ("estimate", "runs")} | error_and_df)
+    return Table("", list(records[0]), [[str(value) for value in record.values()] for record in records])
 
 
 def describe_row(row: SideComparison) -> dict[str, object]:

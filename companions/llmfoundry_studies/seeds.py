@@ -16,13 +16,14 @@ comparisons, and two in up to 6 %.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.compare import check_same_questions
+from llmfoundry_lite.evaluation.compare import WeightedTask, check_same_questions
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.records import (
     BITS,
@@ -167,14 +168,17 @@ class SidePair:
     first: Side
     other: Side
     rows: list[SideComparison]
-    """Each task, and the mean of the accuracies if there are several."""
+    """Each task, and the mean of the accuracies if there are several, or the composites of a gauntlet."""
     notes_on_metrics: list[str]
     """Notes on metrics that differ from those of the tasks, as `metrics.describe_choice` returns them."""
 
 
-def compare_sides(sides: Sequence[Side], metric: str | None = None, skip: Sequence[str] = ()) -> list[SidePair]:
+def compare_sides(
+    sides: Sequence[Side], metric: str | None = None, skip: Sequence[str] = (), *, all_pairs: bool = False
+) -> list[SidePair]:
     """Compare each side with the first, by each task that all results have and by the mean of the accuracies.
 
+    With `all_pairs`, each two sides are compared, and p-values are corrected for all of these tests.
     `skip` names tasks to leave out. `metric` compares the tasks that have it by it; None takes the metric that tables
     show. P-values are corrected for the number of tasks and sides together by Holm's method, those of the means apart.
 
@@ -202,16 +206,23 @@ def compare_sides(sides: Sequence[Side], metric: str | None = None, skip: Sequen
         for task in tasks:
             check_same_questions(task, *by_metrics([reference, results], metrics))
 
-    first, *others = sides
+    two_sides = list(combinations(sides, 2))
+    if not all_pairs:
+        two_sides = two_sides[: len(sides) - 1]  # those of the first side come first
     accuracies = [(task, metrics[task]) for task in tasks if metrics[task] != BITS]
     pairs: list[SidePair] = []
     means: list[SideComparison] = []
-    for other in others:
-        rows = [_compare(task, [(task, metrics[task])], first, other) for task in tasks]
+    weights = weights_of_tasks([task for task, _ in accuracies])
+    weighted_accuracies = [WeightedTask(task, metric, weights[task]) for task, metric in accuracies]
+    for first, other in two_sides:
+        rows = []
+        for task in tasks:
+            rows.append(compare_weighted_sides(task, [WeightedTask(task, metrics[task], 1.0)], first, other))
         pairs.append(SidePair(first, other, rows, notes_on_metrics))
         if len(accuracies) > 1:
             num_labels = len({label_of(task) for task, _ in accuracies})
-            means.append(_compare(f"mean of {num_labels} tasks", accuracies, first, other))
+            name = f"mean of {num_labels} tasks"
+            means.append(compare_weighted_sides(name, weighted_accuracies, first, other))
 
     # Correct the p-values of tasks and of means for their own number of tests.
     for family in ([row for pair in pairs for row in pair.rows], means):
@@ -235,24 +246,28 @@ def _refuse_equal_runs(side: Side) -> None:
         seen.add(identity)
 
 
-def _compare(name: str, metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> SideComparison:
-    """Compare two sides by one task, or by the mean of several accuracies, in which every label counts the same."""
-    weights_u, first_ru, other_ru = _collect(metrics, first, other)
-    is_text = metrics[0][1] == BITS
+def compare_weighted_sides(
+    name: str, tasks: Sequence[WeightedTask], first: Side, other: Side, offset: float = 0.0
+) -> SideComparison:
+    """Compare two sides by one task, or by a weighted sum of several accuracies, from which `offset` is subtracted."""
+    # The weighted mean is tested in place of the sum, because weights of units add up to 1.
+    total_weight = sum(task.weight for task in tasks)
+    weights_u, first_ru, other_ru = _collect(tasks, first, other)
+    is_text = tasks[0].metric == BITS
     found = difference_of_sides(weights_u, first_ru, other_ru, is_text=is_text)
-    first_means_r = first_ru.sum(axis=1)
-    other_means_r = other_ru.sum(axis=1)
+    first_means_r = first_ru.sum(axis=1) * total_weight - offset
+    other_means_r = other_ru.sum(axis=1) * total_weight - offset
     has_enough_units = len(weights_u) >= (MIN_DOCUMENTS if is_text else MIN_UNITS)
     return SideComparison(
         task=name,
-        metric=metrics[0][1] if len(metrics) == 1 else "mean",
-        n=sum(len(_common_items(task, first, other)) for task, _ in metrics),
+        metric=tasks[0].metric if len(tasks) == 1 else "mean",
+        n=sum(len(_common_items(task.task, first, other)) for task in tasks),
         num_units=len(weights_u),
         first=float(first_means_r.mean()),
         other=float(other_means_r.mean()),
         first_spread=float(first_means_r.std(ddof=1)),
         other_spread=float(other_means_r.std(ddof=1)),
-        estimate=found,
+        estimate=replace(found, difference=found.difference * total_weight, error=found.error * total_weight),
         is_claimable=has_enough_units and found.num_effective >= MIN_UNITS,
         runs=[first_means_r.tolist(), other_means_r.tolist()],
     )
@@ -294,8 +309,8 @@ def difference_of_sides(weights_u: Floats, first_ru: Floats, other_ru: Floats, *
     )
 
 
-def _collect(metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> tuple[Floats, Floats, Floats]:
-    """Collect what each independent unit contributes to the mean of each run.
+def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[Floats, Floats, Floats]:
+    """Collect what each independent unit contributes to the weighted mean of each run.
 
     Returns the weight of each unit [u], and the contributions to the runs of both sides, [r, u] each. Weights add up to
     1, and a run's contributions to its score. Only items that every model answered count.
@@ -303,19 +318,20 @@ def _collect(metrics: Sequence[tuple[str, str]], first: Side, other: Side) -> tu
     weight_of: dict[Unit, float] = {}
     columns: dict[Unit, list[float]] = {}
     runs = [*first.runs, *other.runs]
-    weight_of_task = weights_of_tasks([task for task, _ in metrics])
-    for task, metric in metrics:
+    total_weight = sum(task.weight for task in tasks)
+    for task, metric, weight_of_task in tasks:
+        task_share = weight_of_task / total_weight
         common = _common_items(task, first, other)
         if not common:
             raise DataError(f"{task}: the models have no item in common")
         for number, run in enumerate(runs):
             for results in run.checkpoints:
-                share = weight_of_task[task] / len(run.checkpoints)
+                share = task_share / len(run.checkpoints)
                 for unit, weight, value in _contributions(results, task, metric, common):
                     columns.setdefault(unit, [0.0] * len(runs))[number] += share * value
                     is_first_result = number == 0 and results is run.checkpoints[0]
                     if is_first_result:
-                        weight_of[unit] = weight_of.get(unit, 0.0) + weight * weight_of_task[task]
+                        weight_of[unit] = weight_of.get(unit, 0.0) + weight * task_share
 
     # Rounding makes contributions that are equal exactly equal, so that no difference of 1e-16 is called one.
     values_ur = np.round([columns[unit] for unit in weight_of], 15)

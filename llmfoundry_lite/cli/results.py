@@ -1,8 +1,9 @@
 """The commands `llmfoundry-lite report`, about training runs, and `llmfoundry-lite compare`, about evaluations."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -10,6 +11,10 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.cli.options import expand_home, out_folder
 from llmfoundry_lite.errors import UserError, printable
 from llmfoundry_lite.files import exists
+
+if TYPE_CHECKING:  # reading results imports numpy, which help texts do not need
+    from llmfoundry_lite.evaluation.pairs import Comparison
+    from llmfoundry_lite.evaluation.results import Results
 
 MAX_NAMED_MODELS = 2
 """Maximum number of models, besides the first, that the title of a comparison's figure names."""
@@ -62,6 +67,28 @@ def is_recipe(argument: str) -> bool:
     return re.match(r"[\w.\-]+=", argument) is not None and not exists(argument)
 
 
+def _refuse_options(options: Mapping[str, object], reason: str) -> None:
+    """Raise UserError, with the reason, for the first of these options of `compare` that is given."""
+    for option, value in options.items():
+        if value:
+            raise UserError(f"compare: {option} {reason}")
+
+
+def _write_with_figure(results: "Sequence[Results]", pairs: "Sequence[Comparison]", out: Path) -> list[Path]:
+    """Write comparisons of results with the first of them, and their figure, to a folder, and return the paths."""
+    from llmfoundry_lite.evaluation.pairs import panels, write_comparison
+    from llmfoundry_lite.report.figure import plot_differences
+
+    figure = out / "compare.png"
+    written = [*write_comparison(results, pairs, out), figure]
+    first, *others = results
+    are_few = len(others) <= MAX_NAMED_MODELS
+    subject = ", ".join(result.name for result in others) if are_few else f"{len(others)} models"
+    title = f"{subject} against {first.name}, intervals at the level that decides"
+    plot_differences(panels(pairs), figure, title=title)
+    return written
+
+
 def compare_results(
     results: Annotated[
         list[Path],
@@ -101,13 +128,30 @@ def compare_results(
             "--html", metavar="FILE", help="Also write one page with tables, pictures, and items to search and open."
         ),
     ] = None,
+    gauntlet: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="YAML of an Eval Gauntlet: also compare its categories and averages."),
+    ] = None,
+    all_pairs: Annotated[
+        bool, typer.Option("--all-pairs", help="Compare each two models or recipes, and rank them.")
+    ] = False,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. Says so if no difference is detectable."""
     from rich.console import Console
 
     from llmfoundry_lite.evaluation.compare import compare
-    from llmfoundry_lite.evaluation.pairs import panels, print_comparison, write_comparison
+    from llmfoundry_lite.evaluation.pairs import print_comparison
     from llmfoundry_lite.evaluation.results import load_any
+
+    if gauntlet is not None:
+        from llmfoundry_lite.config.load_eval import load_gauntlet
+
+        load_gauntlet(gauntlet)  # so that a mistake in the file shows before anything is compared
+    if all_pairs:
+        _refuse_options(
+            {"--all-metrics": all_metrics, "--overlap": overlap, "--html": html},
+            "compares with the first result; leave it out with --all-pairs",
+        )
 
     recipes = [str(result) for result in results if is_recipe(str(result))]
     if recipes:
@@ -115,10 +159,8 @@ def compare_results(
             raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
         compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
         unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap, "--html": html}
-        for option, value in unused.items():
-            if value:
-                raise UserError(f"compare: {option} is for results of single models; leave it out for recipes")
-        compare_recipes(recipes, out, metric=metric, skip=skip or ())
+        _refuse_options(unused, "is for results of single models; leave it out for recipes")
+        compare_recipes(recipes, out, metric=metric, skip=skip or (), all_pairs=all_pairs, gauntlet=gauntlet)
         return
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
@@ -127,21 +169,16 @@ def compare_results(
         check_page_path = companions.load("llmfoundry_studies.page:check_page_path", "compare --html")
         check_page_path(html)
     loaded = load_any(results, cluster)
+    if all_pairs:
+        compare_all_pairs = companions.load("llmfoundry_studies.commands:compare_all_pairs", "compare --all-pairs")
+        compare_all_pairs(loaded, out, skip=skip or (), metric=metric, gauntlet=gauntlet)
+        return
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, metric=metric)
+    if gauntlet is not None:
+        add_gauntlet = companions.load("llmfoundry_studies.gauntlet:add_gauntlet", "compare --gauntlet")
+        add_gauntlet(gauntlet, loaded, pairs, metric)
 
-    # Write the comparison and its figure.
-    written: list[Path] = []
-    if out is not None:
-        from llmfoundry_lite.report.figure import plot_differences
-
-        figure = out / "compare.png"
-        written = [*write_comparison(loaded, pairs, out), figure]
-        first, *others = loaded
-        are_few = len(others) <= MAX_NAMED_MODELS
-        subject = ", ".join(result.name for result in others) if are_few else f"{len(others)} models"
-        title = f"{subject} against {first.name}, intervals at the level that decides"
-        plot_differences(panels(pairs), figure, title=title)
-
+    written = [] if out is None else _write_with_figure(loaded, pairs, out)
     print_comparison(pairs, Console())
     if overlap is not None:
         print_parts = companions.load("llmfoundry_studies.commands:print_parts", "compare --overlap")

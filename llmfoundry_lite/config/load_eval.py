@@ -379,6 +379,22 @@ def _check_gauntlet(gauntlet: GauntletConfig, layers: Sequence[ConfigLayer]) -> 
     return notes
 
 
+def load_gauntlet(name: str) -> tuple[GauntletConfig, list[str]]:
+    """Load a gauntlet from its YAML file, or from the YAML of an evaluation that has or names one.
+
+    Returns the gauntlet, and a note for each average that names an unknown category. Raises ConfigError, which names
+    the file.
+    """
+    values = read_file(name).values
+    if "eval_gauntlet" not in values and "categories" not in values:
+        raise ConfigError(f"{name}: no gauntlet; expected a YAML with `categories`, or one with `eval_gauntlet`")
+    named_file = values.get("eval_gauntlet")
+    path = named_file if isinstance(named_file, str) else name
+    layers = [ConfigLayer(path, {"eval_gauntlet": _read_gauntlet(path)})]
+    gauntlet = build_block(GauntletConfig, layers[0].values["eval_gauntlet"], "eval_gauntlet", layers)
+    return gauntlet, _check_gauntlet(gauntlet, layers)
+
+
 def _note_incomplete(gauntlet: GauntletConfig, tasks: Sequence[TaskConfig]) -> list[str]:
     """Return a note for each category of a gauntlet that needs a task which is not evaluated.
 

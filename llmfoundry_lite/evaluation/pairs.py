@@ -298,6 +298,9 @@ def legend(comparisons: Sequence[Comparison]) -> str:
     corrected_for = f"{num_tests} test{'' if num_tests == 1 else 's'}"
     if num_other_tests:
         corrected_for += f", and for {num_other_tests} by the other metrics"
+    num_composites = sum(len(comparison.composites) for comparison in comparisons)
+    if num_composites:
+        corrected_for += f"; categories and averages of the gauntlet apart, {num_composites} tests"
     if num_means == 1:
         corrected_for += "; the mean's is one test more, not corrected"
     elif num_means > 1:

@@ -373,15 +373,26 @@ class Gauntlet(NamedTuple):
     """Category that is left out -> the tasks that the model lacks."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A task's part in the score of its category."""
 
+    task: str
     weight: float
     """Weights of a category's parts add up to 1."""
-    score: float
-    error: float
-    data: str
-    """Fingerprint of the task's data. Errors of tasks on the same data are correlated."""
+    baseline: float
+    """Accuracy whose score is 0."""
+    scale: float
+    """What an accuracy of 1 above the baseline adds to the score."""
+
+
+class DividedGauntlet(NamedTuple):
+    """A gauntlet's categories and averages, divided into the parts of a model's tasks."""
+
+    categories_of_score: dict[str, list[list[Part]]]
+    """Name of a category or an average -> the parts of each of its categories. Categories come first, each as an
+    average of itself alone."""
+    missing: dict[str, list[str]]
+    """Category that is left out -> the tasks that the model lacks."""
 
 
 def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntlet:
@@ -395,8 +406,15 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
     the mean of its categories. As in LLM Foundry, a category is left out if the model lacks one of its tasks, and an
     average if none of its categories is left.
     """
+    divided = divide_gauntlet(config, tasks)
+    scores = {name: _mean_of_categories(categories, tasks) for name, categories in divided.categories_of_score.items()}
+    return Gauntlet(scores, divided.missing)
+
+
+def divide_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> DividedGauntlet:
+    """Divide a gauntlet's categories and averages into the parts of a model's tasks. See `run_gauntlet`."""
     # Collect the tasks' parts in the score of each category that the model has.
-    parts_of_category: dict[str, list[_Part]] = {}
+    parts_of_category: dict[str, list[Part]] = {}
     missing: dict[str, list[str]] = {}
     for category in config.categories:
         missing_tasks = _missing_tasks(category, tasks)
@@ -405,14 +423,14 @@ def run_gauntlet(config: GauntletConfig, tasks: Mapping[str, Record]) -> Gauntle
         else:
             parts_of_category[category.name] = _parts_of(config, category, tasks)
 
-    # Compute the scores. A category is treated as an average of itself alone.
-    categories_of_score = {category: [category] for category in parts_of_category} | averages_of(config)
-    scores: dict[str, Composite] = {}
-    for name, categories in categories_of_score.items():
+    # A category is treated as an average of itself alone.
+    names_of_score = {category: [category] for category in parts_of_category} | averages_of(config)
+    categories_of_score: dict[str, list[list[Part]]] = {}
+    for name, categories in names_of_score.items():
         present_parts = [parts for category, parts in parts_of_category.items() if category in categories]
         if present_parts:
-            scores[name] = _mean_of_categories(present_parts)
-    return Gauntlet(scores, missing)
+            categories_of_score[name] = present_parts
+    return DividedGauntlet(categories_of_score, missing)
 
 
 def averages_of(config: GauntletConfig) -> dict[str, list[str]]:
@@ -432,14 +450,14 @@ def _missing_tasks(category: Category, tasks: Mapping[str, Record]) -> list[str]
     return missing
 
 
-def _parts_of(config: GauntletConfig, category: Category, tasks: Mapping[str, Record]) -> list[_Part]:
+def _parts_of(config: GauntletConfig, category: Category, tasks: Mapping[str, Record]) -> list[Part]:
     """Return the part of each task in a category's score, with weights that add up to 1."""
-    parts = [_score_part(config, benchmark, tasks[benchmark.task]) for benchmark in category.benchmarks]
+    parts = [_part_of(config, benchmark, tasks[benchmark.task]) for benchmark in category.benchmarks]
     total_weight = sum(part.weight for part in parts)
     return [part._replace(weight=part.weight / total_weight) for part in parts]
 
 
-def _score_part(config: GauntletConfig, benchmark: Benchmark, record: Record) -> _Part:
+def _part_of(config: GauntletConfig, benchmark: Benchmark, record: Record) -> Part:
     """Return a task's part in its category's score, with a weight that is not normalised yet.
 
     The score is the task's accuracy, less the baseline of guessing and rescaled, as far as the configuration asks for
@@ -452,25 +470,24 @@ def _score_part(config: GauntletConfig, benchmark: Benchmark, record: Record) ->
     # The names are LLM Foundry's.
     num_items = record["n"]
     weights = {"EQUAL": 1.0, "SAMPLE_SZ": num_items, "LOG_SAMPLE_SZ": max(math.log2(num_items), 1.0)}
-    score, error = score_of(record)
-    return _Part(
-        weight=weights[config.weighting],
-        score=(score - baseline) * scale,
-        error=(error or 0.0) * scale,
-        data=record["data_fingerprint"],
-    )
+    return Part(benchmark.task, weights[config.weighting], baseline, scale)
 
 
-def _mean_of_categories(categories: Sequence[Sequence[_Part]]) -> Composite:
+def _mean_of_categories(categories: Sequence[Sequence[Part]], tasks: Mapping[str, Record]) -> Composite:
     """Return the mean of several categories' scores, with its standard error.
 
     Each category is given as the parts of its tasks, whose weights add up to 1. Categories count equally.
     """
+    total = 0.0
+    errors: list[tuple[str, float]] = []
+    for part in (part for category in categories for part in category):
+        record = tasks[part.task]
+        score, error = score_of(record)
+        total += part.weight * ((score - part.baseline) * part.scale)
+        errors.append((record["data_fingerprint"], part.weight * ((error or 0.0) * part.scale)))
+
     # The errors of tasks on the same data add up, also between categories.
-    parts = [part for category in categories for part in category]
-    score = sum(part.weight * part.score for part in parts)
-    error = error_of_sum((part.data, part.weight * part.error) for part in parts)
-    return Composite(score / len(categories), error / len(categories))
+    return Composite(total / len(categories), error_of_sum(errors) / len(categories))
 
 
 def gauntlet_table(
