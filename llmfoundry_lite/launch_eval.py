@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 usage: composer -n RANKS -m llmfoundry_lite.launch_eval [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
-       llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...]
+       llmfoundry-lite eval [-n RANKS] [YAML ...] [key=value ...] [--all-checkpoints RUN ...] [--show N]
 
 Evaluate models on in-context tasks and held-out text.
 
@@ -37,6 +37,7 @@ YAML                      a file, or the name of one that comes with the package
 key=value                 overrides all files: icl_tasks=[arc_easy] limit=100
 models.NAME=MODEL         a run, a checkpoint, a Hugging Face folder, or hf:NAME; NAME is its name in the results
 --all-checkpoints RUN     evaluate every checkpoint of these runs, for a learning curve
+--show N                  print the first N prompts of each task, token by token, and exit; no weights are read
 -n RANKS                  number of ranks to start on this machine, one for each device
 --log-dir FOLDER          folder for the output of ranks 1 and up, with -n; by default, logs in the results folder
 
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> None:
 def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> "list[Results]":
     """Check the configuration, then evaluate its models as one rank, and return the results of each model.
 
+    With `--show`, rank 0 prints prompts instead, and the list of results is empty.
+
     Collective: every rank of a launch calls this with the same arguments. `arguments` are those of the command line:
     YAML files and `key=value` pairs. They override `given`, the configuration of a program that calls the library.
 
@@ -67,10 +70,16 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     # same error instead of a preemption.
     with sigterm_delayed():
         check_launch()
-        config, tasks, notes = load_eval_config(arguments, given)
+        config, tasks, notes, num_shown = load_eval_config(arguments, given)
 
-    # The suite imports torch, which reads the environment when it is imported.
+    # The modules below import torch, which reads the environment when it is imported.
     prepare_environment(config)
+    if num_shown is not None:
+        from llmfoundry_lite.evaluation.show import show_prompts
+
+        if this_rank().rank == 0:
+            show_prompts(config, tasks, num_shown, notes)
+        return []
     from llmfoundry_lite.evaluation.suite import run_suite
 
     return run_suite(config, tasks, notes)

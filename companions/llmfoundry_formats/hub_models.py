@@ -40,10 +40,11 @@ def fetch_to_import(name: str, trust_pickle: bool) -> Path:
             ) from None
 
 
-def fetch_to_evaluate(name: str) -> Path:
+def fetch_to_evaluate(name: str, *, with_weights: bool = True) -> Path:
     """Return the local folder of a model: `name` itself if it is a folder, or what is downloaded from the Hub.
 
-    Only files that the evaluation reads are downloaded, and not the same weights as ONNX or GGUF. Raises DataError.
+    Only files that the evaluation reads are downloaded, and not the same weights as ONNX or GGUF. Without weights, only
+    the configuration and the tokenizer are. Raises DataError.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -54,6 +55,8 @@ def fetch_to_evaluate(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
 
     try:
+        if not with_weights:
+            return fetch()
         folder = fetch("model.safetensors", "model-*.safetensors")
         if not any(folder.glob("model*.safetensors")):  # older models have only pickles
             folder = fetch("pytorch_model.bin", "pytorch_model-*.bin")

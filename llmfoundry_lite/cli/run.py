@@ -58,15 +58,16 @@ def train(context: typer.Context, num_ranks: Ranks = 1, max_restarts: Restarts =
 
 def evaluate(context: typer.Context, num_ranks: Ranks = 1, log_dir: LogDir = None) -> None:
     """Evaluate models on in-context tasks and held-out text."""
+    from llmfoundry_lite.config.load_eval import SHOW, load_eval_config
     from llmfoundry_lite.launch_eval import main
 
-    if not _starts_ranks(context.args, num_ranks):
+    shows_prompts = any(argument.partition("=")[0] == SHOW for argument in context.args)
+    if shows_prompts or not _starts_ranks(context.args, num_ranks):
         _run_in_this_process("llmfoundry_lite.launch_eval", main, context.args)
 
-    from llmfoundry_lite.config.load_eval import load_eval_config
     from llmfoundry_lite.launch.ranks import run_ranks
 
-    config, _, _ = load_eval_config(context.args)
+    config = load_eval_config(context.args).config
     logs = log_dir or Path(config.results_folder) / "logs"
     raise typer.Exit(run_ranks("llmfoundry_lite.launch_eval", context.args, num_ranks, logs))
 

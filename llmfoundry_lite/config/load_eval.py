@@ -45,6 +45,8 @@ from llmfoundry_lite.config.yaml_text import read_record
 from llmfoundry_lite.errors import ConfigError, find_nearest
 from llmfoundry_lite.files import exists
 
+SHOW = "--show"
+"""Option that prints prompts in place of an evaluation."""
 TASK_WITHOUT_EFFECT = ("batch_size", "metric_names", "pad_tok_id", "max_seq_len", "padding_size", "destination_path")
 """LLM Foundry's keys of a task that are ignored here."""
 THEIR_METRICS = {
@@ -65,6 +67,8 @@ class LoadedEval(NamedTuple):
     """Tasks to evaluate, whose data can be found."""
     notes: list[str]
     """Lines to print before anything starts: keys without effect, tasks and categories that are left out."""
+    num_shown: int | None = None
+    """Number of prompts of each task to print with `--show`, in place of an evaluation; None evaluates."""
 
 
 def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> LoadedEval:
@@ -72,14 +76,16 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
 
         load_eval_config(["icl-zero-shot", "models.ours=runs/mpt-1b", "limit=100"])
         load_eval_config(["--all-checkpoints", "runs/mpt-1b"])
+        load_eval_config(["icl-zero-shot", "models.ours=runs/mpt-1b", "--show", "3"])
 
-    `arguments` are YAML files, `key=value` pairs, and `--all-checkpoints` with the runs whose checkpoints are
-    evaluated. They override `given`, the configuration of a program that calls the library. Without a YAML file, the
-    tasks are those in the task folder whose data is on this machine.
+    `arguments` are YAML files, `key=value` pairs, `--all-checkpoints` with the runs whose checkpoints are evaluated,
+    and `--show` with the number of prompts to print. They override `given`, the configuration of a program that calls
+    the library. Without a YAML file, the tasks are those in the task folder whose data is on this machine.
 
     Raises ConfigError, in one line.
     """
     # Read the arguments, and merge the files and `key=value` pairs.
+    arguments, num_shown = _take_show(arguments)
     files_and_settings, runs = _split_arguments(arguments)
     layers = read_layers(files_and_settings, for_training=False, given=given)
     values = merge_layers(layers, EvalConfig) if layers else {}
@@ -124,7 +130,30 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     if config.eval_gauntlet is not None:
         notes += _check_gauntlet(config.eval_gauntlet, layers)
         notes += _note_incomplete(config.eval_gauntlet, tasks)
-    return LoadedEval(config, tasks, notes + notes_on_missing)
+    return LoadedEval(config, tasks, notes + notes_on_missing, num_shown)
+
+
+def _take_show(arguments: Sequence[str]) -> tuple[list[str], int | None]:
+    """Take the option `--show N` or `--show=N` out of the arguments. Returns the other arguments and N, or None.
+
+    Raises ConfigError unless N is a whole number above 0.
+    """
+    others: list[str] = []
+    given: str | None = None
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == SHOW:
+            given = next(remaining, "")
+        elif argument.startswith(f"{SHOW}="):
+            given = argument.partition("=")[2]
+        else:
+            others.append(argument)
+
+    if given is None:
+        return others, None
+    if not given.isdecimal() or int(given) == 0:
+        raise ConfigError(f"{SHOW}: {given!r} given, expected a number of prompts of each task, such as {SHOW} 3")
+    return others, int(given)
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -137,7 +166,8 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | N
     for option in options:
         if option != "--all-checkpoints":
             raise ConfigError(
-                f"command line: unknown option {option}; expected YAML files, key=value pairs or --all-checkpoints"
+                f"command line: unknown option {option}; expected YAML files, key=value pairs, --all-checkpoints or "
+                f"{SHOW}"
             )
 
     files_and_settings = []

@@ -14,7 +14,8 @@ log-probability the model is asked for. Read the files in the order in which an 
 6. Record. `results.py` reads the result files of a model, and `result_files.py` writes them.
 
 `harness.py` runs these steps for all tasks of one model, on all ranks, and also generates answers. `models.py` finds
-and loads models, and `suite.py` evaluates each model of a configuration. `loaded.py` is a model for use in programs.
+and loads models, and `suite.py` evaluates each model of a configuration. `show.py` prints prompts instead. `loaded.py`
+is a model for use in programs.
 
 Results of several models meet in `compare.py`, which computes their differences with the tests of `significance.py`.
 `pairs.py` holds and prints these comparisons. `tables.py` prints a row of scores for each model, and the Eval Gauntlet.

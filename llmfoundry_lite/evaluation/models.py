@@ -82,6 +82,8 @@ class LocatedModel:
     tokenizer: Tokenizer
     manifest: Manifest | None = None
     """The checkpoint's; None for a folder."""
+    max_seq_len: int | None = None
+    """Tokens of the longest row, as its configuration has it; None if that does not say. The loaded model knows it."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user on how it was found."""
     model: Any = None
@@ -228,6 +230,7 @@ def _find_in_run(source: str, tokenizer_name: str | None, placement: Placement) 
         load=lambda: load_checkpoint(checkpoint, config, placement),
         tokenizer=tokenizer,
         manifest=manifest,
+        max_seq_len=config.max_seq_len,
         notes=notes,
     )
 
@@ -313,8 +316,18 @@ def _find_folder(source: str, folder: Path, tokenizer_name: str | None, placemen
         num_tokens_trained=None,
         load=lambda: load(placement),
         tokenizer=tokenizer,
+        max_seq_len=_read_max_seq_len(hf_config),
         notes=notes,
     )
+
+
+def _read_max_seq_len(hf_config: dict[str, Any]) -> int | None:
+    """Return the number of tokens of the longest row from the content of a config.json, or None if it has none."""
+    for key in ("max_seq_len", "n_positions", "max_position_embeddings"):
+        value = hf_config.get(key)
+        if type(value) is int and value > 0:  # the file may hold anything
+            return value
+    return None
 
 
 def _choose_loader(

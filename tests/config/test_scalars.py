@@ -233,7 +233,7 @@ def test_an_evaluation_keeps_names_of_models_tasks_and_suite(tmp_path, monkeypat
     task = "{label: 1_0, icl_task_type: multiple_choice, dataset_uri: rows.jsonl, num_fewshot: 0"
     task += ", question_prelimiter: 0x10}"  # LLM Foundry's old name
     Path("suite.yaml").write_text(f"models: {{010: runs/a, 8: 5e12}}\nsuite: 5e12345\nicl_tasks: [{task}]\n")
-    config, tasks, _ = load_eval_config(["suite.yaml", "models.1e3=0x10"])
+    config, tasks, *_ = load_eval_config(["suite.yaml", "models.1e3=0x10"])
     assert config.models == {"010": "runs/a", "8": "5e12", "1e3": "0x10"}
     assert (config.suite, tasks[0].label) == ("5e12345", "1_0")
     assert tasks[0].prelimiter == "0x10"

@@ -91,7 +91,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_of_llm_foundry_loads_unchanged(checkout):
-    config, tasks, notes = load_eval_config(["eval/yamls/hf_eval.yaml"])
+    config, tasks, notes, _ = load_eval_config(["eval/yamls/hf_eval.yaml"])
     assert config.models == {"gpt-neo-125m": "hf:EleutherAI/gpt-neo-125m", "mpt_test": "runs/mpt"}
     assert (config.precision, config.max_seq_len, config.fsdp) == ("bf16", 1024, False)
     assert [task.label for task in tasks] == ["arc", "gone"]

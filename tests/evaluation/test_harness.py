@@ -420,6 +420,9 @@ def test_a_run_is_evaluated_while_it_trains_and_its_checkpoint_says_the_same(her
     llmfoundry_lite.launch_eval.main(["--all-checkpoints", "runs/tiny/", "icl_tasks=[choice]", "suite=curve"])
     names = ["tiny-ba2.items.jsonl", "tiny-ba2.json", "tiny-ba4.items.jsonl", "tiny-ba4.json"]
     assert [path.name for path in sorted((here / "results/curve").glob("tiny*"))] == names
+    capsys.readouterr()
+    llmfoundry_lite.launch_eval.main(["models.r=runs/tiny", "icl_tasks=[choice]", "suite=shown", "--show", "1"])
+    assert "Prompts of r, with a context of" in capsys.readouterr().out and not (here / "results/shown").exists()
     learnt = [json.loads((here / f"results/curve/tiny-ba{n}.json").read_text())["average"] for n in (2, 4)]
     assert learnt == [record["eval/icl/average"] for record in records if "eval/icl/average" in record]
 
@@ -530,13 +533,13 @@ def test_results_are_written_nowhere_but_in_results_folder(here, argument, messa
 
 
 def test_all_checkpoints_needs_a_run_and_nothing_else(here):
-    config, found, _ = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
+    config, found, *_ = load_eval_config(["--all-checkpoints", "runs/mpt-1b/checkpoints/"])
     assert config.models == {"mpt-1b": "runs/mpt-1b/checkpoints/"} and config.all_checkpoints
     assert (config.suite, [task.label for task in found]) == ("evals", ["choice", "next"])
     (here / "next.jsonl").unlink()
     assert [task.label for task in load_eval_config(["--all-checkpoints", "s3://b/a", "runs/b"])[1]] == ["choice"]
     (here / "icl.yaml").write_text("icl_tasks: [next]\n")
-    config, found, _ = load_eval_config(["icl.yaml", "--all-checkpoints", "runs/a", "limit=3"])
+    config, found, *_ = load_eval_config(["icl.yaml", "--all-checkpoints", "runs/a", "limit=3"])
     assert (config.suite, config.models, config.limit, found[0].label) == ("icl", {"a": "runs/a"}, 3, "next")
 
 
