@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.config.eval_schema import EvalConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.ranks.ending import run_and_exit, sigterm_delayed
@@ -37,6 +38,7 @@ YAML                      a file, or the name of one that comes with the package
 key=value                 overrides all files: icl_tasks=[arc_easy] limit=100
 models.NAME=MODEL         a run, a checkpoint, a Hugging Face folder, or hf:NAME; NAME is its name in the results
 --all-checkpoints RUN     evaluate every checkpoint of these runs, for a learning curve
+follow=true               evaluate each checkpoint of the runs as it appears, until their training ends
 --show N                  print the first N prompts of each task, token by token, and exit; no weights are read
 -n RANKS                  number of ranks to start on this machine, one for each device
 --log-dir FOLDER          folder for the output of ranks 1 and up, with -n; by default, logs in the results folder
@@ -80,6 +82,9 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
         if this_rank().rank == 0:
             show_prompts(config, tasks, num_shown, notes)
         return []
+    if config.follow:
+        follow_runs = companions.load("llmfoundry_studies.follow:follow_runs", "follow=true")
+        return follow_runs(config, tasks, notes)
     from llmfoundry_lite.evaluation.suite import run_suite
 
     return run_suite(config, tasks, notes)

@@ -13,9 +13,11 @@ from llmfoundry_lite.config.fields import (
     Use,
     check_source_path_or_url,
     local_folder,
+    parsed,
     setting,
     validator,
 )
+from llmfoundry_lite.config.spans import Time
 
 TOKENIZATIONS = "separate joint"
 ACCURACIES = ("acc_per_token", "acc", "acc_norm")
@@ -40,6 +42,7 @@ PROMPTS = (
 )
 LISTED_CHOICES = (Use(has_effect=lambda task, _: task.form == LETTERS, reason="form is not letters"),)
 EXAMPLES = (Use(has_effect=lambda task, _: any(task.num_fewshot), reason="num_fewshot is 0"),)
+FOLLOWING = (Use(has_effect=lambda config, _: config.follow, reason="follow is false"),)
 HUB = (Use(has_effect=lambda task, _: task.dataset_uri.startswith("hf://"), reason="dataset_uri is no hf://NAME"),)
 
 
@@ -231,6 +234,13 @@ class EvalConfig:
     """Shard each model over all ranks instead of keeping it whole on each."""
     all_checkpoints: bool = False
     """Evaluate every checkpoint of each run, as NAME-ba200: a learning curve."""
+    follow: bool = False
+    """Evaluate every checkpoint of each run as it appears, as NAME-ba200, until the training ends."""
+    follow_interval: Time = parsed("60s", Time.parse, uses=FOLLOWING)
+    """Time between two looks at a run's checkpoints."""
+    follow_patience: Time = parsed("30m", Time.parse, uses=FOLLOWING)
+    """A run that is not done counts as ended if for this long no launch has trained it: no new checkpoint, and nobody
+    renews its lease."""
     redo: bool = False
     """Evaluate again and replace finished results: the tasks asked for, or all where they are of another model."""
     environment: dict[str, str] = setting(dict)

@@ -111,6 +111,7 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     config = build_block(EvalConfig, values, "", layers)
     with naming_source(layers):
         _check(config)
+    notes += [f"{unused.key} has no effect: {unused.reason}" for unused in find_unused_keys(config, config)]
 
     # Load the tasks, and find their data, whose paths may begin at data_root.
     tasks = []
@@ -215,6 +216,32 @@ def _check(config: EvalConfig) -> None:
             raise ConfigError(f"models: {name!r} given, expected the name of a file")
     if not config.icl_tasks:
         raise ConfigError("icl_tasks: no task given, expected names or files of tasks")
+    if config.follow:
+        _check_follow(config)
+
+
+def _check_follow(config: EvalConfig) -> None:
+    """Raise ConfigError unless the runs of a configuration with `follow` can be followed."""
+    companions.require("llmfoundry_studies", "follow=true")
+    interval = config.follow_interval
+    patience = config.follow_patience
+    # Between two looks the ranks wait for each other no longer than this.
+    if interval.seconds >= config.dist_timeout:
+        raise ConfigError(
+            f"follow_interval: {interval.written} given, expected less than dist_timeout, {config.dist_timeout:g} s"
+        )
+    if interval.seconds <= 0:
+        raise ConfigError(f"follow_interval: {interval.written} given, expected more than 0")
+    if patience.seconds < interval.seconds:
+        raise ConfigError(
+            f"follow_patience: {patience.written} given, expected at least follow_interval, {interval.written}"
+        )
+    for name, source in config.models.items():
+        if source.startswith("hf:"):
+            raise ConfigError(
+                f"models.{name}: {source} is not a run, and follow=true evaluates the checkpoints of runs; evaluate "
+                "it by a command of its own, in the same suite"
+            )
 
 
 def _name_of_run(run: str) -> str:

@@ -100,7 +100,7 @@ def find_checkpoint(source: str) -> tuple[Checkpoint | None, list[str]]:
     skipped because it is damaged. Raises DamagedCheckpointError if there are checkpoints and none is intact.
     """
     notes: list[str] = []
-    for url in _urls_to_try(source):
+    for url in urls_to_try(source):
         # The user named this checkpoint, so it is opened even if it may be damaged; loading verifies it.
         if is_checkpoint(url):
             return open_checkpoint(url), []
@@ -123,7 +123,7 @@ def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
     CheckpointError for a checkpoint that a newer release has written, and if the folder cannot be read.
     """
     candidates: list[Candidate] = []
-    for url in _urls_to_try(source):
+    for url in urls_to_try(source):
         candidates = CheckpointStore(url).candidates()
         if candidates:
             break
@@ -141,7 +141,7 @@ def find_all_checkpoints(source: str) -> tuple[list[Checkpoint], list[str]]:
     return checkpoints, notes
 
 
-def _urls_to_try(source: str) -> tuple[str, str]:
+def urls_to_try(source: str) -> tuple[str, str]:
     """Return the two places where checkpoints may be: `source` itself, and its folder `checkpoints` if it is a run."""
     return source, f"{source.rstrip('/')}/checkpoints"
 

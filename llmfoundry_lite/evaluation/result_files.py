@@ -266,6 +266,21 @@ class ResultFiles:
         self.new_item_lines[task.name] = self.stored_item_lines[task.name]
         return record
 
+    def has_finished(self, results: Results, outlines: Sequence[Outline]) -> bool:
+        """Return whether the files have all these tasks, which an earlier launch has finished for the same model.
+
+        `results` has the facts of the model that is evaluated now. Unlike `finished_record`, this needs no prepared
+        task and no loaded model, so a held-out text whose file has changed since is not noticed.
+        """
+        if self.redo:
+            return False
+        records = self.records_of_same_model(results)
+        for outline in outlines:
+            record = records.get(outline.name)
+            if record is None or not self._is_whole(outline.name) or describe_differences(record, outline):
+                return False
+        return True
+
     def records_of_same_model(self, results: Results) -> dict[str, Record]:
         """Return the records in the files, by task, or none if they are of another model than `results`."""
         return {} if self._other_model(results) else self.stored_results.tasks

@@ -7,7 +7,7 @@ mistakes show early. `harness.py` evaluates one model, `models.py` loads it, and
 import datetime
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +68,36 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
     print_on_rank_0(notes)
     device = start_device(config)
     outlines = outline_all(config, tasks)
-    models = find_models(config, outlines, device)
+    models = find_models(config, find_sources(config), outlines, device)
 
-    # Evaluate one model after another. Each is popped, so that its memory is freed before the next one is loaded.
+    all_results = evaluate_models(config, tasks, outlines, models)
+    if not all_results:
+        raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
+    if this_rank().rank == 0:
+        print_and_write_tables(config, all_results)
+    return all_results
+
+
+def find_sources(config: EvalConfig) -> dict[str, str]:
+    """Return the models to evaluate, as a dict from a model's name to its path or URL; see `expand_models`.
+
+    Collective. While a run is training, ranks may see different checkpoints of it. All take those that rank 0 has seen.
+    """
+    with user_errors_on_all_ranks():
+        sources = expand_models(config)
+    return broadcast_json(sources)
+
+
+def evaluate_models(
+    config: EvalConfig,
+    tasks: Sequence[TaskConfig],
+    outlines: Sequence[Outline],
+    models: list[ModelToEvaluate],
+) -> list[Results]:
+    """Evaluate one model after another, and return their results, without those that `run_suite` skips.
+
+    `models` is emptied: each is popped, so that its memory is freed before the next one is loaded. Collective.
+    """
     all_results: list[Results] = []
     while models:
         model = models.pop(0)
@@ -87,11 +114,6 @@ def run_suite(config: EvalConfig, tasks: Sequence[TaskConfig], notes: Sequence[s
             print_on_rank_0([f"models.{name}: passed over {condition_of(error)} checkpoint: {error}"])
             continue
         print_kept_tasks(model, outlines)
-
-    if not all_results:
-        raise DataError(f"models: no checkpoint of {', '.join(config.models.values())} is intact")
-    if this_rank().rank == 0:
-        print_and_write_tables(config, all_results)
     return all_results
 
 
@@ -144,8 +166,10 @@ def outline_all(config: EvalConfig, tasks: Sequence[TaskConfig]) -> list[Outline
     return outlines
 
 
-def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.device) -> list[ModelToEvaluate]:
-    """Find all models of a configuration and their result files, without reading weights.
+def find_models(
+    config: EvalConfig, sources: Mapping[str, str], outlines: Sequence[Outline], device: torch.device
+) -> list[ModelToEvaluate]:
+    """Find models and their result files, without reading weights. `sources` are as `find_sources` returns them.
 
     Mistakes show here, before the first model is loaded: a model that does not exist or has no tokenizer, or finished
     results that this evaluation would replace. `outlines` are those of the tasks that are to be run. With
@@ -158,11 +182,6 @@ def find_models(config: EvalConfig, outlines: Sequence[Outline], device: torch.d
     tokenizers = {}
     """Facts that tell tokenizers apart -> the first tokenizer with these facts. Equal ones are kept in memory once,
     because with `all_checkpoints` there may be hundreds of models."""
-
-    # While a run is training, ranks may see different checkpoints of it. All take those that rank 0 has seen.
-    with user_errors_on_all_ranks():
-        sources = expand_models(config)
-    sources = broadcast_json(sources)
 
     for name, source in sources.items():
         try:
