@@ -135,10 +135,24 @@ def compare_results(
     all_pairs: Annotated[
         bool, typer.Option("--all-pairs", help="Compare each two models or recipes, and rank them.")
     ] = False,
+    items: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="Also print the items of a task that were won and lost, with all scores."),
+    ] = None,
+    max_items: Annotated[
+        int,
+        typer.Option(min=1, help="Items won, and items lost, that --items prints at most; --out has all of them."),
+    ] = 10,
 ) -> None:
     """Compare models item by item: differences, intervals, tests. Says so if no difference is detectable."""
     from rich.console import Console
 
+    from llmfoundry_lite.evaluation.changed_items import (
+        find_changed_items,
+        find_task,
+        print_changed_items,
+        write_changed_items,
+    )
     from llmfoundry_lite.evaluation.compare import compare
     from llmfoundry_lite.evaluation.pairs import print_comparison
     from llmfoundry_lite.evaluation.results import load_any
@@ -149,7 +163,7 @@ def compare_results(
         load_gauntlet(gauntlet)  # so that a mistake in the file shows before anything is compared
     if all_pairs:
         _refuse_options(
-            {"--all-metrics": all_metrics, "--overlap": overlap, "--html": html},
+            {"--all-metrics": all_metrics, "--overlap": overlap, "--html": html, "--items": items},
             "compares with the first result; leave it out with --all-pairs",
         )
 
@@ -159,6 +173,7 @@ def compare_results(
             raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
         compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
         unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap, "--html": html}
+        unused["--items"] = items
         _refuse_options(unused, "is for results of single models; leave it out for recipes")
         compare_recipes(recipes, out, metric=metric, skip=skip or (), all_pairs=all_pairs, gauntlet=gauntlet)
         return
@@ -173,6 +188,7 @@ def compare_results(
         compare_all_pairs = companions.load("llmfoundry_studies.commands:compare_all_pairs", "compare --all-pairs")
         compare_all_pairs(loaded, out, skip=skip or (), metric=metric, gauntlet=gauntlet)
         return
+    task_of_items = None if items is None else find_task(loaded, items, skip or ())
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, metric=metric)
     if gauntlet is not None:
         add_gauntlet = companions.load("llmfoundry_studies.gauntlet:add_gauntlet", "compare --gauntlet")
@@ -187,5 +203,13 @@ def compare_results(
         write_html = companions.load("llmfoundry_studies.commands:write_html", "compare --html")
         write_html(loaded, pairs, html, skip=skip or (), metric=metric)
         written.append(html)
+    if task_of_items is not None:
+        changed = [
+            find_changed_items(pair, task_of_items, loaded[0], other_results)
+            for pair, other_results in zip(pairs, loaded[1:], strict=True)
+        ]
+        print_changed_items(changed, Console(), max_items)
+        if out is not None:
+            written.append(write_changed_items(changed, out))
     for path in written:
         print(printable(str(path)))

@@ -18,5 +18,6 @@ and loads models, and `suite.py` evaluates each model of a configuration. `show.
 is a model for use in programs.
 
 Results of several models meet in `compare.py`, which computes their differences with the tests of `significance.py`.
-`pairs.py` holds and prints these comparisons. `tables.py` prints a row of scores for each model, and the Eval Gauntlet.
+`pairs.py` holds and prints these comparisons, and `changed_items.py` the items behind them. `tables.py` prints a row of
+scores for each model, and the Eval Gauntlet.
 """
