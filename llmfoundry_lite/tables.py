@@ -36,7 +36,7 @@ LATEX_TEXTS = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
+    '"': "''",
     "±": r"$\pm$",
     **{character: rf"\{character}" for character in "&%$#_{}"},
 }
@@ -166,6 +166,8 @@ class Table:
 
         \\begin{table}
         \\centering
+        \\small
+        \\setlength{\\tabcolsep}{4pt}
         \\caption{Zero-shot accuracy.}
         \\begin{tabular}{lr}
         \\toprule
@@ -188,6 +190,8 @@ class Table:
         return [
             r"\begin{table}",
             r"\centering",
+            r"\small",
+            r"\setlength{\tabcolsep}{4pt}",
             rf"\caption{{{latex_text(caption)}}}",
             rf"\begin{{tabular}}{{{alignment}}}",
             r"\toprule",
@@ -198,6 +202,14 @@ class Table:
             r"\end{tabular}",
             r"\end{table}",
         ]
+
+    def without(self, dropped: Collection[str]) -> "Table":
+        """Return the table without the columns of these headings."""
+        kept = [index for index, heading in enumerate(self.columns) if heading not in dropped]
+        columns = [self.columns[index] for index in kept]
+        rows = [[row[index] for index in kept] for row in self.rows]
+        right = [new_index for new_index, index in enumerate(kept) if self.is_right(index)]
+        return Table(self.title, columns, rows, right)
 
     def csv(self) -> str:
         """Return the headings and rows as CSV, in which no cell can be run as a spreadsheet's formula."""

@@ -46,6 +46,8 @@ def test_a_latex_table_has_the_rules_of_booktabs_and_aligns_numbers():
     assert table.latex("Accuracy, 95 %.") == [
         r"\begin{table}",
         r"\centering",
+        r"\small",
+        r"\setlength{\tabcolsep}{4pt}",
         r"\caption{Accuracy, 95 \%.}",
         r"\begin{tabular}{lr}",
         r"\toprule",
@@ -65,6 +67,7 @@ def test_a_latex_table_has_the_rules_of_booktabs_and_aligns_numbers():
         (r"\input{/etc/passwd}", r"\textbackslash{}input\{/etc/passwd\}"),
         ("a&b%c$d#e_f{g}h~i^j", r"a\&b\%c\$d\#e\_f\{g\}h\textasciitilde{}i\textasciicircum{}j"),
         ("<.001", r"\textless{}.001"),
+        ('the "best"', "the ''best''"),
         ("-0.5 [-0.7, +.2] icl-0 5e-3 1-2", "$-$0.5 [$-$0.7, $+$.2] icl-0 5e-3 1-2"),
     ],
 )

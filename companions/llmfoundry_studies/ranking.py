@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmfoundry_lite.errors import DataError, mask_credentials, mask_urls
-from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison, format_p
+from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, Comparison, MetricComparison, format_p
 from llmfoundry_lite.evaluation.records import BITS
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
@@ -211,8 +211,8 @@ LEGEND = (
 )
 """Text below the tables."""
 PAIRS_CAPTION = (
-    "All pairs. Intervals are at the level that decides. p is corrected for all pairs and tasks by Holm's method, and "
-    "below 0.05 a difference is called significant."
+    f"All pairs. {SIGNIFICANT} marks differences that are significant: p < 0.05 after Holm's correction, for all pairs "
+    "and tasks. Intervals are at the level that decides."
 )
 MAX_PAIRS_SHOWN = 45
 """Number of pairs above which the console shows none of them: those of ten models."""
@@ -237,12 +237,21 @@ def ranking_table(all_pairs: AllPairs) -> Table:
     return Table("Ranks, and scores", columns, rows)
 
 
-def pairs_table(all_pairs: AllPairs, task: str | None = None) -> Table:
-    """Return a table of all pairs by one task, or by every task."""
+def transpose(table: Table, first_heading: str) -> Table:
+    """Return a table with rows for columns, which fits on a page if there are more tasks than models."""
+    columns = [first_heading, *(row[0] for row in table.rows)]
+    rows: list[list[str]] = []
+    for index, heading in enumerate(table.columns[1:], start=1):
+        rows.append([heading, *(row[index] for row in table.rows)])
+    return Table(table.title, columns, rows)
+
+
+def pairs_table(all_pairs: AllPairs, task: str | None = None, mark: str = "") -> Table:
+    """Return a table of all pairs by one task, or by every task. `mark` follows differences that are significant."""
     differences = all_pairs.differences if task is None else all_pairs.differences_by(task)
     rows: list[list[str]] = []
     for one in differences:
-        text = _format(one.difference, one.metric, "+")
+        text = _format(one.difference, one.metric, "+") + (mark if one.is_detected else "")
         if one.low is not None and one.high is not None:
             text += f" [{_format(one.low, one.metric, '+')}, {_format(one.high, one.metric, '+')}]"
         rows.append([f"{one.other} against {one.first}", one.task, text, format_p(one.p_corrected), one.verdict])
@@ -273,7 +282,9 @@ def write_all_pairs(all_pairs: AllPairs, results: Mapping[str, Any], out: Path) 
     pairs = pairs_table(all_pairs)
     lines = [f"## {ranks.title}", "", *ranks.markdown(), "", *markdown_list(all_pairs.notes), ""]
     lines += [f"## {pairs.title}", "", *pairs.markdown(), "", LEGEND, ""]
-    latex_lines = [*ranks.latex(f"Ranks, and scores. {LEGEND}"), "", *pairs.latex(PAIRS_CAPTION), ""]
+    ranks_by_task = transpose(ranks, "task").latex(f"Ranks, and scores. {LEGEND}")
+    pairs_for_paper = pairs_table(all_pairs, mark=SIGNIFICANT).without(["verdict"]).latex(PAIRS_CAPTION)
+    latex_lines = [*ranks_by_task, "", *pairs_for_paper, ""]
 
     # The JSON comes first, because the next comparison recognises by it that the other files may be replaced too.
     texts = {

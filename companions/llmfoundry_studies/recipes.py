@@ -19,12 +19,12 @@ MIN_RUNS_FOR_NOISE = 3
 LAST_CHECKPOINTS = re.compile(r"(?P<model>.+)@last(?P<number>\d{1,6})")
 """The last results of a run whose checkpoints were evaluated: `results/s/ours@last5`."""
 
-LEGEND = (
+METHOD = (
     "p: Student's t of the difference of means, with the variance among runs and among items together (Satterthwaite's "
     "degrees of freedom), corrected for the number of tests (Holm). Intervals are at the level that decides. sd of "
-    "runs: standard deviation of the score among the runs of each side. finds: the smallest difference that would be "
-    "found four times in five."
+    "runs: standard deviation of the score among the runs of each side."
 )
+LEGEND = f"{METHOD} finds: the smallest difference that would be found four times in five."
 """Text below the tables."""
 
 
@@ -126,9 +126,8 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
 
 def notes_on_sides(pair: SidePair) -> list[str]:
     """Return notes on how many runs there are, on what so few can show, and on what limits the comparison."""
-    num_runs = sorted({len(pair.first.runs), len(pair.other.runs)})
-    notes = [f"{' and '.join(map(str, num_runs))} runs a side"]
-    if num_runs[0] < MIN_RUNS_FOR_NOISE:
+    notes = [_count_runs(pair)]
+    if min(len(pair.first.runs), len(pair.other.runs)) < MIN_RUNS_FOR_NOISE:
         notes.append(
             "warning: two runs say little about the noise of seeds: equal recipes are called different in up to 6 % of "
             "comparisons, and only large differences are found; train three or more"
@@ -148,6 +147,12 @@ def notes_on_sides(pair: SidePair) -> list[str]:
     return notes
 
 
+def _count_runs(pair: SidePair) -> str:
+    """Return the number of runs of both sides as a text: "3 runs a side", or "2 and 5 runs a side"."""
+    num_runs = sorted({len(pair.first.runs), len(pair.other.runs)})
+    return f"{' and '.join(map(str, num_runs))} runs a side"
+
+
 def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
     """Write compare.json, .md, .csv and .tex, and return their paths."""
     out.mkdir(parents=True, exist_ok=True)
@@ -164,8 +169,8 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
             *markdown_list(notes_on_sides(pair)),
             "",
         ]
-        caption = f"{table.title}. {SIGNIFICANT} marks differences that are significant. {LEGEND}"
-        latex_lines += [*table_of_sides(pair, SIGNIFICANT).latex(caption), ""]
+        caption = f"{table.title}, {_count_runs(pair)}. {SIGNIFICANT} marks differences that are significant. {METHOD}"
+        latex_lines += [*table_of_sides(pair, SIGNIFICANT).without(["items", "verdict", "finds"]).latex(caption), ""]
         rows = [describe_row(row) for row in pair.rows]
         comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
     paths = [out / f"compare.{suffix}" for suffix in ("json", "md", "csv", "tex")]

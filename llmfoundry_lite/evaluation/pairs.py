@@ -249,14 +249,24 @@ class Comparison:
         return Table(f"{self.other} against {self.first}", columns, rows, right=numeric_columns)
 
     def latex_table(self) -> Table:
-        """Return the table for a paper, in which a mark shows which differences are significant."""
+        """Return the table for a paper, in which a mark shows which differences are significant.
+
+        A metric that all tasks share is in the caption, and has no column.
+        """
         columns = ("task", "metric", "items", self.first, self.other, "difference", "p")
         rows: list[list[str]] = []
         for row in [*self.rows, *self.other_metrics]:
             task, metric, items, first, other, difference, p, *_ = row.cells()
             mark = SIGNIFICANT if row.is_detected else ""
             rows.append([task, metric, items, first, f"{other}{mark}", difference, p])
-        return Table(f"{self.other} against {self.first}", columns, rows, right={2, 3, 4, 6})
+        table = Table(f"{self.other} against {self.first}", columns, rows, right={2, 3, 4, 6})
+        return table if self.common_metric is None else table.without(["metric"])
+
+    @property
+    def common_metric(self) -> str | None:
+        """The metric of all tasks; None if they differ, or if tasks are compared by several."""
+        metrics = {task.metric for task in [*self.tasks, *self.other_metrics]}
+        return metrics.pop() if len(metrics) == 1 else None
 
     def __repr__(self) -> str:
         """Return what `llmfoundry-lite compare` prints."""
@@ -352,10 +362,15 @@ def write_comparison(results: Sequence[Results], comparisons: Sequence[Compariso
 def caption_of(comparison: Comparison, num_tests: int) -> str:
     """Return the caption of a comparison's table for a paper. `num_tests` is the number of tests of tasks."""
     noun = "test" if num_tests == 1 else "tests"
+    by_metric = "" if comparison.common_metric is None else f", by {comparison.common_metric}"
+    first, other = comparison.first, comparison.other
+    on_gauntlet = ""
+    if comparison.composites:
+        on_gauntlet = " Scores of the gauntlet are shares of what is left above guessing."
     return (
-        f"{comparison.other} against {comparison.first} on the same items. The difference is {comparison.other} minus "
-        f"{comparison.first}, with its interval at the level that decides. {SIGNIFICANT} marks differences that are "
-        f"significant: p < {LEVEL} after Holm's correction, for {num_tests} {noun} of tasks."
+        f"{other} against {first} on the same items{by_metric}. The difference is {other} minus {first}, with its "
+        f"interval at the level that decides. {SIGNIFICANT} marks differences that are significant: p < {LEVEL} after "
+        f"Holm's correction, for {num_tests} {noun} of tasks.{on_gauntlet}"
     )
 
 

@@ -142,7 +142,10 @@ def test_the_command_ranks_models_and_writes_every_form(tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * 3  # two tasks and their mean
     assert float(rows[0]["low"]) == record["comparisons"][0]["low"]
-    assert r"weak\_one & 3 (0.200)" in (out / "compare.tex").read_text()
+    latex = (out / "compare.tex").read_text()
+    assert r"task & strong & like & weak\_one" in latex
+    assert r"mean of 2 tasks & 1-2 (0.800) & 1-2 (0.790) & 3 (0.200)" in latex
+    assert r"like against weak\_one & quiz/0-shot & $+$0.590*" in latex
     assert "| strong | 1-2 (0.800) |" in (out / "compare.md").read_text()
 
     # The same command may replace its files.
