@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmfoundry_lite.errors import DataError, mask_credentials, mask_urls
+from llmfoundry_lite.evaluation.compare import refuse_unknown_tasks
 from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, Comparison, MetricComparison, format_p
 from llmfoundry_lite.evaluation.records import BITS
 from llmfoundry_lite.evaluation.results import Results
@@ -105,8 +106,9 @@ def only_common_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> tu
     """Return results with the tasks that all of them have, so that each pair is compared by the same ones.
 
     Returns also a note on the tasks that are left out. `skip` names tasks to leave out, too. Raises DataError if no
-    task is left.
+    task is left, or if no result has a task of `skip`.
     """
+    refuse_unknown_tasks(all_results, skip)
     names = list(dict.fromkeys(task for results in all_results for task in results.items))
     common = [task for task in names if task not in skip and all(task in results.items for results in all_results)]
     if not common:

@@ -23,7 +23,7 @@ import numpy as np
 
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.compare import WeightedTask, check_same_questions
+from llmfoundry_lite.evaluation.compare import WeightedTask, check_same_questions, refuse_unknown_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.records import (
     BITS,
@@ -182,8 +182,8 @@ def compare_sides(
     `skip` names tasks to leave out. `metric` compares the tasks that have it by it; None takes the metric that tables
     show. P-values are corrected for the number of tasks and sides together by Holm's method, those of the means apart.
 
-    Raises DataError for a side with fewer than MIN_RUNS runs, and for results that have no task in common or were not
-    asked the same.
+    Raises DataError for a side with fewer than MIN_RUNS runs, for a task in `skip` that no result has, and for results
+    that have no task in common or were not asked the same.
     """
     for side in sides:
         if len(side.runs) < MIN_RUNS:
@@ -193,6 +193,7 @@ def compare_sides(
             )
         _refuse_equal_runs(side)
     all_results = [results for side in sides for results in side.all_results]
+    refuse_unknown_tasks(all_results, skip)
     refuse_unknown_metric(all_results, metric)
     metrics = choose_metrics(all_results, metric)
     notes_on_metrics = describe_choice(all_results, metrics, metric)

@@ -79,10 +79,7 @@ def compare(
     Raises DataError for results that cannot be compared, naming the task and the reason, and for a task in `skip` that
     no result has.
     """
-    known_tasks = {task for result in results for task in result.items}
-    for task in skip:
-        if task not in known_tasks:
-            raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
+    refuse_unknown_tasks(results, skip)
 
     # Choose the metrics by all results together, as for the table, and count the tests that this makes.
     refuse_unknown_metric(results, metric)
@@ -163,6 +160,14 @@ def compare_files(
         paths = [result.path if isinstance(result, Results) else Path(result) for result in (first, other)]
         loaded = load_any(paths, cluster)
     return compare(loaded, skip=left_out, all_metrics=all_metrics, metric=metric)[0]
+
+
+def refuse_unknown_tasks(results: Sequence[Results], skip: Sequence[str]) -> None:
+    """Raise DataError for a task in `skip` that no result has."""
+    known_tasks = {task for result in results for task in result.items}
+    for task in skip:
+        if task not in known_tasks:
+            raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
 
 
 def _find_common_tasks(first_results: Results, other_results: Results, skip: Sequence[str]) -> list[str]:

@@ -167,6 +167,15 @@ def test_recipes_are_ranked(tmp_path):
     assert labels(rank_sides(pairs).rankings[0]) == {"strong": "1-2", "like": "1-2", "weak": "3"}
 
 
+@pytest.mark.parametrize("names", ["{0}/{1}.json", "{1}={0}/r1/{1}.json,{0}/r2/{1}.json"])
+def test_a_task_to_skip_that_no_result_has_is_refused(tmp_path, capsys, names):
+    for run, folder in enumerate([tmp_path, tmp_path / "r1", tmp_path / "r2"]):
+        write_models(folder, {name: [1] * run + [0] * (20 - run) for name in ("a", "b")})
+    arguments = [names.format(tmp_path, name) for name in ("a", "b")]
+    assert main.run(["compare", *arguments, "--all-pairs", "--skip", "quizz/0-shot"]) == 2
+    assert "--skip quizz/0-shot: no result has that task; they have b/0-shot, quiz/0-shot" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--all-metrics"], ["--overlap", "folder"]])
 def test_options_of_a_baseline_are_refused_with_all_pairs(capsys, option):
     assert main.run(["compare", "a.json", "b.json", "--all-pairs", *option]) == 2
