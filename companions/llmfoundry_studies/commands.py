@@ -171,9 +171,15 @@ def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[R
 
 
 def compare_all_pairs(
-    all_results: Sequence[Results], out: Path | None, *, skip: Sequence[str], metric: str | None, gauntlet: str | None
+    all_results: Sequence[Results],
+    out: Path | None,
+    *,
+    skip: Sequence[str],
+    metric: str | None,
+    gauntlet: str | None,
+    html: Path | None,
 ) -> None:
-    """Compare each two of several models, and rank them; print tables and write them to `out`.
+    """Compare each two of several models, and rank them; print tables and write them to `out`, and a page to `html`.
 
     `gauntlet` is a file, whose composites are compared too. Raises DataError for results that cannot be compared.
     """
@@ -182,7 +188,11 @@ def compare_all_pairs(
     if gauntlet is not None:
         add_gauntlet(gauntlet, common_results, comparisons, metric)
     facts_of_model = {one.name: {key: getattr(one, key) for key in RESULT} for one in common_results}
-    _show_all_pairs(rank_models(comparisons, notes), facts_of_model, out)
+    all_pairs = rank_models(comparisons, notes)
+    _show_all_pairs(all_pairs, facts_of_model, out)
+    if html is not None:
+        write_page(common_results, comparisons, html, metric=metric, all_pairs=all_pairs)
+        print(printable(str(html)))
 
 
 def _show_all_pairs(all_pairs: AllPairs, facts: Mapping[str, Any], out: Path | None) -> None:

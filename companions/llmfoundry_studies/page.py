@@ -24,14 +24,15 @@ from markupsafe import Markup
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison, legend
-from llmfoundry_lite.evaluation.records import BITS
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import Cell, average_error, notes, records_by_task, score_cell
 from llmfoundry_lite.files import check_is_path, open_regular, write_atomically
 from llmfoundry_lite.release import read_release
-from llmfoundry_studies.curves import GatheredCurves, gather_curves
+from llmfoundry_studies.curves import BITS_METRICS, GatheredCurves, gather_curves
 from llmfoundry_studies.page_items import ItemList, collect_items
 from llmfoundry_studies.pictures import Picture, draw_curves, draw_differences
+from llmfoundry_studies.ranking import LEGEND as LEGEND_OF_RANKS
+from llmfoundry_studies.ranking import AllPairs, ranking_table
 
 PARTS = Path(__file__).with_name("page_parts")
 FIRST_LINE = "<!DOCTYPE html><!-- llmfoundry-lite compare -->"
@@ -115,30 +116,40 @@ def write_page(
     path: Path,
     *,
     metric: str | None = None,
+    all_pairs: AllPairs | None = None,
 ) -> None:
     """Write the comparison of several models as an HTML page.
 
     all_results: the results of all models with their items, the first one first.
-    comparisons: the comparisons of the others with the first one, as `compare` returned them for these results.
+    comparisons: the comparisons of the others with the first one, or of each two, as `compare` returned them for these
+        results.
     path: the file, whose folder is created if needed. `check_page_path` has checked it.
     metric: the metric that the user asked for, or None.
+    all_pairs: the ranking, if each two were compared; else None.
     """
     metrics = choose_metrics(all_results, metric)
     shown_results = [replace(results, model=results.name) for results in by_metrics(all_results, metrics)]
     curves = gather_curves(all_results, metric)
-    html = render_page(shown_results, comparisons, curves, date=datetime.now(UTC).date().isoformat())
+    date = datetime.now(UTC).date().isoformat()
+    html = render_page(shown_results, comparisons, curves, all_pairs, date=date)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, html)
 
 
 def render_page(
-    all_results: Sequence[Results], comparisons: Sequence[Comparison], gathered: GatheredCurves, *, date: str
+    all_results: Sequence[Results],
+    comparisons: Sequence[Comparison],
+    gathered: GatheredCurves,
+    all_pairs: AllPairs | None = None,
+    *,
+    date: str,
 ) -> str:
     """Return the page of several models.
 
     all_results: the results of all models, with the metrics by which they are shown and a name of its own for each.
-    comparisons: those with the first model.
+    comparisons: those with the first model, or those of each two.
     gathered: the learning curves of runs of which several checkpoints are among the results.
+    all_pairs: the ranking, if each two were compared.
     date: the day on which the page is written, such as 2026-11-30.
     """
     first = all_results[0]
@@ -157,7 +168,7 @@ def render_page(
         style=Markup((PARTS / "page.css").read_text()),
         script=Markup(script),
         script_hash=_hash_for_policy(script),
-        title=_title(all_results),
+        title=_title(all_results, is_ranking=all_pairs is not None),
         suite=first.suite,
         date=date,
         release=read_release().version,
@@ -166,6 +177,8 @@ def render_page(
         notes_on_scores=_limit_notes(notes(all_results)),
         pairs=[_pair_section(comparison, number) for number, comparison in enumerate(comparisons)],
         legend=legend(comparisons),
+        ranks=None if all_pairs is None else ranking_table(all_pairs),
+        legend_of_ranks=LEGEND_OF_RANKS,
         curves=draw_curves(gathered.curves, "curves") if gathered.curves else None,
         notes_on_curves=_limit_notes(gathered.notes),
         items=items,
@@ -174,9 +187,11 @@ def render_page(
     )
 
 
-def _title(all_results: Sequence[Results]) -> str:
+def _title(all_results: Sequence[Results], *, is_ranking: bool) -> str:
     """Return the page's title, such as "ours against base"."""
     first, *others = all_results
+    if is_ranking:
+        return f"{len(all_results)} models, ranked"
     subject = short_name(others[0].name) if len(others) == 1 else f"{len(others)} models"
     return f"{subject} against {short_name(first.name)}"
 
@@ -229,8 +244,10 @@ def format_count(count: int | None) -> str:
 
 def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """Return a row of the table of scores for each task, and one for the average if there are several accuracies."""
-    direction_of = {}
-    for comparison in comparisons:
+    first_name = all_results[0].name
+    with_first = [comparison for comparison in comparisons if comparison.first == first_name]
+    direction_of: dict[tuple[str, str], str] = {}
+    for comparison in with_first:
         for row in comparison.rows:
             direction_of[comparison.other, row.task] = _direction(row)
 
@@ -252,8 +269,9 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
             }
         )
 
+    rows += _composite_rows([results.name for results in all_results], with_first)
     if any(len(results.averaged) > 1 for results in all_results):
-        means = {comparison.other: comparison.mean for comparison in comparisons}
+        means = {comparison.other: comparison.mean for comparison in with_first}
         cells = []
         for results in all_results:
             cell = Cell()
@@ -262,6 +280,22 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
             mean = means.get(results.name)
             cells.append(_format_cell(cell, "mean", "" if mean is None else _direction(mean)))
         rows.append({"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""})
+    return rows
+
+
+def _composite_rows(names: Sequence[str], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Return a row for each category and average of a gauntlet. `comparisons` are those with the first model."""
+    cells_of_score: dict[str, dict[str, ScoreCell]] = {}
+    for comparison in comparisons:
+        for row in comparison.composites:
+            cells = cells_of_score.setdefault(row.task, {})
+            cells.setdefault(comparison.first, _format_cell(Cell(row.first), row.metric, ""))
+            cells[comparison.other] = _format_cell(Cell(row.other), row.metric, _direction(row))
+
+    rows: list[dict[str, Any]] = []
+    for score, cells in cells_of_score.items():
+        shown = [cells.get(name, ScoreCell(score="", interval="")) for name in names]
+        rows.append({"task": score, "metric": "", "n": "", "cells": shown, "chance": ""})
     return rows
 
 
@@ -276,12 +310,13 @@ def _format_cell(cell: Cell, metric: str, direction: str) -> ScoreCell:
     """Return a score and its 95 % interval as texts. An interval of an accuracy ends at 0 and 1."""
     if cell.number is None:
         return ScoreCell(score="", interval="")
-    digits = 4 if metric == BITS else 3
+    is_in_bits = metric in BITS_METRICS
+    digits = 4 if is_in_bits else 3
     interval = ""
     if cell.error is not None:
         low = max(cell.number - Z_95 * cell.error, 0)
         high = cell.number + Z_95 * cell.error
-        if metric != BITS:
+        if not is_in_bits:
             high = min(high, 1)
         interval = f"{low:.{digits}f} to {high:.{digits}f}"
     return ScoreCell(score=f"{cell.number:.{digits}f}", interval=interval, direction=direction)
@@ -307,7 +342,7 @@ def _pair_section(comparison: Comparison, number: int) -> PairSection:
         rows=table.rows[:MAX_ROWS],
         directions=[_direction(row) for row in all_rows[:MAX_ROWS]],
         right=[index for index in range(len(table.columns)) if table.is_right(index)],
-        mean_index=-1 if comparison.mean is None else len(comparison.tasks),
+        mean_index=-1 if comparison.mean is None else len(comparison.rows) - 1,
         notes=_limit_notes(comparison.notes),
     )
 

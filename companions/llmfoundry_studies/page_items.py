@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 
 from llmfoundry_lite.evaluation.records import BITS, Record, document_of
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_studies.curves import BITS_METRICS
 
 MAX_BYTES = 24_000_000
 """Most bytes of all entries. A browser reads this much in a third of a second."""
@@ -79,7 +80,8 @@ def collect_items(all_results: Sequence[Results], max_bytes: int = MAX_BYTES) ->
         collected.num_left_out += len(entries_of_task[task]) - len(kept)
         metric = record["metric"]
         facts = {"name": shorten(task), "type": record["type"], "metric": metric, "unit": LENGTH_UNITS.get(metric, "")}
-        collected.tasks.append({**facts, "less_is_better": metric == BITS, "items": kept})
+        directions = {"is_text": metric == BITS, "less_is_better": metric in BITS_METRICS}
+        collected.tasks.append({**facts, **directions, "items": kept})
     return collected
 
 

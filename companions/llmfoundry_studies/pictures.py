@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.pairs import MetricComparison
-from llmfoundry_lite.evaluation.records import BITS
 from llmfoundry_lite.report.canvas import fixed_settings, plt
 from llmfoundry_lite.report.figure import CURVE_COLORS, MARK_COLOR, curve_color, escape_texts
 from llmfoundry_studies.curve_figure import (
@@ -26,7 +25,8 @@ from llmfoundry_studies.curve_figure import (
     finish_panel,
     group_by_panel,
 )
-from llmfoundry_studies.curves import LearningCurve
+from llmfoundry_studies.curves import BITS_METRICS, LearningCurve
+from llmfoundry_studies.gauntlet import GAUNTLET
 
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -75,16 +75,10 @@ def draw_differences(rows: Sequence[MetricComparison], name: str, other: str, fi
     name: word by which the picture's ids differ from those of other pictures on the page.
     other, first: names of the models.
 
-    Accuracies and bits per byte have a panel each, because their units differ. A difference that is detected is a
-    filled point in the colour of its sign; any other is a grey ring.
+    Accuracies, scores of a gauntlet and bits per byte have a panel each, because their units differ. A difference that
+    is detected is a filled point in the colour of its sign; any other is a grey ring.
     """
-    panels: list[tuple[str, list[MetricComparison]]] = []
-    accuracies = [row for row in rows if row.metric != BITS]
-    if accuracies:
-        panels.append((f"difference in accuracy, {_shorten(other)} minus {_shorten(first)}", accuracies))
-    texts = [row for row in rows if row.metric == BITS]
-    if texts:
-        panels.append(("difference in bits per byte (left is better)", texts))
+    panels = _divide_into_panels(rows, f"{_shorten(other)} minus {_shorten(first)}")
     num_left_out = sum(max(len(panel_rows) - MAX_ROWS, 0) for _, panel_rows in panels)
     panels = [(label, panel_rows[:MAX_ROWS]) for label, panel_rows in panels]
 
@@ -103,6 +97,24 @@ def draw_differences(rows: Sequence[MetricComparison], name: str, other: str, fi
 
     note = f"The picture leaves out {num_left_out:,} tasks, which the table has." if num_left_out else ""
     return Picture(svg, _describe(rows, other, first), note)
+
+
+def _divide_into_panels(rows: Sequence[MetricComparison], subtraction: str) -> list[tuple[str, list[MetricComparison]]]:
+    """Divide rows by the unit of their differences. Returns the label and the rows of each panel that has any."""
+    rows_of_panel: dict[str, list[MetricComparison]] = {}
+    labels = {
+        "accuracy": f"difference in accuracy, {subtraction}",
+        "gauntlet": f"difference in the gauntlet's scores, {subtraction}",
+        "bits": f"difference in bits per byte, {subtraction} (left is better)",
+    }
+    for row in rows:
+        panel = "accuracy"
+        if row.metric in BITS_METRICS:
+            panel = "bits"
+        elif row.metric == GAUNTLET:
+            panel = "gauntlet"
+        rows_of_panel.setdefault(panel, []).append(row)
+    return [(label, rows_of_panel[panel]) for panel, label in labels.items() if panel in rows_of_panel]
 
 
 def _draw_panel(axes: Any, label: str, rows: Sequence[MetricComparison]) -> None:

@@ -163,7 +163,7 @@ def compare_results(
         load_gauntlet(gauntlet)  # so that a mistake in the file shows before anything is compared
     if all_pairs:
         _refuse_options(
-            {"--all-metrics": all_metrics, "--overlap": overlap, "--html": html, "--items": items},
+            {"--all-metrics": all_metrics, "--overlap": overlap, "--items": items},
             "compares with the first result; leave it out with --all-pairs",
         )
 
@@ -186,7 +186,7 @@ def compare_results(
     loaded = load_any(results, cluster)
     if all_pairs:
         compare_all_pairs = companions.load("llmfoundry_studies.commands:compare_all_pairs", "compare --all-pairs")
-        compare_all_pairs(loaded, out, skip=skip or (), metric=metric, gauntlet=gauntlet)
+        compare_all_pairs(loaded, out, skip=skip or (), metric=metric, gauntlet=gauntlet, html=html)
         return
     task_of_items = None if items is None else find_task(loaded, items, skip or ())
     pairs = compare(loaded, skip=skip or (), all_metrics=all_metrics, metric=metric)

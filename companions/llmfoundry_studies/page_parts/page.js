@@ -25,20 +25,22 @@ for (const task of tasks) {
 }
 
 // What is shown. It is kept in the address, so that a link leads to the same items.
-const state = { other: 1, task: "", outcome: "", search: "", page: 0, open: "" };
+const state = { first: 0, other: 1, task: "", outcome: "", search: "", page: 0, open: "" };
 let shown = entries;
 
 start();
 
 function start() {
   fillSelect(element("task"), [["", `all ${tasks.length}`], ...tasks.map((task) => [task.name, task.name])]);
-  fillSelect(element("other"), models.slice(1).map((name, i) => [String(i + 1), `${name} with ${models[0]}`]));
-  element("other-label").hidden = models.length === 2;
+  for (const id of ["first", "other"]) {
+    fillSelect(element(id), models.map((name, i) => [String(i), name]));
+    element(id).addEventListener("change", (event) => change({ [id]: Number(event.target.value) }));
+    element(`${id}-label`).hidden = models.length === 2;
+  }
   element("filters").hidden = false;
 
   element("filters").addEventListener("submit", (event) => event.preventDefault());
   element("task").addEventListener("change", (event) => change({ task: event.target.value }));
-  element("other").addEventListener("change", (event) => change({ other: Number(event.target.value) }));
   element("search").addEventListener("input", (event) => change({ search: event.target.value }));
   element("previous").addEventListener("click", () => turnPage(-1));
   element("next").addEventListener("click", () => turnPage(1));
@@ -58,8 +60,8 @@ function readAddress() {
   if (!isState && shown !== entries) return;
   const given = new URLSearchParams(isState ? hash : "");
 
-  const other = Number(given.get("other"));
-  state.other = Number.isInteger(other) && other >= 1 && other < models.length ? other : 1;
+  state.first = modelIn(given.get("first"), 0);
+  state.other = modelIn(given.get("other"), 1);
   state.task = tasks.some((task) => task.name === given.get("task")) ? given.get("task") : "";
   state.outcome = given.get("outcome") in OUTCOME_OF ? given.get("outcome") : "";
   state.search = given.get("search") ?? "";
@@ -67,6 +69,7 @@ function readAddress() {
   state.open = given.get("open") ?? "";
 
   element("task").value = state.task;
+  element("first").value = String(state.first);
   element("other").value = String(state.other);
   element("search").value = state.search;
   filter();
@@ -75,8 +78,15 @@ function readAddress() {
   if (state.open) document.querySelector(".item")?.parentElement.scrollIntoView({ block: "center" });
 }
 
+// Returns the number of a model that an address gives, or another number if it gives none.
+function modelIn(text, otherwise) {
+  const number = Number(text ?? otherwise);
+  return Number.isInteger(number) && number >= 0 && number < models.length ? number : otherwise;
+}
+
 function writeAddress() {
   const given = new URLSearchParams();
+  if (state.first !== 0) given.set("first", state.first);
   if (state.other !== 1) given.set("other", state.other);
   for (const key of ["task", "outcome", "search", "open"]) {
     if (state[key]) given.set(key, state[key]);
@@ -138,12 +148,11 @@ function textOf(entry) {
 }
 
 function outcomeOf(entry) {
-  const first = entry.item.scores[0];
+  const first = entry.item.scores[state.first];
   const other = entry.item.scores[state.other];
   if (first === null || other === null) return "unasked";
   if (first === other) {
-    const isText = entry.task.less_is_better;
-    if (isText || (first !== 0 && first !== 1)) return "tied";
+    if (entry.task.less_is_better || (first !== 0 && first !== 1)) return "tied";
     return first === 1 ? "right" : "wrong";
   }
   const isBetter = entry.task.less_is_better ? other < first : other > first;
@@ -159,7 +168,8 @@ function draw() {
   const visible = shown.slice(begin, begin + ITEMS_PER_PAGE);
 
   element("meaning").textContent =
-    `Won: ${models[state.other]} is right and ${models[0]} is not, or it has fewer bits per byte of a text. Lost: the other way round.`;
+    `Won: ${models[state.other]} is right and ${models[state.first]} is not, or it has fewer bits per byte. ` +
+    "Lost: the other way round.";
   const range = visible.length ? `, ${count(begin + 1)} to ${count(begin + visible.length)} shown` : "";
   element("count").textContent = `${count(shown.length)} of ${count(entries.length)} items${range}`;
   element("list").replaceChildren(...visible.map(drawEntry));
@@ -239,7 +249,7 @@ function toggle(entry, line, row) {
 function summaryOf(entry) {
   const { item, task } = entry;
   if (item.question) return item.question.replace(/\s+/g, " ").slice(0, 300);
-  if (task.less_is_better) {
+  if (task.is_text) {
     return `document ${count(item.index + 1)}: ${models.map((name, i) => `${name} ${format(item.scores[i], 4)}`).join(", ")}`;
   }
   return `row ${count(item.index + 1)}`;
@@ -259,8 +269,9 @@ function drawItem(entry) {
     item.texts.forEach((text, i) => addText(`${models[i]}, ${describeScore(item.scores[i])}`, text ?? "not asked"));
   }
   if (item.log_probabilities) {
-    box.append(make("h4", "", describeNumbers(task)), drawChoices(item));
-  } else if (!item.texts) {
+    box.append(make("h4", "", describeNumbers(task)), drawChoices(item, task));
+  }
+  if (task.less_is_better || !(item.log_probabilities || item.texts)) {
     box.append(make("h4", "", task.metric.replaceAll("_", " ")), drawScores(item, task));
   }
   item.prompts?.forEach((prompt, i) => {
@@ -269,7 +280,7 @@ function drawItem(entry) {
     const heading = names.length === models.length ? "prompt" : `prompt of ${names.join(", ")}`;
     box.append(make("h4", "", `${heading}, divided into tokens; the answers are shaded`), ...drawPrompt(prompt));
   });
-  if (!item.question && !task.less_is_better) {
+  if (!item.question && !task.is_text) {
     addText("not recorded", "The results have no question of this item. Newer evaluations record it.");
   }
   return box;
@@ -287,7 +298,7 @@ function describeScore(score) {
 }
 
 // A row for each choice, a column for each model: the log-probability, what decides, and what was chosen.
-function drawChoices(item) {
+function drawChoices(item, task) {
   const numChoices = Math.max(...item.log_probabilities.map((numbers) => numbers?.length ?? 0));
   const body = make("tbody");
   for (let choice = 0; choice < numChoices; choice++) {
@@ -298,7 +309,13 @@ function drawChoices(item) {
     name.scope = "row";
     if (isGold) name.append(make("span", "choice right", "✓ right answer"));
     row.append(name);
-    models.forEach((_, model) => row.append(drawChoice(item, model, choice, isGold)));
+    models.forEach((_, model) => {
+      const cell = drawChoice(item, model, choice, isGold);
+      // Without a choice to make, the table would not show who was right.
+      const isAlone = numChoices === 1 && !task.less_is_better;
+      if (isAlone) cell.append(make("span", "choice right", describeScore(item.scores[model])));
+      row.append(cell);
+    });
     body.append(row);
   }
   return makeTable(["", ...models], body);

@@ -30,14 +30,22 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.references: list[str] = []
         self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        """The texts of the cells of each row of a table."""
         self.handlers: list[str] = []
         self.policy = ""
         self._is_data = False
+        self._is_in_cell = False
         self.data: Any = None
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+            self._is_in_cell = True
         self.tags.append(tag)
         if attributes.get("http-equiv") == "Content-Security-Policy":
             self.policy = str(attributes["content"])
@@ -49,12 +57,18 @@ class Page(HTMLParser):
         if href:
             self.references.append(href)
 
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("th", "td"):
+            self._is_in_cell = False
+
     def handle_data(self, data: str) -> None:
         if self._is_data:
             self.data = json.loads(data)
             self._is_data = False
         else:
             self.texts.append(data)
+            if self._is_in_cell:
+                self.rows[-1][-1] += data.replace("\n", "")
 
 
 def write_pair(folder: Path, first=(1, 0) * 40, other=(1, 1) * 40) -> list[Path]:
@@ -204,6 +218,32 @@ def test_skipped_tasks_are_not_on_the_page(tmp_path):
     paths = write_pair(tmp_path)
     assert main.run(["compare", *map(str, paths), "--skip", "held_out", "--html", str(html)]) == 0
     assert [task["name"] for task in Page(html.read_text()).data["tasks"]] == [TASK]
+
+
+def test_a_gauntlet_and_ranks_are_shown(tmp_path):
+    gauntlet = tmp_path / "gauntlet.yaml"
+    benchmarks = [{"name": "quiz", "num_fewshot": 0, "random_baseline": 0.5}]
+    facts = {"weighting": "EQUAL", "subtract_random_baseline": True, "rescale_accuracy": True}
+    categories = [{"name": "knowledge", "benchmarks": benchmarks}]
+    gauntlet.write_text(json.dumps({"eval_gauntlet": {**facts, "categories": categories}}))
+    paths = write_pair(tmp_path, first=[1] * 60 + [0] * 20, other=[1] * 80)
+    paths.append(write_result(tmp_path / "c", "third", {TASK: question_task([1] * 80)}))
+    html = tmp_path / "page.html"
+
+    options = ["--gauntlet", str(gauntlet), "--html", str(html)]
+    assert main.run(["compare", *map(str, paths), *options]) == 0
+    page = Page(html.read_text())
+    scores, *_ = [row for row in page.rows if row[0] == "gauntlet: knowledge"]
+    assert scores[3:6] == ["0.500", "▲ 1.000", "▲ 1.000"]
+    assert "ranks" not in page.ids
+    assert "difference in the gauntlet's scores, ours minus base" in page.texts
+
+    assert main.run(["compare", *map(str, paths), *options, "--all-pairs"]) == 0
+    page = Page(html.read_text())
+    assert "3 models, ranked" in page.texts
+    ranks = [row[:2] for row in page.rows if row[0] in ("base", "ours", "third") and "(" in row[1]]
+    assert ranks == [["ours", "1-2 (1.000)"], ["third", "1-2 (1.000)"], ["base", "3 (0.500)"]]
+    assert "third against ours" in page.texts
 
 
 # ---------------------------------------------------------------------------------------------------------- the file

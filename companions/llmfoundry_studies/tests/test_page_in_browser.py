@@ -139,6 +139,26 @@ def test_a_document_is_won_by_fewer_bits(page, tmp_path):
     assert "bits per bytebaseours1.44271.4138" in seen["open"][0]
 
 
+def test_any_two_of_several_models_are_compared(tmp_path):
+    answers = {"base": [1, 0] * 20, "ours": [1, 1] * 20, "third": [0, 0] * 20}
+    paths = [write_result(tmp_path / name, name, {"quiz/0-shot": question_task(answers[name])}) for name in answers]
+    steps = """
+    const outcomes = [];
+    for (const [first, other] of [["0", "1"], ["0", "2"], ["1", "2"]]) {
+      for (const [id, value] of [["first", first], ["other", other]]) {
+        document.getElementById(id).value = value;
+        document.getElementById(id).dispatchEvent(new Event("change"));
+      }
+      outcomes.push(look().outcomes);
+    }
+    return outcomes;
+    """
+    ours_with_base, third_with_base, third_with_ours = act(write_page(tmp_path / "p.html", paths), steps, tmp_path)
+    assert ours_with_base == ["All 40", "▲ Won 20", "▼ Lost 0", "● Both right 20", "○ Both wrong 0"]
+    assert third_with_base == ["All 40", "▲ Won 0", "▼ Lost 20", "● Both right 0", "○ Both wrong 20"]
+    assert third_with_ours == ["All 40", "▲ Won 0", "▼ Lost 40", "● Both right 0", "○ Both wrong 0"]
+
+
 def test_hostile_texts_run_nothing_and_load_nothing(tmp_path):
     requests: list[str] = []
 
