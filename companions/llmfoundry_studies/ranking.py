@@ -14,7 +14,7 @@ all intervals of a family hold together with a probability of at least 95 % (Al 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list
+from llmfoundry_studies.gauntlet import GAUNTLET
 from llmfoundry_studies.seeds import SideComparison, SidePair
 
 
@@ -128,20 +129,24 @@ def rank_models(comparisons: Sequence[Comparison], notes: Sequence[str] = ()) ->
     """Return the pairs and rankings of models. `comparisons` has each pair, from `compare(…, all_pairs=True)`."""
     differences: list[Difference] = []
     all_notes = list(notes)
+    tasks: set[str] = set()
     for comparison in comparisons:
+        tasks |= {row.task for row in comparison.tasks}
         for row in comparison.rows:
             differences.append(_difference(comparison.first, comparison.other, row, row.difference))
         all_notes += comparison.notes
-    return _rank_all(differences, all_notes)
+    return _rank_all(differences, tasks, all_notes)
 
 
 def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs:
     """Return the pairs and rankings of recipes. `pairs` has each pair, from `compare_sides(…, all_pairs=True)`."""
     differences: list[Difference] = []
+    tasks: set[str] = set()
     for pair in pairs:
+        tasks |= pair.first.all_results[0].tasks.keys()
         for row in pair.rows:
             differences.append(_difference(pair.first.name, pair.other.name, row, row.estimate.difference))
-    return _rank_all(differences, notes)
+    return _rank_all(differences, tasks, notes)
 
 
 def _difference(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
@@ -165,12 +170,16 @@ def _difference(first: str, other: str, row: MetricComparison | SideComparison, 
     )
 
 
-def _rank_all(differences: list[Difference], notes: Sequence[str]) -> AllPairs:
-    """Rank by each task of the differences. Notes that several pairs have in common are kept once."""
+def _rank_all(differences: list[Difference], tasks: Collection[str], notes: Sequence[str]) -> AllPairs:
+    """Rank by the mean, by the composites, and by each task. Notes that several pairs have in common are kept once.
+
+    `tasks` has the names of tasks, among which the mean and the composites are not.
+    """
     metric_of = {difference.task: difference.metric for difference in differences}
-    rankings = [rank(task, metric, differences) for task, metric in metric_of.items()]
-    order = {"mean": 0, "gauntlet": 1}
-    rankings.sort(key=lambda ranking: order.get(ranking.metric, 2))
+    composites = [name for name, metric in metric_of.items() if metric == GAUNTLET]
+    means = [name for name in metric_of if name not in tasks and name not in composites]
+    names = dict.fromkeys([*means, *composites, *metric_of])
+    rankings = [rank(name, metric_of[name], differences) for name in names]
     return AllPairs(differences=differences, rankings=rankings, notes=list(dict.fromkeys(notes)))
 
 
@@ -231,7 +240,7 @@ def ranking_table(all_pairs: AllPairs) -> Table:
     columns = ["model"]
     rows = [[name] for name in names]
     for ranking in all_pairs.rankings:
-        columns.append(ranking.task if ranking.metric in ("mean", "gauntlet") else f"{ranking.task} {ranking.metric}")
+        columns.append(ranking.task if ranking.metric in ("mean", GAUNTLET) else f"{ranking.task} {ranking.metric}")
         rank_of = {one.name: one for one in ranking.ranks}
         for name, row in zip(names, rows, strict=True):
             one = rank_of[name]
