@@ -19,7 +19,7 @@ from scripts.defaults_llm_foundry import INTENDED, compare, print_differences
         ("cuda_load_lazy", False, None),
         ("eval.max_seq_len", None, None),
         ("eval.seed", 17, None),
-        ("eval.colour", 1, "1 is refused: colour: unknown key; valid keys here"),
+        ("eval.colour", 1, "1 is refused: colour: unknown key; nothing here is spelled like it"),
     ],
 )
 def test_a_default_that_does_something_else_when_it_is_said_is_found(key, value, found):

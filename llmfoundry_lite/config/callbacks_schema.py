@@ -124,6 +124,30 @@ class KillLossSpikeConfig:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class AsyncEvalConfig:
+    """LLM Foundry's evaluation of checkpoints by jobs on MosaicML's platform.
+
+    A launch starts no job. It prints the command that evaluates the checkpoints: `eval follow=true`.
+    """
+
+    interval: Duration | None = duration_setting(None)
+    """LLM Foundry's interval between jobs. Here every checkpoint is evaluated."""
+    compute: dict[str, Any] | None = None
+    """Where the platform would run the jobs. Not used here."""
+    eval_run_config: dict[str, Any] | None = None
+    """How the platform would run the jobs. Not used here."""
+
+
+WITH_TASKS = (
+    Use(
+        has_effect=lambda _, run: run.icl_tasks,
+        reason="there are no icl_tasks that it could evaluate; name them, or remove it",
+        is_refused=True,
+    ),
+)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class CallbacksConfig:
     """Callbacks by LLM Foundry's names, and a user's own."""
 
@@ -137,6 +161,7 @@ class CallbacksConfig:
     generate_callback: GenerateConfig | None = None
     early_stopper: EarlyStopperConfig | None = None
     kill_loss_spike: KillLossSpikeConfig | None = None
+    async_eval: AsyncEvalConfig | None = setting(None, uses=WITH_TASKS)
     extra: dict[str, dict[str, Any]] = setting(dict, replay="trusted")
     """python:package.module:Class -> keyword arguments."""
 

@@ -6,6 +6,8 @@ against each other. A companion checks whether tp_config, cp_config and pp_confi
 """
 
 import dataclasses
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.config.blocks import given_blocks
 from llmfoundry_lite.config.data_schema import OF_THE_MODEL, LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import SHARES, Streams, first_batches, streams_of_stages
-from llmfoundry_lite.config.fields import keys_of
+from llmfoundry_lite.config.fields import as_yaml, keys_of
 from llmfoundry_lite.config.layers import ConfigLayer, find_value, naming_source, source_of
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout, describe_data_ranks, find_data_ranks
 from llmfoundry_lite.config.model_schema import ModelConfig, divisors
@@ -459,6 +461,7 @@ def find_surprises(config: TrainConfig, layers: Sequence[ConfigLayer], *, under_
         *_find_ignored_options(config),
         *_find_small_shuffles(config),
         *_find_needs_of_fsdp(config),
+        *_find_evaluations_elsewhere(config),
     ]
     if not under_srun:
         surprises += _find_long_grace(config.preemption_grace_seconds)
@@ -500,6 +503,32 @@ def _find_long_spans(run: Duration, schedule: SchedulerConfig) -> Iterator[Surpr
         is_longer = duration.unit == run.unit and duration.value > run.value
         if is_fraction_above_1 or is_longer:
             yield f"scheduler.{key}", f": {duration} is longer than the run, {run}: {meaning}"
+
+
+def _find_evaluations_elsewhere(config: TrainConfig) -> Iterator[Surprise]:
+    """Yield LLM Foundry's `async_eval`, which starts no job here, with the command to run instead."""
+    if config.callbacks.async_eval is not None:
+        command = describe_follow_command(config)
+        yield (
+            "callbacks.async_eval",
+            f" starts no evaluation here; on any machine that can read the checkpoints, run: {command}",
+        )
+
+
+def describe_follow_command(config: TrainConfig) -> str:
+    """Return the command that evaluates the checkpoints of a run on its `icl_tasks`, as they appear.
+
+    It can be pasted into a shell: `llmfoundry-lite eval follow=true models.mpt-1b=runs/mpt-1b icl_tasks=…`.
+    """
+    name = config.run_name.replace(".", "_")  # a dot would begin another key
+    source = config.save_folder or config.run_folder
+    tasks = config.icl_tasks if isinstance(config.icl_tasks, str) else json.dumps(as_yaml(config.icl_tasks))
+    words = ["llmfoundry-lite", "eval", "follow=true", f"models.{name}={source}", f"icl_tasks={tasks}"]
+    if config.icl_task_folder != "evals":
+        words.append(f"task_folder={config.icl_task_folder}")
+    if config.icl_limit is not None:
+        words.append(f"limit={config.icl_limit}")
+    return shlex.join(words)
 
 
 def _find_ignored_options(config: TrainConfig) -> Iterator[Surprise]:

@@ -52,7 +52,8 @@ TABLE = {
             max_unsaved""",
         "callbacks.speed_monitor.": "window_size",
         "callbacks.": """lr_monitor memory_monitor runtime_estimator profiler hf_checkpointer generate_callback
-            early_stopper kill_loss_spike extra""",
+            early_stopper kill_loss_spike async_eval extra""",
+        "callbacks.async_eval.": "interval compute eval_run_config",
         "callbacks.hf_checkpointer.": "save_interval save_folder precision",
         "callbacks.generate_callback.": "prompts interval max_new_tokens do_sample temperature top_k top_p",
         "callbacks.early_stopper.": "monitor dataloader_label patience min_delta",

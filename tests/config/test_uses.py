@@ -104,6 +104,7 @@ REFUSED = {
     "load_weights_only=true": LOADING,
     "load_cast=true": LOADING,
     "load_ignore_keys=[model/a]": LOADING,
+    "callbacks.async_eval={interval: 5ba}": "there are no icl_tasks that it could evaluate; name them, or remove it",
     "max_skipped_batches=5": "on_non_finite is stop, which skips no batch; set it to skip, or remove this",
     "optimizer.kwargs={amsgrad: true}": (
         "only a python: optimizer is given them, and optimizer.name is decoupled_adamw; remove it"
@@ -163,6 +164,7 @@ ALWAYS = {
         with_stack""",
     "HFCheckpointerConfig": "save_interval save_folder precision",
     "GenerateConfig": "prompts interval max_new_tokens do_sample",
+    "AsyncEvalConfig": "interval compute eval_run_config",  # what they mean to LLM Foundry, a note says
     "EarlyStopperConfig": "monitor dataloader_label patience min_delta",
     "KillLossSpikeConfig": "log_only patience outlier_multiplier window_size loss_cap",
     "LoggersConfig": "wandb tensorboard",
