@@ -38,6 +38,7 @@ BENCHMARKS = {
     "start": ("start", "Seconds from the command to the first batch."),
     "eval": ("eval.eval", "Evaluation in context beside lm-evaluation-harness."),
     "eval-parity": ("eval.parity", "The same answers as lm-evaluation-harness, item by item."),
+    "eval-prompts": ("eval.prompts", "Prompts of CORE and MMLU beside other programs', as text."),
     "eval-within": ("eval.within", "Our model inside lm-evaluation-harness, beside its own."),
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
     "seeds": ("seeds", "How often `compare` of recipes with several runs errs, by simulation."),

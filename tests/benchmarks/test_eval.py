@@ -1,12 +1,14 @@
 """The eval benchmark: our side of it on a tiny model, and what is made of two sides' answers."""
 
 import json
+import sys
 
 import pytest
 
 from benchmarks.__main__ import run_benchmark
 from benchmarks.eval import eval as bench
-from benchmarks.eval import parity
+from benchmarks.eval import parity, prompts
+from llmfoundry_lite.errors import DataError
 
 # ---------------------------------------------------------------------------------------------------- our side
 
@@ -192,3 +194,53 @@ def test_parity_wants_a_model_and_a_peer(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_benchmark(["eval-parity", "--data", str(tmp_path)])
     assert "required: --peer-python, --model" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- prompts
+
+# The three templates of nanochat, in a few lines. White space of a question stays, as in nanochat.
+TEMPLATES = """
+def render(contexts, answers, delimiter, examples):
+    shown = "".join(f"{context}{delimiter}{answer}\\n\\n" for context, answer in examples)
+    return [f"{shown}{context}{delimiter}{answer}" for context, answer in zip(contexts, answers)]
+
+def render_prompts_mc(row, delimiter, examples):
+    shown = [(example["query"], example["choices"][example["gold"]]) for example in examples]
+    return render([row["query"]] * len(row["choices"]), row["choices"], delimiter, shown)
+
+def render_prompts_schema(row, delimiter, examples):
+    return render(row["context_options"], [row["continuation"]] * 2, delimiter, [])
+
+def render_prompts_lm(row, delimiter, examples):
+    shown = [(example["context"].strip(), example["continuation"]) for example in examples]
+    return render([row["context"].strip()], [row["continuation"]], delimiter, shown)
+"""
+
+
+def test_prompts_are_compared_with_a_program_that_separates_examples_by_a_blank_line(tmp_path, capsys):
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat/core_eval.py").write_text(TEMPLATES)
+    assert run_benchmark(["eval-prompts", "--nanochat", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    tasks = json.loads((tmp_path / "out/eval-prompts.json").read_text())["tasks"]
+    verdicts = {task["name"]: task.get("nanochat") for task in tasks}
+    assert verdicts["hellaswag/0-shot"] == "same"
+    assert verdicts["hellaswag/10-shot"] == "same, with a blank line between examples"
+    assert verdicts["piqa/10-shot"] == '"Answer: With" | "\\nAnswer: Wit"'
+    assert verdicts["mmlu/5-shot"] is None
+    assert len(verdicts) == 23
+
+
+def test_a_difference_of_prompts_is_shown_from_its_first_character_on():
+    ours = ["Q: who? A: I", "Q: who? A: you"]
+    theirs = ["Q: who? A: I", "Q: who?\nA: you"]
+    assert prompts.describe_difference(ours, ours) == "same"
+    assert prompts.describe_difference(ours, theirs) == '" A: you" | "\\nA: you"'
+    assert prompts.describe_difference(ours, theirs[:1]) == "2 options | 1 options"
+
+
+def test_a_program_that_ends_on_a_task_is_named():
+    with (
+        prompts._start("nanochat", [sys.executable, "nanochat", "/nowhere"]) as program,
+        pytest.raises(DataError, match="nanochat has failed on a task; its error is above"),
+    ):
+        program.render(kind="schema")
