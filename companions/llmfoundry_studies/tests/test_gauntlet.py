@@ -133,7 +133,10 @@ def test_recipes_are_compared_by_the_gauntlet_too(tmp_path, gauntlet_file):
         sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
     pairs = compare_sides(sides)
     add_gauntlet_to_sides(gauntlet_file, pairs)
-    *_, average = pairs[0].rows
+    *_, reading, average = pairs[0].rows
+    [boolq] = [row for row in pairs[0].rows if row.task == "boolq/0-shot"]
+    assert reading.p == pytest.approx(boolq.p)
+    assert reading.estimate.error == pytest.approx(2 * boolq.estimate.error)  # rescaled, as guessing is right in 50 %
 
     config, _ = load_gauntlet(gauntlet_file)
     scores = [run_gauntlet(config, run.checkpoints[0].tasks).scores["default_average"].score for run in sides[1].runs]
