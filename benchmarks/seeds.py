@@ -207,7 +207,7 @@ def draw_answers(
     The sum has the item's difficulty, which both recipes share, the recipe's taste for the item, the luck of the run's
     seed, and noise. Without a difference, half of the answers are right.
     """
-    item_variance, slope = _probit_constants()
+    item_variance, slope = probit_constants()
     luck = math.sqrt(ratio * item_variance / num_units) / slope
     total_deviation = math.sqrt(DIFFICULTY**2 + TASTE**2 + NOISE**2 + luck**2)
     skill = total_deviation * statistics.NormalDist().inv_cdf(0.5 + difference)
@@ -224,7 +224,7 @@ def draw_answers(
 
 
 @cache
-def _probit_constants() -> tuple[float, float]:
+def probit_constants() -> tuple[float, float]:
     """Return the item variance of `draw_answers` with a single item, and how much accuracy a unit of skill adds."""
     generator = np.random.default_rng(SEED)
     num_items = 200_000
