@@ -22,7 +22,7 @@ def test_the_page_says_how_many_runs_are_enough(tmp_path):
 
 
 def test_seeds_scatter_as_much_as_a_case_says():
-    from benchmarks.seeds import probit_constants, draw_answers
+    from benchmarks.seeds import draw_answers, probit_constants
 
     # So many items that the noise of single answers hardly counts.
     num_items, ratio = 20_000, 4.0
