@@ -16,11 +16,9 @@ from pathlib import Path
 
 from llmfoundry_lite.checkpoint.commit import SAVE_ID, lease_epoch_of
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
-from llmfoundry_lite.evaluation.records import BITS, MAX_MAGNITUDE, Record, is_accuracy
+from llmfoundry_lite.evaluation.records import BITS_METRICS, MAX_MAGNITUDE, Record, is_accuracy
 from llmfoundry_lite.evaluation.results import Results, read_others
 
-BITS_METRICS = (BITS, "bpb")
-"""Names of bits per byte in records: of held-out text, and of the right answers to questions."""
 MIN_POINTS = 2
 """Checkpoints of a run from which there is a curve."""
 NAME_OF_CHECKPOINT = re.compile(r"(.+)-ba(\d+)")

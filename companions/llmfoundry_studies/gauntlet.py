@@ -13,7 +13,7 @@ and averages are two families, each with Holm's correction for its own number of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmfoundry_lite.config.eval_schema import GauntletConfig
+from llmfoundry_lite.config.eval_schema import BPB, GauntletConfig
 from llmfoundry_lite.config.load_eval import load_gauntlet
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
@@ -27,6 +27,7 @@ from llmfoundry_studies.seeds import SideComparison, SidePair, compare_weighted_
 
 GAUNTLET = "gauntlet"
 """Metric of composites, which are shares of what is left above guessing."""
+NOTE_ON_BITS = f"gauntlet: {BPB} is no accuracy, so its tasks count by their own metric"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ def add_gauntlet(
     Raises ConfigError if the file cannot be read, and DataError if no category has all of its tasks.
     """
     config, notes = load_gauntlet(name)
+    if metric == BPB:
+        metric = None
+        notes = [*notes, NOTE_ON_BITS]
     metrics = choose_metrics(all_results, metric)
     results_of = {results.name: results for results in by_metrics(all_results, metrics)}
 
@@ -73,7 +77,7 @@ def add_gauntlet(
 def add_gauntlet_to_sides(name: str, pairs: Sequence[SidePair]) -> None:
     """Add the composites of a gauntlet to comparisons of recipes, with notes on what is left out.
 
-    The metrics are those by which the pairs were compared. Raises the errors of `add_gauntlet`.
+    The metrics are those by which the pairs were compared, except bits per byte. Raises the errors of `add_gauntlet`.
     """
     config, notes = load_gauntlet(name)
     families = Families()
@@ -82,14 +86,17 @@ def add_gauntlet_to_sides(name: str, pairs: Sequence[SidePair]) -> None:
         reference = pair.first.all_results[0]
         for row in pair.rows:
             if row.task in reference.tasks:  # the mean is no task
-                records[row.task] = {**reference.tasks[row.task], "metric": row.metric}
+                record = reference.tasks[row.task]
+                metric = record["metric"] if row.metric == BPB else row.metric
+                records[row.task] = {**record, "metric": metric}
         scores, notes_on_missing = weigh_scores(config, records)
         for score in scores:
             row = compare_weighted_sides(f"{GAUNTLET}: {score.name}", score.tasks, pair.first, pair.other, score.offset)
             row.metric = GAUNTLET
             pair.rows.append(row)
             families.add(score, row)
-        pair.notes_on_metrics.extend([*notes, *notes_on_missing])
+        notes_on_bits = [NOTE_ON_BITS] if any(row.metric == BPB for row in pair.rows) else []
+        pair.notes_on_metrics.extend([*notes, *notes_on_bits, *notes_on_missing])
     families.decide(name)
 
 

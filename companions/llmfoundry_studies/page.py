@@ -24,6 +24,7 @@ from markupsafe import Markup
 from llmfoundry_lite.errors import ConfigError, printable
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison, legend
+from llmfoundry_lite.evaluation.records import is_accuracy
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import Cell, average_error, notes, records_by_task, score_cell
 from llmfoundry_lite.files import check_is_path, open_regular, write_atomically
@@ -275,10 +276,13 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
         cells = []
         for results in all_results:
             cell = Cell()
+            metric = "mean"
             if results.average is not None:
                 cell = Cell(results.average, average_error(results.tasks, results.averaged))
+                first_record = results.tasks[results.averaged[0]]
+                metric = "mean" if is_accuracy(first_record) else first_record["metric"]
             mean = means.get(results.name)
-            cells.append(_format_cell(cell, "mean", "" if mean is None else _direction(mean)))
+            cells.append(_format_cell(cell, metric, "" if mean is None else _direction(mean)))
         rows.append({"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""})
     return rows
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from llmfoundry_lite.errors import DataError, mask_credentials, mask_urls
 from llmfoundry_lite.evaluation.compare import refuse_unknown_tasks
 from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, Comparison, MetricComparison, format_p
-from llmfoundry_lite.evaluation.records import BITS
+from llmfoundry_lite.evaluation.records import BITS_METRICS
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import print_notes
 from llmfoundry_lite.files import write_atomically
@@ -58,7 +58,7 @@ class Difference:
     @property
     def is_other_better(self) -> bool:
         """Whether `other` has the better value. For bits per byte, that is the smaller one."""
-        return (self.difference < 0) == (self.metric == BITS)
+        return (self.difference < 0) == (self.metric in BITS_METRICS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ def rank(task: str, metric: str, differences: Sequence[Difference]) -> Ranking:
         Rank(name=name, value=value, best=1 + num_better[name], worst=len(value_of) - num_worse[name])
         for name, value in value_of.items()
     ]
-    ranks.sort(key=lambda one: one.value, reverse=metric != BITS)
+    ranks.sort(key=lambda one: one.value, reverse=metric not in BITS_METRICS)
     return Ranking(task=task, metric=metric, ranks=ranks)
 
 
@@ -231,7 +231,7 @@ MAX_PAIRS_SHOWN = 45
 
 def _format(value: float, metric: str, sign: str = "") -> str:
     """Return a value or difference of a metric: 4 decimals for bits per byte, 3 otherwise."""
-    return f"{value:{sign}.{4 if metric == BITS else 3}f}"
+    return f"{value:{sign}.{4 if metric in BITS_METRICS else 3}f}"
 
 
 def ranking_table(all_pairs: AllPairs) -> Table:

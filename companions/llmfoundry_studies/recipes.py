@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, format_p
-from llmfoundry_lite.evaluation.records import BITS, limit_of_trial, lost_text_fraction
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
@@ -105,7 +105,7 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
     )
     rows = []
     for row in pair.rows:
-        digits = 4 if row.metric == BITS else 3
+        digits = 4 if row.metric in BITS_METRICS else 3
         interval = f" [{row.low:+.{digits}f}, {row.high:+.{digits}f}]" if row.is_claimable else ""
         rows.append(
             [

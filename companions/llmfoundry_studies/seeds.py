@@ -21,14 +21,17 @@ from itertools import combinations
 
 import numpy as np
 
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, check_same_questions, refuse_unknown_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.records import (
     BITS,
+    BITS_METRICS,
     document_of,
     has_categories,
+    items_with,
     label_of,
     text_row,
     weights_of,
@@ -156,8 +159,8 @@ class SideComparison:
         if not self.is_detected:
             return "no detectable difference"
         is_less = self.estimate.difference < 0
-        is_better = is_less if self.metric == BITS else not is_less
-        size = f"{abs(self.estimate.difference):.{4 if self.metric == BITS else 3}f}"
+        is_better = is_less if self.metric in BITS_METRICS else not is_less
+        size = f"{abs(self.estimate.difference):.{4 if self.metric in BITS_METRICS else 3}f}"
         return f"better by {size}" if is_better else f"worse by {size}"
 
 
@@ -210,20 +213,22 @@ def compare_sides(
     two_sides = list(combinations(sides, 2))
     if not all_pairs:
         two_sides = two_sides[: len(sides) - 1]  # those of the first side come first
-    accuracies = [(task, metrics[task]) for task in tasks if metrics[task] != BITS]
+    # The mean is of the accuracies or, if there are none, of the bits per byte of answers.
+    averaged = [task for task in tasks if metrics[task] not in BITS_METRICS]
+    if not averaged:
+        averaged = [task for task in tasks if metrics[task] == BPB]
     pairs: list[SidePair] = []
     means: list[SideComparison] = []
-    weights = weights_of_tasks([task for task, _ in accuracies])
-    weighted_accuracies = [WeightedTask(task, metric, weights[task]) for task, metric in accuracies]
+    weighted_tasks = [WeightedTask(task, metrics[task], weight) for task, weight in weights_of_tasks(averaged).items()]
     for first, other in two_sides:
         rows = []
         for task in tasks:
             rows.append(compare_weighted_sides(task, [WeightedTask(task, metrics[task], 1.0)], first, other))
         pairs.append(SidePair(first, other, rows, notes_on_metrics))
-        if len(accuracies) > 1:
-            num_labels = len({label_of(task) for task, _ in accuracies})
+        if len(averaged) > 1:
+            num_labels = len({label_of(task) for task in averaged})
             name = f"mean of {num_labels} tasks"
-            means.append(compare_weighted_sides(name, weighted_accuracies, first, other))
+            means.append(compare_weighted_sides(name, weighted_tasks, first, other))
 
     # Correct the p-values of tasks and of means for their own number of tests.
     for family in ([row for pair in pairs for row in pair.rows], means):
@@ -250,19 +255,20 @@ def _refuse_equal_runs(side: Side) -> None:
 def compare_weighted_sides(
     name: str, tasks: Sequence[WeightedTask], first: Side, other: Side, offset: float = 0.0
 ) -> SideComparison:
-    """Compare two sides by one task, or by a weighted sum of several accuracies, from which `offset` is subtracted."""
+    """Compare two sides by one task, or by a weighted sum of the scores of several, less `offset`."""
     # The weighted mean is tested in place of the sum, because weights of units add up to 1.
     total_weight = sum(task.weight for task in tasks)
     weights_u, first_ru, other_ru = _collect(tasks, first, other)
-    is_text = tasks[0].metric == BITS
-    found = difference_of_sides(weights_u, first_ru, other_ru, is_text=is_text)
+    is_in_bits = tasks[0].metric in BITS_METRICS
+    is_sum_of_accuracies = len(tasks) > 1 and not is_in_bits
+    found = difference_of_sides(weights_u, first_ru, other_ru, is_text=is_in_bits)
     first_means_r = first_ru.sum(axis=1) * total_weight - offset
     other_means_r = other_ru.sum(axis=1) * total_weight - offset
-    has_enough_units = len(weights_u) >= (MIN_DOCUMENTS if is_text else MIN_UNITS)
+    has_enough_units = len(weights_u) >= (MIN_DOCUMENTS if is_in_bits else MIN_UNITS)
     return SideComparison(
         task=name,
-        metric=tasks[0].metric if len(tasks) == 1 else "mean",
-        n=sum(len(_common_items(task.task, first, other)) for task in tasks),
+        metric="mean" if is_sum_of_accuracies else tasks[0].metric,
+        n=sum(len(_common_items(task.task, task.metric, first, other)) for task in tasks),
         num_units=len(weights_u),
         first=float(first_means_r.mean()),
         other=float(other_means_r.mean()),
@@ -280,7 +286,7 @@ def difference_of_sides(weights_u: Floats, first_ru: Floats, other_ru: Floats, *
     weights_u: weight of each independent unit; they add up to 1.
     first_ru, other_ru: what each unit contributes to the score of each run, [r runs, u units]. A run's score is the sum
         over its units.
-    is_text: the units are documents, whose differences may have long tails.
+    is_text: the units have bits per byte, whose differences may have long tails.
     """
     num_units = len(weights_u)
     # If one unit holds most of the weight, the others tell little about the error of the difference.
@@ -322,7 +328,7 @@ def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[F
     total_weight = sum(task.weight for task in tasks)
     for task, metric, weight_of_task in tasks:
         task_share = weight_of_task / total_weight
-        common = _common_items(task, first, other)
+        common = _common_items(task, metric, first, other)
         if not common:
             raise DataError(f"{task}: the models have no item in common")
         for number, run in enumerate(runs):
@@ -340,10 +346,15 @@ def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[F
     return np.array(list(weight_of.values())), values_ur[:, :num_first].T, values_ur[:, num_first:].T
 
 
-def _common_items(task: str, first: Side, other: Side) -> set[int]:
-    """Return the indices of the items of a task that every model of both sides answered."""
-    all_results = [*first.all_results, *other.all_results]
-    return set.intersection(*({item["index"] for item in results.items[task]} for results in all_results))
+def _common_items(task: str, metric: str, first: Side, other: Side) -> set[int]:
+    """Return the indices of the items of a task that every model of both sides answered, and that have the metric."""
+    indices: list[set[int]] = []
+    for results in [*first.all_results, *other.all_results]:
+        items = results.items[task]
+        if metric != BITS:  # windows of a text have it only together
+            items = items_with(items, metric)
+        indices.append({item["index"] for item in items})
+    return set.intersection(*indices)
 
 
 def _contributions(results: Results, task: str, metric: str, common: set[int]) -> list[tuple[Unit, float, float]]:

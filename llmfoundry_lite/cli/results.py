@@ -106,7 +106,8 @@ def compare_results(
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="Compare tasks by acc, acc_norm or acc_per_token where they have it [default: as in the tables].",
+            help="Compare tasks by acc_per_token, acc, acc_norm, acc_per_byte or bpb where they have it "
+            "[default: as in the tables].",
         ),
     ] = None,
     skip: Annotated[

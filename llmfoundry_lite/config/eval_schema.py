@@ -20,7 +20,11 @@ from llmfoundry_lite.config.fields import (
 from llmfoundry_lite.config.spans import Time
 
 TOKENIZATIONS = "separate joint"
-ACCURACIES = ("acc_per_token", "acc", "acc_norm")
+ACCURACIES = ("acc_per_token", "acc", "acc_norm", "acc_per_byte")
+BPB = "bpb"
+"""Bits per byte of the right answer to a question. Less is better."""
+METRICS = (*ACCURACIES, BPB)
+"""Metrics by which a task of questions can be shown and compared."""
 CHOICES = ("multiple_choice", "schema")
 """Types of tasks whose items have several options, one of which is right."""
 MULTIPLE_CHOICE = "multiple_choice"
@@ -101,9 +105,10 @@ class TaskConfig:
     tokenization: str | None = setting(None, choices=TOKENIZATIONS, uses=PROMPTS)
     """separate: context and answer are tokenised apart, as in LLM Foundry. joint: together, then divided, as in
     lm-evaluation-harness. Default: the evaluation's."""
-    metric: str | None = setting(None, choices=" ".join(ACCURACIES))
-    """Metric of the task in tables and averages: acc_per_token, acc (summed) or acc_norm (per character). Default:
-    acc_per_token for tasks with choices, as in LLM Foundry. The results have all three."""
+    metric: str | None = setting(None, choices=" ".join(METRICS))
+    """Metric of the task in tables and averages: acc_per_token, acc (summed), acc_norm (per character), acc_per_byte,
+    or bpb, which is bits per byte of the right answer. Default: acc_per_token for tasks with choices, as in LLM
+    Foundry, and acc for others and for letters. The results have all of them."""
     has_categories: bool = False
     """Treat each value of the column `category` as a task of its own, as LLM Foundry does. An item's examples come from
     its category. The score is the mean of the categories' scores, which are in the results too."""
@@ -202,9 +207,10 @@ class EvalConfig:
     """Default: the first YAML file's name; without a file, that of `task_folder`."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
-    metric: str | None = setting(None, choices=" ".join(ACCURACIES))
+    metric: str | None = setting(None, choices=" ".join(METRICS))
     """Metric of tables, averages and the gauntlet, for tasks that have it. Default: each task's own, except that
-    acc_norm (per character) takes the place of acc_per_token if the models have different tokenizers."""
+    acc_norm (per character) takes the place of acc_per_token if the models have different tokenizers. A gauntlet is of
+    accuracies, also with bpb."""
     skip_missing_tasks: bool = False
     """Leave out tasks whose data file is missing, and name them, instead of refusing the evaluation."""
     results_folder: str = setting("results", local_folder(), is_path_or_url=True)

@@ -20,8 +20,10 @@ from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.build import build_block, refuse_unknown_keys
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
 from llmfoundry_lite.config.eval_schema import (
+    BPB,
     CHOICES,
     LETTERS,
+    METRICS,
     MULTIPLE_CHOICE,
     EvalConfig,
     GauntletConfig,
@@ -505,7 +507,7 @@ def load_tasks(
         for metric_name, labels in unknown_metrics.items():
             notes.append(
                 f"icl_tasks: metric_names: {metric_name} is not computed ({_name_some(labels)}); metric has "
-                "acc_per_token, acc or acc_norm"
+                f"{', '.join(METRICS)}"
             )
         notes += _note_unused_keys(tasks)
 
@@ -726,7 +728,7 @@ def _build_task(entry: Any, path: str, layers: Sequence[ConfigLayer]) -> TaskCon
 def _problem_of(task: TaskConfig) -> str:
     """Return `key: what is wrong` for the first key of a task that does not go with its type; empty if all do."""
     has_choices = task.icl_task_type in CHOICES
-    if task.metric not in (None, "acc") and not has_choices:
+    if task.metric not in (None, "acc", BPB) and not has_choices:
         return f"metric: {task.metric} needs choices, and a {task.icl_task_type} task has none"
 
     if task.form == LETTERS and task.icl_task_type != MULTIPLE_CHOICE:

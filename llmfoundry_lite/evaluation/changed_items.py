@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError, find_nearest, printable
 from llmfoundry_lite.evaluation.pairs import Comparison
-from llmfoundry_lite.evaluation.records import BITS, Record, label_of
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with, label_of
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table
@@ -26,7 +27,12 @@ MAX_QUESTION_CHARACTERS = 1_000
 MAX_OPTION_CHARACTERS = 300
 """Longest texts that are printed. Of a longer one, the beginning is."""
 MAX_OPTIONS = 20
-LENGTHS = {"acc_per_token": ("num_tokens", "token"), "acc_norm": ("num_characters", "character")}
+LENGTHS = {
+    "acc_per_token": ("num_tokens", "token"),
+    "acc_norm": ("num_characters", "character"),
+    "acc_per_byte": ("num_bytes", "byte"),
+    BPB: ("num_bytes", "byte"),
+}
 """Metric -> the key of the lengths by which it divides log-probabilities, and their unit."""
 LEGEND = (
     "* marks the right option, and < the one that a model chose. Of a language modelling task, < marks an answer whose "
@@ -88,10 +94,13 @@ def find_changed_items(
     (metric,) = [row.metric for row in comparison.tasks if row.task == task]
     other_items = {item["index"]: item for item in other_results.items[task]}
     changed: list[ChangedItem] = []
-    for first in first_results.items[task]:
+    for first in items_with(first_results.items[task], metric):
         other = other_items.get(first["index"])
-        if other is not None and first[metric] != other[metric]:
-            changed.append(ChangedItem(first, other, is_won=other[metric] > first[metric]))
+        if other is None or metric not in other or first[metric] == other[metric]:
+            continue
+        is_more = other[metric] > first[metric]
+        is_won = not is_more if metric in BITS_METRICS else is_more
+        changed.append(ChangedItem(first, other, is_won))
     return ChangedItems(task, metric, comparison.first, comparison.other, changed)
 
 
@@ -145,7 +154,8 @@ def _table_of(item: ChangedItem, changed: ChangedItems) -> Table:
     """Return the table of an item: both models' scores of each option, or their answers, or else their results."""
     names = (changed.first_name, changed.other_name)
     records = (item.first, item.other)
-    if all("text" in record for record in records):
+    is_generated = all("text" in record for record in records)
+    if is_generated and changed.metric != BPB:
         answers = [(name, record["text"]) for name, record in zip(names, records, strict=True)]
         answers.append(("accepted", ", ".join(item.first.get("answers", ()))))
         cells_of_answers = [(name, _shorten(text, MAX_OPTION_CHARACTERS)) for name, text in answers]
@@ -156,8 +166,9 @@ def _table_of(item: ChangedItem, changed: ChangedItems) -> Table:
     # A row for each option, with the right option among those that are shown.
     scores = [_scores_of(record, changed.metric) for record in records]
     num_options = len(scores[0])
-    gold = item.first.get("gold")
-    choices = item.first.get("choices", [""] * num_options)
+    gold = 0 if is_generated else item.first.get("gold")
+    # For generation, the scored option is the first accepted answer.
+    choices = item.first.get("choices") or item.first.get("answers") or [""] * num_options
     rows: list[list[str]] = []
     for option in range(num_options):
         if option >= MAX_OPTIONS and option != gold:
@@ -181,6 +192,8 @@ def _scores_of(record: Record, metric: str) -> list[float]:
 
 def _chosen_option(record: Record, metric: str) -> int | None:
     """Return the option that a model chose. A language modelling task has one, which is chosen if it is right."""
+    if metric == BPB:  # which chooses nothing, so that the choice by the whole log-probability is shown
+        metric = "acc"
     chosen = record.get("chosen")
     if isinstance(chosen, Mapping):
         return chosen.get(metric)
@@ -195,7 +208,7 @@ def _shorten(text: str, max_characters: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 KEYS_OF_QUESTION = ("index", "id", "category", "question", "choices", "gold", "answers")
-KEYS_OF_ANSWER = ("log_probability", "num_tokens", "num_characters", "chosen", "text")
+KEYS_OF_ANSWER = ("log_probability", "num_tokens", "num_characters", "num_bytes", "chosen", "text")
 
 
 def write_changed_items(all_changed: Sequence[ChangedItems], folder: Path) -> Path:

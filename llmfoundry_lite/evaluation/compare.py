@@ -17,16 +17,18 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
+from llmfoundry_lite.evaluation.common_items import WeightedTask, collect_units
 from llmfoundry_lite.evaluation.metrics import (
     by_metrics,
     choose_metrics,
@@ -39,15 +41,15 @@ from llmfoundry_lite.evaluation.metrics import (
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
     BITS,
+    BITS_METRICS,
     Record,
     bits_per_byte,
     by_document,
-    has_categories,
+    items_with,
     label_of,
     limit_of_trial,
     lost_text_fraction,
     text_row,
-    weights_of,
     weights_of_tasks,
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
@@ -55,9 +57,6 @@ from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Co
 
 MISSING_BYTE_BITS = 8
 """The most bits that a byte of lost text could add: as many as a byte costs that is not predicted at all."""
-
-Unit = tuple[str, int | str]
-"""An independent unit of a test: (fingerprint of the data, index of an item or name of a cluster)."""
 
 
 def compare(
@@ -192,9 +191,9 @@ def _compare_two(
     """Compare two models' results by the given tasks, which both have.
 
     Each task is compared by its main metric, with `all_metrics` also by its other metrics, and the mean of all
-    accuracies if there are at least two. `smallest_level` is the lowest level that a p-value may be compared with. The
-    verdicts are still open: `compare` corrects the p-values for the number of all tests, and then calls `decide` on
-    each comparison.
+    accuracies, or of all tasks by `bpb`, if there are at least two. `smallest_level` is the lowest level that a p-value
+    may be compared with. The verdicts are still open: `compare` corrects the p-values for the number of all tests, and
+    then calls `decide` on each comparison.
     """
     # Compare each task by its main metric and, if asked for, by its other metrics.
     main_metrics = {task: str(first_results.tasks[task]["metric"]) for task in tasks}
@@ -210,11 +209,14 @@ def _compare_two(
                     _compare_task(task, other_metric, first_results, other_results, smallest_level)
                 )
 
-    # Compare the mean of all accuracies. Bits per byte have another unit.
-    accuracies = [(task, metric) for task, metric in main_metrics.items() if metric != BITS]
+    # Compare the mean of all accuracies or, if there are none, that of the bits per byte of answers.
+    accuracies = [(task, metric) for task, metric in main_metrics.items() if metric not in BITS_METRICS]
+    tasks_in_bpb = [task for task, metric in main_metrics.items() if metric == BPB]
     mean = None
     if len(accuracies) > 1:
         mean = _compare_accuracies(accuracies, first_results, other_results)
+    elif not accuracies and len(tasks_in_bpb) > 1:
+        mean = _compare_answer_bits(tasks_in_bpb, first_results, other_results, smallest_level)
     return Comparison(
         first=first_results.name,
         other=other_results.name,
@@ -392,49 +394,9 @@ def _compare_task(
     """
     if metric == BITS:
         return _compare_texts(task, first_results, other_results, smallest_level)
+    if metric == BPB:
+        return _compare_answer_bits([task], first_results, other_results, smallest_level)
     return _compare_accuracies([(task, metric)], first_results, other_results)
-
-
-@dataclass(frozen=True, slots=True)
-class CommonItems:
-    """The items of a task that both models answered, as arrays with one element for each item (i)."""
-
-    items: list[Unit]
-    """(fingerprint of the data, index) of each item, which is the same in every task that has this item."""
-    weights_i: Floats
-    """They add up to 1."""
-    first_i: Floats
-    """The metric of the first model on each item."""
-    other_i: Floats
-    cluster_of: dict[Unit, Unit]
-    """Item -> its cluster, for items that have one."""
-
-
-def _collect_common_items(task: str, metric: str, first_results: Results, other_results: Results) -> CommonItems:
-    """Collect the items of a task that both models answered, with both models' values of a metric.
-
-    An item is identified by its index, the row of the task's file. Weights add up to 1 over the common items; in a task
-    with categories, each category has the same weight. Raises DataError if no item is in both results.
-    """
-    # Pair the items by index, in the order of the first result.
-    other_items = {item["index"]: item for item in other_results.items[task]}
-    first_items = [item for item in first_results.items[task] if item["index"] in other_items]
-    if not first_items:
-        raise DataError(f"{task}: {first_results.name} and {other_results.name} have no item in common")
-
-    # Units have the data's fingerprint with them, so that an item is the same unit in every task on the same data.
-    data = first_results.tasks[task]["data_fingerprint"]
-    cluster_of: dict[Unit, Unit] = {}
-    for item in first_items:
-        if "cluster" in item:
-            cluster_of[data, item["index"]] = (data, item["cluster"])
-    return CommonItems(
-        items=[(data, item["index"]) for item in first_items],
-        weights_i=weights_of(first_items, has_categories(first_results.tasks[task])),
-        first_i=np.array([item[metric] for item in first_items], np.float64),
-        other_i=np.array([other_items[item["index"]][metric] for item in first_items], np.float64),
-        cluster_of=cluster_of,
-    )
 
 
 def _compare_accuracies(
@@ -448,19 +410,9 @@ def _compare_accuracies(
     if len(metrics) == 1:
         name, metric = metrics[0]
     else:
-        num_labels = len({label_of(task) for task in weights})
-        name, metric = f"mean of {num_labels} task{'' if num_labels == 1 else 's'}", "mean"
+        name, metric = _name_of_mean([*weights]), "mean"
     weighted_tasks = [WeightedTask(task, task_metric, weights[task]) for task, task_metric in metrics]
     return compare_weighted(name, metric, weighted_tasks, first_results, other_results)
-
-
-class WeightedTask(NamedTuple):
-    """A task's part in a weighted sum of accuracies."""
-
-    task: str
-    metric: str
-    weight: float
-    """What an accuracy of 1 adds to the sum."""
 
 
 def compare_weighted(
@@ -468,61 +420,77 @@ def compare_weighted(
 ) -> MetricComparison:
     """Compare a weighted sum of the accuracies of several tasks, such as their mean.
 
-    `name` and `metric` are those of the comparison. The independent unit of the test is an item, or a cluster of items.
-    If several tasks ask the same item, it is one unit, whose differences are added up before the test: in the mean of
-    two tasks of 100 items, an item that only the other model solves in both adds 1/200 + 1/200.
+    `name` and `metric` are those of the comparison. The independent unit of the test is an item, or a cluster of items,
+    as `collect_units` says.
     """
-    common_items_of_task = [
-        _collect_common_items(task.task, task.metric, first_results, other_results) for task in tasks
-    ]
-    total_weight = sum(task.weight for task in tasks)
-
-    # A cluster that one task names holds for all tasks on the same data.
-    cluster_of: dict[Unit, Unit] = {}
-    for common_items in common_items_of_task:
-        cluster_of |= common_items.cluster_of
-
-    # Add up the weighted differences of each unit, over its items and over tasks. The test takes weights that add up to
-    # 1, so the weighted mean is tested in place of the sum.
-    difference_of: dict[Unit, float] = {}
-    """Unit -> its part of the difference of the two means."""
-    weight_of: dict[Unit, float] = {}
-    """Unit -> the largest part that it could have."""
-    first_sum = 0.0
-    other_sum = 0.0
-    for common_items, task in zip(common_items_of_task, tasks, strict=True):
-        first_sum += task.weight * float(common_items.weights_i @ common_items.first_i)
-        other_sum += task.weight * float(common_items.weights_i @ common_items.other_i)
-
-        weights_i = common_items.weights_i * task.weight / total_weight
-        differences_i = weights_i * (common_items.other_i - common_items.first_i)
-        for item, difference, weight in zip(common_items.items, differences_i, weights_i, strict=True):
-            unit = cluster_of.get(item, item)
-            difference_of[unit] = difference_of.get(unit, 0.0) + difference
-            weight_of[unit] = weight_of.get(unit, 0.0) + weight
-
-    # Rounding makes differences that cancel out exactly 0.
-    differences_u = np.round(list(difference_of.values()), 15)
-    counts = significance.count(differences_u, np.array(list(weight_of.values())))
+    units = collect_units(tasks, first_results, other_results)
+    # The test takes weights that add up to 1, so the weighted mean is tested in place of the sum.
+    counts = significance.count(units.differences_u, units.weights_u)
 
     def interval(level: float) -> tuple[float, float] | None:
         """Return the interval of the difference of the sums."""
         ends = significance.score_interval(counts, level)
-        return None if ends is None else (ends[0] * total_weight, ends[1] * total_weight)
+        return None if ends is None else (ends[0] * units.total_weight, ends[1] * units.total_weight)
 
     return MetricComparison(
         task=name,
         metric=metric,
-        first=first_sum,
-        other=other_sum,
-        difference=other_sum - first_sum,
-        **_count_won(np.concatenate([items.other_i - items.first_i for items in common_items_of_task])),
+        first=units.first_sum,
+        other=units.other_sum,
+        difference=units.other_sum - units.first_sum,
+        **_count_won(units.gains_i),
         p=significance.score_p(counts),
         test="score",
-        error=math.sqrt(max(0.0, float(counts.variance))) * total_weight,
+        error=math.sqrt(max(0.0, float(counts.variance))) * units.total_weight,
         interval=interval,
         counts=counts,
     )
+
+
+def _compare_answer_bits(
+    tasks: Sequence[str], first_results: Results, other_results: Results, smallest_level: float
+) -> MetricComparison:
+    """Compare the bits per byte of the right answers of a task, or their mean over several tasks, by a bootstrap.
+
+    Items, or clusters of them, are drawn, each with the difference of the two models. Where they differ in weight, the
+    mean of a draw is the sum of its differences over the sum of its weights. `smallest_level` decides how many draws
+    are made.
+    """
+    weights = weights_of_tasks(tasks)
+    weighted_tasks = [WeightedTask(task, BPB, weight) for task, weight in weights.items()]
+    units = collect_units(weighted_tasks, first_results, other_results)
+    name = tasks[0] if len(tasks) == 1 else _name_of_mean(tasks)
+
+    counts = significance.count(units.differences_u, units.weights_u)
+    generator = np.random.default_rng([significance.SEED, zlib.crc32(f"{name} {BPB}".encode())])
+    no_difference_u = np.zeros_like(units.differences_u)
+    result = significance.difference_of_ratios(
+        np.stack([no_difference_u, units.weights_u], axis=1),
+        np.stack([units.differences_u, units.weights_u], axis=1),
+        generator,
+        smallest_level,
+        num_effective=counts.num_effective,
+    )
+    return MetricComparison(
+        task=name,
+        metric=BPB,
+        first=units.first_sum,
+        other=units.other_sum,
+        difference=result.difference,
+        **_count_won(-units.gains_i),  # fewer bits are better
+        p=result.p,
+        test="studentised bootstrap",
+        error=result.error,
+        interval=result.interval,
+        min_p=result.min_p if counts.num_effective >= MIN_DOCUMENTS else 0.0,
+        counts=counts,
+    )
+
+
+def _name_of_mean(tasks: Sequence[str]) -> str:
+    """Return the name of a mean over tasks, in which a label with several numbers of examples counts once."""
+    num_labels = len({label_of(task) for task in tasks})
+    return f"mean of {num_labels} task{'' if num_labels == 1 else 's'}"
 
 
 def _count_won(gains: Floats) -> dict[str, Any]:
@@ -723,7 +691,7 @@ def _notes_on_task(comparison: MetricComparison, first_results: Results, other_r
         if lost_fraction:
             yield f"warning: the tokenizer of {results.name} loses {percent(lost_fraction)} of the text"
 
-    # Counts of wins and losses exist only for accuracies, not for bits per byte.
+    # Counts of wins and losses exist for questions, and not for held-out text.
     if comparison.counts is None:
         yield from _notes_on_documents(text_units(task, first_results, other_results))
     else:
@@ -748,21 +716,24 @@ def _notes_on_items(
     """Yield notes on items that only one model was asked, and on how many items are independent.
 
     `counts` has the number of independent units, which are clusters if the items have any, and the effective number,
-    which is smaller if units differ in weight. With fewer than MIN_UNITS there is no verdict.
+    which is smaller if units differ in weight. There is no verdict with fewer than MIN_UNITS or, for bits per byte,
+    MIN_DOCUMENTS.
     """
     # Items that only one model has been asked, for instance because they did not fit into the other one's context.
-    first_indices = {item["index"] for item in first_results.items[comparison.task]}
-    other_indices = {item["index"] for item in other_results.items[comparison.task]}
+    task = comparison.task
+    first_indices = {item["index"] for item in items_with(first_results.items[task], comparison.metric)}
+    other_indices = {item["index"] for item in items_with(other_results.items[task], comparison.metric)}
     num_left_out = len(first_indices ^ other_indices)
     if num_left_out:
         yield f"{num_left_out:,} items that only one could be asked are left out"
 
-    has_clusters = "cluster" in first_results.items[comparison.task][0]
-    if counts.num_effective < MIN_UNITS:
+    min_units = MIN_DOCUMENTS if comparison.metric == BPB else MIN_UNITS
+    has_clusters = "cluster" in first_results.items[task][0]
+    if counts.num_effective < min_units:
         noun = _count(counts.num_units, "cluster" if has_clusters else "item")
-        if counts.num_units >= MIN_UNITS:
+        if counts.num_units >= min_units:
             noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
-        yield f"{noun}: no interval and no verdict below {MIN_UNITS}"
+        yield f"{noun}: no interval and no verdict below {min_units}"
     elif has_clusters:
         yield f"{comparison.n:,} items in {counts.num_units:,} clusters, which are what is independent"
 

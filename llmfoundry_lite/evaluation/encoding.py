@@ -67,14 +67,13 @@ class Encoding:
         """
         if self.is_joint:
             context_ids, answer_ids = self._encode_together(preamble, context, answer)
+            scored_text = _trailing_white_space(preamble + context) + answer
         else:
             context_ids = self._encode_apart(preamble, context)
             # The space that usually separates context and answer belongs to the first token of the answer.
             has_space = answer == "" or answer.startswith(" ")
-            if self.needs_space and not has_space:
-                answer_ids = self._encode(" " + answer)
-            else:
-                answer_ids = self._encode(answer)
+            scored_text = answer if has_space else " " + answer
+            answer_ids = self._encode(scored_text if self.needs_space else answer)
 
         # An answer without tokens would have probability 1. One with text got there because a token spans the border.
         if not answer_ids and answer.strip():
@@ -83,7 +82,9 @@ class Encoding:
             )
         if not answer_ids:
             raise UnusableItemError("an answer without tokens")
-        return self._fit(context_ids, answer_ids, num_answer_tokens=len(answer_ids), num_characters=len(answer))
+        request = self._fit(context_ids, answer_ids, num_answer_tokens=len(answer_ids), num_characters=len(answer))
+        # The space counts for every tokenizer, also for one that adds it itself, so that all divide by the same bytes.
+        return request._replace(num_bytes=len(scored_text.encode()))
 
     def prompt(self, preamble: str, context: str, max_new_tokens: int) -> Request:
         """Return the request to generate an answer of up to `max_new_tokens` tokens after a prompt.
@@ -146,6 +147,11 @@ class Encoding:
         num_trimmed = max(0, len(context_ids) - num_context_tokens_that_fit)
         kept_context_ids = context_ids[-num_context_tokens_that_fit:]
         return Request(tuple(kept_context_ids), tuple(answer_ids), num_characters, num_trimmed)
+
+
+def _trailing_white_space(text: str) -> str:
+    """Return the white space at the end of a text: " " for "The sky is "."""
+    return text[len(text.rstrip()) :]
 
 
 def limit_answer_tokens(config: TaskConfig, rows: list[Row], tokenizer: Tokenizer) -> int:

@@ -173,7 +173,10 @@ def _skipping_empty_tasks(on_empty_task: Callable[[str], None] | None) -> Iterat
 def _iterate_token_ids(task: PreparedTask) -> Iterator[int]:
     """Yield every token id in the prompts and answers of a task."""
     for item in task.items:
-        for request in item.requests:
+        requests = item.requests
+        if item.gold_request is not None:
+            requests = (*requests, item.gold_request)
+        for request in requests:
             yield from request.context
             yield from request.continuation
 
@@ -228,7 +231,8 @@ def run_task(runner: TaskRunner, task: PreparedTask) -> tuple[Record, list[Recor
 def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[int, int], None]) -> list[Record]:
     """Generate an answer to each item of a generation task, and return a record for each item.
 
-    Each record has the generated text, and whether it begins with an accepted answer. Collective: the ranks divide the
+    Each record has the generated text, whether it begins with an accepted answer, and the bits per byte of the first
+    accepted answer. Collective: the ranks divide the
     items, and all return the records of all items. `on_progress` is called with the numbers of items done and in all.
     """
     # Generate the answers. An item of a generation task has a single request, whose context is the prompt.
@@ -238,12 +242,32 @@ def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callabl
     prompts = [Prompt(item.requests[0].context, max_new_tokens, stop_texts) for item in task.items]
     answers = generate_answers(runner.model, runner.tokenizer, task.name, prompts, runner.data_rank, on_progress)
 
-    # Grade the answers.
+    # Grade the answers, and score the right ones. That takes little time beside generation, because a pass of the model
+    # scores a whole batch, and not one token.
+    gold_scores = _score_gold_answers(runner, task)
     records: list[Record] = []
     for item, answer in zip(task.items, answers, strict=True):
         is_right = is_correct(task.config, answer, item.answers)
-        records.append(generated_item(task, item, answer, is_correct=is_right))
+        records.append(generated_item(task, item, answer, gold_scores.get(item.index), is_correct=is_right))
     return records
+
+
+def _score_gold_answers(runner: TaskRunner, task: PreparedTask) -> dict[int, Score]:
+    """Return the score of the first right answer to each item of a generation task, by the item's index.
+
+    Items whose answer cannot be asked for are left out. Collective: the ranks divide the items, and all return all
+    scores.
+    """
+    gold_requests = {item.index: item.gold_request for item in task.items if item.gold_request is not None}
+    if not gold_requests:
+        return {}
+    groups = [[request] for request in gold_requests.values()]
+
+    def on_progress(num_done: int, num_items: int) -> None:
+        """Report nothing, because the items have been counted when their answers were generated."""
+
+    scores = score_all(runner.model, task.name, groups, runner.max_batch_tokens, runner.data_rank, on_progress)
+    return dict(zip(gold_requests, scores, strict=True))
 
 
 def _score_items(runner: TaskRunner, task: PreparedTask, on_progress: Callable[[int, int], None]) -> list[Record]:

@@ -36,6 +36,8 @@ class Request(NamedTuple):
     """Characters of the answer's text. For a window of text, its bytes in UTF-8."""
     num_trimmed: int
     """Tokens of the context that did not fit into the model."""
+    num_bytes: int = 0
+    """Bytes in UTF-8 of the answer's text with the white space before it. Not set for a window of text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,9 @@ class Item:
     """Number of few-shot examples that the prompt lacks, because the item's category does not have as many."""
     answers: tuple[str, ...] = ()
     """For a generation task, the texts that count as right."""
+    gold_request: Request | None = None
+    """For a generation task, the request for the log-probability of its first right answer. None if that has no tokens,
+    or does not fit into the model."""
     has_duplicates: bool = False
     """Two of its options have the same text."""
 

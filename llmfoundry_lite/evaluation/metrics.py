@@ -1,18 +1,18 @@
 """The one rule that says by which metric a task is shown and compared: in tables, averages, gauntlets and `compare`.
 
-A task with choices is scored by several accuracies, which a record has all of. `choose_metrics` picks one for each task
-of several results, and `by_metrics` returns the results with that one as their main metric, so that everything that is
-computed from them agrees.
+A task with choices is scored by several accuracies and by the bits per byte of the right answer (`bpb`), which a record
+has all of. `choose_metrics` picks one for each task of several results, and `by_metrics` returns the results with that
+one as their main metric, so that everything that is computed from them agrees.
 
 `acc_per_token`, the default of such tasks, divides an answer's log-probability by its number of tokens. With two
 tokenizers, the same distribution over texts can then choose different answers. Models with different tokenizers are
-shown and compared by `acc_norm` (per character) instead.
+shown and compared by `acc_norm` (per character) instead. `acc_per_byte` and `bpb` can be compared as well.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from llmfoundry_lite.config.eval_schema import ACCURACIES
+from llmfoundry_lite.config.eval_schema import METRICS
 from llmfoundry_lite.errors import DataError, find_nearest
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results, read_others
@@ -76,9 +76,9 @@ def refuse_unknown_metric(all_results: Sequence[Results], asked: str | None) -> 
 def metrics_of(record: Record) -> list[str]:
     """Return the metrics by which a task's record can be shown and compared, from the values of its items.
 
-    A log of another tool lists them in the record. This library's records have some of ACCURACIES, or bits per byte.
+    A log of another tool lists them in the record. This library's records have some of METRICS, or those of a text.
     """
-    names = [record["metric"], *record.get("metrics", ACCURACIES)]
+    names = [record["metric"], *record.get("metrics", METRICS)]
     return [name for name in dict.fromkeys(names) if name in record]
 
 
@@ -102,17 +102,19 @@ def _with_main_metrics(records: Mapping[str, Record], metrics: Mapping[str, str]
 
 
 def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], asked: str | None) -> list[str]:
-    """Return a note for the reader if a task is shown by another metric than its own, or by a misleading one.
+    """Return notes for the reader on tasks that are shown by another metric than their own, or by a misleading one.
 
     `metrics` is what `choose_metrics` returned for these results.
     """
+    notes = _notes_on_lacking(all_results, asked)
     if not have_different_tokenizers(all_results):
-        return []
+        return notes
     depends_on_tokenizer = [task for task, metric in metrics.items() if metric == PER_TOKEN]
     if asked == PER_TOKEN and depends_on_tokenizer:
         return [
+            *notes,
             f"warning: the models have different tokenizers, and {PER_TOKEN}, as asked for, depends on how a tokenizer "
-            f"divides an answer; metric={PER_CHARACTER} compares them"
+            f"divides an answer; metric={PER_CHARACTER} compares them",
         ]
     is_replaced = any(
         record["metric"] == PER_TOKEN and metrics[task] == PER_CHARACTER
@@ -121,10 +123,32 @@ def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], 
     )
     if asked is None and is_replaced:
         return [
+            *notes,
             f"warning: the models have different tokenizers: {PER_CHARACTER} (per character) stands for {PER_TOKEN}, "
-            "which depends on how a tokenizer divides an answer"
+            "which depends on how a tokenizer divides an answer",
         ]
-    return []
+    return notes
+
+
+def _notes_on_lacking(all_results: Sequence[Results], asked: str | None) -> list[str]:
+    """Return a note on each model without the metric that the user asks for, in tasks where another model has it.
+
+    Results of older releases have fewer metrics. Such a task is shown by its own metric.
+    """
+    tasks_with_metric: set[str] = set()
+    for results in all_results:
+        tasks_with_metric.update(task for task, record in results.tasks.items() if asked in metrics_of(record))
+
+    notes: list[str] = []
+    for results in all_results:
+        lacking = [task for task in results.tasks if task in tasks_with_metric and asked not in results.tasks[task]]
+        if lacking:
+            tasks = lacking[0] if len(lacking) == 1 else f"{lacking[0]} and {len(lacking) - 1} more"
+            notes.append(
+                f"warning: {results.name or results.model} has no {asked} of {tasks}, which another metric shows; "
+                "redo=true evaluates it again"
+            )
+    return notes
 
 
 def note_on_table(all_results: Sequence[Results], metrics: Mapping[str, str]) -> list[str]:

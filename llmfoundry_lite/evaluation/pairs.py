@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmfoundry_lite.errors import mask_credentials, mask_urls, printable
-from llmfoundry_lite.evaluation.records import BITS, RESULT, Record
+from llmfoundry_lite.evaluation.records import BITS_METRICS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import print_notes
@@ -68,7 +68,7 @@ class MetricComparison:
     interval: Callable[[float], tuple[float, float] | None] = field(repr=False)
     """Function from a level, such as 0.05 for 95 %, to the interval of the difference."""
     counts: Counts | None = field(default=None, repr=False)
-    """Independent units won and lost, for an accuracy; None for bits per byte."""
+    """Independent units won and lost; None for a held-out text."""
     is_detected: bool = False
     """The difference is significant, and text that a tokenizer loses cannot explain it."""
     lost_text: float = 0.0
@@ -122,16 +122,16 @@ class MetricComparison:
     def is_better(self) -> bool:
         """Whether `other` has the better value. For bits per byte, that is the smaller one."""
         is_less = self.difference < 0
-        return is_less if self.metric == BITS else not is_less
+        return is_less if self.metric in BITS_METRICS else not is_less
 
     @property
     def margin(self) -> str:
         """The size of the difference with the interval that decides, such as "0.150 [0.103, 0.197]"."""
-        text = self._format(abs(self.difference))
+        text = self.format_value(abs(self.difference))
         if self.low is None or self.high is None:
             return text
         low, high = sorted((self.low, self.high) if self.difference >= 0 else (-self.low, -self.high))
-        return f"{text} [{self._format(low)}, {self._format(high)}]"
+        return f"{text} [{self.format_value(low)}, {self.format_value(high)}]"
 
     @property
     def verdict(self) -> str:
@@ -140,14 +140,14 @@ class MetricComparison:
             return "not comparable: text is lost"
         if self.is_detected:
             direction = "better" if self.is_better else "worse"
-            return f"{direction} by {self._format(abs(self.difference))}"
+            return f"{direction} by {self.format_value(abs(self.difference))}"
         if not self.is_resolved:
             return "not decided: too many tests"
         return "the same on every item" if self.ties == self.n else "no detectable difference"
 
-    def _format(self, number: float, sign: str = "") -> str:
+    def format_value(self, number: float, sign: str = "") -> str:
         """Format a value of this metric: 4 decimals for bits per byte, 3 for an accuracy. `sign` "+" shows a plus."""
-        digits = 4 if self.metric == BITS else 3
+        digits = 4 if self.metric in BITS_METRICS else 3
         return f"{number:{sign}.{digits}f}"
 
     def cells(self) -> list[str]:
@@ -158,15 +158,15 @@ class MetricComparison:
             arc/0-shot, acc, 100, 0.600, 0.750, +0.150 [+0.103, +0.197], <.001, better by 0.150, 20/5/75, 95 %
         """
         # If there are too few items for an interval, the difference stands alone.
-        difference = self._format(self.difference, "+")
+        difference = self.format_value(self.difference, "+")
         if self.low is not None and self.high is not None:
-            difference += f" [{self._format(self.low, '+')}, {self._format(self.high, '+')}]"
+            difference += f" [{self.format_value(self.low, '+')}, {self.format_value(self.high, '+')}]"
         return [
             self.task,
             "" if self.metric == "mean" else self.metric,
             f"{self.n:,}",
-            self._format(self.first),
-            self._format(self.other),
+            self.format_value(self.first),
+            self.format_value(self.other),
             difference,
             format_p(self.p_corrected),
             self.verdict,
@@ -227,7 +227,7 @@ class Comparison:
             return f"{self.other} and {self.first}: the same answers {context}"
 
         # Say how large a difference would have been detected, because "no difference" means little with few items.
-        power = f"one of {mean.detectable:.3f} would be found four times in five"
+        power = f"one of {mean.format_value(mean.detectable)} would be found four times in five"
         return f"{self.other} and {self.first}: no detectable difference {context}; {power}"
 
     def table(self) -> Table:
@@ -316,9 +316,10 @@ def legend(comparisons: Sequence[Comparison]) -> str:
     elif num_means > 1:
         corrected_for += f"; the means' for {num_means} tests"
     return (
-        f"p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents; "
-        f"corrected for {corrected_for} (Holm). Intervals are of the same tests, at the level that decides, 0.05 over "
-        "the number of tests left, so that they exclude 0 exactly where a difference is found. The column `at` has it."
+        "p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents or "
+        f"items; corrected for {corrected_for} (Holm). Intervals are of the same tests, at the level that decides, "
+        "0.05 over the number of tests left, so that they exclude 0 exactly where a difference is found. The column "
+        "`at` has it."
     )
 
 
@@ -443,7 +444,7 @@ def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, F
     points: dict[str, dict[str, dict[str, FigurePoint]]] = {}
     for comparison in comparisons:
         for row in comparison.rows:
-            if row.metric == BITS:
+            if row.metric in BITS_METRICS:
                 title = "difference in bits per byte (left is better)"
             else:
                 title = "difference in accuracy (right is better)"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmfoundry_lite.config.eval_schema import ACCURACIES
+from llmfoundry_lite.config.eval_schema import ACCURACIES, BPB, METRICS
 from llmfoundry_lite.data.spelling import KINDS
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.items import CHOICES, Item, PreparedTask
@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # reading results needs no torch
 Record = dict[str, Any]
 
 BITS = "bits_per_byte"
+"""Metric of a held-out text: all of its bits over all of its bytes."""
+BITS_METRICS = (BITS, BPB)
+"""Metrics in bits per byte, of which less is better. BPB is the mean over the right answers to questions."""
 MAX_MAGNITUDE = 1e30
 """Nats or bytes beyond which sums of squares may overflow."""
 
@@ -104,7 +107,12 @@ def _are_log_probabilities(value: Any) -> bool:
 
 def _are_sizes(value: Any) -> bool:
     """Return whether a value is a list of finite numbers from 0 on whose squares can be added up."""
-    return isinstance(value, list) and all(_is_within(number, 0, MAX_MAGNITUDE) for number in value)
+    return isinstance(value, list) and all(map(_is_size, value))
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether a value is a finite number from 0 on whose square can be added up."""
+    return _is_within(value, 0, MAX_MAGNITUDE)
 
 
 def _are_texts(value: Any) -> bool:
@@ -136,6 +144,8 @@ ITEM: dict[str, Callable[[Any], bool]] = {
     "cluster": _is_text,
     "log_probability": _are_log_probabilities,
     "num_characters": _are_sizes,
+    "num_bytes": _are_sizes,
+    BPB: _is_size,
 }
 """Keys of an item's record that comparisons and pages read, with the check of each. Older results lack some of them.
 
@@ -145,9 +155,11 @@ ITEM: dict[str, Callable[[Any], bool]] = {
 - `prompt_tokens`, with the setting `keep_prompts`, is the prompt in tokens, as `token_texts.prompt_tokens` returns it.
 - `index` is the item's row, or the document of a window. Items of the same `cluster` are not independent.
 - `log_probability` (nats) and `num_characters` (bytes, for a window) have a number for each option.
+- `num_bytes` are the bytes in UTF-8 of each option with the white space before it, and `bpb` the bits per byte of the
+  right one. For generation they are about the first right answer.
 
 A record also has `task`, `num_tokens` and `num_trimmed`; for choices `chosen`, `tie` and `has_duplicates`."""
-OF_OPTIONS = ("choices", "log_probability", "num_tokens", "num_characters")
+OF_OPTIONS = ("choices", "log_probability", "num_tokens", "num_characters", "num_bytes")
 """Keys of an item's record whose value has an element for each option."""
 
 
@@ -159,7 +171,7 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
 
     The record has the log-probability and the length of each option. Items of tasks with choices also have the accuracy
     by each metric (see `_choose`). Those of language modelling have `acc`, which is 1 if every token of the answer was
-    the likeliest. Windows of held-out text have no accuracy.
+    the likeliest. Both have `bpb`, the bits per byte of the right answer. Windows of held-out text have neither.
     """
     log_probabilities = [score.log_probability for score in scores]
     num_tokens = [len(request.continuation) for request in item.requests]
@@ -174,6 +186,11 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
         "num_trimmed": max(request.num_trimmed for request in item.requests),
         **_category_and_cluster(item),
     }
+    if task.kind == "perplexity":
+        return record
+
+    num_bytes = [request.num_bytes for request in item.requests]
+    record |= {"num_bytes": num_bytes, BPB: bits_of_answer(log_probabilities[item.gold], num_bytes[item.gold])}
     if task.kind == "language_modeling":
         record["acc"] = int(scores[0].is_greedy)
     if task.kind in CHOICES:
@@ -182,6 +199,7 @@ def scored_item(task: PreparedTask, item: Item, scores: "Sequence[Score]") -> Re
             "acc_per_token": num_tokens,
             "acc": [1] * len(scores),
             "acc_norm": [max(characters, 1) for characters in num_characters],
+            "acc_per_byte": [max(count, 1) for count in num_bytes],
         }
         record |= _choose(item, log_probabilities, lengths)
     return record
@@ -215,9 +233,26 @@ def _choose(item: Item, log_probabilities: Sequence[float], lengths: Mapping[str
     }
 
 
-def generated_item(task: PreparedTask, item: Item, text: str, *, is_correct: bool) -> Record:
-    """Build the record of an item for which the model generated `text` as its answer."""
-    return {
+def bits_of_answer(log_probability: float, num_bytes: int) -> float:
+    """Return the bits per byte of an answer: minus its log-probability in bits, over its bytes.
+
+    log_probability: that of the answer's tokens after the prompt, in nats.
+    num_bytes: the bytes of its text in UTF-8, with the white space before it.
+
+    An answer of probability 1/16 and 8 bytes has 4 / 8 = 0.5 bits per byte. OLMES divides by the same bytes
+    (`bits_per_byte_corr`), and "Signal and Noise" (arXiv 2508.13144) compares models by the mean over questions.
+    """
+    return max(0.0, -log_probability) / math.log(2) / max(num_bytes, 1)
+
+
+def generated_item(
+    task: PreparedTask, item: Item, text: str, gold_score: "Score | None", *, is_correct: bool
+) -> Record:
+    """Build the record of an item for which the model generated `text` as its answer.
+
+    `gold_score` is the score of the first right answer, if it can be asked for. It gives the record's `bpb`.
+    """
+    record: Record = {
         "task": task.name,
         "index": item.index,
         **_question_and_choices(item),
@@ -227,6 +262,14 @@ def generated_item(task: PreparedTask, item: Item, text: str, *, is_correct: boo
         **_category_and_cluster(item),
         "acc": int(is_correct),
     }
+    if item.gold_request is not None and gold_score is not None:
+        record |= {
+            "log_probability": [gold_score.log_probability],
+            "num_tokens": [len(item.gold_request.continuation)],
+            "num_bytes": [item.gold_request.num_bytes],
+            BPB: bits_of_answer(gold_score.log_probability, item.gold_request.num_bytes),
+        }
+    return record
 
 
 def _question_and_choices(item: Item) -> Record:
@@ -285,6 +328,7 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
         "num_trimmed": sum(bool(item["num_trimmed"]) for item in items),
         "num_missing_examples": sum(bool(item.num_missing_examples) for item in task.items),
         "num_repeated": task.num_repeated,
+        "num_without_bpb": 0 if task.kind == "perplexity" else len(items) - len(items_with(items, BPB)),
         "skipped": task.skipped,
         "beginning": task.beginning,
     }
@@ -296,22 +340,25 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
 def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category: bool) -> Record:
     """Return the scores in the record of a task of questions, computed from the records of its items.
 
-    These are the mean of each accuracy with its standard error; for tasks with choices also the accuracy of guessing
-    (`chance`), and for language modelling the perplexity of an answer. With `by_category`, a mean is that of the
-    categories' means, and `over_items` has the means over all items.
+    These are the mean of each accuracy with its standard error, and that of the bits per byte of the right answer; for
+    tasks with choices also the accuracy of guessing (`chance`), and for language modelling the perplexity of an answer.
+    With `by_category`, a mean is that of the categories' means, and `over_items` has the means over all items.
     """
     # Every task of questions has `acc`. Tasks with choices also have accuracies that take lengths into account.
     summary: Record = {}
     has_choices = task.kind in CHOICES
-    metrics = ACCURACIES if has_choices else ("acc",)
-    for metric in metrics:
-        mean, error = mean_and_error(items, metric, by_category)
+    accuracies = ACCURACIES if has_choices else ("acc",)
+    over_items: Record = {}
+    for metric in (*accuracies, BPB):
+        scored_items = items_with(items, metric)
+        if not scored_items:
+            continue
+        mean, error = mean_and_error(scored_items, metric, by_category)
         summary[metric] = mean
         summary[f"{metric}_stderr"] = error
+        if by_category:
+            over_items[metric], over_items[f"{metric}_stderr"] = mean_and_error(scored_items, metric)
     if by_category:
-        over_items: Record = {}
-        for metric in metrics:
-            over_items[metric], over_items[f"{metric}_stderr"] = mean_and_error(items, metric)
         summary["over_items"] = over_items
     if any("cluster" in item for item in items):
         summary["num_clusters"] = len({item["cluster"] for item in items})
@@ -320,7 +367,8 @@ def _summarise_answers(task: PreparedTask, items: Sequence[Record], by_category:
         # Guessing among n options is right with probability 1/n. Its mean is weighted in the same way as accuracies.
         items_with_chance = [{**item, "chance": 1 / len(item["num_tokens"])} for item in items]
         summary["chance"], _ = mean_and_error(items_with_chance, "chance", by_category)
-        summary["num_ties"] = sum(item["tie"][task.metric] for item in items)
+        if task.metric in ACCURACIES:
+            summary["num_ties"] = sum(item["tie"][task.metric] for item in items)
         summary["num_duplicates"] = sum(item["has_duplicates"] for item in items)
     if task.kind == "language_modeling":
         # This is the perplexity of whole answers, and not of their tokens.
@@ -356,7 +404,9 @@ def _mean_by_category(items: Sequence[Record], metric: str) -> dict[str, float]:
     """Return the mean of a metric in each category, by the category's name in alphabetical order."""
     means: dict[str, float] = {}
     for category in sorted({item["category"] for item in items}):
-        members = [item for item in items if item["category"] == category]
+        members = items_with([item for item in items if item["category"] == category], metric)
+        if not members:
+            continue
         means[category], _ = mean_and_error(members, metric)
     return means
 
@@ -422,7 +472,7 @@ def _check_record(record: Record, place: str) -> None:
     _check_types(record, TASK, place)
 
     # The main metric and all standard errors must be numbers. `metric` names the former.
-    number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr") or key in ACCURACIES)]
+    number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr") or key in METRICS)]
     _check_types(record, dict.fromkeys(number_keys, int | float), place)
 
     # Parts of the record that are dicts themselves.
@@ -504,7 +554,8 @@ def _recompute_score(record: Record, items: Sequence[Record]) -> float | None:
     for metric in ACCURACIES:
         if metric in record:
             mean_and_error(items, metric)  # raises KeyError if an item lacks the metric
-    score, _ = mean_and_error(items, record["metric"], has_categories(record))
+    scored_items = items_with(items, BPB) if record["metric"] == BPB else items
+    score, _ = mean_and_error(scored_items, record["metric"], has_categories(record))
     return score
 
 
@@ -555,6 +606,11 @@ def score_of(record: Record) -> tuple[float, float | None]:
 def is_accuracy(record: Record) -> bool:
     """Return whether the task's main metric is an accuracy, and not bits per byte."""
     return record["metric"] in ACCURACIES
+
+
+def items_with(items: Sequence[Record], metric: str) -> list[Record]:
+    """Return the items that have a metric. An answer that does not fit into the model has no bits per byte."""
+    return [item for item in items if metric in item]
 
 
 def has_categories(record: Record) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.records import (
     RESULT,
@@ -58,12 +59,13 @@ class Results:
 
     @property
     def averaged(self) -> list[str]:
-        """Names of the tasks whose number is an accuracy."""
-        return [name for name, record in self.tasks.items() if is_accuracy(record)]
+        """Names of the tasks in the average: those whose number is an accuracy, or else those shown by `bpb`."""
+        accuracies = [name for name, record in self.tasks.items() if is_accuracy(record)]
+        return accuracies or [name for name, record in self.tasks.items() if record["metric"] == BPB]
 
     @property
     def average(self) -> float | None:
-        """The mean of the tasks' accuracies; None without any.
+        """The mean of the tasks' accuracies, or of their bits per byte by `bpb`; None without any.
 
         Every task counts the same, also one with several numbers of examples.
         """

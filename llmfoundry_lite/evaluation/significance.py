@@ -314,7 +314,11 @@ def num_draws_for(num_units: int, tail_correction: float, smallest_level: float)
 
 
 def difference_of_ratios(
-    first_u2: Floats, other_u2: Floats, generator: np.random.Generator, smallest_level: float = LEVEL
+    first_u2: Floats,
+    other_u2: Floats,
+    generator: np.random.Generator,
+    smallest_level: float = LEVEL,
+    num_effective: float | None = None,
 ) -> BootstrapResult | NormalResult:
     """Return the difference of two ratios, `other` minus `first`, with its standard error and its bootstrap.
 
@@ -323,6 +327,7 @@ def difference_of_ratios(
         are resampled together, because two models tend to find the same documents difficult.
     generator: source of the random draws.
     smallest_level: the lowest level that the p-value may be compared with, which decides the number of draws.
+    num_effective: the number of units of equal weight that would tell as much; None for the number of units.
 
     The standard error is that of the linearised ratios (Cochran, Sampling Techniques, 3rd edition, 1977, chapter 6).
     With fewer than MIN_DOCUMENTS units there are no draws, and nothing is claimed. With more than MAX_RESAMPLED, the
@@ -340,11 +345,12 @@ def difference_of_ratios(
     difference_1, error_1 = _estimate_differences(sums_14, products_116, num_units)
     difference = float(difference_1[0])
     error = float(error_1[0])
-    if num_units < MIN_DOCUMENTS:
+    num_effective = num_units if num_effective is None else num_effective
+    if num_effective < MIN_DOCUMENTS:
         return BootstrapResult(difference, error, np.zeros(0))
 
     # With many units, the deviations are nearly normal, and drawing would take long.
-    tail_correction = 1 + CAUTION / num_units
+    tail_correction = 1 + CAUTION / num_effective
     if num_units > MAX_RESAMPLED:
         return NormalResult(difference, error, tail_correction)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig
+from llmfoundry_lite.config.eval_schema import BPB, Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
@@ -39,6 +39,7 @@ IRREGULAR_ITEMS = {
     "num_duplicates": "{} that repeat a choice",
     "num_repeated": "{} that repeat an earlier item",
     "num_trimmed": "{} with a context cut to fit the model",
+    "num_without_bpb": "{} whose right answer has no bits per byte, as it has no tokens or does not fit the model",
     "num_missing_examples": "{} with fewer examples than asked for, as their category has no more",
 }
 """Key of a task's record that counts irregular items -> the note about them. {} is the count."""
@@ -152,7 +153,7 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
     others: results of the same suite that are not shown, but with which the metrics must be comparable, too.
 
     A cell has the task's metric and its standard error, and is empty if the model does not have the task. The last
-    column has the average of each model's accuracies, if any model has one.
+    column has the average of each model's accuracies, or of its bits per byte by `bpb`, if any model has one.
     """
     metrics = choose_metrics([*all_results, *others], metric)
     notes_on_metrics = describe_choice([*all_results, *others], metrics, metric)
@@ -178,11 +179,19 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
 
     first = all_results[0]
     return Scores(
-        title=first.suite if first.average is None else f"{first.suite}, accuracy ± standard error",
+        title=_title(first),
         columns=columns,
         rows=rows,
         notes=[*notes_on_metrics, *notes(all_results)],
     )
+
+
+def _title(results: Results) -> str:
+    """Return the title of a table of results, which names the unit of its average: "s, accuracy ± standard error"."""
+    if results.average is None:
+        return results.suite
+    unit = "accuracy" if is_accuracy(results.tasks[results.averaged[0]]) else "bits per byte"
+    return f"{results.suite}, {unit} ± standard error"
 
 
 def records_by_task(all_results: Sequence[Results]) -> dict[str, Record]:
@@ -289,6 +298,9 @@ def notes(all_results: Sequence[Results]) -> list[str]:
     has_both_metrics = 0 < num_accuracies < len(all_records)
     if has_both_metrics:
         lines.append("the average is of the accuracies")
+    has_both_bits = not num_accuracies and {record["metric"] for record in all_records} > {BPB}
+    if has_both_bits:
+        lines.append(f"the average is of {BPB}, without held-out text")
     averaged_tasks = {tuple(sorted(results.averaged)) for results in all_results}
     if len(averaged_tasks) > 1:
         lines.append("warning: not all models have all tasks; the averages are over different ones")
@@ -501,8 +513,13 @@ def gauntlet_table(
     A cell is empty if the model lacks the category. A note names each category that is left out, the tasks that are
     missing, and the models, unless it is left out for all of them.
     """
+    notes_on_metrics: list[str] = []
+    if metric == BPB:
+        # A gauntlet rescales what is above chance, and guessing has no bits per byte.
+        metric = None
+        notes_on_metrics.append(f"eval gauntlet: {BPB} is no accuracy, so it has each task's own metric")
     metrics = choose_metrics([*all_results, *others], metric)
-    notes_on_metrics = describe_choice([*all_results, *others], metrics, metric)
+    notes_on_metrics += describe_choice([*all_results, *others], metrics, metric)
     all_results = by_metrics(all_results, metrics)
     gauntlet_of_model = {results.model: run_gauntlet(config, results.tasks) for results in all_results}
 

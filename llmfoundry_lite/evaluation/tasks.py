@@ -5,6 +5,7 @@ all rows of a task, and `_build_item` through the steps for one row. `documents.
 held-out text.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ from llmfoundry_lite.evaluation.prompts import (
     render_context,
     render_example,
     render_prompt_string,
+    render_solution,
     resolve_settings,
 )
 from llmfoundry_lite.evaluation.task_files import Row, data_fingerprint, read_rows
@@ -204,12 +206,16 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
 
     # Tokenise: a prompt to generate from, or one request for each option.
     generation_answers: list[str] = []
+    gold_request = None
     if config.icl_task_type in GENERATION:
         requests = [encoding.prompt(preamble, context, config.max_new_tokens or 1) for context in contexts]
         generation_answers = accepted_answers(row)
         if not any(clean(config, answer) for answer in generation_answers):
             # Every accepted answer has only punctuation and articles, which normalisation removes.
             raise UnusableItemError("answers with nothing but punctuation and articles")
+        # The first right answer is also scored, as an example would show it. Its item can be asked without that.
+        with contextlib.suppress(UnusableItemError):
+            gold_request = encoding.request(preamble, contexts[0], render_solution(config, row, row["answer"]))
     else:
         requests = [
             encoding.request(preamble, context, answer)
@@ -228,5 +234,6 @@ def _build_item(config: TaskConfig, rows: list[Row], index: int, examples: list[
         examples=tuple(examples),
         category=str(row["category"]) if config.has_categories else None,
         answers=tuple(generation_answers),
+        gold_request=gold_request,
         has_duplicates=len(distinct_texts) < len(question.choices),
     )

@@ -150,3 +150,23 @@ def test_a_task_that_is_left_out_is_not_listed(tmp_path, capsys):
     assert "--items t: not a task that all results have" in capsys.readouterr().err
     assert main.run(["compare", *paths, "--items", "t", "--all-pairs"]) == 2
     assert "--items compares with the first result; leave it out with --all-pairs" in capsys.readouterr().err
+
+
+def test_by_bits_per_byte_an_item_with_fewer_is_won(tmp_path):
+    options = {"choices": ["tea", "milk"], "gold": 0, "num_bytes": [4, 5], "chosen": {"acc": 0}}
+    first = task_of([1, 1], **options, log_probability=[-4.0, -5.0])
+    other = task_of([1, 1], **options, log_probability=[-2.0, -5.0])
+    for (record, items), bits in ((first, [1.4, 1.0]), (other, [0.7, 1.2])):
+        for item, value in zip(items, bits, strict=True):
+            item["bpb"] = value
+        record["bpb"] = sum(bits) / 2
+    all_results = load_results(write_pair(tmp_path, {"t/0-shot": first}, {"t/0-shot": other}))
+    [pair] = compare(all_results, metric="bpb")
+    changed = find_changed_items(pair, "t/0-shot", *all_results)
+    assert [item.is_won for item in changed.items] == [True, False]
+    console = Console(file=io.StringIO(), width=100)
+    with console.capture() as capture:
+        print_changed_items([changed], console, 10)
+    printed_text = capture.get()
+    assert "won 1 item" in printed_text and "(scores in nats per byte)" in printed_text
+    assert "-0.500 <" in printed_text, "-2 nats over 4 bytes, and the choice by the whole log-probability"

@@ -814,9 +814,9 @@ def test_three_scores_by_hand():
     rows = [{"query": query, "choices": ["a", "bbbbbb cccccc", "d e f"], "gold": 2} for query in "qr"]
     record, items = ask_by_hand("multiple_choice", rows, [-3.0, -4.0, -4.5, -1.0, -2.0, -3.0])
     # -3, -4, -4.5; over 1, 2 and 3 tokens -3, -2, -1.5; over 1, 13 and 5 characters -3, -0.31, -0.9.
-    assert items[0]["chosen"] == {"acc_per_token": 2, "acc": 0, "acc_norm": 1}
+    assert items[0]["chosen"] == {"acc_per_token": 2, "acc": 0, "acc_norm": 1, "acc_per_byte": 1}
     # -1, -2, -3: the same for each token, where the first counts; over characters -1, -0.15, -0.6.
-    assert items[1]["chosen"] == {"acc_per_token": 0, "acc": 0, "acc_norm": 1}
+    assert items[1]["chosen"] == {"acc_per_token": 0, "acc": 0, "acc_norm": 1, "acc_per_byte": 1}
     assert [item["tie"]["acc_per_token"] for item in items] == [False, True]
     assert (record["acc_per_token"], record["acc"], record["acc_norm"], record["num_ties"]) == (0.5, 0, 0, 1)
     assert record["acc_per_token_stderr"] == pytest.approx(0.5) and record["chance"] == pytest.approx(1 / 3)

@@ -713,7 +713,7 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
     load_tasks([str(path)], "evals", notes=notes)
     assert notes == [
         "icl_tasks: metric_names: InContextLearningGenerationCodeEvalAccuracy is not computed (gsm8k); metric has "
-        "acc_per_token, acc or acc_norm"
+        "acc_per_token, acc, acc_norm, acc_per_byte, bpb"
     ]
     assert (gsm8k.num_fewshot, mmlu.num_fewshot, jeopardy.num_fewshot) == ([0, 10], [5], [3])
     assert (gsm8k.prelimiter, gsm8k.cot_delimiter, gsm8k.continuation_delimiter) == ("Q: ", "The answer is ", "\n\nA:")
@@ -729,7 +729,10 @@ def test_llm_foundrys_task_lists_load_unchanged(tmp_path):
         ("continuation_delimeter: x", "did you mean icl_tasks[0].continuation_delimiter?"),
         ("icl_task_type: multi_choice", "icl_task_type: 'multi_choice' is not known; did you mean multiple_choice?"),
         ("num_fewshot: [-1]", "num_fewshot: [-1] given, expected one number or more, 0 or above"),
-        ("metric: accuracy", "metric: 'accuracy' is not known; expected acc_per_token, acc or acc_norm"),
+        (
+            "metric: accuracy",
+            "metric: 'accuracy' is not known; expected acc_per_token, acc, acc_norm, acc_per_byte or bpb",
+        ),
         ("tokenization: apart", "tokenization: 'apart' is not known; expected separate or joint"),
         ("icl_task_type: perplexity\n  cluster: x", "cluster: 'x' given, but documents are a text's clusters"),
         ("max_new_tokens: 0", "max_new_tokens: 0 given, expected a number above 0"),
