@@ -124,7 +124,7 @@ def _fill(cls: type, values: Any, path: str) -> Any:
     arguments = {}
     for name, key in keys_of(cls).items():
         key_path = join_key(path, name)
-        expected = key.setting.expected or _describe(key.hint)
+        expected = key.setting.expected or describe_type(key.hint)
         is_given = name in values and (values[name] is not None or key.allows_none)
         if is_given:
             value = _convert(key.hint, values[name], key_path, expected)
@@ -171,7 +171,7 @@ def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
             item_type = parameters[1]
             items_by_name = {}
             for name, item in value.items():
-                items_by_name[name] = _convert(item_type, item, f"{key_path}.{name}", _describe(item_type))
+                items_by_name[name] = _convert(item_type, item, f"{key_path}.{name}", describe_type(item_type))
             return items_by_name
     elif origin in (list, tuple):
         # A tuple has as many items as its type names. All items have the same type.
@@ -179,7 +179,7 @@ def _convert(hint: Any, value: Any, key_path: str, expected: str) -> Any:
             item_type = parameters[0]
             items = []
             for index, item in enumerate(value):
-                items.append(_convert(item_type, item, f"{key_path}[{index}]", _describe(item_type)))
+                items.append(_convert(item_type, item, f"{key_path}[{index}]", describe_type(item_type)))
             return origin(items)
     else:
         converted = _convert_scalar(hint, value)
@@ -199,11 +199,11 @@ def _convert_to_one_of(alternatives: Sequence[Any], value: Any, key_path: str, e
     """
     # With one type, its own error is more precise: it may name a key inside a block.
     if len(alternatives) == 1:
-        return _convert(alternatives[0], value, key_path, _describe(alternatives[0]))
+        return _convert(alternatives[0], value, key_path, describe_type(alternatives[0]))
     own_type_first = sorted(alternatives, key=lambda alternative: alternative is not type(value))
     for alternative in own_type_first:
         with contextlib.suppress(ConfigError):
-            return _convert(alternative, value, key_path, _describe(alternative))
+            return _convert(alternative, value, key_path, describe_type(alternative))
     raise _wrong(key_path, value, expected)
 
 
@@ -227,7 +227,7 @@ def _convert_scalar(hint: type, value: Any) -> bool | int | float | str | None:
     return value if type(value) is hint else None
 
 
-def _describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Return in words, for a message, which values a type takes: `a whole number or null` for `int | None`."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if hint in names:
@@ -236,7 +236,7 @@ def _describe(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         # `int | float` is just a number.
         alternatives = [option for option in parameters if not (option is int and float in parameters)]
-        return " or ".join(map(_describe, alternatives))
+        return " or ".join(map(describe_type, alternatives))
     if origin is tuple:
         return f"a list of {len(parameters)} numbers"
     if origin is list:

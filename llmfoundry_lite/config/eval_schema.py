@@ -64,9 +64,11 @@ class TaskConfig:
     """One task; LLM Foundry's task lists load unchanged."""
 
     label: str
+    """The task's name. Results are named after it and the number of examples: `arc_easy/5-shot`."""
     icl_task_type: str = setting(
         choices="multiple_choice schema language_modeling generation_task_with_answers perplexity"
     )
+    """The type of the task, which decides the columns of its file, and how answers are scored."""
     dataset_uri: str = setting(REQUIRED, check_source_path_or_url, is_path_or_url=True)
     """A JSONL file (for perplexity also a text file or an MDS split), or hf://NAME with hf_loading_vars."""
     num_fewshot: list[int] = setting(
@@ -77,6 +79,7 @@ class TaskConfig:
         1234,
         uses=(*EXAMPLES, Use(has_effect=lambda task, _: not task.fewshot_fixed, reason="fewshot_fixed is true")),
     )
+    """Seed by which examples are drawn."""
     fewshot_fixed: bool = setting(False, uses=EXAMPLES)
     """Show the same examples for every item, instead of choosing them by (seed, item). They are the first items of the
     file, which are then not evaluated. With fewshot_split, they are the first rows of that split."""
@@ -140,6 +143,7 @@ class Benchmark:
     name: str
     """The task's label."""
     num_fewshot: int = setting(REQUIRED, NON_NEGATIVE)
+    """Number of examples of the result that is used."""
     random_baseline: float = setting(
         REQUIRED, validator("a number from 0 to less than 1", lambda value: 0 <= value < 1)
     )
@@ -158,7 +162,9 @@ class Category:
     """A category of a gauntlet: tasks whose scores make one."""
 
     name: str
+    """Name of the category in tables and averages."""
     benchmarks: list[Benchmark]
+    """Tasks whose scores are averaged."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -166,9 +172,12 @@ class GauntletConfig:
     """A gauntlet: how scores of tasks become scores of categories and averages."""
 
     categories: list[Category]
+    """Groups of tasks, each of which has a score."""
     weighting: str = setting("EQUAL", choices="EQUAL SAMPLE_SZ LOG_SAMPLE_SZ")
-    """Weights of a category's tasks: SAMPLE_SZ by the number of items, LOG_SAMPLE_SZ by its log2."""
+    """Weights of a category's tasks: EQUAL counts each the same, SAMPLE_SZ by the number of items, LOG_SAMPLE_SZ by its
+    log2."""
     subtract_random_baseline: bool = True
+    """Subtract the accuracy of guessing, so that a model that guesses has 0."""
     rescale_accuracy: bool = True
     """Divide an accuracy above chance by the highest one possible, so that the best score is 1."""
     averages: dict[str, list[str]] | None = None
@@ -204,7 +213,8 @@ class EvalConfig:
     """Names of files in task_folder (without .yaml), files, or tasks written out here;
     `{label: arc_easy, num_fewshot: [5]}` is the task of that name with another number of examples."""
     suite: str
-    """Default: the first YAML file's name; without a file, that of `task_folder`."""
+    """Name of the suite, and of its folder of results. Default: the first YAML file's name; without a file, that of
+    `task_folder`."""
     eval_gauntlet: GauntletConfig | None = setting(None, written=GauntletConfig | str | None)
     """LLM Foundry's Eval Gauntlet, or a file with it. Adds a table of categories and averages."""
     metric: str | None = setting(None, choices=" ".join(METRICS))
@@ -216,10 +226,12 @@ class EvalConfig:
     results_folder: str = setting("results", local_folder(), is_path_or_url=True)
     """Holds <suite>/<model>.json and <model>.items.jsonl."""
     task_folder: str = setting("evals", is_path_or_url=True)
+    """Folder of the tasks' YAML files."""
     data_root: str = setting(".", is_path_or_url=True)
     """Folder for relative paths of data, and of YAMLs that a YAML names, if there is no such file here. For example
     `scripts` of LLM Foundry's clone."""
     tokenization: str = setting("separate", choices=TOKENIZATIONS)
+    """How prompts are tokenised in tasks that do not say it themselves."""
     form: str | None = setting(None, choices=FORMS)
     """How multiple-choice tasks are asked that do not say it themselves: cloze (the default) or letters."""
     precision: str = setting("fp32", choices="fp32 tf32 bf16 fp16")
@@ -228,14 +240,14 @@ class EvalConfig:
     device_batch_tokens: int | None = setting(None, POSITIVE)
     """Tokens in one forward pass; default: 2,048 on a CPU, 32,768 on an accelerator."""
     max_seq_len: int | None = setting(None, POSITIVE)
-    """Default: the model's."""
+    """Tokens of a prompt with its answer at most; longer prompts lose their beginning. Default: the model's length."""
     limit: int | None = setting(None, POSITIVE)
     """Only so many first items of each task: a trial, not a result."""
     keep_prompts: bool = False
     """Record each item's prompt as the model got it, token by token, in <model>.items.jsonl. Finished tasks are not run
     again for it; redo=true runs them."""
     tokenizer: str | None = setting(None, is_path_or_url=True)
-    """Default: the model's own."""
+    """A tokenizer for all models, as a folder or a Hub name. Default: each model's own."""
     fsdp: bool = False
     """Shard each model over all ranks instead of keeping it whole on each."""
     all_checkpoints: bool = False
@@ -250,5 +262,8 @@ class EvalConfig:
     redo: bool = False
     """Evaluate again and replace finished results: the tasks asked for, or all where they are of another model."""
     environment: dict[str, str] = setting(dict)
+    """Environment variables to set before torch is imported."""
     dist_timeout: float = setting(600.0, POSITIVE)
+    """Seconds that a rank waits for the others before the launch fails."""
     variables: dict[str, Any] = setting(dict)
+    """Values of your own, which other keys refer to: `${variables.name}`."""
