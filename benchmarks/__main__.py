@@ -43,6 +43,7 @@ BENCHMARKS = {
     "intervals": ("intervals", "How often `compare`'s intervals cover, by simulation."),
     "seeds": ("seeds", "How often `compare` of recipes with several runs errs, by simulation."),
     "ladder": ("ladder.ladder", "A scaling law of small models, the next size predicted, comparisons."),
+    "averages": ("ladder.averages", "What the mean of a run's last checkpoints gains."),
     "switch": ("switch.switch", "Is a run that switches between clusters the same run?"),
     "islands": ("islands.islands", "Is a run of two islands, one of which dies, one run?"),
     "join": ("islands.join", "Which way two clusters train one run over a link, predicted."),

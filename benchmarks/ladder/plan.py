@@ -52,16 +52,19 @@ def parse_shapes(sizes: Sequence[str]) -> list[Shape]:
 
     Raises UserError unless there are four or more, in increasing order, whose widths are multiples of HEAD.
     """
-    shapes = []
-    for size in sizes:
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
-        if not match or int(match[1]) % HEAD:
-            raise UserError(f"--sizes: {size!r} given, expected a width of {HEAD}s x layers, such as 64x3")
-        shapes.append(Shape(int(match[1]), int(match[2])))
+    shapes = [parse_shape(size, "--sizes") for size in sizes]
     parameter_counts = [shape.num_parameters for shape in shapes]
     if len(shapes) < 4 or parameter_counts != sorted({*parameter_counts}):
         raise UserError(f"--sizes: {','.join(sizes)} given, expected four or more, each larger than the one before")
     return shapes
+
+
+def parse_shape(size: str, option: str) -> Shape:
+    """Parse a size such as "64x3", width x layers. Raises UserError with the name of the `option` that has it."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size)
+    if not match or int(match[1]) % HEAD:
+        raise UserError(f"{option}: {size!r} given, expected a width of {HEAD}s x layers, such as 64x3")
+    return Shape(int(match[1]), int(match[2]))
 
 
 def launches_of(num_batches: int, done: int = 0) -> list[tuple[str, int, int]]:
