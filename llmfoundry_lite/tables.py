@@ -211,6 +211,14 @@ class Table:
         right = [new_index for new_index, index in enumerate(kept) if self.is_right(index)]
         return Table(self.title, columns, rows, right)
 
+    def transposed(self, first_heading: str) -> "Table":
+        """Return the table with its columns as rows, below `first_heading` and the cells of the first column."""
+        columns = [first_heading, *(row[0] for row in self.rows)]
+        rows: list[list[str]] = []
+        for index, heading in enumerate(self.columns[1:], start=1):
+            rows.append([heading, *(row[index] for row in self.rows)])
+        return Table(self.title, columns, rows)
+
     def csv(self) -> str:
         """Return the headings and rows as CSV, in which no cell can be run as a spreadsheet's formula."""
         content = io.StringIO(newline="")

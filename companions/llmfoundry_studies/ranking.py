@@ -248,15 +248,6 @@ def ranking_table(all_pairs: AllPairs) -> Table:
     return Table("Ranks, and scores", columns, rows)
 
 
-def transpose(table: Table, first_heading: str) -> Table:
-    """Return a table with rows for columns, which fits on a page if there are more tasks than models."""
-    columns = [first_heading, *(row[0] for row in table.rows)]
-    rows: list[list[str]] = []
-    for index, heading in enumerate(table.columns[1:], start=1):
-        rows.append([heading, *(row[index] for row in table.rows)])
-    return Table(table.title, columns, rows)
-
-
 def pairs_table(all_pairs: AllPairs, task: str | None = None, mark: str = "") -> Table:
     """Return a table of all pairs by one task, or by every task. `mark` follows differences that are significant."""
     differences = all_pairs.differences if task is None else all_pairs.differences_by(task)
@@ -293,7 +284,7 @@ def write_all_pairs(all_pairs: AllPairs, results: Mapping[str, Any], out: Path) 
     pairs = pairs_table(all_pairs)
     lines = [f"## {ranks.title}", "", *ranks.markdown(), "", *markdown_list(all_pairs.notes), ""]
     lines += [f"## {pairs.title}", "", *pairs.markdown(), "", LEGEND, ""]
-    ranks_by_task = transpose(ranks, "task").latex(f"Ranks, and scores. {LEGEND}")
+    ranks_by_task = ranks.transposed("task").latex(f"Ranks, and scores. {LEGEND}")
     pairs_for_paper = pairs_table(all_pairs, mark=SIGNIFICANT).without(["verdict"]).latex(PAIRS_CAPTION)
     latex_lines = [*ranks_by_task, "", *pairs_for_paper, ""]
 

@@ -98,8 +98,9 @@ class Scores:
     def write(self, path: Path) -> list[Path]:
         """Write the table as PATH.md, PATH.csv and PATH.tex, and return the paths.
 
-        The Markdown has each score with its error in one cell, and the notes. So has the LaTeX, without the notes. The
-        CSV has a column of its own for each score and for each error, and no notes.
+        The Markdown has each score with its error in one cell, and the notes. So has the LaTeX, without the notes,
+        and with models as columns if there are more tasks than models. The CSV has a column of its own for each score
+        and for each error, and no notes.
         """
         # Headings have several lines on the console, and one line in files.
         headings = [heading.replace("\n", " ") for heading in self.columns.values()]
@@ -112,6 +113,9 @@ class Scores:
 
         csv_path = path.with_suffix(".csv")
         write_atomically(csv_path, self._with_errors_apart().csv())
+        # A page is higher than it is wide, so the longer side of the table goes downwards.
+        if len(table.columns) > len(table.rows):
+            table = table.transposed("")
         latex_path = path.with_suffix(".tex")
         write_atomically(latex_path, "\n".join([*table.latex(f"{self.title}."), ""]))
         return [markdown_path, csv_path, latex_path]

@@ -103,7 +103,7 @@ def test_a_note_that_many_tasks_share_is_said_once_with_their_number():
 
 def test_files_hold_the_same_numbers(tmp_path):
     ours = results(a__0=choice([1, 0, 1, 1], num_ties=1), x__0=text([[(math.log(2) * 5, 10)]]))
-    markdown, plain = write_tables([ours], tmp_path / "new")
+    markdown, plain, _ = write_tables([ours], tmp_path / "new")
     assert markdown.read_text().splitlines() == [
         "| model | a 0-shot acc per token | x 0-shot bits per byte | average |",
         "|---|---:|---:|---:|",
@@ -117,3 +117,15 @@ def test_files_hold_the_same_numbers(tmp_path):
             ["model", "a/0-shot", "a/0-shot stderr", "x/0-shot", "x/0-shot stderr", "average", "average stderr"],
             ["ours", "0.75", "0.25", "0.5", "", "0.75", "0.25"],
         ]
+
+
+def test_the_table_for_a_paper_has_its_longer_side_downwards(tmp_path):
+    many = {f"task_{number}__0": choice([1] * number + [0] * (20 - number)) for number in range(6)}
+    write_tables([results(**many), results("base", **many)], tmp_path / "wide")
+    latex = (tmp_path / "wide/table.tex").read_text().splitlines()
+    assert " & ours & base \\\\" in latex
+    assert r"task\_5 0-shot acc per token & 0.250 $\pm$ 0.099 & 0.250 $\pm$ 0.099 \\" in latex
+
+    write_tables([results(f"m{number}", a__0=choice([1, 0])) for number in range(5)], tmp_path / "long")
+    latex = (tmp_path / "long/table.tex").read_text().splitlines()
+    assert r"model & a 0-shot acc per token & average \\" in latex
