@@ -147,6 +147,10 @@ def _print_item(item: ChangedItem, changed: ChangedItems, console: Console) -> N
         question = _shorten(item.first["question"], MAX_QUESTION_CHARACTERS)
         console.print(Text(printable(question, keep="\n")))
     _table_of(item, changed).print(console)
+    if changed.metric in BITS_METRICS:
+        first_bits = f"{item.first[changed.metric]:.4f} for {changed.first_name}"
+        other_bits = f"{item.other[changed.metric]:.4f} for {changed.other_name}"
+        console.print(Text(printable(f"{changed.metric} of the right answer: {first_bits}, {other_bits}")))
     console.print()
 
 

@@ -170,3 +170,13 @@ def test_by_bits_per_byte_an_item_with_fewer_is_won(tmp_path):
     printed_text = capture.get()
     assert "won 1 item" in printed_text and "(scores in nats per byte)" in printed_text
     assert "-0.500 <" in printed_text, "-2 nats over 4 bytes, and the choice by the whole log-probability"
+
+
+def test_bits_per_byte_are_won_by_the_lower_number_and_printed(tmp_path):
+    tasks = []
+    for bits in (1.5, 1.25):
+        record, items = task_of([1, 1], num_bytes=[3, 15], bpb=bits)
+        tasks.append(({**record, "metric": "bpb", "bpb": bits, "bpb_stderr": 0.0}, items))
+    lines = printed(tmp_path, *tasks)
+    assert "t/0-shot by bpb: ours won 2 items against base (scores in nats per byte)" in lines
+    assert lines.count("bpb of the right answer: 1.5000 for base, 1.2500 for ours") == 2
