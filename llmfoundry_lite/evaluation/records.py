@@ -417,15 +417,18 @@ def _perplexity(nats: float, error: float | None) -> Record:
     nats: the mean negative log-probability. The perplexity is exp(nats).
     error: the standard error of `nats`, or None. The perplexity's is exp(nats) * error, to first order (delta method).
 
-    Returns an empty dict if exp(nats) overflows a float, which long answers can cause.
+    Returns an empty dict if one of them would exceed MAX_MAGNITUDE, because a record with such a number is refused when
+    it is read. A model that is not trained yet exceeds it on answers of ten tokens.
     """
-    try:
-        perplexity = math.exp(nats)
-    except OverflowError:
+    if nats > math.log(MAX_MAGNITUDE):
         return {}
+    perplexity = math.exp(nats)
     if error is None:
         return {"perplexity": perplexity}
-    return {"perplexity": perplexity, "perplexity_stderr": perplexity * error}
+    perplexity_error = perplexity * error
+    if perplexity_error > MAX_MAGNITUDE:
+        return {}
+    return {"perplexity": perplexity, "perplexity_stderr": perplexity_error}
 
 
 def hash_of(items: Sequence[Record]) -> str:

@@ -695,6 +695,17 @@ def test_a_perplexity_beyond_all_floats_is_left_out(here):
     assert found["next/0-shot"]["n"] == 12 and "perplexity" not in found["next/0-shot"]
 
 
+def test_a_perplexity_that_no_result_may_have_is_left_out(here):
+    """A model that is not trained yet gives a long answer one of exp(100), and the next evaluation reads the result."""
+    (here / "next.jsonl").write_text(json.dumps({"context": "the", "continuation": " ".join(WORDS * 2)}) + "\n")
+    Path("evals/next.yaml").write_text(Path("evals/next.yaml").read_text().replace("[0, 2]", "[0]"))
+    run(["next"])
+    (line,) = (here / "results/suite/ours.items.jsonl").read_text().splitlines()
+    assert math.log(1e30) < -json.loads(line)["log_probability"][0] < 700
+    (results,) = load_results([Path("results/suite/ours.json")])
+    assert "perplexity" not in results.tasks["next/0-shot"]
+
+
 def test_a_file_that_is_no_result_is_not_overwritten_unasked(here):
     path = here / "results/suite/ours.json"
     path.parent.mkdir(parents=True)
