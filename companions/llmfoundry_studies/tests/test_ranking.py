@@ -59,9 +59,10 @@ def test_a_model_between_two_others_may_be_like_both():
     assert labels(rank(TASK, "acc", differences)) == {"c": "1-2", "b": "1-3", "a": "2-3"}
 
 
-def test_fewer_bits_per_byte_rank_first():
-    differences = [difference("a", "b", -0.1, is_detected=True, metric="bits_per_byte")]
-    ranking = rank(TASK, "bits_per_byte", differences)
+@pytest.mark.parametrize("metric", ["bits_per_byte", "bpb"])
+def test_fewer_bits_per_byte_rank_first(metric):
+    differences = [difference("a", "b", -0.1, is_detected=True, metric=metric)]
+    ranking = rank(TASK, metric, differences)
     assert [(one.name, one.label) for one in ranking.ranks] == [("b", "1"), ("a", "2")]
 
 
