@@ -45,7 +45,7 @@ MAX_SEQ_LEN = 16384
 SAME = "same"
 BLANK_LINE = "\n\n"
 """What lm_eval and nanochat have between examples, and LLM Foundry does not."""
-SHOWN_CHARACTERS = 12
+SHOWN_CHARACTERS = 13
 """Characters from the first difference on that the table shows."""
 
 Record = dict[str, Any]

@@ -225,7 +225,7 @@ def test_prompts_are_compared_with_a_program_that_separates_examples_by_a_blank_
     verdicts = {task["name"]: task.get("nanochat") for task in tasks}
     assert verdicts["hellaswag/0-shot"] == "same"
     assert verdicts["hellaswag/10-shot"] == "same, with a blank line between examples"
-    assert verdicts["piqa/10-shot"] == '"Answer: With" | "\\nAnswer: Wit"'
+    assert verdicts["piqa/10-shot"] == '"Answer: With " | "\\nAnswer: With"'
     assert verdicts["mmlu/5-shot"] is None
     assert len(verdicts) == 23
 
