@@ -24,7 +24,7 @@ from llmfoundry_lite.tables import Table, console
 from llmfoundry_studies.clean import divide_results
 from llmfoundry_studies.gauntlet import add_gauntlet, add_gauntlet_to_sides
 from llmfoundry_studies.overlap import TaskOverlap, find_overlap, write_overlap
-from llmfoundry_studies.page import write_page
+from llmfoundry_studies.page import write_page, write_page_of_recipes
 from llmfoundry_studies.ranking import (
     AllPairs,
     only_common_tasks,
@@ -34,7 +34,7 @@ from llmfoundry_studies.ranking import (
     write_all_pairs,
 )
 from llmfoundry_studies.recipes import LEGEND, notes_on_sides, read_sides, table_of_sides, write_sides
-from llmfoundry_studies.seeds import compare_sides
+from llmfoundry_studies.seeds import Run, Side, SidePair, compare_sides
 
 TASK_FOLDER = "evals"
 
@@ -214,10 +214,12 @@ def compare_recipes(
     skip: Sequence[str],
     all_pairs: bool = False,
     gauntlet: str | None = None,
+    html: Path | None = None,
 ) -> None:
     """Compare recipes, each given as NAME=RESULT,RESULT,…, with the first; print tables and write them to `out`.
 
-    With `all_pairs`, compare each two, and rank them. `gauntlet` is a file, whose composites are compared too.
+    With `all_pairs`, compare each two, and rank them. `gauntlet` is a file, whose composites are compared too. `html`
+    is the path of a page, if one is written.
 
     Raises ConfigError for arguments of another form, and DataError for results that cannot be compared.
     """
@@ -227,12 +229,24 @@ def compare_recipes(
     pairs = compare_sides(sides, metric, skip, all_pairs=all_pairs)
     if gauntlet is not None:
         add_gauntlet_to_sides(gauntlet, pairs)
-    printer = Console()
+    ranked = None
     if all_pairs:
         notes = [note for pair in pairs for note in notes_on_sides(pair)]
         paths_of_side = {side.name: [str(one.path) for one in side.all_results] for side in sides}
-        _show_all_pairs(rank_sides(pairs, notes), paths_of_side, out)
-        return
+        ranked = rank_sides(pairs, notes)
+        _show_all_pairs(ranked, paths_of_side, out)
+    else:
+        _show_sides(pairs, out)
+    if html is not None:
+        write_page_of_recipes(
+            [_without_tasks(side, skip) for side in sides], pairs, html, metric=metric, all_pairs=ranked
+        )
+        print(printable(str(html)))
+
+
+def _show_sides(pairs: Sequence[SidePair], out: Path | None) -> None:
+    """Print the comparisons of recipes with the first, and write them to `out`."""
+    printer = Console()
     for pair in pairs:
         table_of_sides(pair).print_blocks(printer)
         print_notes(printer, notes_on_sides(pair))
@@ -241,3 +255,8 @@ def compare_recipes(
     if out is not None:
         for path in write_sides(pairs, out):
             print(printable(str(path)))
+
+
+def _without_tasks(side: Side, skip: Sequence[str]) -> Side:
+    """Return a recipe whose results lack some tasks."""
+    return replace(side, runs=[Run(without_tasks(run.checkpoints, skip)) for run in side.runs])

@@ -10,7 +10,6 @@ into the page as text. The page's content security policy allows this one script
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,32 +20,52 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from llmfoundry_lite.errors import ConfigError, printable
+from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
-from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison, legend
-from llmfoundry_lite.evaluation.records import is_accuracy
+from llmfoundry_lite.evaluation.pairs import Comparison, legend
+from llmfoundry_lite.evaluation.records import BITS_METRICS, is_accuracy
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import Cell, average_error, notes, records_by_task, score_cell
 from llmfoundry_lite.files import check_is_path, open_regular, write_atomically
 from llmfoundry_lite.release import read_release
-from llmfoundry_studies.curves import BITS_METRICS, GatheredCurves, gather_curves
+from llmfoundry_studies.curves import GatheredCurves, gather_curves
+from llmfoundry_studies.gauntlet import GAUNTLET
 from llmfoundry_studies.page_items import ItemList, collect_items
-from llmfoundry_studies.pictures import Picture, draw_curves, draw_differences
+from llmfoundry_studies.page_pairs import MAX_ROWS, PairSection, direction_of, section_of_models, section_of_recipes
+from llmfoundry_studies.page_texts import limit_notes, short_name
+from llmfoundry_studies.pictures import MEAN, draw_curves
 from llmfoundry_studies.ranking import LEGEND as LEGEND_OF_RANKS
-from llmfoundry_studies.ranking import AllPairs, ranking_table
+from llmfoundry_studies.ranking import AllPairs, Difference, ranking_table
+from llmfoundry_studies.recipes import LEGEND as LEGEND_OF_RECIPES
+from llmfoundry_studies.seeds import Side, SidePair
 
 PARTS = Path(__file__).with_name("page_parts")
 FIRST_LINE = "<!DOCTYPE html><!-- llmfoundry-lite compare -->"
 """First line of every page, by which an earlier page is recognised."""
 
-MAX_NAME_CHARACTERS = 120
-MAX_ROWS = 400
-"""Most rows of a table on the page."""
-MAX_PICTURES = 20
-"""Most models that get a picture of their differences from the first one."""
-MAX_NOTES = 60
 Z_95 = 1.96
 """Standard errors on either side of a score in its 95 % interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """What a page is made of."""
+
+    title: str
+    first: str
+    """Name of the model or recipe that the others are compared with."""
+    all_results: Sequence[Results]
+    """The results of all models, with the metrics by which they are shown and a name of its own for each."""
+    sections: Sequence[PairSection]
+    """The comparisons with the first, or those of each two."""
+    legend: str
+    """Text below the comparisons."""
+    gathered: GatheredCurves
+    """The learning curves of runs of which several checkpoints are among the results."""
+    all_pairs: AllPairs | None
+    """The ranking, if each two were compared."""
+    date: str
+    """The day on which the page is written, such as 2026-11-30."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +76,6 @@ class ScoreCell:
     interval: str
     direction: str = ""
     """better or worse, if a difference from the first model is detected; else empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairSection:
-    """The comparison of one model with the first, as the page shows it."""
-
-    title: str
-    sentence: str
-    picture: Picture | None
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    directions: Sequence[str]
-    """better, worse or an empty text, for each row."""
-    right: Sequence[int]
-    """Indices of columns that are aligned to the right."""
-    mean_index: int
-    """Index of the row of the mean; -1 if there is none."""
-    notes: Sequence[str]
 
 
 def check_page_path(path: Path) -> None:
@@ -128,34 +129,83 @@ def write_page(
     metric: the metric that the user asked for, or None.
     all_pairs: the ranking, if each two were compared; else None.
     """
+    _write(content_of_models(all_results, comparisons, metric=metric, all_pairs=all_pairs, date=_today()), path)
+
+
+def write_page_of_recipes(
+    sides: Sequence[Side],
+    pairs: Sequence[SidePair],
+    path: Path,
+    *,
+    metric: str | None = None,
+    all_pairs: AllPairs | None = None,
+) -> None:
+    """Write the comparison of several recipes as an HTML page, on which each of their runs is a model.
+
+    The arguments are those of `write_page`, with `sides` in place of results.
+    """
+    all_results = [
+        replace(results, name=f"{side.name}: {results.name}") for side in sides for results in side.all_results
+    ]
+    names = [side.name for side in sides]
+    content = PageContent(
+        title=_title(names, "recipes", is_ranking=all_pairs is not None),
+        first=names[0],
+        all_results=_shown(all_results, metric),
+        sections=[section_of_recipes(pair, number) for number, pair in enumerate(pairs)],
+        legend=LEGEND_OF_RECIPES,
+        gathered=gather_curves(all_results, metric),
+        all_pairs=all_pairs,
+        date=_today(),
+    )
+    _write(content, path)
+
+
+def content_of_models(
+    all_results: Sequence[Results],
+    comparisons: Sequence[Comparison],
+    *,
+    date: str,
+    metric: str | None = None,
+    all_pairs: AllPairs | None = None,
+) -> PageContent:
+    """Return the content of the page of several models. The arguments are those of `write_page`."""
+    names = [results.name for results in all_results]
+    return PageContent(
+        title=_title(names, "models", is_ranking=all_pairs is not None),
+        first=names[0],
+        all_results=_shown(all_results, metric),
+        sections=[section_of_models(comparison, number) for number, comparison in enumerate(comparisons)],
+        legend=legend(comparisons),
+        gathered=gather_curves(all_results, metric),
+        all_pairs=all_pairs,
+        date=date,
+    )
+
+
+def _today() -> str:
+    """Return today's date in UTC, such as 2026-11-30."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def _shown(all_results: Sequence[Results], metric: str | None) -> list[Results]:
+    """Return results with the metrics by which they are shown. Their models have the distinct names of the results."""
     metrics = choose_metrics(all_results, metric)
-    shown_results = [replace(results, model=results.name) for results in by_metrics(all_results, metrics)]
-    curves = gather_curves(all_results, metric)
-    date = datetime.now(UTC).date().isoformat()
-    html = render_page(shown_results, comparisons, curves, all_pairs, date=date)
+    return [replace(results, model=results.name) for results in by_metrics(all_results, metrics)]
+
+
+def _write(content: PageContent, path: Path) -> None:
+    """Write a page, and create its folder if needed."""
+    html = render_page(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, html)
 
 
-def render_page(
-    all_results: Sequence[Results],
-    comparisons: Sequence[Comparison],
-    gathered: GatheredCurves,
-    all_pairs: AllPairs | None = None,
-    *,
-    date: str,
-) -> str:
-    """Return the page of several models.
-
-    all_results: the results of all models, with the metrics by which they are shown and a name of its own for each.
-    comparisons: those with the first model, or those of each two.
-    gathered: the learning curves of runs of which several checkpoints are among the results.
-    all_pairs: the ranking, if each two were compared.
-    date: the day on which the page is written, such as 2026-11-30.
-    """
-    first = all_results[0]
-    items = collect_items(all_results)
+def render_page(content: PageContent) -> str:
+    """Return a page as HTML."""
+    items = collect_items(content.all_results)
     script = (PARTS / "page.js").read_text()
+    curves = content.gathered.curves
     environment = Environment(
         loader=FileSystemLoader(PARTS),
         autoescape=True,
@@ -165,53 +215,32 @@ def render_page(
     )
     environment.filters["name"] = short_name
     return environment.get_template("page.html.jinja").render(
+        content=content,
         first_line=Markup(FIRST_LINE),
         style=Markup((PARTS / "page.css").read_text()),
         script=Markup(script),
         script_hash=_hash_for_policy(script),
-        title=_title(all_results, is_ranking=all_pairs is not None),
-        suite=first.suite,
-        date=date,
         release=read_release().version,
-        models=[_describe_model(results) for results in all_results],
-        scores=_score_rows(all_results, comparisons),
-        notes_on_scores=_limit_notes(notes(all_results)),
-        pairs=[_pair_section(comparison, number) for number, comparison in enumerate(comparisons)],
-        legend=legend(comparisons),
-        ranks=None if all_pairs is None else ranking_table(all_pairs),
+        models=[_describe_model(results) for results in content.all_results],
+        scores=_score_rows(content),
+        notes_on_scores=limit_notes(notes(content.all_results)),
+        ranks=None if content.all_pairs is None else ranking_table(content.all_pairs),
         legend_of_ranks=LEGEND_OF_RANKS,
-        curves=draw_curves(gathered.curves, "curves") if gathered.curves else None,
-        notes_on_curves=_limit_notes(gathered.notes),
+        curves=draw_curves(curves, "curves") if curves else None,
+        notes_on_curves=limit_notes(content.gathered.notes),
         items=items,
-        data=_as_script_data(items, all_results),
+        data=_as_script_data(items, content.all_results),
         max_rows=MAX_ROWS,
     )
 
 
-def _title(all_results: Sequence[Results], *, is_ranking: bool) -> str:
+def _title(names: Sequence[str], noun: str, *, is_ranking: bool) -> str:
     """Return the page's title, such as "ours against base"."""
-    first, *others = all_results
+    first, *others = names
     if is_ranking:
-        return f"{len(all_results)} models, ranked"
-    subject = short_name(others[0].name) if len(others) == 1 else f"{len(others)} models"
-    return f"{subject} against {short_name(first.name)}"
-
-
-def short_name(text: str) -> str:
-    """Return a name in one line of at most MAX_NAME_CHARACTERS, without control characters and credentials."""
-    name = printable(text)
-    if len(name) <= MAX_NAME_CHARACTERS:
-        return name
-    half = MAX_NAME_CHARACTERS // 2
-    return f"{name[: half - 1]}…{name[-half:]}"
-
-
-def _limit_notes(all_notes: Sequence[str]) -> list[str]:
-    """Return at most MAX_NOTES notes, with a last one that says how many are left out."""
-    shown = [printable(note) for note in all_notes[:MAX_NOTES]]
-    if len(all_notes) > MAX_NOTES:
-        shown.append(f"{len(all_notes) - MAX_NOTES:,} more notes are left out here; the console has them.")
-    return shown
+        return f"{len(names)} {noun}, ranked"
+    subject = short_name(others[0]) if len(others) == 1 else f"{len(others)} {noun}"
+    return f"{subject} against {short_name(first)}"
 
 
 # ------------------------------------------------------------------------------------------------- models and scores
@@ -243,14 +272,12 @@ def format_count(count: int | None) -> str:
     return f"{count:,}"
 
 
-def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+def _score_rows(content: PageContent) -> list[dict[str, Any]]:
     """Return a row of the table of scores for each task, and one for the average if there are several accuracies."""
-    first_name = all_results[0].name
-    with_first = [comparison for comparison in comparisons if comparison.first == first_name]
-    direction_of: dict[tuple[str, str], str] = {}
-    for comparison in with_first:
-        for row in comparison.rows:
-            direction_of[comparison.other, row.task] = _direction(row)
+    all_results = content.all_results
+    all_differences = [difference for section in content.sections for difference in section.differences]
+    differences = [difference for difference in all_differences if difference.first == content.first]
+    direction_by_name = {(one.other, one.task): direction_of(one) for one in differences}
 
     rows: list[dict[str, Any]] = []
     for task, record in records_by_task(all_results).items():
@@ -258,8 +285,8 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
         for results in all_results:
             own_record = results.tasks.get(task)
             cell = Cell() if own_record is None else score_cell(own_record)
-            cells.append(_format_cell(cell, record["metric"], direction_of.get((results.name, task), "")))
-        chance = record.get("chance")
+            cells.append(_format_cell(cell, record["metric"], direction_by_name.get((results.name, task), "")))
+        chance = record.get("chance") if is_accuracy(record) else None
         rows.append(
             {
                 "task": task,
@@ -270,9 +297,9 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
             }
         )
 
-    rows += _composite_rows([results.name for results in all_results], with_first)
+    rows += _composite_rows([results.name for results in all_results], differences)
     if any(len(results.averaged) > 1 for results in all_results):
-        means = {comparison.other: comparison.mean for comparison in with_first}
+        means = {one.other: direction_of(one) for one in differences if one.task.startswith(MEAN)}
         cells = []
         for results in all_results:
             cell = Cell()
@@ -281,33 +308,28 @@ def _score_rows(all_results: Sequence[Results], comparisons: Sequence[Comparison
                 cell = Cell(results.average, average_error(results.tasks, results.averaged))
                 first_record = results.tasks[results.averaged[0]]
                 metric = "mean" if is_accuracy(first_record) else first_record["metric"]
-            mean = means.get(results.name)
-            cells.append(_format_cell(cell, metric, "" if mean is None else _direction(mean)))
+            cells.append(_format_cell(cell, metric, means.get(results.name, "")))
         rows.append({"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""})
     return rows
 
 
-def _composite_rows(names: Sequence[str], comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Return a row for each category and average of a gauntlet. `comparisons` are those with the first model."""
+def _composite_rows(names: Sequence[str], differences: Sequence[Difference]) -> list[dict[str, Any]]:
+    """Return a row for each category and average of a gauntlet that the models of these names have.
+
+    `differences` are those from the first. Those of recipes are about no model, because their runs are the models.
+    """
     cells_of_score: dict[str, dict[str, ScoreCell]] = {}
-    for comparison in comparisons:
-        for row in comparison.composites:
-            cells = cells_of_score.setdefault(row.task, {})
-            cells.setdefault(comparison.first, _format_cell(Cell(row.first), row.metric, ""))
-            cells[comparison.other] = _format_cell(Cell(row.other), row.metric, _direction(row))
+    for one in differences:
+        if one.metric == GAUNTLET and one.other in names:
+            cells = cells_of_score.setdefault(one.task, {})
+            cells.setdefault(one.first, _format_cell(Cell(one.first_value), one.metric, ""))
+            cells[one.other] = _format_cell(Cell(one.other_value), one.metric, direction_of(one))
 
     rows: list[dict[str, Any]] = []
     for score, cells in cells_of_score.items():
         shown = [cells.get(name, ScoreCell(score="", interval="")) for name in names]
         rows.append({"task": score, "metric": "", "n": "", "cells": shown, "chance": ""})
     return rows
-
-
-def _direction(row: MetricComparison) -> str:
-    """Return better or worse for a detected difference, and an empty text for any other."""
-    if not row.is_detected:
-        return ""
-    return "better" if row.is_better else "worse"
 
 
 def _format_cell(cell: Cell, metric: str, direction: str) -> ScoreCell:
@@ -324,31 +346,6 @@ def _format_cell(cell: Cell, metric: str, direction: str) -> ScoreCell:
             high = min(high, 1)
         interval = f"{low:.{digits}f} to {high:.{digits}f}"
     return ScoreCell(score=f"{cell.number:.{digits}f}", interval=interval, direction=direction)
-
-
-# ------------------------------------------------------------------------------------------------------- differences
-
-
-def _pair_section(comparison: Comparison, number: int) -> PairSection:
-    """Return the section of one comparison. `number` counts them, and names the ids of its picture."""
-    picture = None
-    rows = [row for row in comparison.rows if math.isfinite(row.difference)]
-    if rows and number < MAX_PICTURES:
-        picture = draw_differences(rows, f"differences-{number}", comparison.other, comparison.first)
-
-    table = comparison.table()
-    all_rows = [*comparison.rows, *comparison.other_metrics]
-    return PairSection(
-        title=f"{short_name(comparison.other)} against {short_name(comparison.first)}",
-        sentence=printable(comparison.sentence),
-        picture=picture,
-        columns=table.columns,
-        rows=table.rows[:MAX_ROWS],
-        directions=[_direction(row) for row in all_rows[:MAX_ROWS]],
-        right=[index for index in range(len(table.columns)) if table.is_right(index)],
-        mean_index=-1 if comparison.mean is None else len(comparison.rows) - 1,
-        notes=_limit_notes(comparison.notes),
-    )
 
 
 # --------------------------------------------------------------------------------------------------- script and data

@@ -13,38 +13,36 @@ prompt is the same. Texts are those of somebody else. Their size is limited, and
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from llmfoundry_lite.evaluation.records import BITS, Record, document_of
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, document_of
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_studies.curves import BITS_METRICS
+from llmfoundry_studies.page_texts import shorten
 
 MAX_BYTES = 24_000_000
 """Most bytes of all entries. A browser reads this much in a third of a second."""
-MAX_TEXT_CHARACTERS = 4_000
-"""Most characters of a question, an answer or a choice. A longer one is cut in its middle."""
 MAX_CHOICES = 30
 MAX_PROMPT_TOKENS = 1_000
 """Most tokens of the context that the choices of an item have in common, and of each choice: the last ones."""
 LOG_PROBABILITY_DIGITS = 3
 SCORE_DIGITS = 5
 
-SURROGATES = re.compile("[\ud800-\udfff]")
-
-LENGTH_KEYS = {"acc_per_token": "num_tokens", "acc_norm": "num_characters"}
+LENGTH_KEYS = {"acc_per_token": "num_tokens", "acc_norm": "num_characters", "acc_per_byte": "num_bytes"}
 """Metric -> the length by which it divides the log-probability of a choice."""
-LENGTH_UNITS = {"acc_per_token": "token", "acc_norm": "character"}
+LENGTH_UNITS = {"acc_per_token": "token", "acc_norm": "character", "acc_per_byte": "byte"}
 
 
 @dataclass(slots=True)
 class ItemList:
-    """Entries of the page's list, by task, and how many were left out."""
+    """Entries of the page's list, by task, and what was left out."""
 
     tasks: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
+    """Items that are not in the list."""
+    num_without_prompt: int = 0
+    """Items that are in the list without their prompt, which the results have."""
 
     @property
     def num_items(self) -> int:
@@ -56,7 +54,8 @@ def collect_items(all_results: Sequence[Results], max_bytes: int = MAX_BYTES) ->
     """Collect the items of all tasks, as far as they fit into `max_bytes`.
 
     `all_results` have the metrics by which they are shown. Every task gets the same room, and what a small task does
-    not need goes to the others. Within a task, items on which the models differ are kept first when room is short.
+    not need goes to the others. When room is short, prompts are left out first, and then items on which the models have
+    the same score.
     """
     collected = ItemList()
     entries_of_task: dict[str, list[dict[str, Any]]] = {}
@@ -64,15 +63,21 @@ def collect_items(all_results: Sequence[Results], max_bytes: int = MAX_BYTES) ->
         entries_of_task[task] = _entries(task, record, all_results)
 
     # The smallest tasks come first, so that what they leave is divided among the larger ones.
-    sizes_of_task = {task: [_size(entry) for entry in entries] for task, entries in entries_of_task.items()}
+    size_of_task = {task: sum(map(_size, entries)) for task, entries in entries_of_task.items()}
     kept_of_task: dict[str, list[dict[str, Any]]] = {}
     bytes_left = max_bytes
-    num_tasks_left = len(sizes_of_task)
-    for task in sorted(sizes_of_task, key=lambda task: sum(sizes_of_task[task])):
+    num_tasks_left = len(size_of_task)
+    for task in sorted(size_of_task, key=lambda task: size_of_task[task]):
+        entries = entries_of_task[task]
         share = bytes_left // num_tasks_left
-        kept, num_bytes = _within(entries_of_task[task], sizes_of_task[task], share)
-        kept_of_task[task] = kept
-        bytes_left -= num_bytes
+        has_prompts = any("prompts" in entry for entry in entries)
+        loses_prompts = has_prompts and size_of_task[task] > share
+        if loses_prompts:
+            entries = [{key: value for key, value in entry.items() if key != "prompts"} for entry in entries]
+        kept_of_task[task] = _within(entries, share)
+        if loses_prompts:
+            collected.num_without_prompt += len(kept_of_task[task])
+        bytes_left -= sum(map(_size, kept_of_task[task]))
         num_tasks_left -= 1
 
     for task, record in _records(all_results).items():
@@ -99,13 +104,12 @@ def _size(entry: dict[str, Any]) -> int:
     return len(json.dumps(entry)) + 1
 
 
-def _within(entries: list[dict[str, Any]], sizes: list[int], max_bytes: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the entries that fit into a number of bytes, in their order, and their size.
+def _within(entries: list[dict[str, Any]], max_bytes: int) -> list[dict[str, Any]]:
+    """Return the entries that fit into a number of bytes, in their order.
 
     Those on which the models have different scores are chosen first.
     """
-    if sum(sizes) <= max_bytes:
-        return entries, sum(sizes)
+    sizes = [_size(entry) for entry in entries]
     positions = sorted(range(len(entries)), key=lambda position: not _differs(entries[position]))
     chosen: list[int] = []
     num_bytes = 0
@@ -114,7 +118,7 @@ def _within(entries: list[dict[str, Any]], sizes: list[int], max_bytes: int) -> 
             break
         chosen.append(position)
         num_bytes += sizes[position]
-    return [entries[position] for position in sorted(chosen)], num_bytes
+    return [entries[position] for position in sorted(chosen)]
 
 
 def _differs(entry: dict[str, Any]) -> bool:
@@ -257,16 +261,3 @@ def _is_finite(value: Any) -> TypeGuard[float]:
 def _are_texts(value: Any) -> bool:
     """Return whether a value is a list of texts."""
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
-def shorten(text: str) -> str:
-    """Return a text in at most about MAX_TEXT_CHARACTERS, with a note in its middle of how much is left out.
-
-    Halves of surrogate pairs, which JSON may have and HTML may not, become replacement characters.
-    """
-    text = SURROGATES.sub("\ufffd", text)
-    num_left_out = len(text) - MAX_TEXT_CHARACTERS
-    if num_left_out <= 0:
-        return text
-    half = MAX_TEXT_CHARACTERS // 2
-    return f"{text[:half]} […{num_left_out:,} characters left out…] {text[-half:]}"

@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from llmfoundry_lite.errors import printable
-from llmfoundry_lite.evaluation.pairs import MetricComparison
+from llmfoundry_lite.evaluation.records import BITS_METRICS
 from llmfoundry_lite.report.canvas import fixed_settings, plt
 from llmfoundry_lite.report.figure import CURVE_COLORS, MARK_COLOR, curve_color, escape_texts
 from llmfoundry_studies.curve_figure import (
@@ -25,8 +25,9 @@ from llmfoundry_studies.curve_figure import (
     finish_panel,
     group_by_panel,
 )
-from llmfoundry_studies.curves import BITS_METRICS, LearningCurve
+from llmfoundry_studies.curves import LearningCurve
 from llmfoundry_studies.gauntlet import GAUNTLET
+from llmfoundry_studies.ranking import Difference
 
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -55,6 +56,8 @@ MAX_ROWS = 150
 """Most rows that a panel has. More would be taller than a reader looks at, and the table has them all."""
 MAX_LABEL_CHARACTERS = 42
 LEGEND_INCHES = 0.5
+MEAN = "mean of "
+"""Beginning of the name of the mean of several tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +71,16 @@ class Picture:
 
 
 @fixed_settings()
-def draw_differences(rows: Sequence[MetricComparison], name: str, other: str, first: str) -> Picture:
-    """Draw the differences of a model from the first one, a row for each task, with the intervals that decide.
+def draw_differences(rows: Sequence[Difference], name: str) -> Picture:
+    """Draw the differences of two models or recipes, a row for each task, with the intervals that decide.
 
-    rows: at least one comparison, in the order from top to bottom.
+    rows: at least one difference, in the order from top to bottom.
     name: word by which the picture's ids differ from those of other pictures on the page.
-    other, first: names of the models.
 
     Accuracies, scores of a gauntlet and bits per byte have a panel each, because their units differ. A difference that
     is detected is a filled point in the colour of its sign; any other is a grey ring.
     """
-    panels = _divide_into_panels(rows, f"{_shorten(other)} minus {_shorten(first)}")
+    panels = _divide_into_panels(rows)
     num_left_out = sum(max(len(panel_rows) - MAX_ROWS, 0) for _, panel_rows in panels)
     panels = [(label, panel_rows[:MAX_ROWS]) for label, panel_rows in panels]
 
@@ -92,16 +94,17 @@ def draw_differences(rows: Sequence[MetricComparison], name: str, other: str, fi
     )
     for axes, (label, panel_rows) in zip(all_axes[:, 0], panels, strict=True):
         _draw_panel(axes, label, panel_rows)
-    svg = as_inline_svg(figure, name, _describe(rows, other, first))
+    svg = as_inline_svg(figure, name, _describe(rows))
     plt.close(figure)
 
     note = f"The picture leaves out {num_left_out:,} tasks, which the table has." if num_left_out else ""
-    return Picture(svg, _describe(rows, other, first), note)
+    return Picture(svg, _describe(rows), note)
 
 
-def _divide_into_panels(rows: Sequence[MetricComparison], subtraction: str) -> list[tuple[str, list[MetricComparison]]]:
+def _divide_into_panels(rows: Sequence[Difference]) -> list[tuple[str, list[Difference]]]:
     """Divide rows by the unit of their differences. Returns the label and the rows of each panel that has any."""
-    rows_of_panel: dict[str, list[MetricComparison]] = {}
+    rows_of_panel: dict[str, list[Difference]] = {}
+    subtraction = f"{_shorten(rows[0].other)} minus {_shorten(rows[0].first)}"
     labels = {
         "accuracy": f"difference in accuracy, {subtraction}",
         "gauntlet": f"difference in the gauntlet's scores, {subtraction}",
@@ -117,17 +120,17 @@ def _divide_into_panels(rows: Sequence[MetricComparison], subtraction: str) -> l
     return [(label, rows_of_panel[panel]) for panel, label in labels.items() if panel in rows_of_panel]
 
 
-def _draw_panel(axes: Any, label: str, rows: Sequence[MetricComparison]) -> None:
+def _draw_panel(axes: Any, label: str, rows: Sequence[Difference]) -> None:
     """Draw a point with its interval for each row into a matplotlib panel, the first row at the top."""
     positions = range(len(rows))
     axes.axvline(0, color=MUTED, linewidth=0.8, zorder=1)
     for position, row in zip(positions, rows, strict=True):
         color = UNDECIDED
         if row.is_detected:
-            color = BETTER if row.is_better else WORSE
+            color = BETTER if row.is_other_better else WORSE
         if row.low is not None and row.high is not None:
             axes.plot([row.low, row.high], [position, position], color=color, linewidth=2, zorder=2)
-        is_mean = row.metric == "mean"
+        is_mean = row.task.startswith(MEAN)
         axes.plot(
             [row.difference],
             [position],
@@ -152,14 +155,14 @@ def _draw_panel(axes: Any, label: str, rows: Sequence[MetricComparison]) -> None
         spine.set_visible(False)
 
 
-def _describe(rows: Sequence[MetricComparison], other: str, first: str) -> str:
+def _describe(rows: Sequence[Difference]) -> str:
     """Return a sentence for readers who do not see the picture."""
-    num_better = sum(row.is_detected and row.is_better for row in rows)
-    num_worse = sum(row.is_detected and not row.is_better for row in rows)
+    num_better = sum(row.is_detected and row.is_other_better for row in rows)
+    num_worse = sum(row.is_detected and not row.is_other_better for row in rows)
     num_others = len(rows) - num_better - num_worse
     return printable(
-        f"Differences of {other} from {first} with their intervals: {num_better} better, {num_worse} worse, "
-        f"{num_others} without a detected difference. The table below has the numbers."
+        f"Differences of {rows[0].other} from {rows[0].first} with their intervals: {num_better} better, "
+        f"{num_worse} worse, {num_others} without a detected difference. The table below has the numbers."
     )
 
 

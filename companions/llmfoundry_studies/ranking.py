@@ -133,7 +133,7 @@ def rank_models(comparisons: Sequence[Comparison], notes: Sequence[str] = ()) ->
     for comparison in comparisons:
         tasks |= {row.task for row in comparison.tasks}
         for row in comparison.rows:
-            differences.append(_difference(comparison.first, comparison.other, row, row.difference))
+            differences.append(difference_of(comparison.first, comparison.other, row, row.difference))
         all_notes += comparison.notes
     return _rank_all(differences, tasks, all_notes)
 
@@ -145,11 +145,11 @@ def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs
     for pair in pairs:
         tasks |= pair.first.all_results[0].tasks.keys()
         for row in pair.rows:
-            differences.append(_difference(pair.first.name, pair.other.name, row, row.estimate.difference))
+            differences.append(difference_of(pair.first.name, pair.other.name, row, row.estimate.difference))
     return _rank_all(differences, tasks, notes)
 
 
-def _difference(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
+def difference_of(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
     """Return a row of a comparison of `first` and `other` as a difference."""
     has_interval = not isinstance(row, SideComparison) or row.is_claimable
     return Difference(

@@ -162,6 +162,10 @@ def compare_results(
         from llmfoundry_lite.config.load_eval import load_gauntlet
 
         load_gauntlet(gauntlet)  # so that a mistake in the file shows before anything is compared
+    html = expand_home(html)
+    if html is not None:
+        check_page_path = companions.load("llmfoundry_studies.page:check_page_path", "compare --html")
+        check_page_path(html)
     if all_pairs:
         _refuse_options(
             {"--all-metrics": all_metrics, "--overlap": overlap, "--items": items},
@@ -173,17 +177,14 @@ def compare_results(
         if len(recipes) < len(results):
             raise UserError("compare: results of single models and recipes of several runs given; compare them apart")
         compare_recipes = companions.load("llmfoundry_studies.commands:compare_recipes", "compare of several runs")
-        unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap, "--html": html}
+        unused = {"--all-metrics": all_metrics, "--cluster": cluster, "--overlap": overlap}
         unused["--items"] = items
         _refuse_options(unused, "is for results of single models; leave it out for recipes")
-        compare_recipes(recipes, out, metric=metric, skip=skip or (), all_pairs=all_pairs, gauntlet=gauntlet)
+        options = {"metric": metric, "skip": skip or (), "all_pairs": all_pairs, "gauntlet": gauntlet, "html": html}
+        compare_recipes(recipes, out, **options)
         return
     if len(results) < 2:
         raise UserError(f"only {results[0]} is given; name another result to compare it with")
-    html = expand_home(html)
-    if html is not None:
-        check_page_path = companions.load("llmfoundry_studies.page:check_page_path", "compare --html")
-        check_page_path(html)
     loaded = load_any(results, cluster)
     if all_pairs:
         compare_all_pairs = companions.load("llmfoundry_studies.commands:compare_all_pairs", "compare --all-pairs")

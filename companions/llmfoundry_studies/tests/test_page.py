@@ -12,9 +12,9 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_studies.curves import gather_curves
-from llmfoundry_studies.page import FIRST_LINE, MAX_NAME_CHARACTERS, PARTS, render_page, short_name
-from llmfoundry_studies.page_items import MAX_TEXT_CHARACTERS, collect_items
+from llmfoundry_studies.page import FIRST_LINE, PARTS, content_of_models, render_page
+from llmfoundry_studies.page_items import collect_items
+from llmfoundry_studies.page_texts import MAX_NAME_CHARACTERS, MAX_TEXT_CHARACTERS, short_name
 from tests.helpers.pages import HOSTILE, LONE_SURROGATE, hostile_result, question_task
 from tests.helpers.results import choice, text, write_result
 
@@ -84,7 +84,7 @@ def write_pair(folder: Path, first=(1, 0) * 40, other=(1, 1) * 40) -> list[Path]
 def render(paths: list[Path]) -> Page:
     """Return the page of results."""
     results = load_results(paths)
-    return Page(render_page(results, compare(results), gather_curves(results), date="2026-11-30"))
+    return Page(render_page(content_of_models(results, compare(results), date="2026-11-30")))
 
 
 def test_compare_writes_a_page_with_scores_verdicts_and_items(tmp_path, capsys):
@@ -113,7 +113,7 @@ def test_compare_writes_a_page_with_scores_verdicts_and_items(tmp_path, capsys):
 
 def test_equal_results_give_equal_bytes(tmp_path):
     results = load_results(write_pair(tmp_path))
-    pages = [render_page(results, compare(results), gather_curves(results), date="2026-11-30") for _ in range(2)]
+    pages = [render_page(content_of_models(results, compare(results), date="2026-11-30")) for _ in range(2)]
     assert pages[0] == pages[1]
 
 
@@ -140,7 +140,7 @@ def test_texts_of_strangers_stay_texts(tmp_path):
 
 def test_the_page_allows_its_own_script_alone(tmp_path):
     results = load_results(write_pair(tmp_path))
-    html = render_page(results, compare(results), gather_curves(results), date="2026-11-30")
+    html = render_page(content_of_models(results, compare(results), date="2026-11-30"))
     script = (PARTS / "page.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert Page(html).policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}'; ")
@@ -202,6 +202,17 @@ def test_equal_prompts_are_stored_once(tmp_path):
     assert second == 0
 
 
+def test_when_room_is_short_prompts_are_left_out_before_items(tmp_path):
+    record, items = question_task([1, 0] * 20)
+    for item in items:
+        item["prompt_tokens"] = {"shared": ["word"] * 100, "contexts": [[], []], "answers": [[" yes"], [" no"]]}
+    results = load_results([write_result(tmp_path / name, name, {TASK: (record, items)}) for name in "ab"])
+    size = len(json.dumps(collect_items(results).tasks[0]["items"]))
+    shortened = collect_items(results, max_bytes=size // 2)
+    assert (shortened.num_left_out, shortened.num_without_prompt) == (0, 40)
+    assert "prompts" not in shortened.tasks[0]["items"][0]
+
+
 def test_checkpoints_of_a_run_have_curves(tmp_path):
     paths = []
     for batch in (100, 200, 300):
@@ -246,6 +257,27 @@ def test_a_gauntlet_and_ranks_are_shown(tmp_path):
     assert "third against ours" in page.texts
 
 
+def test_recipes_have_a_page_with_all_of_their_runs(tmp_path):
+    answers = {"base": [[1, 0, 0, 0] * 20, [1, 0, 0, 1] * 20], "ours": [[1, 1, 1, 0] * 20, [1, 1, 1, 1] * 20]}
+    arguments = []
+    for recipe, runs in answers.items():
+        paths = [write_result(tmp_path / f"{recipe}{i}", "m", {TASK: question_task(run)}) for i, run in enumerate(runs)]
+        arguments.append(f"{recipe}={','.join(map(str, paths))}")
+    html = tmp_path / "page.html"
+    assert main.run(["compare", *arguments, "--html", str(html)]) == 0
+
+    page = Page(html.read_text())
+    assert page.data["models"] == ["base: base0/m", "base: base1/m", "ours: ours0/m", "ours: ours1/m"]
+    assert page.data["tasks"][0]["items"][3]["scores"] == [0.0, 1.0, 0.0, 1.0]
+    [row] = [row for row in page.rows if row[:2] == [TASK, "acc_per_token"]]
+    assert row[3:5] == ["0.375", "0.875"]
+    assert "ours against base" in page.texts
+    assert "two runs say little about the noise of seeds" in " ".join(page.texts)
+
+    assert main.run(["compare", *arguments, "--all-pairs", "--html", str(html)]) == 0
+    assert "2 recipes, ranked" in Page(html.read_text()).texts
+
+
 # ---------------------------------------------------------------------------------------------------------- the file
 
 
@@ -279,8 +311,3 @@ def test_an_earlier_page_is_replaced(tmp_path):
     assert main.run(["compare", *map(str, write_pair(tmp_path)), "--html", str(html)]) == 0
     assert html.read_text().startswith(FIRST_LINE)
     assert "<p>old" not in html.read_text()
-
-
-def test_recipes_have_no_page(tmp_path, capsys):
-    assert main.run(["compare", "a=x.json,y.json", "b=z.json", "--html", str(tmp_path / "page.html")]) == 2
-    assert "compare: --html is for results of single models" in capsys.readouterr().err

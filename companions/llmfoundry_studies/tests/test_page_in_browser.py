@@ -19,8 +19,7 @@ import pytest
 
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_studies.curves import gather_curves
-from llmfoundry_studies.page import render_page
+from llmfoundry_studies.page import content_of_models, render_page
 from tests.helpers.pages import HOSTILE, LONE_SURROGATE, hostile_result, question_task
 from tests.helpers.results import text, write_result
 
@@ -45,7 +44,7 @@ const look = () => ({
 def write_page(path: Path, result_paths: list[Path]) -> Path:
     """Write the page of results, and return its path."""
     results = load_results(result_paths)
-    path.write_text(render_page(results, compare(results), gather_curves(results), date="2026-11-30"))
+    path.write_text(render_page(content_of_models(results, compare(results), date="2026-11-30")))
     return path
 
 
