@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 import yaml
+from pyarrow import parquet
 
 from llmfoundry_lite.cli.main import run
 from llmfoundry_lite.data.tokenizer import train_tokenizer
@@ -136,3 +138,30 @@ def test_what_the_hub_refuses_is_a_mistake_and_what_may_pass_is_not(
     result = command(hub, tmp_path / "cache", prepare(f"hf:{source}", words, tmp_path / "out"))
     *_, last = result.stderr.splitlines()
     assert result.returncode == code and last.startswith("error: ") and message in last, result.stderr
+
+
+def test_mmlu_is_fetched_with_its_examples_from_parquet_files(hub, tmp_path):
+    """`fetch_tasks.py` names a configuration and two splits, which the Hub's card lists as files."""
+    files = [{"split": split, "path": f"all/{split}-*"} for split in ("test", "dev")]
+    card = f"---\n{yaml.safe_dump({'configs': [{'config_name': 'all', 'data_files': files}]})}---\n"
+    (tmp_path / "set/all").mkdir(parents=True)
+    (tmp_path / "set/README.md").write_text(card)
+    for split, num_rows in (("test", 3), ("dev", 2)):
+        columns = {
+            "question": [f"{split} {number}?" for number in range(num_rows)],
+            "subject": ["world_religions"] * num_rows,
+            "choices": [["a", "b", "c", "d"]] * num_rows,
+            "answer": [2] * num_rows,
+        }
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"set/all/{split}-00000-of-00001.parquet")
+    hub.add("datasets", "cais/mmlu", tmp_path / "set")
+
+    environment = os.environ | hub.environment(tmp_path / "cache")
+    program = [sys.executable, str(ROOT / "scripts/fetch_tasks.py"), "--suite", "mmlu"]
+    result = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "data/eval/mmlu.jsonl").read_text().splitlines()]
+    assert [row["query"] for row in rows] == ["dev 0?", "dev 1?", "test 0?", "test 1?", "test 2?"]
+    assert [row["split"] for row in rows] == ["dev"] * 2 + ["test"] * 3
+    assert {row["category"] for row in rows} == {"world religions"}
+    assert {row["gold"] for row in rows} == {2}
