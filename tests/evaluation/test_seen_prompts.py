@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.data.tokenizer import load_tokenizer
+from llmfoundry_lite.data.tokenizer import build_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import DataRank, TaskRunner, run_task
@@ -105,6 +107,19 @@ def test_texts_of_tokens_join_to_the_text_whatever_bytes_they_cut(tokenizer_fold
     assert token_texts.of([*tokenizer.encode("a"), tokenizer.eos_token_id]) == ["a", tokenizer.eos_token]
     cut = tokenizer.encode("中")[:2]
     assert token_texts.of(cut) == ["", "\ufffd"]
+
+
+def test_tokens_of_sentencepiece_keep_the_space_before_them():
+    """Its decoder leaves out the first space of a text, and spells unknown characters byte by byte."""
+    vocabulary = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "t", "▁a"]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(models.BPE(ids, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(pieces)
+    backend.add_special_tokens(["</s>"])
+    tokenizer = build_tokenizer("llama-like", backend, {"eos_token": "</s>"})
+    assert TokenTexts(tokenizer).of([1, *tokenizer.encode("a é\nat")]) == ["</s>", " a", " ", "", "é", "\n", "a", "t"]
 
 
 # ------------------------------------------------------------------------------------------------------ comparisons
