@@ -32,7 +32,7 @@ from llmfoundry_studies.curves import GatheredCurves, gather_curves
 from llmfoundry_studies.gauntlet import GAUNTLET
 from llmfoundry_studies.page_items import ItemList, collect_items
 from llmfoundry_studies.page_pairs import MAX_ROWS, PairSection, direction_of, section_of_models, section_of_recipes
-from llmfoundry_studies.page_texts import limit_notes, short_name
+from llmfoundry_studies.page_texts import label_of_metric, limit_notes, short_name
 from llmfoundry_studies.pictures import MEAN, draw_curves
 from llmfoundry_studies.ranking import LEGEND as LEGEND_OF_RANKS
 from llmfoundry_studies.ranking import AllPairs, Difference, ranking_table
@@ -290,7 +290,7 @@ def _score_rows(content: PageContent) -> list[dict[str, Any]]:
         rows.append(
             {
                 "task": task,
-                "metric": record["metric"].replace("_", " "),
+                "metric": label_of_metric(record["metric"]),
                 "n": f"{record['n']:,}",
                 "cells": cells,
                 "chance": f"{chance:.3f}" if isinstance(chance, int | float) else "",

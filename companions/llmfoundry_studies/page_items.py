@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, document_of
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_studies.page_texts import shorten
+from llmfoundry_studies.page_texts import label_of_metric, shorten
 
 MAX_BYTES = 24_000_000
 """Most bytes of all entries. A browser reads this much in a third of a second."""
@@ -85,6 +85,7 @@ def collect_items(all_results: Sequence[Results], max_bytes: int = MAX_BYTES) ->
         collected.num_left_out += len(entries_of_task[task]) - len(kept)
         metric = record["metric"]
         facts = {"name": shorten(task), "type": record["type"], "metric": metric, "unit": LENGTH_UNITS.get(metric, "")}
+        facts["label"] = label_of_metric(metric)
         directions = {"is_text": metric == BITS, "less_is_better": metric in BITS_METRICS}
         collected.tasks.append({**facts, **directions, "items": kept})
     return collected

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import printable
 
 MAX_NAME_CHARACTERS = 120
@@ -19,6 +20,11 @@ def short_name(text: str) -> str:
         return name
     half = MAX_NAME_CHARACTERS // 2
     return f"{name[: half - 1]}…{name[-half:]}"
+
+
+def label_of_metric(metric: str) -> str:
+    """Return a metric's name as a reader sees it: "acc per token" for `acc_per_token`."""
+    return "bits per byte of the right answer" if metric == BPB else metric.replace("_", " ")
 
 
 def shorten(text: str) -> str:

@@ -272,7 +272,7 @@ function drawItem(entry) {
     box.append(make("h4", "", describeNumbers(task)), drawChoices(item, task));
   }
   if (task.less_is_better || !(item.log_probabilities || item.texts)) {
-    box.append(make("h4", "", task.metric.replaceAll("_", " ")), drawScores(item, task));
+    box.append(make("h4", "", task.label), drawScores(item, task));
   }
   item.prompts?.forEach((prompt, i) => {
     if (prompt === null || typeof prompt === "number") return;

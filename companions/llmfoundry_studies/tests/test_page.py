@@ -111,6 +111,21 @@ def test_compare_writes_a_page_with_scores_verdicts_and_items(tmp_path, capsys):
     assert held_out["items"][0]["scores"] == [1.4427, 1.29843]
 
 
+def test_bits_per_byte_of_answers_say_that_less_is_better(tmp_path):
+    tasks = {}
+    for name, bits in (("base", 2.0), ("ours", 1.0)):
+        record, items = question_task([1, 0] * 15)
+        for number, item in enumerate(items):
+            item["bpb"] = bits + 0.01 * (number % 5)
+        tasks[name] = ({**record, "metric": "bpb", "bpb": bits + 0.02, "bpb_stderr": 0.01}, items)
+    page = render([write_result(tmp_path / name, name, {TASK: task}) for name, task in tasks.items()])
+    [task] = page.data["tasks"]
+    assert task["less_is_better"] and not task["is_text"]
+    assert task["label"] == "bits per byte of the right answer"
+    assert task["items"][0]["scores"] == [2.0, 1.0]
+    assert page.rows[4][:3] == ["quiz/0-shot", "bits per byte of the right answer", "30"]
+
+
 def test_equal_results_give_equal_bytes(tmp_path):
     results = load_results(write_pair(tmp_path))
     pages = [render_page(content_of_models(results, compare(results), date="2026-11-30")) for _ in range(2)]
