@@ -23,6 +23,7 @@ import re
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,11 +171,12 @@ def read_published_file(name: str, source: str) -> bytes:
                 content = read_file_at_most(answer, MAX_LINE_BYTES, place, "a task")
         else:
             content = read_at_most(place, MAX_LINE_BYTES, "a task")
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         # urllib hides the error of the network, which tells whether another attempt may succeed, in an attribute.
         reason = getattr(error, "reason", None)
         cause = reason if isinstance(reason, OSError) else error
-        raise DataError(f"{name}: {place} cannot be read ({error}); tasks fetched so far are kept") from cause
+        remedy = "--core-source also takes the folder of a clone; tasks fetched so far are kept"
+        raise DataError(f"{name}: {place} cannot be read ({error}); {remedy}") from cause
 
     # Git's hash of a file covers its kind and size, then its content.
     blob_id = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

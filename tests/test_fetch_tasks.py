@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import socket
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -303,7 +304,23 @@ def test_a_server_that_cannot_be_reached_may_be_tried_again(tmp_path, capsys) ->
     assert fetch(tmp_path, "core/copa", "--core-source", f"http://127.0.0.1:{port}") == 75
     error = capsys.readouterr().err
     assert f"core/copa: http://127.0.0.1:{port}/commonsense_reasoning/copa.jsonl cannot be read" in error
+    assert "--core-source also takes the folder of a clone" in error
     assert error.endswith("tasks fetched so far are kept; this may pass: run the same command again\n")
+
+
+def test_an_answer_that_is_no_http_is_one_line(tmp_path, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer_nonsense, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+        assert fetch(tmp_path, "core/copa", "--core-source", f"http://127.0.0.1:{port}") == 2
+    assert "copa.jsonl cannot be read (nonsense" in capsys.readouterr().err
+
+
+def answer_nonsense(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(b"nonsense\r\n\r\n")
 
 
 def test_an_unknown_suite_is_refused(tmp_path, capsys) -> None:
