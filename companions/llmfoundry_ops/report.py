@@ -41,7 +41,7 @@ MAX_LAUNCHES = 20
 class Launches(Additions):
     """Adds launches and failures of each run, and the sites of a run that a relay has moved."""
 
-    def __init__(self, runs: Sequence[Run], image_format: str):
+    def __init__(self, runs: Sequence[Run], names: Sequence[str], image_format: str, results_folder: Path):
         """Collect the facts of `runs`. The figure, of the format png, pdf or svg, is for a report on one run."""
         self.title = runs[0].name
         figure_name = f"relay.{image_format}"

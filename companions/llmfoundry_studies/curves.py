@@ -10,7 +10,7 @@ each run. A task has a curve of its score, and another one of bits per byte if i
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,11 @@ class LearningCurve:
         """Whether the scores are bits per byte, of which fewer are better."""
         return self.metric in BITS_METRICS
 
+    @property
+    def digits(self) -> int:
+        """Decimals to show: three of an accuracy, four of bits per byte."""
+        return 4 if self.is_in_bits else 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredCurves:
@@ -97,17 +102,25 @@ def gather_curves(all_results: Sequence[Results], metric: str | None = None) -> 
     """
     # One rule chooses the metrics for all runs, so that their curves can be compared.
     metrics = choose_metrics(all_results, metric)
-    notes = describe_choice(all_results, metrics, metric)
-    all_results = by_metrics(all_results, metrics)
+    gathered = build_curves(group_by_run(by_metrics(all_results, metrics)))
+    notes = [*describe_choice(all_results, metrics, metric), *gathered.notes]
+    return GatheredCurves(curves=gathered.curves, notes=notes)
 
+
+def build_curves(checkpoints_of_run: Mapping[str, Sequence[Results]]) -> GatheredCurves:
+    """Build the curves of runs by the main metric of each record, and in bits per byte; see `gather_curves`.
+
+    `checkpoints_of_run` maps a run's name to the results of its checkpoints.
+    """
     curves: list[LearningCurve] = []
-    for run, checkpoints in group_by_run(all_results).items():
+    notes: list[str] = []
+    for run, checkpoints in checkpoints_of_run.items():
         tasks = dict.fromkeys(task for results in checkpoints for task in results.tasks)
         for task in tasks:
             found = _find_records(checkpoints, task)
             comparable = _keep_comparable(run, task, found, notes)
             points_in_order = _keep_newest_saves(comparable)
-            curves += _build_curves(run, task, points_in_order)
+            curves += _build_curves_of_task(run, task, points_in_order)
     return GatheredCurves(curves=curves, notes=notes)
 
 
@@ -123,12 +136,12 @@ def group_by_run(all_results: Sequence[Results]) -> dict[str, list[Results]]:
     for results in checkpoints:
         match = NAME_OF_CHECKPOINT.fullmatch(results.model)
         if match is not None:
-            run_of_folder.setdefault(_folder_of(results), match[1])
+            run_of_folder.setdefault(folder_of_checkpoint(results), match[1])
 
     groups: dict[str, list[Results]] = {}
     for results in checkpoints:
         match = NAME_OF_CHECKPOINT.fullmatch(results.model)
-        folder = _folder_of(results)
+        folder = folder_of_checkpoint(results)
         if match is not None:
             run = match[1]
         else:
@@ -148,7 +161,7 @@ def tokens_of(results: Results) -> int | None:
     return 0 if is_before_training else results.num_tokens_trained
 
 
-def _folder_of(results: Results) -> str:
+def folder_of_checkpoint(results: Results) -> str:
     """Return the folder or URL that holds the checkpoint that was evaluated."""
     return results.source.rstrip("/").rpartition("/")[0]
 
@@ -200,7 +213,7 @@ def _epoch_of(one: CheckpointRecord) -> int:
     return lease_epoch_of(one.results.save_id or "")
 
 
-def _build_curves(run: str, task: str, records: Sequence[CheckpointRecord]) -> list[LearningCurve]:
+def _build_curves_of_task(run: str, task: str, records: Sequence[CheckpointRecord]) -> list[LearningCurve]:
     """Return the curves of a task: one by its main metric, and one in bits per byte if that is another.
 
     `records` has one for each number of tokens, ascending. There is no curve by a metric that fewer than MIN_POINTS of

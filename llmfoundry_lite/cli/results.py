@@ -53,12 +53,20 @@ def report_runs(
             "--csv", help="Also write report.csv, with one row for each batch of each run and without repeated batches."
         ),
     ] = False,
+    results: Annotated[
+        Path,
+        typer.Option(
+            help="Folder with results of eval; those of the runs' checkpoints are drawn as curves.",
+            callback=expand_home,
+        ),
+    ] = Path("results"),
 ) -> None:
     """Report losses, devices, time and cost of runs, with a plot. Compares several runs batch by batch."""
     from llmfoundry_lite.report.report import report
 
     sampling = {"prompts": prompt or (), "temperature": temperature, "top_k": top_k}
     options = {"image_format": form, "x_axis": x, "smooth_batches": smooth, "with_csv": with_csv}
+    options["results_folder"] = results
     report(runs, out=out, prices=price or (), **sampling, **options)
 
 

@@ -41,8 +41,13 @@ class Section:
 class Additions:
     """Facts, sections and figures that a companion adds to a report. This base class adds none."""
 
-    def __init__(self, runs: Sequence[Run], image_format: str):
-        """Collect the additions for `runs`. `image_format` (png, pdf or svg) is that of the figures."""
+    def __init__(self, runs: Sequence[Run], names: Sequence[str], image_format: str, results_folder: Path):
+        """Collect the additions for `runs`.
+
+        names: the runs' names in the report.
+        image_format: png, pdf or svg, for the figures.
+        results_folder: folder with results of evaluations, which need not exist.
+        """
         self.file_names: list[str] = []
         """Names of files that `draw` may write."""
         self.facts: Facts = {}
@@ -59,8 +64,8 @@ class Additions:
         return []
 
 
-def build_sections(facts: Facts, additions: Additions) -> list[Section]:
-    """Build the sections of a report: of each run, with a companion's additions, then comparisons and sampled texts.
+def build_sections(facts: Facts, all_additions: Sequence[Additions] = ()) -> list[Section]:
+    """Build the sections of a report: of each run, with companions' additions, then comparisons and sampled texts.
 
     `facts` is the content of report.json. The first section has the figure, which only Markdown shows.
     """
@@ -71,7 +76,9 @@ def build_sections(facts: Facts, additions: Additions) -> list[Section]:
         if run["segments"]:
             with_cost = bool(facts["prices_per_device_hour"])
             run_sections.append(build_segments_section(run, with_cost=with_cost))
-        sections += additions.add_sections(run, run_sections)
+        for additions in all_additions:
+            run_sections = additions.add_sections(run, run_sections)
+        sections += run_sections
 
     # The sections of the report as a whole.
     if facts["comparisons"]:

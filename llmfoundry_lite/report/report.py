@@ -76,6 +76,7 @@ def report(
     x_axis: str = "batch",
     smooth_batches: int | None = None,
     with_csv: bool = False,
+    results_folder: Path = Path("results"),
 ) -> Facts:
     """Report on one or several runs: print tables, and write report.json, report.md and figures.
 
@@ -89,6 +90,7 @@ def report(
     `image_format`: png, pdf or svg. `x_axis`: a key of AXIS_LABELS.
     `smooth_batches`: width of the running mean; 1 draws none.
     `with_csv`: write report.csv too, with a row for each batch.
+    `results_folder`: folder with results of evaluations. Those of the runs' checkpoints are shown by a companion.
 
     Returns the content of report.json. Raises DataError if a location has no run or no run has a batch, and
     ConfigError for a price that cannot be parsed, for a remote run without `out`, and for an `x_axis` that the log
@@ -102,27 +104,32 @@ def report(
         raise ConfigError(f"{runs[0].location} is not on this disk; say with --out DIR where the report goes")
 
     # Before any work, refuse to replace files that no earlier report has written.
-    additions_class = companions.load_if_installed("llmfoundry_ops.report:Launches") or Additions
-    additions: Additions = additions_class(runs, image_format)
-    file_names = ("report.md", f"loss.{image_format}", f"report.{image_format}", *additions.file_names, "report.csv")
+    names = distinct_names(runs)
+    all_additions = load_additions(runs, names, image_format, results_folder)
+    file_names = ["report.md", f"loss.{image_format}", f"report.{image_format}", "report.csv"]
+    for additions in all_additions:
+        file_names += additions.file_names
     check_replaceable(folder / "report.json", [folder / name for name in file_names])
 
     # Describe each run. `sample_texts` and `note_unread_relays` may add notes to a run, so they come before
     # `describe_run`, which copies them.
     samples = sample_texts(runs[0], prompts, temperature=temperature, top_k=top_k) if is_single else []
     note_unread_relays(runs)
-    names = distinct_names(runs)
+    described_runs: list[Facts] = []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        added_facts: Facts = {}
+        for additions in all_additions:
+            added_facts |= additions.run_facts[i]
+        described_runs.append(describe_run(run, name, added_facts, device_prices))
     facts: Facts = {
-        "runs": [
-            describe_run(run, name, added_facts, device_prices)
-            for run, name, added_facts in zip(runs, names, additions.run_facts, strict=True)
-        ],
+        "runs": described_runs,
         "comparisons": [],
         "samples": samples,
         "prices_per_device_hour": device_prices,
         "figure": f"{'loss' if is_single else 'report'}.{image_format}",
-        **additions.facts,
     }
+    for additions in all_additions:
+        facts |= additions.facts
     if left_out:
         facts["left_out"] = left_out
     for device in unused_prices(runs, device_prices):
@@ -135,7 +142,7 @@ def report(
         comparison, difference = compare_runs(runs[0], run, names[0], name)
         facts["comparisons"].append(comparison)
         differences.append(difference)
-    sections = build_sections(facts, additions)
+    sections = build_sections(facts, all_additions)
 
     # Write the files. report.json comes first, because only beside it may the next report replace the other files. If
     # this one is interrupted, the files that it has written can be replaced, too.
@@ -144,12 +151,30 @@ def report(
     write_atomically(folder / "report.md", mask_credentials(markdown(sections)))
     half_width = None if smooth_batches is None else smooth_batches // 2  # batches on either side of the middle one
     draw_figure(folder, runs, facts, differences, x_axis, half_width)
-    figure_paths = [*additions.draw(folder), folder / facts["figure"]]
+    figure_paths: list[Path] = []
+    for additions in all_additions:
+        figure_paths += additions.draw(folder)
+    figure_paths.append(folder / facts["figure"])
     if with_csv:
         write_csv(folder / "report.csv", runs, names)
 
     print_report(sections, folder, figure_paths, left_out, with_csv=with_csv)
     return facts
+
+
+def load_additions(
+    runs: Sequence[Run], names: Sequence[str], image_format: str, results_folder: Path
+) -> list[Additions]:
+    """Return what installed companions add, in the order of sections. The arguments are those of `Additions`."""
+    classes = [
+        companions.load_if_installed("llmfoundry_ops.report:Launches"),
+        companions.load_if_installed("llmfoundry_studies.report_curves:Curves"),
+    ]
+    return [
+        additions_class(runs, names, image_format, results_folder)
+        for additions_class in classes
+        if additions_class is not None
+    ]
 
 
 def read_runs(locations: Sequence[str]) -> tuple[list[Run], list[str]]:
