@@ -32,8 +32,8 @@ from benchmarks.ladder.plan import Shape
 from llmfoundry_lite.checkpoint.manifest import Segment
 from llmfoundry_lite.errors import UserError
 from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.means import by_document
 from llmfoundry_lite.evaluation.pairs import format_p
-from llmfoundry_lite.evaluation.records import by_document
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.tables import Table

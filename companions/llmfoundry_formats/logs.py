@@ -38,9 +38,11 @@ from llmfoundry_lite.bounded import (
 )
 from llmfoundry_lite.errors import ConfigError, DataError, UserError
 from llmfoundry_lite.evaluation.items import fingerprint
+from llmfoundry_lite.evaluation.means import bits_per_byte, by_document, mean_and_error
 from llmfoundry_lite.evaluation.prompts import find_connected_rows
-from llmfoundry_lite.evaluation.records import BITS, Record, bits_per_byte, by_document, hash_of, mean_and_error
+from llmfoundry_lite.evaluation.records import BITS, Record
 from llmfoundry_lite.evaluation.results import Results, load_results, read_results
+from llmfoundry_lite.evaluation.summaries import hash_of
 from llmfoundry_lite.files import open_regular
 
 OURS, LM_EVAL, INSPECT = "llmfoundry-lite", "lm-eval", "Inspect"

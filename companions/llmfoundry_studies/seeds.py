@@ -24,20 +24,12 @@ import numpy as np
 from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.compare import WeightedTask, check_same_questions, refuse_unknown_tasks
+from llmfoundry_lite.evaluation.compare import WeightedTask, refuse_unknown_tasks
+from llmfoundry_lite.evaluation.means import document_of, label_of, text_row, weights_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
-from llmfoundry_lite.evaluation.records import (
-    BITS,
-    BITS_METRICS,
-    document_of,
-    has_categories,
-    items_with,
-    label_of,
-    text_row,
-    weights_of,
-    weights_of_tasks,
-)
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, has_categories, items_with
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.same_questions import check_same_questions
 from llmfoundry_lite.evaluation.significance import MIN_UNITS, Floats
 from llmfoundry_studies import student_t
 

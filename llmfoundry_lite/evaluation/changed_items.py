@@ -17,8 +17,9 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError, find_nearest, printable
+from llmfoundry_lite.evaluation.means import label_of
 from llmfoundry_lite.evaluation.pairs import Comparison
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with, label_of
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table

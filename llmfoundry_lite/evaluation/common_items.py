@@ -2,8 +2,10 @@
 
 `collect_common_items` pairs the items of one task. `collect_units` does so for several tasks whose scores are added up,
 such as those of a mean. A unit is an item, or a cluster of items. If several tasks ask the same item, it is one unit.
+`text_units` pairs the documents of a held-out text.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.records import has_categories, items_with, weights_of
+from llmfoundry_lite.evaluation.means import by_document, text_row, weights_of
+from llmfoundry_lite.evaluation.metrics import has_other_tokenizer
+from llmfoundry_lite.evaluation.records import has_categories, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import Floats
 
@@ -129,3 +133,39 @@ def collect_units(tasks: Sequence[WeightedTask], first_results: Results, other_r
         first_sum=first_sum,
         other_sum=other_sum,
     )
+
+
+class TextUnits(NamedTuple):
+    """Independent units of a held-out text, with the nats and bytes of each for two models."""
+
+    first: Floats
+    """[units, 2] of the first model; the columns are nats and bytes."""
+    other: Floats
+    """The same of the other model."""
+    are_windows: bool
+    """The units are windows of a single document. Otherwise they are documents."""
+
+
+def text_units(task: str, first_results: Results, other_results: Results) -> TextUnits:
+    """Return the independent units of a held-out text, with the nats and bytes of each for both models.
+
+    Units are documents. If there is only one document, and both models read it in the same windows, its windows are the
+    units. Raises DataError if the two models did not read the same documents.
+    """
+    first_documents = {item["index"] for item in first_results.items[task]}
+    other_documents = {item["index"] for item in other_results.items[task]}
+    if first_documents != other_documents:
+        raise DataError(f"{task}: {first_results.name} and {other_results.name} did not read the same documents")
+
+    # (nats, bytes) of each window. Windows are the same if their bytes are.
+    first_windows = [text_row(item) for item in first_results.items[task]]
+    other_windows = [text_row(item) for item in other_results.items[task]]
+    first_window_bytes = [num_bytes for _, num_bytes in first_windows]
+    other_window_bytes = [num_bytes for _, num_bytes in other_windows]
+    have_same_bytes = first_window_bytes == other_window_bytes
+    have_same_windows = have_same_bytes and not has_other_tokenizer(first_results, other_results)
+
+    if len(first_documents) == 1 and have_same_windows:
+        minimum_2 = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts as one byte
+        return TextUnits(np.maximum(first_windows, minimum_2), np.maximum(other_windows, minimum_2), are_windows=True)
+    return TextUnits(by_document(first_results.items[task]), by_document(other_results.items[task]), are_windows=False)

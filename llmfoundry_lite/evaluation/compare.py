@@ -1,8 +1,8 @@
 """Compares the results of several models with those of the first, item by item.
 
-`compare` checks that two models were asked the same questions, pairs their items, and tests the difference of each
-task and of the mean of all tasks. `significance.py` has the tests, and `pairs.py` the resulting objects and their
-output. The last part of this file writes notes on what may explain a difference.
+`compare` checks that two models were asked the same questions (`same_questions.py`), pairs their items
+(`common_items.py`), and tests the difference of each task and of the mean of all tasks. `significance.py` has the
+tests, and `pairs.py` the resulting objects and their output. `comparison_notes.py` says what may explain a difference.
 
 A difference counts as significant if its p-value, corrected for the number of tests (Holm), is below 0.05. Its interval
 is at the level that its p-value is compared with, so it excludes 0 exactly if the difference is significant.
@@ -16,19 +16,20 @@ labels, but from the same data) is one item: in the mean, its differences in all
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from llmfoundry_lite.config.eval_schema import BPB
-from llmfoundry_lite.data.spelling import percent
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.common_items import WeightedTask, collect_units
+from llmfoundry_lite.evaluation.common_items import WeightedTask, collect_units, text_units
+from llmfoundry_lite.evaluation.comparison_notes import note_on_skipped, notes_on, notes_on_resolution
+from llmfoundry_lite.evaluation.means import bits_per_byte, label_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import (
     by_metrics,
     choose_metrics,
@@ -42,18 +43,11 @@ from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
     BITS,
     BITS_METRICS,
-    Record,
-    bits_per_byte,
-    by_document,
-    items_with,
-    label_of,
-    limit_of_trial,
     lost_text_fraction,
-    text_row,
-    weights_of_tasks,
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts, Floats
+from llmfoundry_lite.evaluation.same_questions import check_same_questions
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, Floats
 
 MISSING_BYTE_BITS = 8
 """The most bits that a byte of lost text could add: as many as a byte costs that is not predicted at all."""
@@ -97,7 +91,7 @@ def compare(
         comparison = _compare_two(
             first_results, other_results, tasks, all_metrics=all_metrics, smallest_level=significance.LEVEL / num_tests
         )
-        comparison.notes = [*notes, *comparison.notes, *_note_on_skipped(skip)]
+        comparison.notes = [*notes, *comparison.notes, *note_on_skipped(skip)]
         comparisons.append(comparison)
 
     # With many tests, some p-values are small by chance, and a reader looks at the smallest. So they are corrected for
@@ -115,7 +109,7 @@ def compare(
         for tested, p, level in zip(family, p_corrected, levels, strict=True):
             tested.decide(p, level)
     for comparison in comparisons:
-        comparison.notes += _notes_on_resolution(comparison.tasks)
+        comparison.notes += notes_on_resolution(comparison.tasks)
     return comparisons
 
 
@@ -225,164 +219,6 @@ def _compare_two(
         other_metrics=other_comparisons,
         notes=notes_on(first_results, other_results, comparisons),
     )
-
-
-# ----------------------------------------------------------------------------------------------- equal questions
-
-
-def check_same_questions(task: str, first_results: Results, other_results: Results) -> None:
-    """Raise DataError unless both models answered the same questions of a task, asked in the same way.
-
-    Records have a fingerprint of the data, and one of the data with all settings. The error explains a difference: it
-    lists every setting that differs, and names the first question that does. Held-out text that models with different
-    tokenizers read must also have the same number of bytes in each document.
-    """
-    first_record = first_results.tasks[task]
-    other_record = other_results.tasks[task]
-    is_text = first_record["type"] == "perplexity"
-    tokenizers_differ = has_other_tokenizer(first_results, other_results)
-    first_other_row = _first_different("row", task, first_results, other_results)
-
-    # Compare the settings.
-    differences = _different_settings(task, first_results, other_results, has_other_rows=bool(first_other_row))
-    limit = first_record["settings"].get("limit")
-    limit_differs = limit != other_record["settings"].get("limit")
-    if is_text and tokenizers_differ and limit is not None and not limit_differs:
-        differences.append(f"their tokenizers differ, so that limit {limit!r}, of windows, ends elsewhere in the text")
-        limit_differs = True
-
-    # Compare the data. The fingerprint covers a text only up to its limit, so different limits alone change it.
-    has_same_data = first_record["data_fingerprint"] == other_record["data_fingerprint"]
-    if not has_same_data and not (is_text and limit_differs):
-        differences.append(f"the data ({first_record['n']:,} items against {other_record['n']:,}{first_other_row})")
-
-    # Compare everything else that the fingerprint covers. Windows of a text depend on the tokenizer, so there it says
-    # nothing about models with different tokenizers.
-    has_same_fingerprint = first_record["fingerprint"] == other_record["fingerprint"]
-    if not differences and not has_same_fingerprint and not (is_text and tokenizers_differ):
-        fingerprints = f"{first_record['fingerprint']} against {other_record['fingerprint']}"
-        differences.append(f"something that no setting shows (fingerprint {fingerprints})")
-
-    if differences:
-        remedy = "evaluate both with one task file"
-        if limit_differs:
-            remedy = "evaluate both without limit"
-        elif has_same_data and first_record["settings"].get("max_seq_len") != other_record["settings"].get(
-            "max_seq_len"
-        ):
-            remedy = f"evaluate both with max_seq_len={_common_length(first_record, other_record)}"
-        raise DataError(
-            f"{task}: {first_results.name} and {other_results.name} were not asked the same: "
-            f"{'; '.join(differences)}; {remedy}, or leave the task out: --skip {task}"
-        )
-    if is_text and tokenizers_differ and has_same_fingerprint:
-        _check_same_bytes(task, first_results, other_results)
-
-
-def _common_length(first_record: Record, other_record: Record) -> int:
-    """Return the context length with which both models can be asked the same: the smaller one of two records.
-
-    A record has the length only if it had an effect, so one of them may lack it.
-    """
-    lengths = [record["settings"].get("max_seq_len") for record in (first_record, other_record)]
-    return min(length for length in lengths if length is not None)
-
-
-def _different_settings(
-    task: str, first_results: Results, other_results: Results, *, has_other_rows: bool
-) -> list[str]:
-    """Describe each setting of a task that differs between two results, such as "num_fewshot 0 against 5".
-
-    has_other_rows: the questions differ. Their prompts then differ as well, and are not listed.
-
-    Returns an empty list if all settings are equal.
-    """
-    first_record = first_results.tasks[task]
-    other_record = other_results.tasks[task]
-    differences: list[str] = []
-
-    # Compare facts that the record has outside its settings.
-    different_facts: list[str] = []
-    for key in ("type", "num_fewshot", "tokenization", "metric"):
-        if first_record.get(key) != other_record.get(key):
-            different_facts.append(key)
-            differences.append(f"{key} {first_record.get(key)!r} against {other_record.get(key)!r}")
-
-    # Compare every setting that either record has.
-    first_settings = first_record["settings"]
-    other_settings = other_record["settings"]
-    for key in {**first_settings, **other_settings}:
-        first_setting = first_settings.get(key)
-        other_setting = other_settings.get(key)
-        if first_setting == other_setting or key in different_facts:
-            continue
-        if key == "stop_tokens":  # a property of each model's tokenizer, not of the task
-            continue
-
-        # Logs of another tool have a hash of all prompts, which a reader cannot use. Name the first that differs.
-        are_hashes = str(first_setting).startswith("sha256:") and str(other_setting).startswith("sha256:")
-        if key == "prompts" and are_hashes:
-            if not has_other_rows:
-                differences.append(f"their prompts{_first_different('prompt', task, first_results, other_results)}")
-            continue
-
-        counts = f" ({first_record['n']:,} items against {other_record['n']:,})" if key == "limit" else ""
-        differences.append(f"{key} {first_setting!r} against {other_setting!r}{counts}")
-    return differences
-
-
-def _check_same_bytes(task: str, first_results: Results, other_results: Results) -> None:
-    """Raise DataError unless each document of a held-out text has the same number of bytes for both models.
-
-    A data set of token ids is read as different texts by two tokenizers. Windows depend on the tokenizer, too, but the
-    bytes of a document's windows add up to those of the document.
-    """
-    first_bytes = by_document(first_results.items[task])[:, 1]
-    other_bytes = by_document(other_results.items[task])[:, 1]
-    if not np.array_equal(first_bytes, other_bytes):
-        raise DataError(
-            f"{task}: the data are token ids, and {first_results.name} and {other_results.name} have different "
-            f"tokenizers; evaluate both on a text file, or leave the task out: --skip {task}"
-        )
-
-
-def _first_different(compared_fact: str, task: str, first_results: Results, other_results: Results) -> str:
-    """Name the first item of a task in which two results differ, to complete an error, or return an empty text.
-
-    compared_fact: "row" compares the questions, and "prompt" the prompts.
-
-    Returns for instance "; row 17 is the first with another question". Logs of other evaluation tools record hashes of
-    both facts. Items of this library have the texts of their question and its options. Items of older releases lack
-    these, and are compared by the right answer, the category, and the lengths or texts of the answers.
-    """
-
-    def read_fact(item: Record, *, has_question: bool) -> object:
-        """Return what is compared: the hash of the compared fact, or the facts that make the item's question."""
-        if compared_fact == "prompt" or "row" in item:
-            return item.get(compared_fact)
-        texts = ("question", "choices") if has_question else ("num_characters",)
-        return [item.get(key) for key in (*texts, "gold", "answers", "category")]
-
-    is_text = first_results.tasks[task]["type"] == "perplexity"
-    other_items = {item["index"]: item for item in other_results.items.get(task, [])}
-    for item in first_results.items.get(task, []):
-        # An item that only one model was asked, or a window, which depends on the tokenizer, says nothing.
-        other_item = other_items.get(item["index"])
-        is_comparable = "row" in item or not is_text
-        if other_item is None or not is_comparable:
-            continue
-
-        has_question = "question" in item and "question" in other_item
-        fact = read_fact(item, has_question=has_question)
-        other_fact = read_fact(other_item, has_question=has_question)
-        if fact != other_fact:
-            noun = "question" if compared_fact == "row" else "prompt"
-            item_name = item.get("id") or f"row {item['index'] + 1}"
-            return f"; {item_name} is the first with another {noun}"
-    return ""
-
-
-# ---------------------------------------------------------------------------------------------------------- numbers
 
 
 def _compare_task(
@@ -544,200 +380,3 @@ def _compare_texts(
         min_p=result.min_p if len(units.first) >= MIN_DOCUMENTS else 0.0,
         lost_text=lost_text_bits,
     )
-
-
-class TextUnits(NamedTuple):
-    """Independent units of a held-out text, with the nats and bytes of each for two models."""
-
-    first: Floats
-    """[units, 2] of the first model; the columns are nats and bytes."""
-    other: Floats
-    """The same of the other model."""
-    are_windows: bool
-    """The units are windows of a single document. Otherwise they are documents."""
-
-
-def text_units(task: str, first_results: Results, other_results: Results) -> TextUnits:
-    """Return the independent units of a held-out text, with the nats and bytes of each for both models.
-
-    Units are documents. If there is only one document, and both models read it in the same windows, its windows are the
-    units. Raises DataError if the two models did not read the same documents.
-    """
-    first_documents = {item["index"] for item in first_results.items[task]}
-    other_documents = {item["index"] for item in other_results.items[task]}
-    if first_documents != other_documents:
-        raise DataError(f"{task}: {first_results.name} and {other_results.name} did not read the same documents")
-
-    # (nats, bytes) of each window. Windows are the same if their bytes are.
-    first_windows = [text_row(item) for item in first_results.items[task]]
-    other_windows = [text_row(item) for item in other_results.items[task]]
-    first_window_bytes = [num_bytes for _, num_bytes in first_windows]
-    other_window_bytes = [num_bytes for _, num_bytes in other_windows]
-    have_same_bytes = first_window_bytes == other_window_bytes
-    have_same_windows = have_same_bytes and not has_other_tokenizer(first_results, other_results)
-
-    if len(first_documents) == 1 and have_same_windows:
-        minimum_2 = [-math.inf, 1]  # of [nats, bytes]: a window without bytes counts as one byte
-        return TextUnits(np.maximum(first_windows, minimum_2), np.maximum(other_windows, minimum_2), are_windows=True)
-    return TextUnits(by_document(first_results.items[task]), by_document(other_results.items[task]), are_windows=False)
-
-
-# ------------------------------------------------------------------------------------------------------------ notes
-
-
-FACTS = {
-    "num_tokens_trained": "warning: token budgets differ: {} {:,} tokens, {} {:,}; more training is one reason to be "
-    "better",
-    "num_parameters": "warning: sizes differ: {} {:,} parameters, {} {:,}",
-    "precision": "precision differs: {} {}, {} {}",
-}
-"""Fact of a result -> the note if two results differ in it. The note has places for the name and the fact of the first
-result, and for those of the other one."""
-TASK_FACTS = {
-    "beginning": ([], "prompts begin with tokens {1} for {0}, {3} for {2}"),
-    "generation": (None, "warning: answers are generated with {1} by {0}, {3} by {2}"),
-    "num_trimmed": (0, "contexts cut to fit: {1:,} of {0}, {3:,} of {2}"),
-}
-"""Fact of a task -> (the value that counts if a record does not have it, the note if two records differ in it)."""
-
-
-def notes_on(first_results: Results, other_results: Results, tasks: Sequence[MetricComparison]) -> list[str]:
-    """Return notes on what may explain the differences of two models, or limits what they mean.
-
-    The notes are printed below the table. They are about differences between the models and their evaluations, tasks
-    that only one of them has, and facts of each task. `tasks` has the comparison of each common task.
-    """
-    both_names = f"{first_results.name} and {other_results.name}"
-    notes: list[str] = []
-
-    # Compare facts of the models. A fact that one result does not record is not compared.
-    for key, text in FACTS.items():
-        first_fact = getattr(first_results, key)
-        other_fact = getattr(other_results, key)
-        are_known = first_fact is not None and other_fact is not None
-        if are_known and first_fact != other_fact:
-            notes.append(text.format(first_results.name, first_fact, other_results.name, other_fact))
-    if first_results.save_id is not None and first_results.save_id == other_results.save_id:
-        notes.append(f"{both_names} are the same checkpoint")
-
-    # Compare the code that evaluated them.
-    first_code = _code_of(first_results, tasks)
-    other_code = _code_of(other_results, tasks)
-    if first_code != other_code:
-        notes.append(
-            f"evaluated by different code: {first_results.name} by {first_code}, {other_results.name} by {other_code}"
-        )
-
-    # Name the tasks that are not compared.
-    notes += _note_on_missing_tasks(first_results, other_results)
-    notes += _note_on_missing_tasks(other_results, first_results)
-
-    # Add notes on each task that is compared.
-    for comparison in tasks:
-        notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first_results, other_results)]
-    return notes
-
-
-def _notes_on_resolution(tasks: Sequence[MetricComparison]) -> list[str]:
-    """Return a note on each text whose bootstrap has too few draws for the level that its p-value is compared with."""
-    return [
-        f"warning: {comparison.task}: its bootstrap can show no p below {comparison.min_p:.1g}, and with so many tests "
-        f"{1 - comparison.confidence:.1g} decides; compare fewer models or tasks at once"
-        for comparison in tasks
-        if not comparison.is_resolved
-    ]
-
-
-def _note_on_skipped(skip: Sequence[str]) -> list[str]:
-    """Return a note that names the tasks which the user left out; empty if there are none."""
-    return [f"left out, as asked: {', '.join(skip)}"] if skip else []
-
-
-def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:
-    """Return the versions of the code that evaluated the compared tasks, separated by commas."""
-    versions = {results.tasks[comparison.task]["code"] for comparison in tasks}
-    return ", ".join(sorted(versions))
-
-
-def _note_on_missing_tasks(results: Results, other_results: Results) -> list[str]:
-    """Return a note that names the tasks which only `results` has; empty if there are none."""
-    missing_tasks = [task for task in results.items if task not in other_results.items]
-    if not missing_tasks:
-        return []
-    return [f"only in {results.name}, left out: {', '.join(missing_tasks)}"]
-
-
-def _notes_on_task(comparison: MetricComparison, first_results: Results, other_results: Results) -> Iterator[str]:
-    """Yield notes on the comparison of one task, in the order in which they are printed.
-
-    They say whether the task was only a trial, in which facts its two records differ, how much text a tokenizer loses,
-    and whether there are too few independent items or documents for a verdict.
-    """
-    task = comparison.task
-    limit = limit_of_trial(first_results.tasks[task])
-    if limit:
-        yield f"only its first {limit:,} items (limit): a try, not a result"
-
-    # Compare facts of the task. Tokens at the beginning of prompts follow from the tokenizer, which has a note already.
-    for key, (default, text) in TASK_FACTS.items():
-        first_fact = first_results.tasks[task].get(key, default)
-        other_fact = other_results.tasks[task].get(key, default)
-        follows_from_tokenizer = key == "beginning" and has_other_tokenizer(first_results, other_results)
-        if first_fact != other_fact and not follows_from_tokenizer:
-            yield text.format(first_results.name, first_fact, other_results.name, other_fact)
-
-    for results in (first_results, other_results):
-        lost_fraction = lost_text_fraction(results.tasks[task])
-        if lost_fraction:
-            yield f"warning: the tokenizer of {results.name} loses {percent(lost_fraction)} of the text"
-
-    # Counts of wins and losses exist for questions, and not for held-out text.
-    if comparison.counts is None:
-        yield from _notes_on_documents(text_units(task, first_results, other_results))
-    else:
-        yield from _notes_on_items(comparison, comparison.counts, first_results, other_results)
-
-
-def _notes_on_documents(units: TextUnits) -> Iterator[str]:
-    """Yield a note if a held-out text has too few documents for a verdict, or if windows stand in for documents."""
-    num_units = len(units.first)
-    if num_units < MIN_DOCUMENTS:
-        noun = _count(num_units, "document")
-        if units.are_windows and num_units > 1:
-            noun = f"one document of {num_units} windows"
-        yield f"{noun}: no interval and no verdict below {MIN_DOCUMENTS}"
-    elif units.are_windows:
-        yield "one document: its windows are resampled, as if they were independent"
-
-
-def _notes_on_items(
-    comparison: MetricComparison, counts: Counts, first_results: Results, other_results: Results
-) -> Iterator[str]:
-    """Yield notes on items that only one model was asked, and on how many items are independent.
-
-    `counts` has the number of independent units, which are clusters if the items have any, and the effective number,
-    which is smaller if units differ in weight. There is no verdict with fewer than MIN_UNITS or, for bits per byte,
-    MIN_DOCUMENTS.
-    """
-    # Items that only one model has been asked, for instance because they did not fit into the other one's context.
-    task = comparison.task
-    first_indices = {item["index"] for item in items_with(first_results.items[task], comparison.metric)}
-    other_indices = {item["index"] for item in items_with(other_results.items[task], comparison.metric)}
-    num_left_out = len(first_indices ^ other_indices)
-    if num_left_out:
-        yield f"{num_left_out:,} items that only one could be asked are left out"
-
-    min_units = MIN_DOCUMENTS if comparison.metric == BPB else MIN_UNITS
-    has_clusters = "cluster" in first_results.items[task][0]
-    if counts.num_effective < min_units:
-        noun = _count(counts.num_units, "cluster" if has_clusters else "item")
-        if counts.num_units >= min_units:
-            noun += f", of such different weight that they are worth {counts.num_effective:.1f} equal ones"
-        yield f"{noun}: no interval and no verdict below {min_units}"
-    elif has_clusters:
-        yield f"{comparison.n:,} items in {counts.num_units:,} clusters, which are what is independent"
-
-
-def _count(number: int, noun: str) -> str:
-    """Return a number with its noun: "one document", "3 documents"."""
-    return f"one {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,10 +22,11 @@ from llmfoundry_lite.evaluation.documents import prepare_text
 from llmfoundry_lite.evaluation.items import GENERATION, SEPARATE, EmptyTaskError, PreparedTask, Request
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.prompts import is_correct
-from llmfoundry_lite.evaluation.records import Record, generated_item, hash_of, scored_item, summarise
+from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results, code_version
 from llmfoundry_lite.evaluation.scoring import Scorable, Score, check_tokens, score, text_separator
+from llmfoundry_lite.evaluation.summaries import generated_item, hash_of, scored_item, summarise
 from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from llmfoundry_lite.evaluation.token_texts import TokenTexts, prompt_tokens

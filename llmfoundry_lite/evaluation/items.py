@@ -1,8 +1,8 @@
 """Tasks that are ready to be run on a model, with their items and the requests of each item, as token ids.
 
 A `PreparedTask` has an `Item` for each question, and an item has a `Request` for each of its options. `tasks.py` and
-`documents.py` make them, `packing.py` and `scoring.py` run the model on their requests, and `records.py` turns the
-results into scores.
+`documents.py` make them, `packing.py` and `scoring.py` run the model on their requests, and `summaries.py` turns
+the results into scores.
 """
 
 import hashlib

@@ -17,15 +17,9 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import MAX_LOG_BYTES, read_json, read_lines_at_most
 from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import ConfigError, DataError
-from llmfoundry_lite.evaluation.records import (
-    RESULT,
-    Record,
-    check_items,
-    check_result,
-    is_accuracy,
-    score_of,
-    weights_of_tasks,
-)
+from llmfoundry_lite.evaluation.means import weights_of_tasks
+from llmfoundry_lite.evaluation.records import RESULT, Record, check_result, is_accuracy, score_of
+from llmfoundry_lite.evaluation.summaries import check_items
 from llmfoundry_lite.release import read_release
 
 LOGS = ", or a folder with samples_*.jsonl of lm_eval --log_samples or with logs of Inspect"

@@ -18,16 +18,9 @@ from rich.text import Text
 from llmfoundry_lite.config.eval_schema import BPB, Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
+from llmfoundry_lite.evaluation.means import error_of_sum, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
-from llmfoundry_lite.evaluation.records import (
-    Record,
-    error_of_sum,
-    is_accuracy,
-    limit_of_trial,
-    lost_text_fraction,
-    score_of,
-    weights_of_tasks,
-)
+from llmfoundry_lite.evaluation.records import Record, is_accuracy, limit_of_trial, lost_text_fraction, score_of
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
 from llmfoundry_lite.files import write_atomically

@@ -16,9 +16,9 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import harness
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import DataRank, TaskRunner, run_task
+from llmfoundry_lite.evaluation.means import mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import panels
-from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
 from llmfoundry_lite.evaluation.tables import gauntlet_table, results_table

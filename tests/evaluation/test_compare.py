@@ -23,9 +23,9 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import compare, compare_files
 from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.means import mean_and_error
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import MetricComparison, legend, panels, write_comparison
-from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.result_files import ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_any, load_results, read_others, read_results
 from llmfoundry_lite.evaluation.tables import results_table

@@ -23,8 +23,8 @@ from llmfoundry_lite.evaluation import harness, models, suite
 from llmfoundry_lite.evaluation import result_files as result_files_module
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.means import mean_and_error
 from llmfoundry_lite.evaluation.models import locate_and_load_model
-from llmfoundry_lite.evaluation.records import mean_and_error
 from llmfoundry_lite.evaluation.result_files import Outline, ResultFiles
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score

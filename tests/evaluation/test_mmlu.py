@@ -9,8 +9,8 @@ import pytest
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.load_eval import load_eval_config
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.evaluation.records import summarise
 from llmfoundry_lite.evaluation.results import Results
+from llmfoundry_lite.evaluation.summaries import summarise
 from llmfoundry_lite.evaluation.tables import results_table
 from llmfoundry_lite.evaluation.task_files import read_rows
 from llmfoundry_lite.evaluation.tasks import prepare_task

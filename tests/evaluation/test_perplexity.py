@@ -25,9 +25,9 @@ from llmfoundry_lite.data.tokenizer import build_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import prepare_text
 from llmfoundry_lite.evaluation.harness import evaluate
+from llmfoundry_lite.evaluation.means import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
-from llmfoundry_lite.evaluation.records import bits_per_byte, bits_per_byte_error, by_document
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import _describe_irregularities
 from tests.helpers.models import normal_model

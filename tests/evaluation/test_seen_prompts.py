@@ -12,9 +12,9 @@ from llmfoundry_lite.data.tokenizer import build_tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import DataRank, TaskRunner, run_task
-from llmfoundry_lite.evaluation.records import scored_item
 from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_lite.evaluation.scoring import Score
+from llmfoundry_lite.evaluation.summaries import scored_item
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from llmfoundry_lite.evaluation.token_texts import TokenTexts, prompt_tokens
 from tests.helpers.pieces import Pieces

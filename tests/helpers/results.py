@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmfoundry_lite.evaluation.records import hash_of, mean_and_error
+from llmfoundry_lite.evaluation.means import mean_and_error
+from llmfoundry_lite.evaluation.summaries import hash_of
 
 
 def write_result(folder: Path, model: str, tasks: Mapping[str, Any], **facts: Any) -> Path:
