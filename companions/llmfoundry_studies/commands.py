@@ -33,7 +33,14 @@ from llmfoundry_studies.ranking import (
     rank_sides,
     write_all_pairs,
 )
-from llmfoundry_studies.recipes import LEGEND, notes_on_sides, read_sides, table_of_sides, write_sides
+from llmfoundry_studies.recipes import (
+    LEGEND,
+    notes_on_sides,
+    paths_of_sides,
+    read_sides,
+    table_of_sides,
+    write_sides,
+)
 from llmfoundry_studies.seeds import Run, Side, SidePair, compare_sides
 
 TASK_FOLDER = "evals"
@@ -232,9 +239,8 @@ def compare_recipes(
     ranked = None
     if all_pairs:
         notes = [note for pair in pairs for note in notes_on_sides(pair)]
-        paths_of_side = {side.name: [str(one.path) for one in side.all_results] for side in sides}
         ranked = rank_sides(pairs, notes)
-        _show_all_pairs(ranked, paths_of_side, out)
+        _show_all_pairs(ranked, paths_of_sides(sides), out)
     else:
         _show_sides(pairs, out)
     if html is not None:

@@ -1,6 +1,7 @@
 """Recipes with several runs: read from the arguments of `compare`, and shown as tables. `seeds.py` compares them."""
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -174,13 +175,17 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
         rows = [describe_row(row) for row in pair.rows]
         comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
     paths = [out / f"compare.{suffix}" for suffix in ("json", "md", "csv", "tex")]
-    sides = [pairs[0].first, *(pair.other for pair in pairs)]
-    results = {side.name: [str(one.path) for one in side.all_results] for side in sides}
+    results = paths_of_sides([pairs[0].first, *(pair.other for pair in pairs)])
     write_atomically(paths[0], json.dumps({"results": results, "comparisons": comparisons}, indent=1) + "\n")
     write_atomically(paths[1], "\n".join([*lines, LEGEND, ""]))
     write_atomically(paths[2], numbers_of_sides(pairs).csv())
     write_atomically(paths[3], "\n".join(latex_lines))
     return paths
+
+
+def paths_of_sides(sides: Sequence[Side]) -> dict[str, list[str]]:
+    """Return the paths of the results of each recipe, by its name, relative to the working folder."""
+    return {side.name: [os.path.relpath(results.path) for results in side.all_results] for side in sides}
 
 
 def numbers_of_sides(pairs: Sequence[SidePair]) -> Table:

@@ -114,7 +114,8 @@ def test_one_run_says_nothing_about_seeds(tmp_path):
         compare_sides([side, side])
 
 
-def test_the_command_compares_recipes(tmp_path, capsys):
+def test_the_command_compares_recipes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     weak = [[1] * 30 + [0] * 70, [1] * 31 + [0] * 69, [0] + [1] * 30 + [0] * 69]
     strong = [[1] * 70 + [0] * 30, [1] * 71 + [0] * 29, [1] * 69 + [0] * 31]
     sides = []
@@ -128,7 +129,9 @@ def test_the_command_compares_recipes(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "better by 0.397" in printed
     assert "3 runs a side" in printed
-    [pair] = json.loads((tmp_path / "out/compare.json").read_text())["comparisons"]
+    record = json.loads((tmp_path / "out/compare.json").read_text())
+    assert record["results"]["base"] == ["base-0/base0.json", "base-1/base1.json", "base-2/base2.json"]
+    [pair] = record["comparisons"]
     assert [row["task"] for row in pair["rows"]] == [TASK, "b/0-shot", "mean of 2 tasks"]
     assert "| quiz/0-shot |" in (tmp_path / "out/compare.md").read_text()
 
