@@ -33,14 +33,14 @@ from llmfoundry_studies.seeds import Estimate, difference_of_sides
 SEED = 23
 NUM_RUNS = ((2, 2), (3, 3), (5, 5), (2, 5))
 """Runs of the first recipe and of the other one."""
-RATIOS = (0.0, 0.25, 1.0, 4.0)
+RATIOS = (0.0, 1.0, 4.0, 16.0)
 """Run variance over item variance."""
 NUM_TESTS = (1, 10, 50, 200)
 """Holm's correction compares the smallest p-value of this many tests with 0.05 divided by their number."""
 LEVEL_DRAWS = 10
 """Small levels need this many times more draws."""
 LEVEL_UNITS = 100
-LEVEL_RATIO = 4.0
+LEVEL_RATIO = 16.0
 """Number of items, and run variance over item variance, with which small levels are simulated."""
 POWER_DRAWS = 5
 """Power and coverage need this many times fewer draws, because their rates are not small."""
@@ -55,6 +55,8 @@ TASTE = 0.5
 """Standard deviation of what a recipe, with any seed, finds easier or harder about an item."""
 NOISE = 0.7
 """Standard deviation of what a single run finds easier or harder about an item."""
+MAX_ACCURACY = 0.999
+"""Accuracy of the better recipe, if a larger difference is asked for than there can be."""
 TAIL = 0.05
 """Scale of the documents' differences, in bits per byte: a log-normal distribution with sigma 1."""
 DOCUMENT_NOISE = 0.05
@@ -118,7 +120,7 @@ def run(*, num_draws: int = 10_000, out: Path | None = None) -> list[Row]:
         table_of_cases(rows),
         describe_few_seeds(),
         table_of_few_seeds(),
-        SMALL_LEVELS,
+        describe_levels(levels),
         table_of_levels(levels),
         name="seeds",
         heading="How reliable comparisons of recipes with several runs are",
@@ -210,7 +212,8 @@ def draw_answers(
     item_variance, slope = probit_constants()
     luck = math.sqrt(ratio * item_variance / num_units) / slope
     total_deviation = math.sqrt(DIFFICULTY**2 + TASTE**2 + NOISE**2 + luck**2)
-    skill = total_deviation * statistics.NormalDist().inv_cdf(0.5 + difference)
+    accuracy = min(0.5 + difference, MAX_ACCURACY)
+    skill = total_deviation * statistics.NormalDist().inv_cdf(accuracy)
 
     difficulty_i = generator.normal(0, DIFFICULTY, num_units)
     sides: list[Floats] = []
@@ -300,11 +303,6 @@ PROMISE = (
     "draws. Run variance is that of a run's score among seeds. Item variance is that of the difference of the recipes "
     "among sets of items."
 )
-SMALL_LEVELS = (
-    "Holm's correction compares the smallest of several p-values with 0.05 divided by their number. At such levels, "
-    "the tails of Student's t and the estimate of its degrees of freedom matter more. Equal recipes on "
-    f"{LEVEL_UNITS} items, with a run variance of {LEVEL_RATIO:g} times the item variance:"
-)
 
 
 def table_of_cases(rows: list[Row]) -> Table:
@@ -372,6 +370,20 @@ def table_of_few_seeds() -> Table:
     rows = [{"runs": num_runs, "detectable": detectable_by_seeds(num_runs)} for num_runs in FEW_SEEDS]
     columns = (("runs a side", "{runs}"), ("found four times in five, in sd of runs", "{detectable:.1f}"))
     return tabulate("", columns, rows)
+
+
+def describe_levels(levels: list[dict[str, Any]]) -> str:
+    """Return the paragraph about small levels, with the rates at the smallest one."""
+    smallest = min(level["level"] for level in levels)
+    times = {row["runs"]: row["share"] / smallest for row in levels if row["level"] == smallest}
+    return (
+        "**When there are many tests.** Holm's correction compares the smallest of several p-values with 0.05 divided "
+        "by their number. If seeds scatter far more than items, few runs sometimes look alike by chance, and at such "
+        f"levels that matters more. At 0.05 / {max(NUM_TESTS)}, equal recipes with two runs a side are called "
+        f"different {times['2 + 2']:.0f} times as often as the level allows, with three runs {times['3 + 3']:.1f} "
+        f"times, and with five {times['5 + 5']:.1f} times. With ten tests or more, train five runs a side. Equal "
+        f"recipes on {LEVEL_UNITS} items, with a run variance of {LEVEL_RATIO:g} times the item variance:"
+    )
 
 
 def table_of_levels(levels: list[dict[str, Any]]) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, format_p
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
@@ -17,6 +18,10 @@ from llmfoundry_studies.seeds import Run, Side, SideComparison, SidePair
 
 MIN_RUNS_FOR_NOISE = 3
 """Runs of a side from which equal recipes are called different in at most 5 % of comparisons, as simulated."""
+MIN_RUNS_FOR_MANY_TESTS = 5
+MANY_TESTS = 10
+"""With this many tests, fewer runs than MIN_RUNS_FOR_MANY_TESTS call equal recipes different more often than Holm's
+smallest level allows, if seeds scatter far more than items (`python -m benchmarks seeds`)."""
 LAST_CHECKPOINTS = re.compile(r"(?P<model>.+)@last(?P<number>\d{1,6})")
 """The last results of a run whose checkpoints were evaluated: `results/s/ours@last5`."""
 
@@ -128,10 +133,18 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
 def notes_on_sides(pair: SidePair) -> list[str]:
     """Return notes on how many runs there are, on what so few can show, and on what limits the comparison."""
     notes = [_count_runs(pair)]
-    if min(len(pair.first.runs), len(pair.other.runs)) < MIN_RUNS_FOR_NOISE:
+    num_runs = min(len(pair.first.runs), len(pair.other.runs))
+    if num_runs < MIN_RUNS_FOR_NOISE:
         notes.append(
             "warning: two runs say little about the noise of seeds: equal recipes are called different in up to 6 % of "
             "comparisons, and only large differences are found; train three or more"
+        )
+    smallest_level = min(1 - row.confidence for row in pair.rows)
+    has_many_tests = smallest_level < 1.001 * significance.LEVEL / MANY_TESTS  # the factor allows for rounding
+    if has_many_tests and num_runs < MIN_RUNS_FOR_MANY_TESTS:
+        notes.append(
+            f"warning: with {MANY_TESTS} tests or more, fewer than {MIN_RUNS_FOR_MANY_TESTS} runs a side call equal "
+            "recipes different too often, if seeds scatter far more than items; train more runs, or compare fewer tasks"
         )
     if any(len(run.checkpoints) > 1 for side in (pair.first, pair.other) for run in side.runs):
         notes.append("a run's score is the mean over several of its checkpoints")

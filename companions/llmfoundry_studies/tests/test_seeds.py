@@ -9,7 +9,7 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_studies.recipes import read_sides
+from llmfoundry_studies.recipes import notes_on_sides, read_sides
 from llmfoundry_studies.seeds import Run, Side, SideComparison, compare_sides, difference_of_sides
 from tests.helpers.results import choice, text, write_result
 
@@ -140,6 +140,21 @@ def test_runs_and_checkpoints_are_read_from_an_argument(tmp_path):
     paths = [write_result(tmp_path / str(i), f"m{i}", {TASK: choice([1, 0] * 10)}) for i in range(3)]
     [side] = read_sides([f"ours={paths[0]}+{paths[1]},{paths[2]}"])
     assert [len(run.checkpoints) for run in side.runs] == [2, 1]
+
+
+@pytest.mark.parametrize(("num_runs", "num_tasks", "warns"), [(3, 10, True), (3, 9, False), (5, 10, False)])
+def test_few_runs_with_many_tests_are_warned_about(tmp_path, num_runs, num_tasks, warns):
+    sides = []
+    for name in ("a", "b"):
+        paths = []
+        for run in range(num_runs):
+            answers = [1] * (10 + run) + [0] * (10 - run)
+            tasks = {f"t{number}/0-shot": choice(answers, data_fingerprint=str(number)) for number in range(num_tasks)}
+            paths.append(write_result(tmp_path / f"{name}{run}", f"{name}{run}", tasks))
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+    [pair] = compare_sides(sides)
+    warnings = [note for note in notes_on_sides(pair) if "with 10 tests or more" in note]
+    assert bool(warnings) == warns
 
 
 def test_the_last_checkpoints_of_a_run_are_named_by_their_number(tmp_path):
