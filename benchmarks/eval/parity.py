@@ -4,7 +4,9 @@
 
 Both sides make zero-shot prompts from the same rows, under `tokenization: joint`: ours by the task's YAML, the peer by
 a template that says the same. Compared are the choices by summed and by per-character log-probability, the
-log-probabilities themselves, and LAMBADA's accuracy and perplexity. LAMBADA's rows, forty to a document, are also
+log-probabilities themselves, and LAMBADA's accuracy and perplexity. Multiple choice is also asked by letters, with the
+template of lm-eval's MMLU. lm-eval has no bits per byte of a right answer. Ours is compared with a count of the peer's
+own log-probabilities and of the bytes of the text that it has scored. LAMBADA's rows, forty to a document, are also
 predicted as held-out text in windows; the perplexity of these is per byte.
 
 Differences that are not counted as such:
@@ -19,7 +21,7 @@ Differences that are not counted as such:
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.eval.eval import peer_of
-from llmfoundry_lite.config.eval_schema import TaskConfig
+from llmfoundry_lite.config.eval_schema import LETTERS, MULTIPLE_CHOICE, TaskConfig, result_name
 from llmfoundry_lite.config.load_eval import load_tasks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
@@ -43,6 +45,10 @@ TEXT, ROWS_OF_A_TEXT = "lambada_openai", 40
 TASKS = ("arc_easy", "piqa", "copa", "winograd", "lambada_openai")
 TOLERANCE_NATS, TOLERANCE_SHARE = 1e-4, 1e-6
 """Tolerance of a summed log-probability, whichever is larger. Long answers have thousands of nats, summed in fp32."""
+
+TOLERANCE_BITS = 1e-4
+"""Tolerance of the bits per byte of an answer, as a share of them. They are made of one log-probability in fp32, and of
+bytes, which are counted exactly."""
 
 Record = dict[str, Any]
 
@@ -71,17 +77,14 @@ def run(
             console.print(f"{task.label}: {task_files[0]}", highlight=False)
             rows = read_rows(replace(task, dataset_uri=str(task_files[0])))[:limit]
 
-            # Ours answers first, because the peer may only get the items that ours has not skipped.
             items = Path(scratch) / f"{task.label}.jsonl"
-            write_rows(rows, items)
             task = replace(task, dataset_uri=str(items), tokenization="joint", num_fewshot=[0])
-            ours = ask_ours(model, task, Path(scratch))
-            write_rows([rows[index] for index in ours["index"]], items)
-            theirs = ask_peer(items=str(items), kind=task.icl_task_type, delimiter=task.continuation_delimiter)
+            theirs, comparison = ask_both(model, task, rows, ask_peer)
             report["peer"] = theirs["versions"]
-            report["tasks"][task.label] = compare(ours, theirs, task.icl_task_type) | {
-                "num_skipped": len(rows) - len(ours["index"])
-            }
+            report["tasks"][task.label] = comparison
+            if task.icl_task_type == MULTIPLE_CHOICE:
+                by_letters = replace(task, form=LETTERS, letter_prefix="", continuation_delimiter="\nAnswer: ")
+                _, report["tasks"][f"{task.label}, letters"] = ask_both(model, by_letters, rows, ask_peer)
 
             if task.label == TEXT:
                 write_rows(documents_of(rows), items)
@@ -96,6 +99,24 @@ def run(
     heading, command = "The same answers as lm-evaluation-harness", f"python -m benchmarks eval-parity --data {data}"
     tell(report, table_of(report), notes, name="eval-parity", heading=heading, command=command, out=out)
     return report
+
+
+def ask_both(
+    model: str, task: TaskConfig, rows: Sequence[Record], ask_peer: Callable[..., Record]
+) -> tuple[Record, Record]:
+    """Let both sides answer the rows of a task, which are written to its file.
+
+    Returns the peer's answers, and the result of `compare` with the number of rows that were skipped.
+    """
+    # Ours answers first, because the peer may only get the items that ours has not skipped.
+    items = Path(task.dataset_uri)
+    write_rows(rows, items)
+    ours = ask_ours(model, task, items.parent)
+    write_rows([rows[index] for index in ours["index"]], items)
+
+    kind = "letters" if task.form == LETTERS else task.icl_task_type
+    theirs = ask_peer(items=str(items), kind=kind, delimiter=task.continuation_delimiter)
+    return theirs, compare(ours, theirs, kind) | {"num_skipped": len(rows) - len(ours["index"])}
 
 
 def write_rows(rows: Sequence[Record], path: Path) -> None:
@@ -115,10 +136,11 @@ def ask_ours(model: str, task: TaskConfig, folder: Path) -> Record:
     `index` has the rows that were answered; the others were skipped because they are too long.
     """
     located = locate_and_load_model(model, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    files = ResultFiles(folder, "parity", task.label)
+    files = ResultFiles(folder, "parity", result_name(task.label, 0, task.form).replace("/", "-"))
     results = evaluate(located.model, located.tokenizer, [task], Results(model="", suite="", source=""), files)
     items = [json.loads(line) for line in files.items_path.read_text().splitlines()]
-    metrics = ("acc", "acc_norm") if task.icl_task_type == "multiple_choice" else ("acc",)
+    has_lengths = task.icl_task_type == MULTIPLE_CHOICE and task.form != LETTERS
+    metrics = ("acc", "acc_norm", "bpb") if has_lengths else ("acc", "bpb")
     (record,) = results.tasks.values()
 
     if task.icl_task_type == "perplexity":
@@ -143,8 +165,8 @@ def compare(ours: Record, theirs: Record, kind: str) -> Record:
     """Compare the answers of both sides to the items of one task.
 
     Returns the largest difference of a log-probability and whether all are within the tolerance; for each metric, both
-    accuracies, how many items differ, and how many of these by rounding; and both perplexities, where the task has
-    them.
+    accuracies, how many items differ, and how many of these by rounding; both bits per byte of the right answer, and
+    their largest difference in an item; and both perplexities, where the task has them.
     """
     pairs = [
         list(zip(our_item, their_item, strict=True))
@@ -177,6 +199,12 @@ def compare(ours: Record, theirs: Record, kind: str) -> Record:
         comparison[f"peer_{metric}"] = sum(b for _, b in decisions) / len(decisions)
         comparison[f"{metric}_differ"] = len(differing)
         comparison[f"{metric}_differ_by_rounding"] = num_ties
+    if "bpb" in ours and theirs.get("bpb") is not None:
+        bits = list(zip(ours["bpb"], theirs["bpb"], strict=True))
+        comparison["bpb"] = sum(a for a, _ in bits) / len(bits)
+        comparison["peer_bpb"] = sum(b for _, b in bits) / len(bits)
+        comparison["largest_difference_bpb"] = max(abs(a - b) for a, b in bits)
+        comparison["are_bits_close"] = all(math.isclose(*pair, rel_tol=TOLERANCE_BITS) for pair in bits)
     if kind in ("language_modeling", "perplexity"):
         comparison |= {"perplexity": ours["perplexity"], "peer_perplexity": theirs["perplexity"]}
     return comparison
@@ -194,7 +222,7 @@ def _is_tie(ours: Record, item: int, metric: str, closer_than: float) -> bool:
 
 
 def is_same(comparison: Record) -> bool:
-    """Return whether a comparison found no difference except ties: decisions, log-probabilities and perplexity."""
+    """Return whether a comparison found no difference except ties: decisions, log-probabilities, bits, perplexity."""
     metrics = [metric for metric in ("acc", "acc_norm") if metric in comparison]
     same_perplexity = "perplexity" not in comparison or math.isclose(
         comparison["perplexity"], comparison["peer_perplexity"], rel_tol=TOLERANCE_NATS
@@ -202,7 +230,8 @@ def is_same(comparison: Record) -> bool:
     same_decisions = all(
         comparison[f"{metric}_differ"] == comparison[f"{metric}_differ_by_rounding"] for metric in metrics
     )
-    return same_decisions and comparison["are_close"] and same_perplexity
+    same_bits = comparison.get("are_bits_close", True)
+    return same_decisions and comparison["are_close"] and same_perplexity and same_bits
 
 
 COLUMNS: list[Column] = [
@@ -213,6 +242,11 @@ COLUMNS: list[Column] = [
         ("acc_norm", "{acc_norm:.4f}"),
         ("lm-eval", "{peer_acc_norm:.4f}"),
         ("differ", lambda row: _differ(row, "acc_norm")),
+    ),
+    *(
+        ("bpb", "{bpb:.5f}"),
+        ("of lm-eval's nats", "{peer_bpb:.5f}"),
+        ("largest difference, bpb", "{largest_difference_bpb:.1e}"),
     ),
     *(("perplexity", "{perplexity:.6g}"), ("lm-eval", "{peer_perplexity:.6g}")),
     ("largest difference, nats", "{largest_difference_nats:.1e}"),

@@ -9,6 +9,7 @@ task from each line of stdin, as the JSON arguments of `measure`, and prints one
 # pyright: reportMissingImports=false
 
 import json
+import math
 import sys
 import time
 
@@ -17,6 +18,8 @@ import torch
 import transformers
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def answer_questions(folder: str, name: str) -> None:
@@ -47,8 +50,9 @@ def load_ours(folder: str, device: str) -> LM:
 def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str = " ") -> dict:
     """Evaluate a file of items as a task of lm-eval, and return results and seconds.
 
-    `kind` and `delimiter` are the task's icl_task_type and continuation_delimiter. Accuracies and log-probabilities are
-    given for each item, in the order of the file.
+    `kind` is the task's icl_task_type, or "letters" for multiple choice by letters, and `delimiter` its
+    continuation_delimiter. Accuracies, log-probabilities and bits per byte of the right answer are given for each item,
+    in the order of the file.
     """
     original_loglikelihood = model.loglikelihood
 
@@ -77,6 +81,7 @@ def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str
         "cpu_seconds": wall_and_cpu_seconds[1],
         **{metric: [int(sample[metric]) for sample in samples] for metric in metrics},
         "log_probability": [[nats_of(response[0]) for response in sample["resps"]] for sample in samples],
+        "bpb": None if kind == "perplexity" else [bits_of_right_answer(sample, kind) for sample in samples],
         "perplexity": next(
             (aggregated[key] for key in ("perplexity,none", "byte_perplexity,none") if key in aggregated), None
         ),
@@ -87,6 +92,17 @@ def measure(model: LM, items: str, kind: str = "multiple_choice", delimiter: str
 def nats_of(response: "float | tuple[float, bool] | list") -> float:
     """Return the log-probability of an answer (a pair with whether it is the likeliest) or of a whole document."""
     return float(response[0] if isinstance(response, tuple | list) else response)
+
+
+def bits_of_right_answer(sample: dict, kind: str) -> float:
+    """Return the bits per byte of the right answer of a sample.
+
+    lm-eval has no such metric of questions. This counts the bytes of the text that lm-eval has scored, which is the
+    answer with the delimiter's white space before it.
+    """
+    gold = 0 if kind == "language_modeling" else sample["doc"]["gold"]
+    _, scored_text = sample["arguments"][gold]
+    return -nats_of(sample["resps"][gold][0]) / math.log(2) / len(scored_text.encode())
 
 
 def count_seconds(model: LM) -> list[float]:
@@ -111,8 +127,8 @@ def count_seconds(model: LM) -> list[float]:
 def ask(kind: str, delimiter: str) -> dict:
     """Return the keys of a task's configuration that define its prompts and metrics.
 
-    `kind` is one of multiple_choice, schema, perplexity and language_modeling. lm-eval puts the delimiter's white space
-    before the answer, as ours does; the rest of the delimiter belongs to the question.
+    `kind` is one of multiple_choice, letters, schema, perplexity and language_modeling. lm-eval puts the delimiter's
+    white space before the answer, as ours does; the rest of the delimiter belongs to the question.
     """
     delimiter_text = delimiter.rstrip()
     delimiter_space = delimiter[len(delimiter_text) :]
@@ -124,6 +140,15 @@ def ask(kind: str, delimiter: str) -> dict:
             "doc_to_target": "gold",
             "target_delimiter": delimiter_space,
             "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        }
+    if kind == "letters":  # the template of lm-eval's MMLU, for any number of choices
+        choice_line = f"{{{{'{LETTERS}'[loop.index0]}}}}. {{{{choice}}}}\n"
+        return {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{query}}\n{% for choice in choices %}" + choice_line + "{% endfor %}Answer:",
+            "doc_to_choice": f"{{{{'{LETTERS}'[:choices|length]|list}}}}",
+            "doc_to_target": "gold",
+            "metric_list": [{"metric": "acc"}],
         }
     if kind == "schema":  # the name of a number as doc_to_text tells lm-eval that the choices are contexts
         return {

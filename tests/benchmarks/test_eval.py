@@ -190,6 +190,17 @@ def test_an_equal_perplexity_is_the_same():
     assert parity.is_same(comparison)
 
 
+@pytest.mark.parametrize(("their_bits", "is_same"), [(0.500001, True), (0.5001, False)])
+def test_bits_per_byte_are_compared_by_item(their_bits, is_same):
+    """The mean of both sides is the same."""
+    ours = {**answers([1, 0], [[-1.0, -2.0]] * 2), "bpb": [0.5, 1.5]}
+    theirs = {**answers([1, 0], [[-1.0, -2.0]] * 2), "bpb": [their_bits, 2 - their_bits]}
+    comparison = parity.compare(ours, theirs, "letters")
+    assert comparison["bpb"] == comparison["peer_bpb"] == 1.0
+    assert comparison["largest_difference_bpb"] == pytest.approx(their_bits - 0.5)
+    assert parity.is_same(comparison) == is_same
+
+
 def test_parity_wants_a_model_and_a_peer(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_benchmark(["eval-parity", "--data", str(tmp_path)])
