@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from llmfoundry_lite.config.eval_schema import BPB, Benchmark, Category, GauntletConfig
+from llmfoundry_lite.config.eval_schema import ACCURACIES, BPB, Benchmark, Category, GauntletConfig
 from llmfoundry_lite.data.spelling import describe_lost_text
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.evaluation.means import error_of_sum, weights_of_tasks
@@ -150,7 +150,7 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
     others: results of the same suite that are not shown, but with which the metrics must be comparable, too.
 
     A cell has the task's metric and its standard error, and is empty if the model does not have the task. The last
-    column has the average of each model's accuracies, or of its bits per byte by `bpb`, if any model has one.
+    column has the average of each model's accuracies or, if no model has any, that of its bits per byte by `bpb`.
     """
     metrics = choose_metrics([*all_results, *others], metric)
     notes_on_metrics = describe_choice([*all_results, *others], metrics, metric)
@@ -159,36 +159,43 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
     # Name the columns.
     first_records = records_by_task(all_results)
     columns = {task: _heading(task, record) for task, record in first_records.items()}
-    has_average = any(results.average is not None for results in all_results)
+    averages = average_cells(all_results)
+    has_average = any(cell.number is not None for cell in averages)
     if has_average:
         columns["average"] = "average"
 
     # Fill the rows.
     rows: list[Row] = []
-    for results in all_results:
+    for results, average in zip(all_results, averages, strict=True):
         cells: list[Cell] = []
         for task in first_records:
             record = results.tasks.get(task)
             cells.append(Cell() if record is None else score_cell(record))
         if has_average:
-            cells.append(_average_cell(results))
+            cells.append(average)
         rows.append(Row(results.model, cells))
 
-    first = all_results[0]
     return Scores(
-        title=_title(first),
+        title=_title(all_results),
         columns=columns,
         rows=rows,
         notes=[*notes_on_metrics, *notes(all_results)],
     )
 
 
-def _title(results: Results) -> str:
+def _title(all_results: Sequence[Results]) -> str:
     """Return the title of a table of results, which names the unit of its average: "s, accuracy ± standard error"."""
-    if results.average is None:
-        return results.suite
-    unit = "accuracy" if is_accuracy(results.tasks[results.averaged[0]]) else "bits per byte"
-    return f"{results.suite}, {unit} ± standard error"
+    suite = all_results[0].suite
+    if _have_accuracies(all_results):
+        return f"{suite}, accuracy ± standard error"
+    if any(results.averaged for results in all_results):
+        return f"{suite}, bits per byte ± standard error"
+    return suite
+
+
+def _have_accuracies(all_results: Sequence[Results]) -> bool:
+    """Return whether any task of any model is shown by an accuracy."""
+    return any(is_accuracy(record) for results in all_results for record in results.tasks.values())
 
 
 def records_by_task(all_results: Sequence[Results]) -> dict[str, Record]:
@@ -205,13 +212,16 @@ def print_results(
 ) -> None:
     """Print the table of results by a metric; the arguments are those of `results_table`.
 
-    For tasks with choices, a last row "chance" has the accuracy of guessing.
+    For tasks with choices that are shown by an accuracy, a last row "chance" has the accuracy of guessing.
     """
     table = results_table(all_results, metric, others)
 
     # The row is only printed. Files would otherwise have a row that is not a model.
-    first_records = records_by_task(all_results)
-    chance_of_task = {task: record["chance"] for task, record in first_records.items() if "chance" in record}
+    metrics = choose_metrics([*all_results, *others], metric)
+    chance_of_task: dict[str, float] = {}
+    for task, record in records_by_task(all_results).items():
+        if "chance" in record and metrics[task] in ACCURACIES:
+            chance_of_task[task] = record["chance"]
     if chance_of_task:
         chance_row = Row("chance", [Cell(chance_of_task.get(column)) for column in table.columns])
         table = replace(table, rows=[*table.rows, chance_row])
@@ -238,11 +248,22 @@ def score_cell(record: Record) -> Cell:
     return Cell(number, error)
 
 
-def _average_cell(results: Results) -> Cell:
-    """Return the average of a model's accuracies and its standard error; empty if it has none."""
-    if results.average is None:
-        return Cell()
-    return Cell(results.average, average_error(results.tasks, results.averaged))
+def average_cells(all_results: Sequence[Results]) -> list[Cell]:
+    """Return the average of each model with its standard error. All of them are in one unit.
+
+    They are averages of accuracies or, if no model has any, of bits per byte by `bpb`. A cell is empty if its model has
+    no task in that unit.
+    """
+    are_accuracies = _have_accuracies(all_results)
+    cells: list[Cell] = []
+    for results in all_results:
+        # The tasks in a model's average are all accuracies, or none is.
+        has_unit = bool(results.averaged) and is_accuracy(results.tasks[results.averaged[0]]) == are_accuracies
+        if has_unit:
+            cells.append(Cell(results.average, average_error(results.tasks, results.averaged)))
+        else:
+            cells.append(Cell())
+    return cells
 
 
 def average_error(tasks: dict[str, Record], names: Sequence[str]) -> float:

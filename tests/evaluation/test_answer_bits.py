@@ -1,5 +1,6 @@
 """Bits per byte of right answers: what is counted, and how tables and comparisons use it."""
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from llmfoundry_lite.config.eval_schema import Benchmark, Category, GauntletConfig, TaskConfig
 from llmfoundry_lite.config.model_schema import ModelConfig
@@ -21,7 +23,7 @@ from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import panels
 from llmfoundry_lite.evaluation.results import Results, load_results
 from llmfoundry_lite.evaluation.scoring import Score
-from llmfoundry_lite.evaluation.tables import gauntlet_table, results_table
+from llmfoundry_lite.evaluation.tables import gauntlet_table, print_results, results_table
 from llmfoundry_lite.evaluation.tasks import prepare_task
 from tests.helpers.models import normal_model
 from tests.helpers.pieces import Pieces
@@ -212,6 +214,31 @@ def test_an_average_is_of_accuracies_where_any_task_shows_one(tmp_path):
     table = results_table(load(tmp_path, base=tasks), "bpb")
     assert table.rows[0].cells[-1].number == 0.75
     assert table.notes == ["the average is of the accuracies"]
+
+
+def test_averages_of_accuracies_and_of_bits_are_not_in_one_column(tmp_path):
+    results = load(
+        tmp_path,
+        base={"a/0-shot": in_bits([1.0, 2.0]), "b/0-shot": choice([1, 1, 0, 1])},
+        ours={"a/0-shot": in_bits([1.5, 2.0])},
+    )
+    for ordered in (results, results[::-1]):
+        table = results_table(ordered, "bpb")
+        averages = {row.model: row.cells[-1].number for row in table.rows}
+        assert averages == {"base": 0.75, "ours": None}
+        assert table.title == "s, accuracy ± standard error"
+
+
+def test_bits_per_byte_have_no_chance_below_them(tmp_path):
+    tasks = {"a/0-shot": in_bits([1.0, 2.0]), "b/0-shot": choice([1, 1, 0, 1])}
+    results = load(tmp_path, base=tasks)
+    chances: list[list[str]] = []
+    for metric in ("bpb", None):
+        console = Console(width=80, file=io.StringIO())
+        print_results(results, console, metric)
+        [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("chance")]
+        chances.append(line.split()[1:])
+    assert chances == [["0.250"], ["0.250", "0.250"]]
 
 
 def test_a_gauntlet_stays_with_accuracies_and_says_so(tmp_path):
