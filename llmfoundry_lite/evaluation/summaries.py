@@ -186,6 +186,8 @@ def summarise(task: PreparedTask, items: Sequence[Record], seconds: float) -> Re
         record |= _summarise_text(items)
     else:
         record |= _summarise_answers(task, items, has_categories(record))
+        if record["metric"] not in record:
+            record["metric"] = "acc"  # no right answer of a generation task could be scored, so there is no `bpb`
     if has_categories(record):
         record["categories"] = _mean_by_category(items, record["metric"])
 

@@ -156,6 +156,13 @@ def test_an_answer_longer_than_the_model_has_no_bits_and_is_counted(monkeypatch)
     assert record["bpb"] == pytest.approx(1.0)
 
 
+def test_a_task_whose_answers_have_no_bits_at_all_is_shown_by_its_accuracy(monkeypatch):
+    rows = [{"context": "Count.", "answer": "one two " * 40, "aliases": ["4"]}]
+    record, _ = run(prepare("generation_task_with_answers", rows, metric="bpb", max_new_tokens=3), monkeypatch)
+    assert (record["metric"], record["num_without_bpb"]) == ("acc", 1)
+    assert Results(model="m", suite="s", source="", tasks={"t/0-shot": record}).average == 1.0
+
+
 def test_a_generated_answer_is_scored_as_a_continuation_is(tokenizer_folder):
     """The same texts as a task of language modelling have the same log-probabilities."""
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -234,9 +241,9 @@ def test_bits_per_byte_have_no_chance_below_them(tmp_path):
     results = load(tmp_path, base=tasks)
     chances: list[list[str]] = []
     for metric in ("bpb", None):
-        console = Console(width=80, file=io.StringIO())
-        print_results(results, console, metric)
-        [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("chance")]
+        output = io.StringIO()
+        print_results(results, Console(width=80, file=output), metric)
+        [line] = [line for line in output.getvalue().splitlines() if line.startswith("chance")]
         chances.append(line.split()[1:])
     assert chances == [["0.250"], ["0.250", "0.250"]]
 
