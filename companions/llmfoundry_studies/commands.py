@@ -235,7 +235,7 @@ def compare_recipes(
         raise ConfigError(f"compare: {sides[0].name} alone: name another recipe, NAME=RESULT,RESULT,…")
     pairs = compare_sides(sides, metric, skip, all_pairs=all_pairs)
     if gauntlet is not None:
-        add_gauntlet_to_sides(gauntlet, pairs)
+        add_gauntlet_to_sides(gauntlet, pairs, metric)
     ranked = None
     if all_pairs:
         notes = [note for pair in pairs for note in notes_on_sides(pair)]

@@ -18,7 +18,7 @@ from llmfoundry_lite.config.load_eval import load_gauntlet
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, compare_weighted
-from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
+from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results
@@ -54,10 +54,8 @@ def add_gauntlet(
     Raises ConfigError if the file cannot be read, and DataError if no category has all of its tasks.
     """
     config, notes = load_gauntlet(name)
-    if metric == BPB:
-        metric = None
-        notes = [*notes, NOTE_ON_BITS]
-    metrics = choose_metrics(all_results, metric)
+    metrics, notes_on_metrics = _choose_accuracies(all_results, metric)
+    notes = [*notes, *notes_on_metrics]
     results_of = {results.name: results for results in by_metrics(all_results, metrics)}
 
     families = Families()
@@ -74,29 +72,41 @@ def add_gauntlet(
     families.decide(name)
 
 
-def add_gauntlet_to_sides(name: str, pairs: Sequence[SidePair]) -> None:
+def _choose_accuracies(all_results: Sequence[Results], metric: str | None) -> tuple[dict[str, str], list[str]]:
+    """Choose the metric of each task in a gauntlet, which is of accuracies. Returns task -> metric, and notes.
+
+    `metric` is the one that the user asks for, or None. Only with bits per byte do the metrics differ from those by
+    which the tasks themselves are compared, so only then there are notes.
+    """
+    if metric != BPB:
+        return choose_metrics(all_results, metric), []
+    metrics = choose_metrics(all_results)
+    return metrics, [NOTE_ON_BITS, *describe_choice(all_results, metrics, None)]
+
+
+def add_gauntlet_to_sides(name: str, pairs: Sequence[SidePair], metric: str | None = None) -> None:
     """Add the composites of a gauntlet to comparisons of recipes, with notes on what is left out.
 
-    The metrics are those by which the pairs were compared, except bits per byte. Raises the errors of `add_gauntlet`.
+    `metric` is the one that the user asks for, or None. Raises the errors of `add_gauntlet`.
     """
     config, notes = load_gauntlet(name)
+    sides = {side.name: side for pair in pairs for side in (pair.first, pair.other)}
+    all_results = [results for side in sides.values() for results in side.all_results]
+    metrics, notes_on_metrics = _choose_accuracies(all_results, metric)
     families = Families()
     for pair in pairs:
         records: dict[str, Record] = {}
         reference = pair.first.all_results[0]
         for row in pair.rows:
             if row.task in reference.tasks:  # the mean is no task
-                record = reference.tasks[row.task]
-                metric = record["metric"] if row.metric == BPB else row.metric
-                records[row.task] = {**record, "metric": metric}
+                records[row.task] = {**reference.tasks[row.task], "metric": metrics[row.task]}
         scores, notes_on_missing = weigh_scores(config, records)
         for score in scores:
             row = compare_weighted_sides(f"{GAUNTLET}: {score.name}", score.tasks, pair.first, pair.other, score.offset)
             row.metric = GAUNTLET
             pair.rows.append(row)
             families.add(score, row)
-        notes_on_bits = [NOTE_ON_BITS] if any(row.metric == BPB for row in pair.rows) else []
-        pair.notes_on_metrics.extend([*notes, *notes_on_bits, *notes_on_missing])
+        pair.notes_on_metrics.extend([*notes, *notes_on_metrics, *notes_on_missing])
     families.decide(name)
 
 

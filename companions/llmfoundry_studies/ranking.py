@@ -151,7 +151,6 @@ def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs
 
 def difference_of(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
     """Return a row of a comparison of `first` and `other` as a difference."""
-    has_interval = not isinstance(row, SideComparison) or row.is_claimable
     return Difference(
         first=first,
         other=other,
@@ -160,8 +159,8 @@ def difference_of(first: str, other: str, row: MetricComparison | SideComparison
         first_value=row.first,
         other_value=row.other,
         difference=difference,
-        low=row.low if has_interval else None,
-        high=row.high if has_interval else None,
+        low=row.low,
+        high=row.high,
         confidence=row.confidence,
         p=row.p,
         p_corrected=row.p_corrected,

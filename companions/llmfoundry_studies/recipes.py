@@ -112,7 +112,9 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
     rows = []
     for row in pair.rows:
         digits = 4 if row.metric in BITS_METRICS else 3
-        interval = f" [{row.low:+.{digits}f}, {row.high:+.{digits}f}]" if row.is_claimable else ""
+        interval = ""
+        if row.low is not None and row.high is not None:
+            interval = f" [{row.low:+.{digits}f}, {row.high:+.{digits}f}]"
         rows.append(
             [
                 row.task,
@@ -210,7 +212,8 @@ def numbers_of_sides(pairs: Sequence[SidePair]) -> Table:
             error_and_df = {"error": row.estimate.error, "df": row.estimate.df}
             names = {"first_recipe": pair.first.name, "other_recipe": pair.other.name}
             records.append(names | {key: facts[key] for key in facts if key not in ("estimate", "runs")} | error_and_df)
-    return Table("", list(records[0]), [[str(value) for value in record.values()] for record in records])
+    rows = [["" if value is None else str(value) for value in record.values()] for record in records]
+    return Table("", list(records[0]), rows)
 
 
 def describe_row(row: SideComparison) -> dict[str, object]:

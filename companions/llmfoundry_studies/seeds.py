@@ -120,9 +120,9 @@ class SideComparison:
     is_detected: bool = False
     is_claimable: bool = True
     """Whether there are enough items or documents for any claim."""
-    low: float = math.nan
-    """Ends of the interval at `confidence`."""
-    high: float = math.nan
+    low: float | None = None
+    """Lower end of the interval at `confidence`; None if there are too few items for any claim."""
+    high: float | None = None
     runs: list[list[float]] = field(default_factory=list)
     """The metric of each run of the first side, and of each run of the other."""
 
@@ -140,7 +140,8 @@ class SideComparison:
         """Set the fields that depend on the number of tests. `level` is what `p` is compared with."""
         self.p_corrected = p_corrected
         self.confidence = 1 - level
-        self.low, self.high = self.estimate.interval(level)
+        if self.is_claimable:
+            self.low, self.high = self.estimate.interval(level)
         self.is_detected = self.p < level
 
     @property
@@ -216,7 +217,7 @@ def compare_sides(
         rows = []
         for task in tasks:
             rows.append(compare_weighted_sides(task, [WeightedTask(task, metrics[task], 1.0)], first, other))
-        pairs.append(SidePair(first, other, rows, notes_on_metrics))
+        pairs.append(SidePair(first, other, rows, [*notes_on_metrics]))  # a list of its own, to which others add
         if len(averaged) > 1:
             num_labels = len({label_of(task) for task in averaged})
             name = f"mean of {num_labels} tasks"

@@ -147,6 +147,46 @@ def test_recipes_are_compared_by_the_gauntlet_too(tmp_path, gauntlet_file):
     assert average.verdict.startswith("better by")
 
 
+def test_with_bits_per_byte_the_gauntlet_of_recipes_has_accuracies_that_compare(tmp_path, gauntlet_file):
+    """Tokenizers differ, so that accuracy per character takes the place of that per token."""
+    generator = np.random.default_rng(4)
+    sides = []
+    for name in ("base", "ours"):
+        paths = []
+        for run in range(3):
+            per_token, per_character = generator.integers(0, 2, (2, 100)).tolist()
+            record, items = choice(per_token, per_character=per_character)
+            bits = generator.lognormal(0, 1, 100).tolist()
+            items = [item | {"bpb": value} for item, value in zip(items, bits, strict=True)]
+            task = (record | {"bpb": float(np.mean(bits)), "bpb_stderr": 0.1}, items)
+            folder = tmp_path / f"{name}{run}"
+            paths.append(write_result(folder, f"{name}{run}", {"boolq/0-shot": task}, tokenizer=f"sha256:{name}"))
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+
+    [pair] = compare_sides(sides, "bpb")
+    add_gauntlet_to_sides(gauntlet_file, [pair], "bpb")
+    task, reading, _ = pair.rows
+    assert (task.metric, reading.task) == ("bpb", "gauntlet: reading")
+    for runs, side in zip(reading.runs, sides, strict=True):
+        accuracies = [run.checkpoints[0].tasks["boolq/0-shot"]["acc_norm"] for run in side.runs]
+        assert runs == pytest.approx([(accuracy - 0.5) / 0.5 for accuracy in accuracies])
+    assert any(note.startswith("warning: the models have different tokenizers") for note in pair.notes_on_metrics)
+
+
+def test_notes_on_several_recipes_are_not_repeated(tmp_path, gauntlet_file):
+    generator = np.random.default_rng(5)
+    sides = []
+    for name in ("a", "b", "c"):
+        paths = []
+        for run in range(2):
+            tasks = {"boolq/0-shot": choice(generator.integers(0, 2, 50))}
+            paths.append(write_result(tmp_path / f"{name}{run}", f"{name}{run}", tasks))
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+    pairs = compare_sides(sides)
+    add_gauntlet_to_sides(gauntlet_file, pairs)
+    assert [len(pair.notes_on_metrics) for pair in pairs] == [1, 1]
+
+
 def test_a_category_that_lacks_a_task_is_left_out_with_a_note(tmp_path, gauntlet_file):
     loaded = []
     for name in ("base", "ours"):

@@ -197,6 +197,7 @@ def test_units_of_which_one_has_most_of_the_weight_claim_nothing(tmp_path):
     found = compare_two(*sides)
     assert found.num_units == 6
     assert found.verdict == "too few items"
+    assert (found.low, found.high) == (None, None)
 
 
 def test_copies_of_one_run_are_refused(tmp_path):
