@@ -183,6 +183,9 @@ def _check_record(record: Record, place: str) -> None:
     number_keys = [record["metric"], *(key for key in record if key.endswith("_stderr") or key in METRICS)]
     _check_types(record, dict.fromkeys(number_keys, int | float), place)
 
+    # Only records of other tools, which are made when their logs are read, list their metrics.
+    _check_types(record, {"metrics": type(None)}, place)
+
     # Parts of the record that are dicts themselves.
     _check_types(record["settings"], {"limit": int | None}, place)
     over_items = record.get("over_items") or {}

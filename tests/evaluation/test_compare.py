@@ -604,6 +604,7 @@ def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
         ({"n": None}, "t/0-shot has n None, which no result has; evaluate it again with redo=true"),
         ({"n": True}, "t/0-shot has n True, which no result has"),
         ({"metric": []}, "t/0-shot has metric \\[\\], which no result has"),
+        ({"metrics": 5}, "t/0-shot has metrics 5, which no result has"),
         ({"acc_per_token": "x"}, "t/0-shot has acc_per_token 'x', which no result has"),
         ({"acc_per_token": 10**400}, "t/0-shot has acc_per_token 1000*, which no result has"),
         ({"acc_per_token_stderr": None}, "t/0-shot has acc_per_token_stderr None, which no result has"),
