@@ -9,7 +9,7 @@ converts its rows. The tasks of DCLM's CORE come from LLM Foundry's repository, 
 `CORE_FILES` has each file with the hash of its content.
 
 `evals/<task>.yaml` and, for suites, `yamls/eval/<suite>.yaml` say how the questions are asked. The data sets have
-licences of their own (docs/evaluation.md), so none of their text is in this repository.
+licences of their own (docs/suites.md), so none of their text is in this repository.
 """
 
 if __name__ == "__main__":  # first, because an empty entry of PYTHONPATH stands for the working directory
