@@ -78,7 +78,8 @@ def draw_differences(rows: Sequence[Difference], name: str) -> Picture:
     name: word by which the picture's ids differ from those of other pictures on the page.
 
     Accuracies, scores of a gauntlet and bits per byte have a panel each, because their units differ. A difference that
-    is detected is a filled point in the colour of its sign; any other is a grey ring.
+    is detected is a filled point in the colour of its sign, one that is not detected a grey ring, and one that was not
+    tested a grey cross.
     """
     panels = _divide_into_panels(rows)
     num_left_out = sum(max(len(panel_rows) - MAX_ROWS, 0) for _, panel_rows in panels)
@@ -130,11 +131,13 @@ def _draw_panel(axes: Any, label: str, rows: Sequence[Difference]) -> None:
             color = BETTER if row.is_other_better else WORSE
         if row.low is not None and row.high is not None:
             axes.plot([row.low, row.high], [position, position], color=color, linewidth=2, zorder=2)
-        is_mean = row.task.startswith(MEAN)
+        marker = "D" if row.task.startswith(MEAN) else "o"
+        if not row.is_tested:
+            marker = "x"
         axes.plot(
             [row.difference],
             [position],
-            marker="D" if is_mean else "o",
+            marker=marker,
             markersize=7,
             markeredgewidth=1.8,
             color=color,
@@ -159,10 +162,12 @@ def _describe(rows: Sequence[Difference]) -> str:
     """Return a sentence for readers who do not see the picture."""
     num_better = sum(row.is_detected and row.is_other_better for row in rows)
     num_worse = sum(row.is_detected and not row.is_other_better for row in rows)
-    num_others = len(rows) - num_better - num_worse
+    num_not_tested = sum(not row.is_tested for row in rows)
+    num_others = len(rows) - num_better - num_worse - num_not_tested
+    not_tested = f", {num_not_tested} not tested" if num_not_tested else ""
     return printable(
         f"Differences of {rows[0].other} from {rows[0].first} with their intervals: {num_better} better, "
-        f"{num_worse} worse, {num_others} without a detected difference. The table below has the numbers."
+        f"{num_worse} worse, {num_others} without a detected difference{not_tested}. The table below has the numbers."
     )
 
 

@@ -24,10 +24,17 @@ from rich.text import Text
 
 from llmfoundry_lite.errors import DataError, mask_credentials, mask_urls
 from llmfoundry_lite.evaluation.compare import refuse_unknown_tasks
-from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, Comparison, MetricComparison, format_p
+from llmfoundry_lite.evaluation.pairs import (
+    CAPTION_ON_NOT_TESTED,
+    NOT_TESTED,
+    SIGNIFICANT,
+    Comparison,
+    MetricComparison,
+    format_p,
+)
 from llmfoundry_lite.evaluation.records import BITS_METRICS
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.evaluation.tables import name_models_unless_all, print_notes
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list
 from llmfoundry_studies.gauntlet import GAUNTLET
@@ -49,11 +56,17 @@ class Difference:
     """Lower end of the interval at `confidence`; None if there are too few items for one."""
     high: float | None
     confidence: float
-    p: float
-    p_corrected: float
+    p: float | None
+    """None if no test was made."""
+    p_corrected: float | None
     """Corrected for all pairs and tasks."""
     is_detected: bool
     verdict: str
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether there are enough items or documents for a test."""
+        return self.p is not None
 
     @property
     def is_other_better(self) -> bool:
@@ -67,14 +80,16 @@ class Rank:
 
     name: str
     value: float
-    best: int
-    """One more than the number of those that are significantly better."""
-    worst: int
+    best: int | None
+    """One more than the number of those that are significantly better; None if no pair of this model was tested."""
+    worst: int | None
     """The number of all, less those that are significantly worse."""
 
     @property
     def label(self) -> str:
-        """The interval as a text: "2", or "1-3"."""
+        """The interval as a text: "2", or "1-3"; "-" if no test was made."""
+        if self.best is None or self.worst is None:
+            return NOT_TESTED
         return str(self.best) if self.best == self.worst else f"{self.best}-{self.worst}"
 
 
@@ -151,6 +166,7 @@ def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs
 
 def difference_of(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
     """Return a row of a comparison of `first` and `other` as a difference."""
+    is_tested = row.is_claimable if isinstance(row, SideComparison) else row.is_tested
     return Difference(
         first=first,
         other=other,
@@ -162,8 +178,8 @@ def difference_of(first: str, other: str, row: MetricComparison | SideComparison
         low=row.low,
         high=row.high,
         confidence=row.confidence,
-        p=row.p,
-        p_corrected=row.p_corrected,
+        p=row.p if is_tested else None,
+        p_corrected=row.p_corrected if is_tested else None,
         is_detected=row.is_detected,
         verdict=row.verdict,
     )
@@ -179,7 +195,20 @@ def _rank_all(differences: list[Difference], tasks: Collection[str], notes: Sequ
     means = [name for name in metric_of if name not in tasks and name not in composites]
     names = dict.fromkeys([*means, *composites, *metric_of])
     rankings = [rank(name, metric_of[name], differences) for name in names]
+    notes = [*notes, *_notes_on_not_ranked(differences, rankings)]
     return AllPairs(differences=differences, rankings=rankings, notes=list(dict.fromkeys(notes)))
+
+
+def _notes_on_not_ranked(differences: Sequence[Difference], rankings: Sequence[Ranking]) -> list[str]:
+    """Return a note for each task by which some models have no rank, because no pair of theirs was tested."""
+    verdict_of = {difference.task: difference.verdict for difference in differences if not difference.is_tested}
+    notes: list[str] = []
+    for ranking in rankings:
+        not_ranked = [one.name for one in ranking.ranks if one.best is None]
+        if not_ranked:
+            models = name_models_unless_all(not_ranked, len(ranking.ranks))
+            notes.append(f"{ranking.task}: no ranks, {verdict_of[ranking.task]}{models}")
+    return notes
 
 
 def rank(task: str, metric: str, differences: Sequence[Difference]) -> Ranking:
@@ -204,10 +233,17 @@ def rank(task: str, metric: str, differences: Sequence[Difference]) -> Ranking:
             num_better[worse] += 1
             num_worse[better] += 1
 
-    ranks = [
-        Rank(name=name, value=value, best=1 + num_better[name], worst=len(value_of) - num_worse[name])
-        for name, value in value_of.items()
-    ]
+    names_tested: set[str] = set()
+    for difference in of_task:
+        if difference.is_tested:
+            names_tested |= {difference.first, difference.other}
+    ranks: list[Rank] = []
+    for name, value in value_of.items():
+        best = worst = None
+        if name in names_tested:
+            best = 1 + num_better[name]
+            worst = len(value_of) - num_worse[name]
+        ranks.append(Rank(name=name, value=value, best=best, worst=worst))
     ranks.sort(key=lambda one: one.value, reverse=metric not in BITS_METRICS)
     return Ranking(task=task, metric=metric, ranks=ranks)
 
@@ -215,7 +251,8 @@ def rank(task: str, metric: str, differences: Sequence[Difference]) -> Ranking:
 # ------------------------------------------------------------------------------------------------------------ tables
 
 LEGEND = (
-    "A rank is an interval: 1-2 means that the results do not show whether the model is first or second. The intervals "
+    "A rank is an interval: 1-2 means that the results do not show whether the model is first or second, and - that "
+    "no test was made. The intervals "
     "of all tasks hold together in 95 % of studies, and so do those of the means, because p-values are corrected for "
     "all pairs and tasks (Holm)."
 )
@@ -255,7 +292,8 @@ def pairs_table(all_pairs: AllPairs, task: str | None = None, mark: str = "") ->
         text = _format(one.difference, one.metric, "+") + (mark if one.is_detected else "")
         if one.low is not None and one.high is not None:
             text += f" [{_format(one.low, one.metric, '+')}, {_format(one.high, one.metric, '+')}]"
-        rows.append([f"{one.other} against {one.first}", one.task, text, format_p(one.p_corrected), one.verdict])
+        p = NOT_TESTED if one.p_corrected is None else format_p(one.p_corrected)
+        rows.append([f"{one.other} against {one.first}", one.task, text, p, one.verdict])
     title = "All pairs" if task is None else f"All pairs by {task}"
     return Table(title, ["pair", "task", "difference", "p", "verdict"], rows, right={3})
 
@@ -284,7 +322,10 @@ def write_all_pairs(all_pairs: AllPairs, results: Mapping[str, Any], out: Path) 
     lines = [f"## {ranks.title}", "", *ranks.markdown(), "", *markdown_list(all_pairs.notes), ""]
     lines += [f"## {pairs.title}", "", *pairs.markdown(), "", LEGEND, ""]
     ranks_by_task = ranks.transposed("task").latex(f"Ranks, and scores. {LEGEND}")
-    pairs_for_paper = pairs_table(all_pairs, mark=SIGNIFICANT).without(["verdict"]).latex(PAIRS_CAPTION)
+    caption = PAIRS_CAPTION
+    if not all(difference.is_tested for difference in all_pairs.differences):
+        caption += f" {CAPTION_ON_NOT_TESTED}"
+    pairs_for_paper = pairs_table(all_pairs, mark=SIGNIFICANT).without(["verdict"]).latex(caption)
     latex_lines = [*ranks_by_task, "", *pairs_for_paper, ""]
 
     # The JSON comes first, because the next comparison recognises by it that the other files may be replaced too.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.pairs import SIGNIFICANT, format_p
+from llmfoundry_lite.evaluation.pairs import CAPTION_ON_NOT_TESTED, NOT_TESTED, SIGNIFICANT, format_p
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, limit_of_trial, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
-from llmfoundry_studies.seeds import Run, Side, SideComparison, SidePair
+from llmfoundry_studies.seeds import MIN_DOCUMENTS, Run, Side, SideComparison, SidePair
 
 MIN_RUNS_FOR_NOISE = 3
 """Runs of a side from which equal recipes are called different in at most 5 % of comparisons, as simulated."""
@@ -124,9 +124,9 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
                 f"{row.other:.{digits}f}{mark if row.is_detected else ''}",
                 f"{row.first_spread:.{digits}f}/{row.other_spread:.{digits}f}",
                 f"{row.estimate.difference:+.{digits}f}{interval}",
-                format_p(row.p_corrected),
+                format_p(row.p_corrected) if row.is_claimable else NOT_TESTED,
                 row.verdict,
-                f"{row.detectable:.{digits}f}",
+                NOT_TESTED if row.detectable is None else f"{row.detectable:.{digits}f}",
             ]
         )
     return Table(f"{pair.other.name} against {pair.first.name}", columns, rows, right={2, 3, 4, 5, 7, 9})
@@ -153,6 +153,8 @@ def notes_on_sides(pair: SidePair) -> list[str]:
     all_results = [*pair.first.all_results, *pair.other.all_results]
     notes += pair.notes_on_metrics
     for row in pair.rows:
+        if not row.is_claimable:
+            notes.append(_note_on_too_few(row))
         records = [results.tasks[row.task] for results in all_results if row.task in results.tasks]
         if row.metric == BITS and any(lost_text_fraction(record) for record in records):
             notes.append(
@@ -161,6 +163,16 @@ def notes_on_sides(pair: SidePair) -> list[str]:
         if any(limit_of_trial(record) for record in records):
             notes.append(f"warning: {row.task}: only its first items (limit): a try, not a result")
     return notes
+
+
+def _note_on_too_few(row: SideComparison) -> str:
+    """Return a note on a row that has too few independent items or documents for a test."""
+    min_units = MIN_DOCUMENTS if row.metric in BITS_METRICS else significance.MIN_UNITS
+    count = f"{row.num_units:,} {'documents' if row.metric == BITS else 'independent items'}"
+    if row.num_units >= min_units:
+        min_units = significance.MIN_UNITS
+        count += f", of such different weight that they are worth {row.estimate.num_effective:.1f} equal ones"
+    return f"{row.task}: {count}: no interval and no verdict below {min_units}"
 
 
 def _count_runs(pair: SidePair) -> str:
@@ -186,6 +198,8 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
             "",
         ]
         caption = f"{table.title}, {_count_runs(pair)}. {SIGNIFICANT} marks differences that are significant. {METHOD}"
+        if not all(row.is_claimable for row in pair.rows):
+            caption += f" {CAPTION_ON_NOT_TESTED}"
         latex_lines += [*table_of_sides(pair, SIGNIFICANT).without(["items", "verdict", "finds"]).latex(caption), ""]
         rows = [describe_row(row) for row in pair.rows]
         comparisons.append({"first": pair.first.name, "other": pair.other.name, "rows": rows})
@@ -217,6 +231,9 @@ def numbers_of_sides(pairs: Sequence[SidePair]) -> Table:
 
 
 def describe_row(row: SideComparison) -> dict[str, object]:
-    """Return a row of a comparison as compare.json has it."""
+    """Return a row of a comparison as compare.json has it. Without a test, p-values and interval are None."""
     computed = {"difference": row.estimate.difference, "p": row.p, "verdict": row.verdict, "finds": row.detectable}
-    return asdict(row) | computed
+    facts = asdict(row) | computed
+    if not row.is_claimable:
+        facts |= {"p": None, "p_corrected": None}
+    return facts

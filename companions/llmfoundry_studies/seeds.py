@@ -27,6 +27,7 @@ from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, refuse_unknown_tasks
 from llmfoundry_lite.evaluation.means import document_of, label_of, text_row, weights_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
+from llmfoundry_lite.evaluation.pairs import too_few
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, has_categories, items_with
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
@@ -121,7 +122,7 @@ class SideComparison:
     is_claimable: bool = True
     """Whether there are enough items or documents for any claim."""
     low: float | None = None
-    """Lower end of the interval at `confidence`; None if there are too few items for any claim."""
+    """Lower end of the interval at `confidence`; None if there are too few items or documents."""
     high: float | None = None
     runs: list[list[float]] = field(default_factory=list)
     """The metric of each run of the first side, and of each run of the other."""
@@ -132,8 +133,10 @@ class SideComparison:
         return self.estimate.p if self.is_claimable else 1.0
 
     @property
-    def detectable(self) -> float:
-        """The smallest true difference that this study would find four times in five, at its confidence."""
+    def detectable(self) -> float | None:
+        """The smallest true difference that this study would find four times in five; None if no test was made."""
+        if not self.is_claimable:
+            return None
         return self.estimate.detectable(1 - self.confidence)
 
     def decide(self, p_corrected: float, level: float) -> None:
@@ -148,7 +151,7 @@ class SideComparison:
     def verdict(self) -> str:
         """Result of the test, in a few words."""
         if not self.is_claimable:
-            return "too few items"
+            return too_few(self.metric)
         if not self.is_detected:
             return "no detectable difference"
         is_less = self.estimate.difference < 0

@@ -47,7 +47,7 @@ from llmfoundry_lite.evaluation.records import (
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
 from llmfoundry_lite.evaluation.same_questions import check_same_questions
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, Floats
+from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Floats
 
 MISSING_BYTE_BITS = 8
 """The most bits that a byte of lost text could add: as many as a byte costs that is not predicted at all."""
@@ -277,6 +277,7 @@ def compare_weighted(
         **_count_won(units.gains_i),
         p=significance.score_p(counts),
         test="score",
+        is_tested=counts.num_effective >= MIN_UNITS and counts.num_units >= MIN_UNITS,
         error=math.sqrt(max(0.0, float(counts.variance))) * units.total_weight,
         interval=interval,
         counts=counts,
@@ -307,6 +308,7 @@ def _compare_answer_bits(
         smallest_level,
         num_effective=counts.num_effective,
     )
+    is_tested = counts.num_effective >= MIN_DOCUMENTS
     return MetricComparison(
         task=name,
         metric=BPB,
@@ -316,9 +318,10 @@ def _compare_answer_bits(
         **_count_won(-units.gains_i),  # fewer bits are better
         p=result.p,
         test="studentised bootstrap",
+        is_tested=is_tested,
         error=result.error,
         interval=result.interval,
-        min_p=result.min_p if counts.num_effective >= MIN_DOCUMENTS else 0.0,
+        min_p=result.min_p if is_tested else 0.0,
         counts=counts,
     )
 
@@ -363,6 +366,7 @@ def _compare_texts(
         lost_fraction = lost_text_fraction(first_results.tasks[task]) + lost_text_fraction(other_results.tasks[task])
         lost_text_bits = MISSING_BYTE_BITS * lost_fraction
 
+    is_tested = len(units.first) >= MIN_DOCUMENTS
     # Fewer nats per byte are better, so the other model's gain is the first model's ratio less its own.
     first_ratios_u = units.first[:, 0] / units.first[:, 1]
     other_ratios_u = units.other[:, 0] / units.other[:, 1]
@@ -375,8 +379,9 @@ def _compare_texts(
         **_count_won(first_ratios_u - other_ratios_u),
         p=result.p,
         test="studentised bootstrap",
+        is_tested=is_tested,
         error=result.error,
         interval=result.interval,
-        min_p=result.min_p if len(units.first) >= MIN_DOCUMENTS else 0.0,
+        min_p=result.min_p if is_tested else 0.0,
         lost_text=lost_text_bits,
     )

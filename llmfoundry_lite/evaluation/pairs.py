@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmfoundry_lite.errors import mask_credentials, mask_urls, printable
-from llmfoundry_lite.evaluation.records import BITS_METRICS, RESULT, Record
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
 from llmfoundry_lite.evaluation.tables import print_notes
@@ -26,6 +26,8 @@ from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 
 SIGNIFICANT = "*"
 """Mark of a significant difference in LaTeX."""
+NOT_TESTED = "-"
+"""Stands in place of a p-value or a rank where no test was made."""
 
 
 class FigurePoint(NamedTuple):
@@ -35,6 +37,7 @@ class FigurePoint(NamedTuple):
     low: float
     high: float
     is_detected: bool
+    is_tested: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class MetricComparison:
     losses: int
     ties: int
     p: float
-    """Two-sided p-value, before the correction for the number of tests."""
+    """Two-sided p-value, before the correction for the number of tests; 1 if no test was made."""
     test: str
     """Name of the test that gives `p`."""
     p_corrected: float = math.nan
@@ -69,6 +72,8 @@ class MetricComparison:
     """Function from a level, such as 0.05 for 95 %, to the interval of the difference."""
     counts: Counts | None = field(default=None, repr=False)
     """Independent units won and lost; None for a held-out text."""
+    is_tested: bool = True
+    """There are enough independent items or documents for a test."""
     is_detected: bool = False
     """The difference is significant, and text that a tokenizer loses cannot explain it."""
     lost_text: float = 0.0
@@ -88,8 +93,10 @@ class MetricComparison:
         """The smallest difference that these items detect with 80 % power at `confidence`.
 
         That is (z of the level + z of the power) times the standard error: 2.8 standard errors at 95 %. None if the
-        standard error is 0.
+        standard error is 0, or if no test was made.
         """
+        if not self.is_tested:
+            return None
         level = 1 - self.confidence
         return (z_of(level) + Z_POWER) * self.error or None
 
@@ -135,7 +142,12 @@ class MetricComparison:
 
     @property
     def verdict(self) -> str:
-        """The result of the test in a few words, such as "better by 0.150" or "no detectable difference"."""
+        """The result of the test in a few words, such as "better by 0.150" or "no detectable difference".
+
+        "too few items" says that no test was made.
+        """
+        if not self.is_tested:
+            return too_few(self.metric)
         if not self.is_comparable:
             return "not comparable: text is lost"
         if self.is_detected:
@@ -168,16 +180,18 @@ class MetricComparison:
             self.format_value(self.first),
             self.format_value(self.other),
             difference,
-            format_p(self.p_corrected),
+            format_p(self.p_corrected) if self.is_tested else NOT_TESTED,
             self.verdict,
             f"{self.wins:,}/{self.losses:,}/{self.ties:,}",
             f"{100 * self.confidence:.4g} %",
         ]
 
     def as_json(self) -> Record:
-        """Return the fields that JSON can hold, with `detectable` and `verdict`."""
+        """Return the fields that JSON can hold, with `detectable` and `verdict`. Without a test, p-values are None."""
         facts = asdict(self)
         del facts["interval"], facts["counts"]
+        if not self.is_tested:
+            facts |= {"p": None, "p_corrected": None}
         return {**facts, "detectable": self.detectable, "verdict": self.verdict}
 
 
@@ -213,8 +227,9 @@ class Comparison:
 
             ours is better than base by 0.150 [0.103, 0.197] on the mean of 2 tasks
             ours and base: the same answers on the mean of 2 tasks (p 1.00)
-            ours and base: no detectable difference on the mean of 2 tasks (p 0.41); one of 0.067 would be found four
-            times in five
+            ours and base: no detectable difference on the mean of 2 tasks (p 0.41); a difference of 0.067 would be
+            found four times in five
+            ours and base: no test on the mean of 2 tasks, too few items
         """
         mean = self.mean
         if mean is None:
@@ -222,12 +237,14 @@ class Comparison:
         if mean.is_detected:
             direction = "better" if mean.is_better else "worse"
             return f"{self.other} is {direction} than {self.first} by {mean.margin} on the {mean.task}"
+        if not mean.is_tested:
+            return f"{self.other} and {self.first}: no test on the {mean.task}, {mean.verdict}"
         context = f"on the {mean.task} (p {format_p(mean.p_corrected)})"
         if mean.detectable is None:
             return f"{self.other} and {self.first}: the same answers {context}"
 
         # Say how large a difference would have been detected, because "no difference" means little with few items.
-        power = f"one of {mean.format_value(mean.detectable)} would be found four times in five"
+        power = f"a difference of {mean.format_value(mean.detectable)} would be found four times in five"
         return f"{self.other} and {self.first}: no detectable difference {context}; {power}"
 
     def table(self) -> Table:
@@ -242,7 +259,7 @@ class Comparison:
             "p",
             "verdict",
             "won/lost/tied",
-            "at",
+            "confidence",
         )
         rows = [row.cells() for row in [*self.rows, *self.other_metrics]]
         numeric_columns = {2, 3, 4, 6, 8, 9}
@@ -274,6 +291,11 @@ class Comparison:
         with console.capture() as capture:
             print_comparison([self], console)
         return capture.get().rstrip()
+
+
+def too_few(metric: str) -> str:
+    """Return the verdict where no test was made, because there are too few items, or documents of a held-out text."""
+    return "too few documents" if metric == BITS else "too few items"
 
 
 def format_p(p: float) -> str:
@@ -319,7 +341,7 @@ def legend(comparisons: Sequence[Comparison]) -> str:
         "p: score test, paired (McNemar's for a task), and for bits per byte a studentised bootstrap over documents or "
         f"items; corrected for {corrected_for} (Holm). Intervals are of the same tests, at the level that decides, "
         "0.05 over the number of tests left, so that they exclude 0 exactly where a difference is found. The column "
-        "`at` has it."
+        "`confidence` has 1 less that level."
     )
 
 
@@ -368,13 +390,20 @@ def caption_of(comparison: Comparison, num_tests: int) -> str:
     on_gauntlet = ""
     if comparison.composites:
         on_gauntlet = " Scores of the gauntlet are shares of what is left above guessing."
+    not_tested = ""
+    if not all(row.is_tested for row in [*comparison.rows, *comparison.other_metrics]):
+        not_tested = f" {CAPTION_ON_NOT_TESTED}"
     return (
         f"{other} against {first} on the same items{by_metric}. The difference is {other} minus {first}, with its "
         f"interval at the level that decides. {SIGNIFICANT} marks differences that are significant: p < {LEVEL} after "
-        f"Holm's correction, for {num_tests} {noun} of tasks.{on_gauntlet}"
+        f"Holm's correction, for {num_tests} {noun} of tasks.{on_gauntlet}{not_tested}"
     )
 
 
+CAPTION_ON_NOT_TESTED = (
+    f"Where p is {NOT_TESTED}, there are too few items or documents for a test, and the difference shows nothing."
+)
+"""Sentence in the caption of a table for a paper that has a difference without a test."""
 NUMBERS = (
     "metric",
     "n",
@@ -400,7 +429,8 @@ def table_of_numbers(comparisons: Sequence[Comparison]) -> Table:
     rows: list[list[str]] = []
     for comparison in comparisons:
         for row in [*comparison.rows, *comparison.other_metrics]:
-            numbers = [getattr(row, name) for name in NUMBERS]
+            facts = row.as_json()
+            numbers = [facts[name] for name in NUMBERS]
             cells = ["" if number is None else str(number) for number in numbers]
             rows.append([comparison.first, comparison.other, row.task, *cells])
     return Table("", ["first_model", "other_model", "task", *NUMBERS], rows)
@@ -450,6 +480,6 @@ def panels(comparisons: Sequence[Comparison]) -> dict[str, dict[str, dict[str, F
                 title = "difference in accuracy (right is better)"
             low = row.difference if row.low is None else row.low
             high = row.difference if row.high is None else row.high
-            point = FigurePoint(row.difference, low, high, row.is_detected)
+            point = FigurePoint(row.difference, low, high, row.is_detected, row.is_tested)
             points.setdefault(title, {}).setdefault(row.task, {})[comparison.other] = point
     return {title: points[title] for title in sorted(points)}

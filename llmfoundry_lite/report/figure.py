@@ -503,8 +503,9 @@ def running_mean(values: Floats, half_width: int | None = None) -> Floats:
 
 # ---------------------------------------------------------------------------------------------- evaluations
 
-DifferencePoint = tuple[float, float, float, bool]
-"""A model's difference from the first model, the ends of its interval, and whether it is statistically detected."""
+DifferencePoint = tuple[float, float, float, bool, bool]
+"""A model's difference from the first model, the ends of its interval, whether it is statistically detected, and
+whether it was tested."""
 
 
 @fixed_settings()
@@ -516,10 +517,10 @@ def plot_differences(
     `panels` maps the label of a panel's x axis to its rows, a row's name (a task) to its models, and a model's name to
     its point:
 
-        {"accuracy, ours minus base": {"arc_easy/0-shot": {"ours": (0.15, 0.103, 0.197, True)}}}
+        {"accuracy, ours minus base": {"arc_easy/0-shot": {"ours": (0.15, 0.103, 0.197, True, True)}}}
 
     Rows go downwards; a row whose name starts with `mean` is set apart by a line. A difference that may be chance has a
-    hollow marker.
+    hollow marker, and one that was not tested a cross.
     """
     # Collect the models of all rows, in the order in which they first appear.
     models: list[str] = []
@@ -548,7 +549,9 @@ def plot_differences(
         panel.tick_params(axis="y", length=0)
         style_panels([panel], grid="x", hidden_spines=("top", "right", "left"))
 
-    _draw_differences_legend(figure, models)
+    all_points = [point for rows in panels.values() for points in rows.values() for point in points.values()]
+    has_untested = any(not is_tested for *_, is_tested in all_points)
+    _draw_differences_legend(figure, models, has_untested=has_untested)
     grid[0].set_title(title, fontsize=11)
     save_figure(figure, path)
 
@@ -573,14 +576,17 @@ def _draw_difference_row(
     for i, model in enumerate(models):
         if model not in points:
             continue
-        difference, low, high, is_detected = points[model]
+        difference, low, high, is_detected, is_tested = points[model]
         color = curve_color(i)
         y = row_number + (i - (len(models) - 1) / 2) * step
+        marker = "D" if is_mean else "o"
+        if not is_tested:
+            marker = "x"
         panel.plot([low, high], [y, y], solid_capstyle="butt", zorder=2, color=color, linewidth=1.6)
         panel.plot(
             difference,
             y,
-            "D" if is_mean else "o",
+            marker,
             zorder=3,
             color=color,
             linewidth=1.6,
@@ -589,17 +595,20 @@ def _draw_difference_row(
         )
 
 
-def _draw_differences_legend(figure: Any, models: Sequence[str]) -> None:
-    """Name the models' colours, if there are several, and the meaning of filled and hollow markers."""
-    markers = []  # (colour of the edge, colour of the face, label)
+def _draw_differences_legend(figure: Any, models: Sequence[str], *, has_untested: bool) -> None:
+    """Name the models' colours, if there are several, and the meaning of filled and hollow markers and of crosses."""
+    markers = []  # (marker, colour of the edge, colour of the face, label)
     if len(models) > 1:
-        markers = [(curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
-    markers.append(("#555555", "#555555", "a difference (corrected p < 0.05)"))
-    markers.append(("#555555", "white", "none to be told from chance"))
+        markers = [("o", curve_color(i), curve_color(i), model) for i, model in enumerate(models)]
+    markers.append(("o", "#555555", "#555555", "a difference (corrected p < 0.05)"))
+    markers.append(("o", "#555555", "white", "no detectable difference"))
+    if has_untested:
+        markers.append(("x", "#555555", "#555555", "not tested: too few items"))
 
-    line_style: dict[str, Any] = {"marker": "o", "markersize": 6, "linewidth": 1.6}
+    line_style: dict[str, Any] = {"markersize": 6, "linewidth": 1.6}
     handles = [
-        plt.Line2D([], [], color=edge, markerfacecolor=face, label=label, **line_style) for edge, face, label in markers
+        plt.Line2D([], [], marker=marker, color=edge, markerfacecolor=face, label=label, **line_style)
+        for marker, edge, face, label in markers
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False, fontsize=9)
 

@@ -102,7 +102,7 @@ def test_the_mean_counts_each_task_the_same(tmp_path):
     assert pair.sentence == "ours is better than base by 0.083 [0.006, 0.161] on the mean of 2 tasks"
     pair = result_of(tmp_path, {"t/0-shot": TEN, "u/0-shot": TEN}, {"t/0-shot": TEN, "u/0-shot": [1] + [0] * 9})
     assert pair.sentence.startswith(
-        "ours and base: no detectable difference on the mean of 2 tasks (p 0.15); one of 0.2"
+        "ours and base: no detectable difference on the mean of 2 tasks (p 0.15); a difference of 0.2"
     )
 
 
@@ -147,6 +147,14 @@ def test_items_of_a_cluster_count_as_one(tmp_path):
     assert few.tasks[0].low is None and few.notes == ["t/0-shot: 5 clusters: no interval and no verdict below 6"]
 
 
+def test_a_mean_of_too_few_items_has_no_verdict(tmp_path):
+    """The sentence was "no detectable difference on the mean of 2 tasks (p 1.00); one of 0.893 would be found …"."""
+    first = {"a/0-shot": [1, 0, 0, 1], "b/0-shot": [0, 0, 0, 1]}
+    pair = result_of(tmp_path, first, {"a/0-shot": [1, 1, 1, 1], "b/0-shot": [1, 0, 0, 1]})
+    assert pair.sentence == "ours and base: no test on the mean of 2 tasks, too few items"
+    assert [row.verdict for row in pair.rows] == ["too few items"] * 3
+
+
 def test_a_task_with_categories_is_the_mean_of_them(tmp_path):
     def asked(answers):
         _, items = choice(answers)
@@ -171,7 +179,9 @@ def test_bits_per_byte_by_document(tmp_path):
     assert task.first == pytest.approx(37 / 60 / math.log(2)) and task.other == pytest.approx(35 / 60 / math.log(2))
     assert (task.n, task.wins, task.losses, task.ties) == (3, 2, 1, 0)
     assert task.is_better and task.difference < 0
-    assert (task.low, task.p) == (None, 1)  # three documents are no evidence
+    # Three documents are no evidence. "no detectable difference" stood here before, with p 1.00.
+    assert (task.low, task.detectable, task.verdict) == (None, None, "too few documents")
+    assert "1.00" not in task.cells() and task.cells()[6] == "-"
     rng = np.random.default_rng(3)
     sizes, nats = rng.integers(50, 500, 300), rng.normal(0.7, 0.1, 300)
     a = text([[(n * size, size)] for n, size in zip(nats, sizes.tolist(), strict=True)])
@@ -553,7 +563,20 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys, monkeypatch):
     assert r"p \textless{} 0.05 after Holm's correction, for 3 tests of tasks." in latex
     marked = [line.partition(" &")[0] for line in latex.splitlines() if "* & $+$" in line]
     assert marked == [r"arc\_easy/0-shot", "mean of 2 tasks", r"arc\_easy/0-shot"]
+
+    # Two documents are too few for a test. Every form had p 1.00 and "no detectable difference" before, the picture
+    # "none to be told from chance".
+    untested = by_task["x/0-shot", "bits_per_byte"]
+    assert (untested["p"], untested["p_corrected"], untested["verdict"]) == ("", "", "too few documents")
+    assert told["tasks"][2]["p"] is None and told["tasks"][2]["is_tested"] is False
+    assert "| - | too few documents |" in written
+    assert r"& - \\" in latex
+    assert "Where p is -, there are too few items or documents for a test" in latex
+    [key] = figures[0].legends
+    labels = [text.get_text() for text in key.get_texts()]
+    assert labels[1:] == ["no detectable difference", "not tested: too few items"]
     accuracy, bits = figures[0].axes
+    assert [line.get_marker() for line in bits.lines if line.get_marker() in ("o", "x")] == ["x"]
     assert accuracy.get_title() == "ours against base, intervals at the level that decides"
     assert [label.get_text() for label in accuracy.get_yticklabels()] == [
         "arc_easy/0-shot",

@@ -423,7 +423,7 @@ def test_control_characters_in_names_of_a_run_are_escaped(tmp_path):
 
 def test_control_characters_in_names_of_models_and_tasks_are_escaped(tmp_path):
     name = NAME_WITH_CONTROL_CHARACTERS
-    panels = {name: {name: {name: (0.1, 0, 0.2, True)}}}
+    panels = {name: {name: {name: (0.1, 0, 0.2, True, True)}}}
     plot_differences(panels, tmp_path / "differences.svg", title=name)
     ElementTree.parse(tmp_path / "differences.svg")
     assert ESCAPED_NAME in (tmp_path / "differences.svg").read_text()

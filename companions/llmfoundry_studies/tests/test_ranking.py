@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,19 @@ def test_fewer_bits_per_byte_rank_first(metric):
     differences = [difference("a", "b", -0.1, is_detected=True, metric=metric)]
     ranking = rank(TASK, metric, differences)
     assert [(one.name, one.label) for one in ranking.ranks] == [("b", "1"), ("a", "2")]
+
+
+def test_models_without_a_test_have_no_rank():
+    """They had the ranks 1-2 before, as if a test had found no difference."""
+    untested = replace(difference("a", "b", 0.1, is_detected=False), p=None, p_corrected=None, verdict="too few items")
+    ranking = rank(TASK, "acc", [untested])
+    assert labels(ranking) == {"a": "-", "b": "-"}
+    assert [(one.best, one.worst) for one in ranking.ranks] == [(None, None)] * 2
+
+    # A model that was tested against one of the others has a rank among all of them.
+    tested = difference("a", "c", 0.2, is_detected=True)
+    also_untested = replace(untested, first="b", other="c")
+    assert labels(rank(TASK, "acc", [untested, tested, also_untested])) == {"c": "1-2", "a": "2-3", "b": "-"}
 
 
 def write_models(folder, answers_of_model: dict) -> list:

@@ -200,6 +200,34 @@ def test_units_of_which_one_has_most_of_the_weight_claim_nothing(tmp_path):
     assert (found.low, found.high) == (None, None)
 
 
+def test_recipes_with_too_few_documents_have_neither_p_nor_rank(tmp_path, capsys):
+    """p was 1.00 in every form, JSON and CSV had an interval, and all ranks were 1-3, without a note."""
+    arguments = []
+    for number, name in enumerate(("base", "low", "wide")):
+        runs = []
+        for run in range(2):
+            document_bits = [[(8.0 + number + run / 10 + document % 3, 10)] for document in range(32)]
+            runs.append(write_result(tmp_path / name, f"{name}{run}", {"text/0-shot": text(document_bits)}))
+        arguments.append(f"{name}={','.join(map(str, runs))}")
+    note = "text/0-shot: 32 documents: no interval and no verdict below 50"
+
+    assert main.run(["compare", *arguments, "--out", str(tmp_path / "first")]) == 0
+    printed = capsys.readouterr().out
+    assert "too few documents" in printed and "1.00" not in printed and note in printed
+    row = json.loads((tmp_path / "first/compare.json").read_text())["comparisons"][0]["rows"][0]
+    assert [row[key] for key in ("p", "p_corrected", "low", "high", "finds")] == [None] * 5
+    assert "1.00" not in (tmp_path / "first/compare.tex").read_text()
+    assert ",nan," not in (tmp_path / "first/compare.csv").read_text()
+
+    assert main.run(["compare", *arguments, "--all-pairs", "--out", str(tmp_path / "ranks")]) == 0
+    printed = capsys.readouterr().out
+    assert "1-3" not in printed and "- (1.3" in printed
+    assert note in printed and "text/0-shot: no ranks, too few documents" in printed
+    record = json.loads((tmp_path / "ranks/compare.json").read_text())
+    assert {one["best"] for one in record["rankings"][0]["ranks"]} == {None}
+    assert "1.00" not in (tmp_path / "ranks/compare.tex").read_text()
+
+
 def test_copies_of_one_run_are_refused(tmp_path):
     side = side_of(tmp_path, "a", [[1, 0] * 20, [1, 0] * 20])
     with pytest.raises(DataError, match="has the same answers as another of its runs"):
