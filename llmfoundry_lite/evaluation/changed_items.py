@@ -161,29 +161,47 @@ def _table_of(item: ChangedItem, changed: ChangedItems) -> Table:
     records = (item.first, item.other)
     is_generated = all("text" in record for record in records)
     if is_generated and changed.metric != BPB:
-        answers = [(name, record["text"]) for name, record in zip(names, records, strict=True)]
-        answers.append(("accepted", ", ".join(item.first.get("answers", ()))))
-        cells_of_answers = [(name, _shorten(text, MAX_OPTION_CHARACTERS)) for name, text in answers]
-        return Table("", ["", "answer"], cells_of_answers, right=())
-    if not all("log_probability" in record for record in records):
-        return Table("", names, [[f"{record[changed.metric]:.3f}" for record in records]], right=(0, 1))
+        return _table_of_answers(item, names)
 
-    # A row for each option, with the right option among those that are shown.
-    scores = [_scores_of(record, changed.metric) for record in records]
-    num_options = len(scores[0])
+    have_scores = all("log_probability" in record for record in records)
+    if have_scores and len(item.first["log_probability"]) == len(item.other["log_probability"]):
+        return _table_of_options(item, changed, is_generated=is_generated)
+    return Table("", names, [[f"{record[changed.metric]:.3f}" for record in records]], right=(0, 1))
+
+
+def _table_of_answers(item: ChangedItem, names: tuple[str, str]) -> Table:
+    """Return a table with the answers that both models generated, and those that count as right."""
+    answers = [(name, record["text"]) for name, record in zip(names, (item.first, item.other), strict=True)]
+    answers.append(("accepted", ", ".join(item.first.get("answers", ()))))
+    rows = [(name, _shorten(text, MAX_OPTION_CHARACTERS)) for name, text in answers]
+    return Table("", ["", "answer"], rows, right=())
+
+
+def _table_of_options(item: ChangedItem, changed: ChangedItems, *, is_generated: bool) -> Table:
+    """Return a table with a row for each option, and with the score that each model gives it.
+
+    Of many options, the first MAX_OPTIONS are shown, and the right one. Of a generated answer, the only option is the
+    first answer that counts as right.
+    """
+    records = (item.first, item.other)
+    scores_of_models = [_scores_of(record, changed.metric) for record in records]
+    chosen_options = [_chosen_option(record, changed.metric) for record in records]
     gold = 0 if is_generated else item.first.get("gold")
-    # For generation, the scored option is the first accepted answer.
-    choices = item.first.get("choices") or item.first.get("answers") or [""] * num_options
+    texts = item.first.get("choices") or item.first.get("answers") or []
+
+    num_options = len(scores_of_models[0])
     rows: list[list[str]] = []
     for option in range(num_options):
         if option >= MAX_OPTIONS and option != gold:
             continue
         cells = ["*" if option == gold else ""]
-        for record, scores_of_model in zip(records, scores, strict=True):
-            mark = "<" if _chosen_option(record, changed.metric) == option else ""
-            cells.append(f"{scores_of_model[option]:8.3f} {mark}")
-        rows.append([*cells, _shorten(choices[option], MAX_OPTION_CHARACTERS)])
-    return Table("", ["", *names, "choice" if num_options > 1 else "answer"], rows, right=())
+        for scores, chosen in zip(scores_of_models, chosen_options, strict=True):
+            mark = "<" if chosen == option else ""
+            cells.append(f"{scores[option]:8.3f} {mark}")
+        text = texts[option] if option < len(texts) else ""
+        rows.append([*cells, _shorten(text, MAX_OPTION_CHARACTERS)])
+    heading = "choice" if num_options > 1 else "answer"
+    return Table("", ["", changed.first_name, changed.other_name, heading], rows, right=())
 
 
 def _scores_of(record: Record, metric: str) -> list[float]:

@@ -42,6 +42,7 @@ TASK = {
     "items_hash": str,
     "num_clusters": int | None,
     "num_documents": int | None,
+    "chance": int | float | None,
     "skipped": dict | None,
     "lost_text": dict | None,
     "over_items": dict | None,
@@ -52,12 +53,13 @@ TASK = {
 - `metric` names the number that tables and averages show. The number is under that key, its standard error under
   METRIC_stderr.
 - `fingerprint` covers the questions and how they are asked, `data_fingerprint` only the rows or texts.
+- `chance` is the accuracy of a model that guesses; a task without options has none.
 - `skipped` counts items by the reason why they could not be asked.
 - `lost_text` counts characters that the model's tokens do not spell, which bits per byte therefore leave out.
 - `over_items` has, for a task with categories, the mean of each accuracy over all items, and its standard error. The
   accuracy of the record itself is the mean of the categories.
 
-A record also has `num_fewshot`, `tokenization`, `chance`, `perplexity`, `categories`, `beginning` (tokens before each
+A record also has `num_fewshot`, `tokenization`, `perplexity`, `categories`, `beginning` (tokens before each
 text), `seconds`, and counts of irregular items."""
 LOST_TEXT = {**dict.fromkeys(("characters", "text_bytes", "lost_bytes", *KINDS), int), "examples": list}
 """Keys of a task's `lost_text`, as in `data/spelling.py`."""
@@ -127,6 +129,7 @@ ITEM: dict[str, Callable[[Any], bool]] = {
     "category": _is_text,
     "cluster": _is_text,
     "log_probability": _are_log_probabilities,
+    "num_tokens": _are_sizes,
     "num_characters": _are_sizes,
     "num_bytes": _are_sizes,
     BPB: _is_size,
@@ -138,11 +141,11 @@ ITEM: dict[str, Callable[[Any], bool]] = {
 - `gold` is the index of the right option, `text` a generated answer, and `answers` are those that count as right.
 - `prompt_tokens`, with the setting `keep_prompts`, is the prompt in tokens, as `token_texts.prompt_tokens` returns it.
 - `index` is the item's row, or the document of a window. Items of the same `cluster` are not independent.
-- `log_probability` (nats) and `num_characters` (bytes, for a window) have a number for each option.
+- `log_probability` (nats), `num_tokens` and `num_characters` (bytes, for a window) have a number for each option.
 - `num_bytes` are the bytes in UTF-8 of each option with the white space before it, and `bpb` the bits per byte of the
   right one. For generation they are about the first right answer.
 
-A record also has `task`, `num_tokens` and `num_trimmed`; for choices `chosen`, `tie` and `has_duplicates`."""
+A record also has `task` and `num_trimmed`; for choices `chosen`, `tie` and `has_duplicates`."""
 OF_OPTIONS = ("choices", "log_probability", "num_tokens", "num_characters", "num_bytes")
 """Keys of an item's record whose value has an element for each option."""
 

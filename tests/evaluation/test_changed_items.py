@@ -107,6 +107,21 @@ def test_results_without_texts_are_listed_by_row(tmp_path):
     assert any("These results do not have the texts of questions; evaluate again with redo=true" in s for s in lines)
 
 
+def test_items_whose_options_do_not_fit_together_are_listed_by_their_results(tmp_path):
+    two = {"choices": ["no", "yes"], "log_probability": [-1.0, -2.0], "num_tokens": [1, 1], "num_characters": [2, 3]}
+    three = {key: [*values, values[0]] for key, values in two.items()}
+    lines = printed(tmp_path, task_of([0], **two), task_of([1], **three))
+    assert ["0.000", "1.000"] in [line.split() for line in lines]
+
+    # Two options of which only one has a text.
+    first, other = task_of([0]), task_of([1])
+    for _, items in (first, other):
+        del items[0]["choices"]
+        items[0]["answers"] = ["yes"]
+    lines = printed(tmp_path, first, other)
+    assert ["-3.000", "<", "-3.000", "yes"] in [line.split() for line in lines]
+
+
 def test_the_command_prints_items_and_writes_all_of_them(tmp_path, capsys):
     first = {"t/0-shot": task_of([0, 1, 1, 0]), "u/0-shot": choice([1, 0]), "u/2-shot": choice([1, 0])}
     other = {**first, "t/0-shot": task_of([1, 1, 0, 0])}

@@ -630,6 +630,8 @@ def test_a_result_of_odd_facts_is_refused_in_one_line(change, tmp_path):
         ({"metrics": 5}, "t/0-shot has metrics 5, which no result has"),
         ({"acc_per_token": "x"}, "t/0-shot has acc_per_token 'x', which no result has"),
         ({"acc_per_token": 10**400}, "t/0-shot has acc_per_token 1000*, which no result has"),
+        ({"chance": 10**400}, "t/0-shot has chance 1000*, which no result has"),
+        ({"chance": "0.25"}, "t/0-shot has chance '0.25', which no result has"),
         ({"acc_per_token_stderr": None}, "t/0-shot has acc_per_token_stderr None, which no result has"),
         ({"settings": 3}, "t/0-shot has settings 3, which no result has"),
         ({"settings": {"limit": "x"}}, "t/0-shot has limit 'x', which no result has"),

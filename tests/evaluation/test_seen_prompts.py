@@ -163,6 +163,8 @@ def test_questions_of_equal_length_are_told_apart_by_their_texts(tmp_path):
         {"gold": True},
         {"answers": [1]},
         {"text": None},
+        {"num_tokens": ["1"]},
+        {"num_tokens": [float("nan")]},
         {"prompt_tokens": ["a"]},
         {"prompt_tokens": {"shared": ["a"], "contexts": [[]], "answers": [["b"], ["c"]]}},
         {"prompt_tokens": {"shared": ["a"], "contexts": [[]], "answers": [[3]]}},
