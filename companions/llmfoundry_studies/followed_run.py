@@ -123,6 +123,11 @@ class FollowedRun:
         Raises ConfigError if the source is a model of another kind, or if the run saves its checkpoints somewhere else
         that is not opened without asking.
         """
+        if "://" not in self.source and Path(self.source).is_file():
+            raise ConfigError(
+                f"models.{self.name}: {self.source} is a file, and follow=true evaluates the checkpoints of runs; "
+                "expected a run folder, or the folder or URL of its checkpoints"
+            )
         opened = open_folder(self.source)
         is_exported = opened.path_here is not None and (opened.path_here / "config.json").is_file()
         if is_exported or is_checkpoint(self.source):

@@ -216,6 +216,13 @@ def test_what_is_no_run_is_refused(tmp_path):
             follow(source)
 
 
+def test_a_file_is_refused_at_once_and_not_waited_for(tmp_path):
+    file = tmp_path / "model.pt"
+    file.touch()
+    with pytest.raises(ConfigError, match=f"models.base: {file} is a file, and follow=true evaluates the checkpoints"):
+        follow(file)
+
+
 def test_a_run_folder_that_saves_behind_a_url_says_where(tmp_path):
     (tmp_path / "config.yaml").write_text(json.dumps({"save_folder": "s3://bucket/base"}))
     with pytest.raises(
