@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.data.baselines import read_shards
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.documents import fingerprint_of_texts
@@ -159,6 +158,8 @@ def read_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, li
     Documents are separated by the tokenizer's end-of-text token. A document that goes on in the next shard is read as
     one, and counts for the shard in which it ends. Raises DataError for shards that do not hold tokens, and for damage.
     """
+    from llmfoundry_lite.data.baselines import read_shards  # imports mosaicml-streaming, which a page does not need
+
     unfinished = np.zeros(0, np.int64)
     shard = -1
     try:

@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, legend
 from llmfoundry_lite.evaluation.records import BITS_METRICS, is_accuracy
@@ -195,10 +195,13 @@ def _shown(all_results: Sequence[Results], metric: str | None) -> list[Results]:
 
 
 def _write(content: PageContent, path: Path) -> None:
-    """Write a page, and create its folder if needed."""
+    """Write a page, and create its folder if needed. Raises DataError if the disk is full, or cannot be written."""
     html = render_page(content)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, html)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, html)
+    except OSError as error:
+        raise DataError(f"--html: {path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def render_page(content: PageContent) -> str:
@@ -267,7 +270,8 @@ def format_count(count: int | None) -> str:
     if count is None:
         return ""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= size:
+        # 999,600,000 is 1,000 M in three digits, which is 1 B.
+        if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:,}"
 

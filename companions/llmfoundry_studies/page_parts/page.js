@@ -11,6 +11,8 @@ const OUTCOMES = [
   { key: "tied", label: "Equal", sign: "=" },
   { key: "unasked", label: "Not asked of both", sign: "–" },
 ];
+// Control characters besides tab and line end, and characters that change the direction of text.
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const OUTCOME_OF = Object.fromEntries(OUTCOMES.map((outcome) => [outcome.key, outcome]));
 
 const { models, tasks } = JSON.parse(document.getElementById("data").textContent);
@@ -363,8 +365,13 @@ function drawScores(item, task) {
 function make(tag, className, text) {
   const made = document.createElement(tag);
   if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
+  if (text !== undefined) made.textContent = escapeControls(text);
   return made;
+}
+
+// Writes characters as escapes that would not be seen, or that reverse the order of those after them: "\u202e".
+function escapeControls(text) {
+  return text.replace(CONTROLS, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
 function makeTable(headings, body) {
@@ -378,7 +385,7 @@ function makeTable(headings, body) {
 }
 
 function fillSelect(select, options) {
-  select.replaceChildren(...options.map(([value, label]) => new Option(label, value)));
+  select.replaceChildren(...options.map(([value, label]) => new Option(escapeControls(label), value)));
 }
 
 function count(number) {

@@ -3,6 +3,9 @@
 import base64
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import pytest
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.results import load_results
-from llmfoundry_studies.page import FIRST_LINE, PARTS, content_of_models, render_page
+from llmfoundry_studies.page import FIRST_LINE, PARTS, content_of_models, format_count, render_page
 from llmfoundry_studies.page_items import collect_items
 from llmfoundry_studies.page_texts import MAX_NAME_CHARACTERS, MAX_TEXT_CHARACTERS, short_name
+from tests.helpers.launch import PATHS
 from tests.helpers.pages import HOSTILE, LONE_SURROGATE, hostile_result, question_task
 from tests.helpers.results import choice, text, write_result
 
@@ -320,9 +324,38 @@ def test_a_path_that_is_no_page_is_refused_before_anything_is_read(kind, tmp_pat
     assert foreign.read_text() == "<!DOCTYPE html> mine"
 
 
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    html = tmp_path / "link" / "page.html"
+    assert main.run(["compare", *map(str, write_pair(tmp_path)), "--html", str(html)]) == 2
+    assert capsys.readouterr().err == f"error: --html: {html} cannot be written: File exists; name another file\n"
+
+
 def test_an_earlier_page_is_replaced(tmp_path):
     html = tmp_path / "page.html"
     html.write_text(f"{FIRST_LINE}\n<p>old")
     assert main.run(["compare", *map(str, write_pair(tmp_path)), "--html", str(html)]) == 0
     assert html.read_text().startswith(FIRST_LINE)
     assert "<p>old" not in html.read_text()
+
+
+def test_a_page_needs_neither_torch_nor_streaming():
+    code = "import sys, llmfoundry_studies.commands; print({'torch', 'streaming'} & set(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    imported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert imported.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, ""),
+        (999, "999"),
+        (1_315_950_592, "1.32 B"),
+        (999_400_000, "999 M"),
+        (999_948_288, "1 B"),
+        (999_500, "1 M"),
+    ],
+)
+def test_a_count_has_three_digits_and_its_unit(count, text):
+    assert format_count(count) == text

@@ -187,3 +187,8 @@ def test_hostile_texts_run_nothing_and_load_nothing(tmp_path):
     assert "<title>broken" not in document
     assert document.count("<script") == 2
     assert document.count('class="item"') == 1, "the item is open, with its texts in it"
+
+    # Characters that would reverse the text after them are escapes, except in values of options, which nobody sees.
+    seen = re.sub(r'<option value="[^"]*"', "", document)
+    assert "\u202e" not in seen
+    assert r"\u202e" in seen
