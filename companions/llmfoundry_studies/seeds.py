@@ -322,6 +322,7 @@ def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[F
     columns: dict[Unit, list[float]] = {}
     runs = [*first.runs, *other.runs]
     total_weight = sum(task.weight for task in tasks)
+    cluster_of = _find_clusters(tasks, first.all_results[0])
     for task, metric, weight_of_task in tasks:
         task_share = weight_of_task / total_weight
         common = _common_items(task, metric, first, other)
@@ -330,7 +331,8 @@ def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[F
         for number, run in enumerate(runs):
             for results in run.checkpoints:
                 share = task_share / len(run.checkpoints)
-                for unit, weight, value in _contributions(results, task, metric, common):
+                for own_unit, weight, value in _contributions(results, task, metric, common):
+                    unit = cluster_of.get(own_unit, own_unit)
                     columns.setdefault(unit, [0.0] * len(runs))[number] += share * value
                     is_first_result = number == 0 and results is run.checkpoints[0]
                     if is_first_result:
@@ -340,6 +342,17 @@ def _collect(tasks: Sequence[WeightedTask], first: Side, other: Side) -> tuple[F
     values_ur = np.round([columns[unit] for unit in weight_of], 15)
     num_first = len(first.runs)
     return np.array(list(weight_of.values())), values_ur[:, :num_first].T, values_ur[:, num_first:].T
+
+
+def _find_clusters(tasks: Sequence[WeightedTask], results: Results) -> dict[Unit, Unit]:
+    """Return the cluster of each item that has one. What one task says holds for all tasks on the same data."""
+    cluster_of: dict[Unit, Unit] = {}
+    for task in tasks:
+        data = results.tasks[task.task]["data_fingerprint"]
+        for item in results.items[task.task]:
+            if "cluster" in item:
+                cluster_of[data, item["index"]] = (data, item["cluster"])
+    return cluster_of
 
 
 def _common_items(task: str, metric: str, first: Side, other: Side) -> set[int]:
@@ -356,8 +369,8 @@ def _common_items(task: str, metric: str, first: Side, other: Side) -> set[int]:
 def _contributions(results: Results, task: str, metric: str, common: set[int]) -> list[tuple[Unit, float, float]]:
     """Return (unit, weight, contribution to the score) of each item of a task, or of each window of a text.
 
-    An item that has a cluster belongs to the cluster's unit. A window belongs to its document; its weight is its share
-    of the text's bytes, so that the contributions add up to the bits per byte.
+    An item is a unit of its own here. A window belongs to its document; its weight is its share of the text's bytes, so
+    that the contributions add up to the bits per byte.
     """
     data = results.tasks[task]["data_fingerprint"]
     items = [item for item in results.items[task] if item["index"] in common]
@@ -371,6 +384,5 @@ def _contributions(results: Results, task: str, metric: str, common: set[int]) -
     weights = weights_of(items, has_categories(results.tasks[task]))
     contributions = []
     for item, weight in zip(items, weights.tolist(), strict=True):
-        unit = (data, item.get("cluster", item["index"]))
-        contributions.append((unit, weight, weight * item[metric]))
+        contributions.append(((data, item["index"]), weight, weight * item[metric]))
     return contributions

@@ -114,7 +114,7 @@ def describe_choice(all_results: Sequence[Results], metrics: Mapping[str, str], 
         return [
             *notes,
             f"warning: the models have different tokenizers, and {PER_TOKEN}, as asked for, depends on how a tokenizer "
-            f"divides an answer; metric={PER_CHARACTER} compares them",
+            f"divides an answer; {PER_CHARACTER} (per character) does not",
         ]
     is_replaced = any(
         record["metric"] == PER_TOKEN and metrics[task] == PER_CHARACTER

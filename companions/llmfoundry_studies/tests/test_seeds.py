@@ -8,6 +8,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.results import load_results
 from llmfoundry_studies.recipes import notes_on_sides, read_sides
 from llmfoundry_studies.seeds import Run, Side, SideComparison, compare_sides, difference_of_sides
@@ -99,6 +100,7 @@ def test_bits_per_byte_count_documents_by_their_bytes(tmp_path):
     expected = [run.checkpoints[0].tasks["text/0-shot"]["bits_per_byte"] for run in sides[0].runs]
     assert found.runs[0] == pytest.approx(expected)
     assert found.verdict.startswith("better by")
+    assert found.estimate.tail_correction == pytest.approx(1 + significance.CAUTION / found.estimate.num_effective)
 
 
 def test_checkpoints_of_one_run_are_averaged_and_are_not_runs(tmp_path):
@@ -106,6 +108,15 @@ def test_checkpoints_of_one_run_are_averaged_and_are_not_runs(tmp_path):
     smoothed = Side("a", [Run(results[:2]), Run(results[2:])])
     found = compare_two(smoothed, smoothed)
     assert found.runs[0] == pytest.approx([0.75, 0.0])
+
+
+def test_p_values_are_corrected_for_the_tests_of_all_recipes(tmp_path):
+    generator = np.random.default_rng(7)
+    sides = [side_of(tmp_path, name, generator.integers(0, 2, (2, 40))) for name in ("a", "b", "c")]
+    rows = [row for pair in compare_sides(sides) for row in pair.rows]
+    corrected, _ = significance.holm([row.p for row in rows])
+    assert [row.p_corrected for row in rows] == corrected
+    assert rows[0].p_corrected > rows[0].p
 
 
 def test_one_run_says_nothing_about_seeds(tmp_path):
@@ -226,6 +237,25 @@ def test_recipes_with_too_few_documents_have_neither_p_nor_rank(tmp_path, capsys
     record = json.loads((tmp_path / "ranks/compare.json").read_text())
     assert {one["best"] for one in record["rankings"][0]["ranks"]} == {None}
     assert "1.00" not in (tmp_path / "ranks/compare.tex").read_text()
+
+
+def test_clusters_that_one_task_names_hold_for_all_tasks_on_the_same_data(tmp_path):
+    generator = np.random.default_rng(6)
+    sides = []
+    for name in ("a", "b"):
+        paths = []
+        for run in range(2):
+            record, items = choice(generator.integers(0, 2, 60))
+            clustered = [{**item, "cluster": str(item["index"] // 10)} for item in items]
+            tasks = {"quiz/0-shot": (record, items), "by_passage/0-shot": (record, clustered)}
+            paths.append(write_result(tmp_path / f"{name}{run}", f"{name}{run}", tasks))
+        sides.append(Side(name, [Run([results]) for results in load_results(paths)]))
+    [pair] = compare_sides(sides)
+    assert {row.task: row.num_units for row in pair.rows} == {
+        "quiz/0-shot": 60,
+        "by_passage/0-shot": 6,
+        "mean of 2 tasks": 6,
+    }
 
 
 def test_copies_of_one_run_are_refused(tmp_path):
