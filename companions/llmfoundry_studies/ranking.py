@@ -34,7 +34,7 @@ from llmfoundry_lite.evaluation.pairs import (
 )
 from llmfoundry_lite.evaluation.records import BITS_METRICS
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import name_models_unless_all, print_notes
+from llmfoundry_lite.evaluation.tables import caption_on_trials, name_models_unless_all, print_notes, trials_of
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list
 from llmfoundry_studies.gauntlet import GAUNTLET
@@ -112,6 +112,8 @@ class AllPairs:
     rankings: list[Ranking]
     """The mean first, if there is one, then the composites and the tasks."""
     notes: list[str]
+    trials: list[str]
+    """Tasks of which only the first items were evaluated."""
 
     def differences_by(self, task: str) -> list[Difference]:
         """Return the differences of all pairs by one task."""
@@ -150,7 +152,8 @@ def rank_models(comparisons: Sequence[Comparison], notes: Sequence[str] = ()) ->
         for row in comparison.rows:
             differences.append(difference_of(comparison.first, comparison.other, row, row.difference))
         all_notes += comparison.notes
-    return _rank_all(differences, tasks, all_notes)
+    trials = [task for comparison in comparisons for task in comparison.trials]
+    return _rank_all(differences, tasks, all_notes, trials)
 
 
 def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs:
@@ -161,7 +164,8 @@ def rank_sides(pairs: Sequence[SidePair], notes: Sequence[str] = ()) -> AllPairs
         tasks |= pair.first.all_results[0].tasks.keys()
         for row in pair.rows:
             differences.append(difference_of(pair.first.name, pair.other.name, row, row.estimate.difference))
-    return _rank_all(differences, tasks, notes)
+    trials = [task for pair in pairs for task in trials_of(pair.first.all_results)]
+    return _rank_all(differences, tasks, notes, trials)
 
 
 def difference_of(first: str, other: str, row: MetricComparison | SideComparison, difference: float) -> Difference:
@@ -185,10 +189,13 @@ def difference_of(first: str, other: str, row: MetricComparison | SideComparison
     )
 
 
-def _rank_all(differences: list[Difference], tasks: Collection[str], notes: Sequence[str]) -> AllPairs:
+def _rank_all(
+    differences: list[Difference], tasks: Collection[str], notes: Sequence[str], trials: Sequence[str]
+) -> AllPairs:
     """Rank by the mean, by the composites, and by each task. Notes that several pairs have in common are kept once.
 
-    `tasks` has the names of tasks, among which the mean and the composites are not.
+    `tasks` has the names of tasks, among which the mean and the composites are not. `trials` has those of which only
+    the first items were evaluated.
     """
     metric_of = {difference.task: difference.metric for difference in differences}
     composites = [name for name, metric in metric_of.items() if metric == GAUNTLET]
@@ -196,7 +203,10 @@ def _rank_all(differences: list[Difference], tasks: Collection[str], notes: Sequ
     names = dict.fromkeys([*means, *composites, *metric_of])
     rankings = [rank(name, metric_of[name], differences) for name in names]
     notes = [*notes, *_notes_on_not_ranked(differences, rankings)]
-    return AllPairs(differences=differences, rankings=rankings, notes=list(dict.fromkeys(notes)))
+    compared_trials = [task for task in dict.fromkeys(trials) if task in metric_of]
+    return AllPairs(
+        differences=differences, rankings=rankings, notes=list(dict.fromkeys(notes)), trials=compared_trials
+    )
 
 
 def _notes_on_not_ranked(differences: Sequence[Difference], rankings: Sequence[Ranking]) -> list[str]:
@@ -321,8 +331,8 @@ def write_all_pairs(all_pairs: AllPairs, results: Mapping[str, Any], out: Path) 
     pairs = pairs_table(all_pairs)
     lines = [f"## {ranks.title}", "", *ranks.markdown(), "", *markdown_list(all_pairs.notes), ""]
     lines += [f"## {pairs.title}", "", *pairs.markdown(), "", LEGEND, ""]
-    ranks_by_task = ranks.transposed("task").latex(f"Ranks, and scores. {LEGEND}")
-    caption = PAIRS_CAPTION
+    ranks_by_task = ranks.transposed("task").latex(f"Ranks, and scores. {LEGEND}{caption_on_trials(all_pairs.trials)}")
+    caption = PAIRS_CAPTION + caption_on_trials(all_pairs.trials)
     if not all(difference.is_tested for difference in all_pairs.differences):
         caption += f" {CAPTION_ON_NOT_TESTED}"
     pairs_for_paper = pairs_table(all_pairs, mark=SIGNIFICANT).without(["verdict"]).latex(caption)

@@ -10,8 +10,9 @@ from pathlib import Path
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.pairs import CAPTION_ON_NOT_TESTED, NOT_TESTED, SIGNIFICANT, format_p
-from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, limit_of_trial, lost_text_fraction
+from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
+from llmfoundry_lite.evaluation.tables import caption_on_trials, name_tasks, trials_of
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 from llmfoundry_studies.seeds import MIN_DOCUMENTS, Run, Side, SideComparison, SidePair
@@ -160,9 +161,17 @@ def notes_on_sides(pair: SidePair) -> list[str]:
             notes.append(
                 f"warning: {row.task}: a tokenizer loses text, which may explain a difference in bits per byte"
             )
-        if any(limit_of_trial(record) for record in records):
-            notes.append(f"warning: {row.task}: only its first items (limit): a try, not a result")
+    trials = _trials_of(pair)
+    if trials:
+        notes.append(f"warning: {name_tasks(trials)}: only the first items (limit): a try, not a result")
     return notes
+
+
+def _trials_of(pair: SidePair) -> list[str]:
+    """Return the compared tasks of which only the first items were evaluated."""
+    compared = {row.task for row in pair.rows}
+    trials = trials_of([*pair.first.all_results, *pair.other.all_results])
+    return [task for task in trials if task in compared]
 
 
 def _note_on_too_few(row: SideComparison) -> str:
@@ -198,6 +207,7 @@ def write_sides(pairs: Sequence[SidePair], out: Path) -> list[Path]:
             "",
         ]
         caption = f"{table.title}, {_count_runs(pair)}. {SIGNIFICANT} marks differences that are significant. {METHOD}"
+        caption += caption_on_trials(_trials_of(pair))
         if not all(row.is_claimable for row in pair.rows):
             caption += f" {CAPTION_ON_NOT_TESTED}"
         latex_lines += [*table_of_sides(pair, SIGNIFICANT).without(["items", "verdict", "finds"]).latex(caption), ""]

@@ -43,6 +43,7 @@ from llmfoundry_lite.evaluation.pairs import Comparison, MetricComparison
 from llmfoundry_lite.evaluation.records import (
     BITS,
     BITS_METRICS,
+    limit_of_trial,
     lost_text_fraction,
 )
 from llmfoundry_lite.evaluation.results import Results, load_any
@@ -218,6 +219,7 @@ def _compare_two(
         mean=mean,
         other_metrics=other_comparisons,
         notes=notes_on(first_results, other_results, comparisons),
+        trials=[task for task in tasks if limit_of_trial(first_results.tasks[task])],
     )
 
 

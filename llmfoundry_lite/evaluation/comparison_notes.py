@@ -14,6 +14,7 @@ from llmfoundry_lite.evaluation.records import (
 )
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS, MIN_UNITS, Counts
+from llmfoundry_lite.evaluation.tables import name_tasks
 
 FACTS = {
     "num_tokens_trained": "warning: token budgets differ: {} {:,} tokens, {} {:,}; more training is one reason to be "
@@ -62,10 +63,12 @@ def notes_on(first_results: Results, other_results: Results, tasks: Sequence[Met
     notes += _note_on_missing_tasks(first_results, other_results)
     notes += _note_on_missing_tasks(other_results, first_results)
 
-    # Add notes on each task that is compared.
+    # Add notes on each task that is compared. A note that several tasks have in common appears once, with their names.
+    tasks_of_note: dict[str, list[str]] = {}
     for comparison in tasks:
-        notes += [f"{comparison.task}: {note}" for note in _notes_on_task(comparison, first_results, other_results)]
-    return notes
+        for note in _notes_on_task(comparison, first_results, other_results):
+            tasks_of_note.setdefault(note, []).append(comparison.task)
+    return [*notes, *(f"{name_tasks(names)}: {note}" for note, names in tasks_of_note.items())]
 
 
 def notes_on_resolution(tasks: Sequence[MetricComparison]) -> list[str]:
@@ -106,7 +109,7 @@ def _notes_on_task(comparison: MetricComparison, first_results: Results, other_r
     task = comparison.task
     limit = limit_of_trial(first_results.tasks[task])
     if limit:
-        yield f"only its first {limit:,} items (limit): a try, not a result"
+        yield f"only the first {limit:,} items (limit): a try, not a result"
 
     # Compare facts of the task. Tokens at the beginning of prompts follow from the tokenizer, which has a note already.
     for key, (default, text) in TASK_FACTS.items():

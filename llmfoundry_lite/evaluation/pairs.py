@@ -20,7 +20,7 @@ from llmfoundry_lite.errors import mask_credentials, mask_urls, printable
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, RESULT, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.significance import LEVEL, NUM_RESAMPLES, SEED, Z_POWER, Counts, z_of
-from llmfoundry_lite.evaluation.tables import print_notes
+from llmfoundry_lite.evaluation.tables import caption_on_trials, print_notes
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list, markdown_text
 
@@ -212,6 +212,8 @@ class Comparison:
     composites: list[MetricComparison] = field(default_factory=list)
     """Categories and averages of a gauntlet, if one was asked for."""
     notes: list[str] = field(default_factory=list)
+    trials: list[str] = field(default_factory=list)
+    """Tasks of which only the first items were evaluated."""
 
     @property
     def rows(self) -> list[MetricComparison]:
@@ -397,6 +399,7 @@ def caption_of(comparison: Comparison, num_tests: int) -> str:
         f"{other} against {first} on the same items{by_metric}. The difference is {other} minus {first}, with its "
         f"interval at the level that decides. {SIGNIFICANT} marks differences that are significant: p < {LEVEL} after "
         f"Holm's correction, for {num_tests} {noun} of tasks.{on_gauntlet}{not_tested}"
+        f"{caption_on_trials(comparison.trials)}"
     )
 
 

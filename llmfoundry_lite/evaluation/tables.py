@@ -7,7 +7,7 @@ computes.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from llmfoundry_lite.evaluation.means import error_of_sum, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice
 from llmfoundry_lite.evaluation.records import Record, is_accuracy, limit_of_trial, lost_text_fraction, score_of
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.significance import MIN_DOCUMENTS
+from llmfoundry_lite.evaluation.significance import LEVEL, MIN_DOCUMENTS, z_of
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.tables import Table, markdown_list
 
@@ -71,6 +71,8 @@ class Scores:
     """Name of a column -> its heading, which may have several lines."""
     rows: list[Row]
     notes: list[str]
+    trials: list[str] = field(default_factory=list)
+    """Tasks of which only the first items were evaluated."""
 
     def table(self, headings: Sequence[str], between: str) -> Table:
         """Return a table whose cells have a score and its error, such as "0.612 ± 0.011".
@@ -91,9 +93,9 @@ class Scores:
     def write(self, path: Path) -> list[Path]:
         """Write the table as PATH.md, PATH.csv and PATH.tex, and return the paths.
 
-        The Markdown has each score with its error in one cell, and the notes. So has the LaTeX, without the notes,
-        and with models as columns if there are more tasks than models. The CSV has a column of its own for each score
-        and for each error, and no notes.
+        The Markdown has each score with its error in one cell, and the notes. So has the LaTeX, without the notes
+        except on trials, and with models as columns if there are more tasks than models. The CSV has a column of its
+        own for each score and for each error, and no notes.
         """
         # Headings have several lines on the console, and one line in files.
         headings = [heading.replace("\n", " ") for heading in self.columns.values()]
@@ -110,7 +112,7 @@ class Scores:
         if len(table.columns) > len(table.rows):
             table = table.transposed("")
         latex_path = path.with_suffix(".tex")
-        write_atomically(latex_path, "\n".join([*table.latex(f"{self.title}."), ""]))
+        write_atomically(latex_path, "\n".join([*table.latex(f"{self.title}.{caption_on_trials(self.trials)}"), ""]))
         return [markdown_path, csv_path, latex_path]
 
     def _with_errors_apart(self) -> Table:
@@ -132,6 +134,26 @@ def print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
         style = "yellow" if note.startswith(WARNING) else "dim"
         console.print(Padding(Text(printable(note), style=style), (0, 0, 0, 2)))
+
+
+def name_tasks(tasks: Sequence[str]) -> str:
+    """Return the names of the tasks that a note is about; for many, the first and the number of the others."""
+    if len(tasks) > MAX_NAMED_TASKS:
+        return f"{tasks[0]} and {len(tasks) - 1} other tasks"
+    return ", ".join(tasks)
+
+
+def caption_on_trials(trials: Sequence[str]) -> str:
+    """Return a sentence for a caption on tasks of which only the first items were evaluated; empty without any."""
+    return f" A trial, not a result: {name_tasks(trials)} on the first items only." if trials else ""
+
+
+def trials_of(all_results: Sequence[Results]) -> list[str]:
+    """Return the tasks of which only the first items were evaluated, by any model."""
+    trials: dict[str, None] = {}
+    for results in all_results:
+        trials |= dict.fromkeys(task for task, record in results.tasks.items() if limit_of_trial(record))
+    return list(trials)
 
 
 def name_models_unless_all(models: Sequence[str], num_all: int) -> str:
@@ -180,6 +202,7 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
         columns=columns,
         rows=rows,
         notes=[*notes_on_metrics, *notes(all_results)],
+        trials=trials_of(all_results),
     )
 
 
@@ -240,12 +263,36 @@ def _heading(name: str, record: Record) -> str:
 
 
 def score_cell(record: Record) -> Cell:
-    """Return the table cell of a task's record: its main metric and the standard error."""
+    """Return the table cell of a task's record: its main metric and the standard error.
+
+    A single item, or items that are all right or all wrong, have no standard error here. The record has 0, as the
+    formula gives, but 0 of 60 right is not an accuracy of exactly 0.
+    """
     number, error = score_of(record)
-    num_independent = record.get("num_clusters") or record["n"]
-    if is_accuracy(record) and num_independent == 1:
-        error = None  # the error of one item is 0, which means nothing
+    if is_accuracy(record) and (_num_independent(record) == 1 or number in (0, 1)):
+        error = None
     return Cell(number, error)
+
+
+def _num_independent(record: Record) -> int:
+    """Return the number of a task's items or, if they are in clusters, of its clusters."""
+    return record.get("num_clusters") or record["n"]
+
+
+def _note_on_extreme(record: Record) -> str:
+    """Return a note on a task whose items are all right or all wrong, with the interval of its accuracy.
+
+    Wilson's interval (Journal of the American Statistical Association 22, 1927) of 0 of n ends at z² / (n + z²).
+    """
+    num_independent = _num_independent(record)
+    z = z_of(LEVEL)
+    far_end = z**2 / (num_independent + z**2)
+    number, _ = score_of(record)
+    verb, low, high = ("wrong", 0.0, far_end) if number == 0 else ("right", 1 - far_end, 1.0)
+    return (
+        f"all of its {record['n']:,} items are {verb}, which gives no standard error; Wilson's 95 % interval is "
+        f"{low:.3f} to {high:.3f}"
+    )
 
 
 def average_cells(all_results: Sequence[Results]) -> list[Cell]:
@@ -260,7 +307,7 @@ def average_cells(all_results: Sequence[Results]) -> list[Cell]:
         # The tasks in a model's average are all accuracies, or none is.
         has_unit = bool(results.averaged) and is_accuracy(results.tasks[results.averaged[0]]) == are_accuracies
         if has_unit:
-            cells.append(Cell(results.average, average_error(results.tasks, results.averaged)))
+            cells.append(Cell(results.average, average_error(results.tasks, results.averaged) or None))
         else:
             cells.append(Cell())
     return cells
@@ -305,10 +352,7 @@ def notes(all_results: Sequence[Results]) -> list[str]:
     # Write each note once.
     lines: list[str] = []
     for (beginning, note), tasks in tasks_of_note.items():
-        task_names = ", ".join(tasks)
-        if len(tasks) > MAX_NAMED_TASKS:
-            task_names = f"{len(tasks)} tasks, {tasks[0]} the first"
-        lines.append(f"{beginning}{task_names}: {note}")
+        lines.append(f"{beginning}{name_tasks(tasks)}: {note}")
 
     # Add notes on the average.
     all_records = [record for results in all_results for record in results.tasks.values()]
@@ -373,6 +417,9 @@ def _describe_irregularities(record: Record) -> Iterator[str]:
         yield f"the mean of its categories; over its {num_items} items {' ± '.join(cell.as_texts())}"
 
     # Name facts that limit what standard errors and scores mean.
+    is_extreme = is_accuracy(record) and score_of(record)[0] in (0, 1)
+    if is_extreme and _num_independent(record) > 1:
+        yield _note_on_extreme(record)
     num_clusters = record.get("num_clusters")
     if num_clusters:
         yield f"{num_items} items in {num_clusters:,} clusters, which its standard error counts"
@@ -555,7 +602,7 @@ def gauntlet_table(
         cells: list[Cell] = []
         for name in columns:
             composite = gauntlet.scores.get(name)
-            cells.append(Cell() if composite is None else Cell(composite.score, composite.error))
+            cells.append(Cell() if composite is None else Cell(composite.score, composite.error or None))
         rows.append(Row(model, cells))
 
         for category, missing_tasks in gauntlet.missing.items():
@@ -571,6 +618,7 @@ def gauntlet_table(
         columns={name: name.replace("_", "\n") for name in columns},
         rows=rows,
         notes=[*notes_on_metrics, *notes_on_categories],
+        trials=trials_of(all_results),
     )
 
 

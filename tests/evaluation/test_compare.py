@@ -453,11 +453,20 @@ def test_what_a_reader_must_know_is_said(tmp_path):
         "warning: sizes differ: base 10 parameters, ours 20",
         "precision differs: base fp32, ours bf16",
         "base and ours are the same checkpoint",
-        "t/0-shot: only its first 10 items (limit): a try, not a result",
+        "t/0-shot: only the first 10 items (limit): a try, not a result",
         "t/0-shot: prompts begin with tokens [] for base, [1] for ours",
         "t/0-shot: contexts cut to fit: 3 of base, 0 of ours",
         "t/0-shot: 1 items that only one could be asked are left out",
     ]
+
+
+def test_a_note_on_many_tasks_is_printed_once(tmp_path):
+    """A trial of ten tasks had this note ten times, and its LaTeX said nothing."""
+    tried = {f"t{number}/0-shot": choice(TEN, settings=settings(limit=10)) for number in range(10)}
+    pair = result_of(tmp_path, tried, tried)
+    assert pair.notes == ["t0/0-shot and 9 other tasks: only the first 10 items (limit): a try, not a result"]
+    latex = write_comparison([], [pair], tmp_path / "out")[3].read_text()
+    assert "A trial, not a result: t0/0-shot and 9 other tasks on the first items only." in latex
 
 
 # ------------------------------------------------------------------------------------------------------ files

@@ -45,7 +45,7 @@ def test_bits_per_byte_are_named_and_not_averaged():
     assert header[2] == ["model", *("acc", "per", "token") * 2, "bits", "per", "byte", "average"]
     assert ["ours", "0.500", "1.000", "0.500", "0.750"] in [line.split() for line in shown.splitlines()]
     assert "the average is of the accuracies" in shown
-    assert ["±0.500", "±0.000", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
+    assert ["±0.500", "±0.021", "±0.250"] in [line.split() for line in shown.splitlines()]
 
 
 def test_text_alone_has_no_average():
@@ -72,8 +72,29 @@ def test_what_an_error_rests_on_is_told():
 
 def test_of_a_single_item_or_cluster_no_error_is_claimed():
     record = {"metric": "acc", "acc": 1.0, "acc_stderr": 0.0}
-    assert score_cell({**record, "n": 2}) == (1.0, 0.0)
+    assert score_cell({**record, "acc": 0.5, "n": 2}) == (0.5, 0.0)
     assert score_cell({**record, "n": 1}) == score_cell({**record, "n": 9, "num_clusters": 1}) == (1.0, None)
+
+
+def test_none_of_60_right_has_an_interval_and_no_error_of_zero():
+    """The table had "0.000 ± 0.000"."""
+    none_right = results(a__0=choice([0] * 60))
+    assert "±0.000" not in printed([none_right])
+    assert notes([none_right]) == [
+        "a/0-shot: all of its 60 items are wrong, which gives no standard error; Wilson's 95 % interval is 0.000 to "
+        "0.060"
+    ]
+    assert notes([results(a__0=choice([1] * 20))])[0].endswith("interval is 0.839 to 1.000")
+    assert none_right.tasks["a/0-shot"]["acc_per_token_stderr"] == 0  # the record keeps what the formula gives
+
+
+def test_the_latex_of_a_trial_says_so(tmp_path):
+    """Without the sentence, it looked like a result."""
+    tried = results(a__0=choice([1, 0], settings={"limit": 2}))
+    _, _, latex = write_tables([tried], tmp_path)
+    assert "A trial, not a result: a/0-shot on the first items only." in latex.read_text()
+    _, _, latex = write_tables([results(a__0=choice([1, 0]))], tmp_path)
+    assert "trial" not in latex.read_text()
 
 
 def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
@@ -95,7 +116,7 @@ def test_what_was_odd_is_told_once_and_with_names_where_it_is_not_of_all():
 def test_a_note_that_many_tasks_share_is_said_once_with_their_number():
     tried = {f"t{i}__0": choice([1, 0], settings={"limit": 2}) for i in range(27)}
     assert notes([results(**tried)]) == [
-        "27 tasks, t0/0-shot the first: only the first 2 items (limit): a try, not a result"
+        "t0/0-shot and 26 other tasks: only the first 2 items (limit): a try, not a result"
     ]
     few = {name: tried[name] for name in ("t0__0", "t1__0")}
     assert notes([results(**few)]) == ["t0/0-shot, t1/0-shot: only the first 2 items (limit): a try, not a result"]
