@@ -36,7 +36,7 @@ MAX_CONTEXT_TOKENS = 400
 MAX_ANSWER_TOKENS = 100
 """Most tokens of a context and of an answer that are printed. Of a longer one, both ends are, half as many each."""
 MAX_OPTIONS = 10
-"""Most options of an item that are printed, besides the right one."""
+"""Most options of an item that are printed, besides the right one, and most right answers."""
 MAX_QUESTION_CHARACTERS = 200
 DEFAULT_MAX_SEQ_LEN = 2048
 """Context length of a model whose config.json gives none, as the companion that runs such models has it."""
@@ -186,7 +186,10 @@ def _describe_item(task: PreparedTask, item: Item, token_texts: TokenTexts) -> I
 
     if task.kind in GENERATION:
         yield f"generated: {_count(task.config.max_new_tokens or 0, 'token')} at most"
-        yield f"right answers: {', '.join(_shorten(answer) for answer in item.answers)}"
+        answers = [_shorten(answer) for answer in item.answers[:MAX_OPTIONS]]
+        num_left_out = len(item.answers) - len(answers)
+        more = f" and {num_left_out:,} more" if num_left_out else ""
+        yield f"right answers: {', '.join(answers)}{more}"
         return
 
     # The options, or the only answer. Of a text, it is the part that the window predicts.

@@ -126,6 +126,14 @@ def test_rows_that_cannot_be_asked_are_passed_over_and_named(here, capsys):
     )
 
 
+def test_of_many_right_answers_the_first_are_printed(here, capsys):
+    row = {"context": "cat?", "answer": "sat", "aliases": [f"mat {number}" for number in range(3_000)]}
+    (here / "riddle.jsonl").write_text(json.dumps(row) + "\n")
+    out = show(capsys, "models.a=model", tasks_of(), "--show=1")
+    (answers,) = [line for line in out.splitlines() if "right answers" in line]
+    assert answers.startswith("  right answers: sat, mat 0, ") and answers.endswith(", mat 8 and 2,991 more")
+
+
 def test_a_long_context_is_shortened_in_the_middle():
     tokens = [f" {number}" for number in range(10_000)]
     text = _join_tokens(tokens, MAX_CONTEXT_TOKENS)

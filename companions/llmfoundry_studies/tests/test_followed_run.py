@@ -173,6 +173,26 @@ def test_a_damaged_checkpoint_is_named_once_and_not_next(tmp_path):
     assert take_all(run) == ["base-ba2"]
 
 
+def test_a_manifest_that_cannot_be_read_for_a_while_is_read_again(tmp_path, monkeypatch):
+    lease = save(tmp_path, 1)
+    save(tmp_path, 2, lease)
+    candidates = CheckpointStore.candidates
+
+    def with_error(store):
+        """Return the checkpoints as a storage does that does not answer for the newest one."""
+        newest, *others = candidates(store)
+        newest.head = None
+        newest.outcome = CheckpointError("timed out")
+        return [newest, *others]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "candidates", with_error)
+        run = follow(tmp_path)
+        assert take_all(run) == ["base-ba1"]
+    run.look()
+    assert take_all(run) == ["base-ba2"]
+
+
 def test_a_batch_that_a_later_launch_saves_again_is_next_again(tmp_path):
     first_lease = save(tmp_path, 1)
     save(tmp_path, 2, first_lease)
