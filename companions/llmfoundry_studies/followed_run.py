@@ -57,7 +57,7 @@ class FollowedRun:
         self._handled: set[str] = set()
         """Ids of saves that were evaluated or passed over."""
         self._waiting: dict[str, str] = {}
-        """Id of a save that is still to be evaluated -> its URL."""
+        """Id of a save that was still to be evaluated at the last listing -> its URL."""
         self._unsound: set[str] = set()
         """Names of unreadable checkpoints that were named already."""
         self._notes: list[str] = []
@@ -215,7 +215,6 @@ class FollowedRun:
                 continue
             save_id = candidate.head.save_id
             self._handled.add(save_id)
-            self._waiting.pop(save_id, None)
             model = f"{self.name}-ba{candidate.batch}"
             return CheckpointToEvaluate(model=model, url=candidate.folder.url, save_id=save_id)
         return None
