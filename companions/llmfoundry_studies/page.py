@@ -23,7 +23,7 @@ from markupsafe import Markup
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, legend
-from llmfoundry_lite.evaluation.records import BITS_METRICS, is_accuracy
+from llmfoundry_lite.evaluation.records import BITS_METRICS, Record, is_accuracy
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import Cell, average_error, notes, records_by_task, score_cell
 from llmfoundry_lite.files import check_is_path, open_regular, write_atomically
@@ -281,40 +281,49 @@ def _score_rows(content: PageContent) -> list[dict[str, Any]]:
     all_results = content.all_results
     all_differences = [difference for section in content.sections for difference in section.differences]
     differences = [difference for difference in all_differences if difference.first == content.first]
-    direction_by_name = {(one.other, one.task): direction_of(one) for one in differences}
 
-    rows: list[dict[str, Any]] = []
-    for task, record in records_by_task(all_results).items():
-        cells: list[ScoreCell] = []
-        for results in all_results:
-            own_record = results.tasks.get(task)
-            cell = Cell() if own_record is None else score_cell(own_record)
-            cells.append(_format_cell(cell, record["metric"], direction_by_name.get((results.name, task), "")))
-        chance = record.get("chance") if is_accuracy(record) else None
-        rows.append(
-            {
-                "task": task,
-                "metric": label_of_metric(record["metric"]),
-                "n": f"{record['n']:,}",
-                "cells": cells,
-                "chance": f"{chance:.3f}" if isinstance(chance, int | float) else "",
-            }
-        )
-
+    rows = [
+        _row_of_task(task, record, all_results, differences) for task, record in records_by_task(all_results).items()
+    ]
     rows += _composite_rows([results.name for results in all_results], differences)
     if any(len(results.averaged) > 1 for results in all_results):
-        means = {one.other: direction_of(one) for one in differences if one.task.startswith(MEAN)}
-        cells = []
-        for results in all_results:
-            cell = Cell()
-            metric = "mean"
-            if results.average is not None:
-                cell = Cell(results.average, average_error(results.tasks, results.averaged))
-                first_record = results.tasks[results.averaged[0]]
-                metric = "mean" if is_accuracy(first_record) else first_record["metric"]
-            cells.append(_format_cell(cell, metric, means.get(results.name, "")))
-        rows.append({"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""})
+        rows.append(_average_row(all_results, differences))
     return rows
+
+
+def _row_of_task(
+    task: str, record: Record, all_results: Sequence[Results], differences: Sequence[Difference]
+) -> dict[str, Any]:
+    """Return the row of a task. `record` is that of the first model which has it."""
+    directions = {one.other: direction_of(one) for one in differences if one.task == task}
+    cells: list[ScoreCell] = []
+    for results in all_results:
+        own_record = results.tasks.get(task)
+        cell = Cell() if own_record is None else score_cell(own_record)
+        cells.append(_format_cell(cell, record["metric"], directions.get(results.name, "")))
+    chance = record.get("chance") if is_accuracy(record) else None
+    return {
+        "task": task,
+        "metric": label_of_metric(record["metric"]),
+        "n": f"{record['n']:,}",
+        "cells": cells,
+        "chance": "" if chance is None else f"{chance:.3f}",
+    }
+
+
+def _average_row(all_results: Sequence[Results], differences: Sequence[Difference]) -> dict[str, Any]:
+    """Return the row of the average over tasks."""
+    directions = {one.other: direction_of(one) for one in differences if one.task.startswith(MEAN)}
+    cells: list[ScoreCell] = []
+    for results in all_results:
+        cell = Cell()
+        metric = "mean"
+        if results.average is not None:
+            cell = Cell(results.average, average_error(results.tasks, results.averaged))
+            first_record = results.tasks[results.averaged[0]]
+            metric = "mean" if is_accuracy(first_record) else first_record["metric"]
+        cells.append(_format_cell(cell, metric, directions.get(results.name, "")))
+    return {"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""}
 
 
 def _composite_rows(names: Sequence[str], differences: Sequence[Difference]) -> list[dict[str, Any]]:
