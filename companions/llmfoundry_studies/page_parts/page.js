@@ -65,7 +65,7 @@ function readAddress() {
   state.first = modelIn(given.get("first"), 0);
   state.other = modelIn(given.get("other"), 1);
   state.task = tasks.some((task) => task.name === given.get("task")) ? given.get("task") : "";
-  state.outcome = given.get("outcome") in OUTCOME_OF ? given.get("outcome") : "";
+  state.outcome = Object.hasOwn(OUTCOME_OF, given.get("outcome")) ? given.get("outcome") : "";
   state.search = given.get("search") ?? "";
   state.page = Math.max(0, Math.floor(Number(given.get("page")) || 1) - 1);
   state.open = given.get("open") ?? "";
