@@ -113,7 +113,9 @@ def print_changed_items(all_changed: Sequence[ChangedItems], console: Console, m
     for changed in all_changed:
         _print_pair(changed, console, max_items)
     records = [item.first for changed in all_changed for item in changed.items]
-    if not all("question" in record for record in records):
+    if any("row" in record for record in records):  # a hash, which items of logs have
+        console.print("Logs of other tools are read without the texts of questions; the logs have them.")
+    elif not all("question" in record for record in records):
         console.print("These results do not have the texts of questions; evaluate again with redo=true to record them.")
     console.print(Text(LEGEND, style="dim"))
 

@@ -107,6 +107,16 @@ def test_results_without_texts_are_listed_by_row(tmp_path):
     assert any("These results do not have the texts of questions; evaluate again with redo=true" in s for s in lines)
 
 
+def test_items_of_logs_are_not_to_be_evaluated_again(tmp_path):
+    first, other = choice([0]), choice([1])
+    for _, items in (first, other):
+        items[0] |= {"id": "doc 7", "row": "sha256:a", "prompt": "sha256:b"}
+    lines = printed(tmp_path, first, other)
+    assert "doc 7" in lines
+    assert "Logs of other tools are read without the texts of questions; the logs have them." in lines
+    assert not any("redo=true" in line for line in lines)
+
+
 def test_items_whose_options_do_not_fit_together_are_listed_by_their_results(tmp_path):
     two = {"choices": ["no", "yes"], "log_probability": [-1.0, -2.0], "num_tokens": [1, 1], "num_characters": [2, 3]}
     three = {key: [*values, values[0]] for key, values in two.items()}
