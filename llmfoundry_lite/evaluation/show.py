@@ -60,11 +60,14 @@ def show_prompts(config: EvalConfig, tasks: Sequence[TaskConfig], num_shown: int
     """
     for note in notes:
         print(printable(note), file=sys.stderr)
-    for reader in _find_readers(config):
-        names = ", ".join(reader.names)
-        print(printable(f"Prompts of {names}, with a context of {reader.max_seq_len:,} tokens. {LEGEND}"))
+    readers = _find_readers(config)
+    # A task that cannot be prepared ends the command before it prints the prompts of others.
+    tasks_of_readers = [list(_prepare_tasks(config, tasks, reader, num_shown)) for reader in readers]
+
+    for reader, prepared_tasks in zip(readers, tasks_of_readers, strict=True):
+        print(printable(f"Prompts of {', '.join(reader.names)}, with {_describe_length(config, reader)}. {LEGEND}"))
         token_texts = TokenTexts(reader.tokenizer)
-        for task in _prepare_tasks(config, tasks, reader, num_shown):
+        for task in prepared_tasks:
             if isinstance(task, EmptyTaskError):
                 print(f"\n{printable(str(task))}")
                 continue
@@ -148,6 +151,14 @@ def _prepare_questions(
 # ------------------------------------------------------------------------------------------------------------- words
 
 
+def _describe_length(config: EvalConfig, reader: Reader) -> str:
+    """Return the length of a context: "a context of 256 tokens", and why it is shorter than `max_seq_len`."""
+    length = f"a context of {reader.max_seq_len:,} tokens"
+    if config.max_seq_len is not None and config.max_seq_len > reader.max_seq_len:
+        return f"{length}, the model's length, because max_seq_len={config.max_seq_len} is longer"
+    return length
+
+
 def _heading_of(task: PreparedTask) -> str:
     """Return the line above a task's prompts: "arc_easy/5-shot, multiple_choice, tokenization separate"."""
     facts = [task.name, task.kind]
@@ -190,6 +201,10 @@ def _describe_item(task: PreparedTask, item: Item, token_texts: TokenTexts) -> I
         num_left_out = len(item.answers) - len(answers)
         more = f" and {num_left_out:,} more" if num_left_out else ""
         yield f"right answers: {', '.join(answers)}{more}"
+        if item.gold_request is not None:
+            answer_tokens = token_texts.of(item.gold_request.continuation)
+            yield f"scored for bpb, {_count(len(answer_tokens), 'token')}:"
+            yield from _indent(f"{ANSWER_BORDER}{_join_tokens(answer_tokens, MAX_ANSWER_TOKENS)}")
         return
 
     # The options, or the only answer. Of a text, it is the part that the window predicts.

@@ -8,7 +8,7 @@ import typer
 
 from llmfoundry_lite.cli import main, run
 from llmfoundry_lite.config.load_eval import load_eval_config
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation import models
 from llmfoundry_lite.evaluation.show import MAX_CONTEXT_TOKENS, _join_tokens
 
@@ -92,7 +92,9 @@ def test_prompts_of_every_type_by_hand(here, capsys, monkeypatch):
         "  context, 2 tokens:\n"
         "      cat│?\n"
         "  generated: 9 tokens at most\n"
-        "  right answers: sat, on \\x1b[31ma mat",
+        "  right answers: sat, on \\x1b[31ma mat\n"
+        "  scored for bpb, 1 token:\n"
+        "      ║ sat",
         "text/0-shot, perplexity",
         "  document 1, a window\n"
         "  context, 1 token:\n"
@@ -112,6 +114,17 @@ def test_what_is_cut_and_which_rows_are_examples_is_said(here, capsys):
     assert re.fullmatch(r"  cut off: up to the first \d+ tokens, which do not fit", cut)
     assert "  the contexts of the options begin with different tokens\n" in out
     assert "with a context of 14 tokens" in out
+
+
+def test_a_max_seq_len_above_the_models_is_said_to_be_lowered(here, capsys):
+    out = show(capsys, "models.a=model", tasks_of(), "max_seq_len=64", "--show=1")
+    assert "with a context of 24 tokens, the model's length, because max_seq_len=64 is longer. " in out
+
+
+def test_a_task_with_too_few_rows_is_refused_before_prompts_are_printed(here, capsys):
+    with pytest.raises(DataError, match=r"next: next\.jsonl has 2 rows, too few for 2 examples and a question"):
+        show(capsys, "models.a=model", tasks_of(next={"num_fewshot": [2]}), "--show=1")
+    assert capsys.readouterr().out == ""
 
 
 def test_rows_that_cannot_be_asked_are_passed_over_and_named(here, capsys):
