@@ -89,7 +89,7 @@ class TaskConfig:
     prompt_string: str = setting("", uses=PROMPTS)
     """Text before everything else, once. With has_categories, {category} in it stands for the item's category."""
     example_delimiter: str = setting("\n", uses=PROMPTS)
-    """Text before each example but the first, and before the item."""
+    """Text before each example and before the item, unless nothing stands before them in the prompt."""
     continuation_delimiter: str = setting(" ", uses=PROMPTS)
     """Text between a context and its answer. With form: letters, "\\nAnswer: " takes the place of white space."""
     prelimiter: str = setting("", uses=PROMPTS)
@@ -242,7 +242,8 @@ class EvalConfig:
     max_seq_len: int | None = setting(None, POSITIVE)
     """Tokens of a prompt with its answer at most; longer prompts lose their beginning. Default: the model's length."""
     limit: int | None = setting(None, POSITIVE)
-    """Only so many first items of each task: a trial, not a result."""
+    """Evaluate only the first items of each task, this many: a trial, not a result. Of held-out text, these are windows
+    of the context's length; a document may have several."""
     keep_prompts: bool = False
     """Record each item's prompt as the model got it, token by token, in <model>.items.jsonl. Finished tasks are not run
     again for it; redo=true runs them."""

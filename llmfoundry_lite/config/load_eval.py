@@ -102,7 +102,8 @@ def load_eval_config(arguments: Sequence[str], given: Mapping[str, Any] | None =
     if runs is not None:
         values |= {"all_checkpoints": True, "models": _add_runs(values.get("models") or {}, runs)}
     has_yaml = any(is_yaml(argument) for argument in arguments)
-    _check_that_models_are_given(values, with_option=runs is not None, with_file=has_yaml or given is not None)
+    names_tasks = has_yaml or given is not None or bool(values.get("icl_tasks"))
+    _check_that_models_are_given(values, with_option=runs is not None, names_tasks=names_tasks)
     lacks_tasks = given is not None and not values.get("icl_tasks")
     if lacks_tasks or (given is None and not has_yaml):
         available_tasks = _find_available_tasks(values)
@@ -167,6 +168,11 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | N
     """
     options = [argument for argument in arguments if argument.startswith("-")]
     for option in options:
+        if option == "--dry-run":
+            raise ConfigError(
+                f"command line: {option} is an option of train; to see what an evaluation asks, use {SHOW} 3, which "
+                "prints the first prompts of each task and evaluates nothing"
+            )
         if option != "--all-checkpoints":
             raise ConfigError(
                 f"command line: unknown option {option}; expected YAML files, key=value pairs, --all-checkpoints or "
@@ -190,17 +196,17 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str] | N
     return files_and_settings, runs if options else None
 
 
-def _check_that_models_are_given(values: Mapping[str, Any], *, with_option: bool, with_file: bool) -> None:
+def _check_that_models_are_given(values: Mapping[str, Any], *, with_option: bool, names_tasks: bool) -> None:
     """Raise ConfigError, with an example, if the merged `values` name no model to evaluate.
 
-    The example depends on how the evaluation was called: with the option `--all-checkpoints` (`with_option`), with a
-    YAML file or a program's configuration (`with_file`), or with neither.
+    The example depends on how the evaluation was called: with the option `--all-checkpoints` (`with_option`), with
+    tasks, by a YAML file, a program's configuration or `icl_tasks` (`names_tasks`), or with neither.
     """
     if values.get("models"):
         return
     if with_option:
         raise ConfigError("--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b")
-    if with_file:
+    if names_tasks:
         raise ConfigError("models: none given; name one on the command line, such as models.ours=runs/mpt-1b")
     raise ConfigError("command line: no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b")
 

@@ -564,6 +564,11 @@ def test_a_runs_own_held_out_text_is_a_task_where_it_is_here(here):
     ("arguments", "message"),
     [
         ([], "no YAML file given; try icl-zero-shot models.ours=runs/mpt-1b"),
+        (["icl_tasks=[next]"], "models: none given; name one on the command line, such as models.ours=runs/mpt-1b"),
+        (
+            ["icl-zero-shot", "--dry-run"],
+            "--dry-run is an option of train; to see what an evaluation asks, use --show 3",
+        ),
         (["--all-checkpoints"], "--all-checkpoints: no run given; name one, such as --all-checkpoints runs/mpt-1b"),
         (["models.a=b", "icl-zero-shot", "icl_tasks=[x=1.yaml]"], "x=1.yaml: no such file"),
         (["runs/a"], "'runs/a' is neither a .yaml file nor key=value; a model is given as models.a=runs/a"),
