@@ -73,6 +73,8 @@ class Scores:
     notes: list[str]
     trials: list[str] = field(default_factory=list)
     """Tasks of which only the first items were evaluated."""
+    metrics: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name of a column -> the metric of its scores, which the CSV names. Columns of a gauntlet have none."""
 
     def table(self, headings: Sequence[str], between: str) -> Table:
         """Return a table whose cells have a score and its error, such as "0.612 ± 0.011".
@@ -116,13 +118,15 @@ class Scores:
         return [markdown_path, csv_path, latex_path]
 
     def _with_errors_apart(self) -> Table:
-        """Return a table with a column for each score, and one for its standard error, named such as "acc stderr".
+        """Return a table with a column for each score, and one for its standard error.
 
-        Numbers have all their digits, because a CSV is read by programs.
+        Columns are named after task and metric: "piqa/0-shot acc_norm" and "piqa/0-shot acc_norm stderr". Numbers have
+        all their digits, because a CSV is read by programs.
         """
         columns = ["model"]
         for name in self.columns:
-            columns += [name, f"{name} stderr"]
+            heading = f"{name} {self.metrics[name]}" if name in self.metrics else name
+            columns += [heading, f"{heading} stderr"]
         rows: list[list[str]] = []
         for model, cells in self.rows:
             rows.append([model, *(text for cell in cells for text in cell.as_exact_texts())])
@@ -181,10 +185,12 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
     # Name the columns.
     first_records = records_by_task(all_results)
     columns = {task: _heading(task, record) for task, record in first_records.items()}
+    metric_of_column: dict[str, str] = {task: record["metric"] for task, record in first_records.items()}
     averages = average_cells(all_results)
     has_average = any(cell.number is not None for cell in averages)
     if has_average:
         columns["average"] = "average"
+        metric_of_column["average"] = "accuracy" if _have_accuracies(all_results) else BPB
 
     # Fill the rows.
     rows: list[Row] = []
@@ -203,6 +209,7 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
         rows=rows,
         notes=[*notes_on_metrics, *notes(all_results)],
         trials=trials_of(all_results),
+        metrics=metric_of_column,
     )
 
 

@@ -282,6 +282,9 @@ def test_the_tables_hold_every_model(tmp_path):
         "gauntlet.csv",
         "gauntlet.tex",
     ]
+    heading = (tmp_path / "table.csv").read_text().splitlines()[0].split(",")
+    assert heading[:3] == ["model", "arc/3-shot acc", "arc/3-shot acc stderr"]
+    assert heading[-2:] == ["average accuracy", "average accuracy stderr"]
     with (tmp_path / "gauntlet.csv").open() as file:
         columns, ours, base = csv.reader(file)
     assert columns == [
