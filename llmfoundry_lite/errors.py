@@ -152,6 +152,12 @@ def join_with_or(options: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def join_with_and(names: Sequence[object]) -> str:
+    """Return one or more names as a phrase: `a`, `a and b`, `a, b and c`."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that is spelt most like `word`, to suggest it in a message; empty if none is similar.
 

@@ -318,8 +318,13 @@ class FollowedRun:
         if self.is_trained:
             return "it trains"
         if self._status is not None and self._status["status"] != "running":
-            text = f"{self._status['status']} at batch {self._status['batch']}"
-            return f"{text} ({self._status['reason']})" if self._status["reason"] else text
+            status, batch, reason = self._status["status"], self._status["batch"], self._status["reason"]
+            text = f"{status} at batch {batch}"
+            if not reason:
+                return text
+            # A reason such as "preempted by SIGTERM at batch 12, saved as ba12" has both already.
+            says_both = reason.startswith(status) and f"at batch {batch}" in reason
+            return reason if says_both else f"{text} ({reason})"
         if self._holder is None:
             return "no launch holds it"
         if self._holder.is_released:

@@ -305,7 +305,7 @@ def _row_of_task(
     return {
         "task": task,
         "metric": label_of_metric(record["metric"]),
-        "n": f"{record['n']:,}",
+        "n": _describe_size(record),
         "cells": cells,
         "chance": "" if chance is None else f"{chance:.3f}",
     }
@@ -324,6 +324,15 @@ def _average_row(all_results: Sequence[Results], differences: Sequence[Differenc
             metric = "mean" if is_accuracy(first_record) else first_record["metric"]
         cells.append(_format_cell(cell, metric, directions.get(results.name, "")))
     return {"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""}
+
+
+def _describe_size(record: Record) -> str:
+    """Return the number of a task's items. Those of a held-out text are windows, which compare joins to documents."""
+    if record.get("type") != "perplexity":
+        return f"{record['n']:,}"
+    windows = f"{record['n']:,} windows"
+    num_documents = record.get("num_documents")
+    return windows if num_documents is None else f"{windows} of {num_documents:,} documents"
 
 
 def _composite_rows(names: Sequence[str], differences: Sequence[Difference]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmfoundry_lite.checkpoint.store import CheckpointStore
-from llmfoundry_lite.errors import CheckpointError, mask_urls
+from llmfoundry_lite.errors import CheckpointError, join_with_and, mask_urls
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.report.page import Additions, Facts, Section
@@ -35,7 +35,7 @@ class Curves(Additions):
         gathered = build_curves(results_of_run)
         self.curves = gathered.curves
         self.notes = gathered.notes
-        self.title = " and ".join(names)
+        self.title = join_with_and(names)
 
         figure_name = f"curves.{image_format}"
         self.file_names = [figure_name]

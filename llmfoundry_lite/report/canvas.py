@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogFormatter
 
-__all__ = ["EngFormatter", "LogFormatter", "Patch", "Text", "fixed_settings", "plt"]
+__all__ = ["EngFormatter", "Patch", "PlainLogFormatter", "Text", "fixed_settings", "plt"]
 
 SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,  # "$" in a name does not start a formula
@@ -29,6 +29,14 @@ SETTINGS: dict[Any, Any] = {
     "pdf.fonttype": 42,  # PDF has TrueType fonts, whose texts can be searched
     "svg.hashsalt": "llmfoundry-lite",  # ids in an SVG are the same each time, so equal figures are equal bytes
 }
+
+
+class PlainLogFormatter(LogFormatter):
+    """Labels of a logarithmic axis as plain numbers, such as 1, 0.1 and 0.01 in place of 1, 1e-01 and 1e-02."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick at `x`, which is empty if the axis has too many ticks to label them all."""
+        return f"{x:g}" if super().__call__(x, pos) else ""
 
 
 @contextmanager

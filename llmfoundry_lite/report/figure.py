@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from llmfoundry_lite.errors import printable
 from llmfoundry_lite.files import write_atomically
-from llmfoundry_lite.report.canvas import EngFormatter, LogFormatter, Patch, Text, fixed_settings, plt
+from llmfoundry_lite.report.canvas import EngFormatter, Patch, PlainLogFormatter, Text, fixed_settings, plt
 
 TRAIN_COLOR, VALIDATION_COLOR, REFERENCE_COLOR, MARK_COLOR = "#4c72b0", "#c44e52", "#8c8c8c", "#333333"
 CURVE_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3")
@@ -356,8 +356,8 @@ def _finish_difference_panel(panel: Any, first_name: str, differences: Sequence[
     """
     panel.set_yscale("log")
     # The scale's own formatter writes formulas such as $10^{-5}$, which would be shown as text, unparsed.
-    panel.yaxis.set_major_formatter(LogFormatter())
-    panel.yaxis.set_minor_formatter(LogFormatter())
+    panel.yaxis.set_major_formatter(PlainLogFormatter())
+    panel.yaxis.set_minor_formatter(PlainLogFormatter())
     if not any((difference.absolute > 0).any() for difference in differences):
         panel.set_ylim(1e-7, 1)  # without any value, matplotlib has no limits to choose
     panel.set_ylabel(f"|difference| from\n{first_name}")

@@ -25,7 +25,7 @@ import numpy as np
 from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.checkpoint.run_log import read_lines
-from llmfoundry_lite.errors import ConfigError, DataError, mask_credentials, mask_urls, printable
+from llmfoundry_lite.errors import ConfigError, DataError, join_with_and, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import check_replaceable, write_atomically
 from llmfoundry_lite.report.figure import Axis, Curve, Difference, plot_comparison, plot_run
 from llmfoundry_lite.report.log import DEVICE_RATE, FLOPS, LOSS, RATE, SECONDS, TOKENS
@@ -251,7 +251,7 @@ def draw_figure(
         baselines = facts["runs"][0]["baselines"]
         plot_run(path, curves[0], spans[0], title=runs[0].name, baselines=baselines, half_width=half_width)
     else:
-        title = " and ".join(run_facts["name"] for run_facts in facts["runs"])
+        title = join_with_and([run_facts["name"] for run_facts in facts["runs"]])
         plot_comparison(path, curves, differences, spans, title=title, half_width=half_width)
 
 

@@ -185,9 +185,11 @@ function draw() {
 function drawOutcomes(counts) {
   const total = Object.values(counts).reduce((sum, number) => sum + number, 0);
   const buttons = [makeOutcomeButton("", "All", total)];
+  // By bits per byte, no model is right or wrong.
+  const hasAccuracies = tasks.some((task) => !task.less_is_better && (!state.task || task.name === state.task));
   for (const { key, label, sign } of OUTCOMES) {
-    const isRare = key === "tied" || key === "unasked";
-    if (isRare && counts[key] === 0 && state.outcome !== key) continue;
+    const isExpected = key === "won" || key === "lost" || (hasAccuracies && (key === "right" || key === "wrong"));
+    if (!isExpected && counts[key] === 0 && state.outcome !== key) continue;
     buttons.push(makeOutcomeButton(key, `${sign} ${label}`, counts[key]));
   }
   // Buttons that exist already are kept, so that the one with the focus does not lose it.

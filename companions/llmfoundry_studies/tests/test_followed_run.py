@@ -141,6 +141,13 @@ def test_the_status_of_a_launch_that_has_left_is_said(tmp_path, clock, status, f
     assert bool(run.failure) == fails
 
 
+def test_a_reason_that_has_the_status_and_the_batch_is_said_once(tmp_path, clock):
+    save(tmp_path / "checkpoints", 2)
+    reason = "preempted by SIGTERM at batch 2, saved as ba2; run the same command again"
+    write_status(tmp_path, "preempted", 2, reason)
+    assert follow(tmp_path).describe_wait()[0] == f"base: waiting for a checkpoint after ba2: {reason}"
+
+
 def test_a_done_run_whose_last_batch_is_not_the_planned_one_has_ended(tmp_path):
     save(tmp_path / "checkpoints", 3)
     write_status(tmp_path, "done", 3)

@@ -115,6 +115,16 @@ def test_compare_writes_a_page_with_scores_verdicts_and_items(tmp_path, capsys):
     assert held_out["items"][0]["scores"] == [1.4427, 1.29843]
 
 
+def test_the_scores_of_a_text_count_windows_and_documents(tmp_path):
+    windows = [[(1000.0 + i, 1000)] * 3 for i in range(30)]
+    paths = [
+        write_result(tmp_path / name, name, {"held_out": text(windows, num_documents=30)}) for name in ("base", "ours")
+    ]
+    rows = [row for row in render(paths).rows if row[0] == "held_out"]
+    assert rows[0][2] == "90 windows of 30 documents"
+    assert rows[1][2] == "30"
+
+
 def test_bits_per_byte_of_answers_say_that_less_is_better(tmp_path):
     tasks = {}
     for name, bits in (("base", 2.0), ("ours", 1.0)):

@@ -103,9 +103,10 @@ def test_a_reader_filters_searches_and_opens_an_item(page, tmp_path):
     document.querySelector(".row").click(); seen.push(look());
     document.querySelector(".row").click(); seen.push(look());
     choose("search", "", "input"); press("All"); press("Next"); seen.push(look());
+    choose("task", "held_out", "change"); seen.push(look());
     return seen;
     """
-    start, quiz, lost, found, opened, closed, second_page = act(page, steps, tmp_path)
+    start, quiz, lost, found, opened, closed, second_page, texts = act(page, steps, tmp_path)
 
     assert start["count"] == "180 of 180 items, 1 to 50 shown"
     assert quiz["outcomes"] == ["All 160", "▲ Won 40", "▼ Lost 40", "● Both right 40", "○ Both wrong 40"]
@@ -117,6 +118,7 @@ def test_a_reader_filters_searches_and_opens_an_item(page, tmp_path):
     assert "no 14−6.00−3.000−4.00−2.000✗ chosen" in item
     assert closed["open"] == []
     assert second_page["count"] == "160 of 180 items, 51 to 100 shown"
+    assert [outcome.rsplit(" ", 1)[0] for outcome in texts["outcomes"]] == ["All", "▲ Won", "▼ Lost"]
 
 
 def test_an_address_leads_to_an_item_on_a_later_page(page, tmp_path):
