@@ -135,7 +135,11 @@ def test_files_hold_the_same_numbers(tmp_path):
     ]
     with plain.open() as file:
         assert list(csv.reader(file)) == [
-            ["model", "a/0-shot", "a/0-shot stderr", "x/0-shot", "x/0-shot stderr", "average", "average stderr"],
+            [
+                *("model", "a/0-shot acc_per_token", "a/0-shot acc_per_token stderr"),
+                *("x/0-shot bits_per_byte", "x/0-shot bits_per_byte stderr"),
+                *("average accuracy", "average accuracy stderr"),
+            ],
             ["ours", "0.75", "0.25", "0.5", "", "0.75", "0.25"],
         ]
 
