@@ -233,8 +233,8 @@ def _generate_items(runner: TaskRunner, task: PreparedTask, on_progress: Callabl
     """Generate an answer to each item of a generation task, and return a record for each item.
 
     Each record has the generated text, whether it begins with an accepted answer, and the bits per byte of the first
-    accepted answer. Collective: the ranks divide the
-    items, and all return the records of all items. `on_progress` is called with the numbers of items done and in all.
+    accepted answer. Collective: the ranks divide the items, and all return the records of all items. `on_progress` is
+    called with the numbers of items done and in all.
     """
     # Generate the answers. An item of a generation task has a single request, whose context is the prompt.
     max_new_tokens = task.config.max_new_tokens

@@ -144,10 +144,10 @@ def _notes_on_lacking(all_results: Sequence[Results], asked: str | None) -> list
         lacking = [task for task in results.tasks if task in tasks_with_metric and asked not in results.tasks[task]]
         if lacking:
             tasks = lacking[0] if len(lacking) == 1 else f"{lacking[0]} and {len(lacking) - 1} more"
-            notes.append(
-                f"warning: {results.name or results.model} has no {asked} of {tasks}, which another metric shows; "
-                "redo=true evaluates it again"
-            )
+            is_other_tools = "metrics" in results.tasks[lacking[0]]
+            remedy = "" if is_other_tools else "; redo=true evaluates it again"
+            name = results.name or results.model
+            notes.append(f"warning: {name} has no {asked} of {tasks}, which another metric shows{remedy}")
     return notes
 
 

@@ -19,6 +19,7 @@ from llmfoundry_lite.evaluation import harness
 from llmfoundry_lite.evaluation.compare import compare
 from llmfoundry_lite.evaluation.harness import DataRank, TaskRunner, run_task
 from llmfoundry_lite.evaluation.means import mean_and_error
+from llmfoundry_lite.evaluation.metrics import by_metrics, describe_choice
 from llmfoundry_lite.evaluation.models import TreeModel
 from llmfoundry_lite.evaluation.pairs import panels
 from llmfoundry_lite.evaluation.results import Results, load_results
@@ -327,6 +328,20 @@ def test_results_without_bits_per_byte_are_compared_by_their_own_metric(tmp_path
     assert warning in results_table([base, ours], "bpb").notes
     with pytest.raises(DataError, match="metric: no task has 'bpb'"):
         compare([base, replace(base, name="again")], metric="bpb")
+
+
+def test_a_log_of_another_tool_without_the_metric_is_not_to_be_evaluated_again(tmp_path):
+    base, ours = load(tmp_path, base={"a/0-shot": choice([1, 0])}, ours={"a/0-shot": in_bits([1.0, 2.0])})
+    log = replace(base, tasks={"a/0-shot": base.tasks["a/0-shot"] | {"metrics": ["acc_norm"]}})
+    [warning] = describe_choice([log, ours], {"a/0-shot": "acc_per_token"}, "bpb")
+    assert warning == "warning: base has no bpb of a/0-shot, which another metric shows"
+
+
+def test_counts_about_the_former_metric_are_not_shown_with_another(tmp_path):
+    task = choice([1, 0], num_ties=1, categories={"x": 0.5})
+    [shown] = by_metrics(load(tmp_path, base={"a/0-shot": task}), {"a/0-shot": "acc_norm"})
+    assert shown.tasks["a/0-shot"]["metric"] == "acc_norm"
+    assert not {"num_ties", "categories"} & shown.tasks["a/0-shot"].keys()
 
 
 def test_models_of_different_tokenizers_are_compared_by_bytes_without_a_warning(tmp_path):
