@@ -7,6 +7,7 @@ light or dark theme. Texts are texts, in the page's font. Equal numbers give equ
 
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,7 +231,10 @@ def as_inline_svg(figure: Any, name: str, description: str) -> str:
     """
     content = io.StringIO()
     figure.patch.set_visible(False)
-    figure.savefig(content, format="svg", metadata={"Date": None})
+    with warnings.catch_warnings():
+        # Characters that matplotlib's font lacks are drawn by the browser, which has other fonts.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(content, format="svg", metadata={"Date": None})
     root = ElementTree.fromstring(content.getvalue())
 
     for parent in root.iter():

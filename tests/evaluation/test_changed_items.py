@@ -72,7 +72,7 @@ def test_items_won_and_lost_by_hand(tmp_path):
 
 
 def test_only_some_of_many_items_are_printed_and_texts_are_short(tmp_path):
-    long = {"question": "word " * 10_000, "choices": ["no\x1b[31m", "x" * 10_000]}
+    long = {"question": "\x1b[31mword " * 10_000, "choices": ["no\x1b[31m", "x" * 10_000]}
     out = "\n".join(printed(tmp_path, task_of([0] * 30, **long), task_of([1] * 30, **long), max_items=2))
     assert "ours won 30 items against base, of which the first 2 follow" in out and out.count("row ") == 2
     assert len(out) < 2 * MAX_QUESTION_CHARACTERS + 4_000 and "\x1b" not in out

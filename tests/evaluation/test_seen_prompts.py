@@ -107,6 +107,9 @@ def test_texts_of_tokens_join_to_the_text_whatever_bytes_they_cut(tokenizer_fold
     assert token_texts.of([*tokenizer.encode("a"), tokenizer.eos_token_id]) == ["a", tokenizer.eos_token]
     cut = tokenizer.encode("中")[:2]
     assert token_texts.of(cut) == ["", "\ufffd"]
+    # Bytes that begin no character are shown after four of them, however many follow.
+    [wrong] = tokenizer.encode("é")[-1:]
+    assert token_texts.of([wrong] * 6) == ["", "", "", "\ufffd" * 4, "", "\ufffd" * 2]
 
 
 def test_tokens_of_sentencepiece_keep_the_space_before_them():

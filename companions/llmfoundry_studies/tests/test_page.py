@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,14 @@ def test_a_path_that_is_no_page_is_refused_before_anything_is_read(kind, tmp_pat
     }
     assert messages[kind] in capsys.readouterr().err
     assert foreign.read_text() == "<!DOCTYPE html> mine"
+
+
+def test_names_in_chinese_are_drawn_without_a_warning(tmp_path):
+    paths = [write_result(tmp_path / name, name, {"漢字/0-shot": question_task([1, 0] * 10)}) for name in "ab"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        page = render(paths)
+    assert "漢字/0-shot" in page.texts
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
