@@ -62,10 +62,11 @@ def test_a_task_with_bits_per_byte_beside_its_score_has_two_curves(tmp_path):
     assert held_out.points[0].error is None
 
 
-def test_a_save_of_a_later_launch_replaces_one_of_the_same_batch(tmp_path):
+@pytest.mark.parametrize("name", ["again", "later"])  # read before and after the other result
+def test_a_save_of_a_later_launch_replaces_one_of_the_same_batch(tmp_path, name):
     write_checkpoint(tmp_path, "base-ba1", 1, {QUIZ: [1, 0]})
     write_checkpoint(tmp_path, "base-ba2", 2, {QUIZ: [0, 0]}, epoch=3)
-    write_checkpoint(tmp_path, "again", 2, {QUIZ: [1, 1]}, epoch=12)
+    write_checkpoint(tmp_path, name, 2, {QUIZ: [1, 1]}, epoch=12)
     [curve] = gather(tmp_path).curves
     assert scores_of(curve) == [(100, 0.5), (200, 1.0)]
 

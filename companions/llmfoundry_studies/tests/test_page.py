@@ -335,6 +335,12 @@ def test_a_path_that_is_no_page_is_refused_before_anything_is_read(kind, tmp_pat
     assert foreign.read_text() == "<!DOCTYPE html> mine"
 
 
+def test_an_interval_of_an_accuracy_ends_at_0_and_1(tmp_path):
+    page = render(write_pair(tmp_path, first=[1] + [0] * 39, other=[1] * 39 + [0]))
+    assert "0.000 to 0.074" in page.texts
+    assert "0.926 to 1.000" in page.texts
+
+
 def test_names_in_chinese_are_drawn_without_a_warning(tmp_path):
     paths = [write_result(tmp_path / name, name, {"漢字/0-shot": question_task([1, 0] * 10)}) for name in "ab"]
     with warnings.catch_warnings():
