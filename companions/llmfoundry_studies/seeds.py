@@ -185,46 +185,39 @@ def compare_sides(
     that have no task in common or were not asked the same.
     """
     for side in sides:
-        if len(side.runs) < MIN_RUNS:
-            raise DataError(
-                f"{side.name}: {len(side.runs)} run given, expected at least {MIN_RUNS}, since one run does not show "
-                "how much its score depends on the seed"
-            )
-        _refuse_equal_runs(side)
+        _check_runs(side)
+
+    # Choose the metrics by all results together, and the tasks that all of them have.
     all_results = [results for side in sides for results in side.all_results]
     refuse_unknown_tasks(all_results, skip)
     refuse_unknown_metric(all_results, metric)
     metrics = choose_metrics(all_results, metric)
     notes_on_metrics = describe_choice(all_results, metrics, metric)
-    reference = all_results[0]
-    tasks = [
-        task for task in reference.items if task not in skip and all(task in results.items for results in all_results)
-    ]
+    tasks = _find_common_tasks(by_metrics(all_results, metrics), skip)
     if not tasks:
         raise DataError(f"{', '.join(side.name for side in sides)}: the results have no task in common")
-    for results in all_results[1:]:
-        for task in tasks:
-            check_same_questions(task, *by_metrics([reference, results], metrics))
 
-    two_sides = list(combinations(sides, 2))
-    if not all_pairs:
-        two_sides = two_sides[: len(sides) - 1]  # those of the first side come first
     # The mean is of the accuracies or, if there are none, of the bits per byte of answers.
     averaged = [task for task in tasks if metrics[task] not in BITS_METRICS]
     if not averaged:
         averaged = [task for task in tasks if metrics[task] == BPB]
+    weighted_tasks = [WeightedTask(task, metrics[task], weight) for task, weight in weights_of_tasks(averaged).items()]
+    num_labels = len({label_of(task) for task in averaged})
+    name_of_mean = f"mean of {num_labels} task{'' if num_labels == 1 else 's'}"
+
+    # Compare each two sides by each task, and by the mean.
+    two_sides = list(combinations(sides, 2))
+    if not all_pairs:
+        two_sides = two_sides[: len(sides) - 1]  # those of the first side come first
     pairs: list[SidePair] = []
     means: list[SideComparison] = []
-    weighted_tasks = [WeightedTask(task, metrics[task], weight) for task, weight in weights_of_tasks(averaged).items()]
     for first, other in two_sides:
         rows = []
         for task in tasks:
             rows.append(compare_weighted_sides(task, [WeightedTask(task, metrics[task], 1.0)], first, other))
         pairs.append(SidePair(first, other, rows, [*notes_on_metrics]))  # a list of its own, to which others add
         if len(averaged) > 1:
-            num_labels = len({label_of(task) for task in averaged})
-            name = f"mean of {num_labels} tasks"
-            means.append(compare_weighted_sides(name, weighted_tasks, first, other))
+            means.append(compare_weighted_sides(name_of_mean, weighted_tasks, first, other))
 
     # Correct the p-values of tasks and of means for their own number of tests.
     for family in ([row for pair in pairs for row in pair.rows], means):
@@ -236,8 +229,32 @@ def compare_sides(
     return pairs
 
 
-def _refuse_equal_runs(side: Side) -> None:
-    """Raise DataError if two runs of a side are the same one, whose scores would then seem not to scatter."""
+def _find_common_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[str]:
+    """Return the tasks that all results have, without those in `skip`.
+
+    Raises DataError if not all models were asked the same in one of them.
+    """
+    reference, *others = all_results
+    tasks: list[str] = []
+    for task in reference.items:
+        if task not in skip and all(task in results.items for results in others):
+            tasks.append(task)
+    for results in others:
+        for task in tasks:
+            check_same_questions(task, reference, results)
+    return tasks
+
+
+def _check_runs(side: Side) -> None:
+    """Raise DataError if a side has too few runs, or if two of them are the same one.
+
+    The scores of equal runs would seem not to scatter.
+    """
+    if len(side.runs) < MIN_RUNS:
+        raise DataError(
+            f"{side.name}: {len(side.runs)} run given, expected at least {MIN_RUNS}, since one run does not show "
+            "how much its score depends on the seed"
+        )
     seen: set[tuple[object, ...]] = set()
     for results in side.all_results:
         identity = tuple(record.get("items_hash") for record in results.tasks.values())
