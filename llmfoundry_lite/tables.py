@@ -164,18 +164,22 @@ class Table:
     def latex(self, caption: str) -> list[str]:
         """Return the lines of a LaTeX table with a caption, for the package booktabs.
 
+        A table that is wider than the line is scaled down to it, if the document also uses the package graphicx.
+
         \\begin{table}
         \\centering
         \\small
         \\setlength{\\tabcolsep}{4pt}
+        \\providecommand{\\resizebox}[3]{#3}
         \\caption{Zero-shot accuracy.}
+        \\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%
         \\begin{tabular}{lr}
         \\toprule
         task & accuracy \\\\
         \\midrule
         arc\\_easy & 0.41 \\\\
         \\bottomrule
-        \\end{tabular}
+        \\end{tabular}}
         \\end{table}
         """
         alignment = "".join("r" if self.is_right(index) else "l" for index in range(len(self.columns)))
@@ -192,14 +196,16 @@ class Table:
             r"\centering",
             r"\small",
             r"\setlength{\tabcolsep}{4pt}",
+            r"\providecommand{\resizebox}[3]{#3}",  # without graphicx, the table keeps its width
             rf"\caption{{{latex_text(caption)}}}",
+            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
             rf"\begin{{tabular}}{{{alignment}}}",
             r"\toprule",
             heading,
             r"\midrule",
             *rows,
             r"\bottomrule",
-            r"\end{tabular}",
+            r"\end{tabular}}",
             r"\end{table}",
         ]
 

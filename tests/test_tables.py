@@ -48,7 +48,9 @@ def test_a_latex_table_has_the_rules_of_booktabs_and_aligns_numbers():
         r"\centering",
         r"\small",
         r"\setlength{\tabcolsep}{4pt}",
+        r"\providecommand{\resizebox}[3]{#3}",
         r"\caption{Accuracy, 95 \%.}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         r"\begin{tabular}{lr}",
         r"\toprule",
         r"task & accuracy \\",
@@ -56,7 +58,7 @@ def test_a_latex_table_has_the_rules_of_booktabs_and_aligns_numbers():
         r"arc\_easy & 0.41 $\pm$ 0.02 \\",
         r"{}* & $-$0.1 \\",  # `\\*` would be another command
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}",
         r"\end{table}",
     ]
 

@@ -15,6 +15,7 @@ from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare
+from llmfoundry_lite.evaluation.means import is_named
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, metrics_of, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import Comparison, print_comparison
 from llmfoundry_lite.evaluation.records import RESULT
@@ -168,8 +169,8 @@ def without_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> list[R
     """Return results without some tasks."""
     kept: list[Results] = []
     for results in all_results:
-        tasks = {task: record for task, record in results.tasks.items() if task not in skip}
-        items = {task: records for task, records in results.items.items() if task not in skip}
+        tasks = {task: record for task, record in results.tasks.items() if not is_named(task, skip)}
+        items = {task: records for task, records in results.items.items() if not is_named(task, skip)}
         kept.append(replace(results, tasks=tasks, items=items))
     return kept
 

@@ -24,12 +24,14 @@ from rich.text import Text
 
 from llmfoundry_lite.errors import DataError, mask_credentials, mask_urls
 from llmfoundry_lite.evaluation.compare import refuse_unknown_tasks
+from llmfoundry_lite.evaluation.means import is_named
 from llmfoundry_lite.evaluation.pairs import (
     CAPTION_ON_NOT_TESTED,
     NOT_TESTED,
     SIGNIFICANT,
     Comparison,
     MetricComparison,
+    format_number,
     format_p,
 )
 from llmfoundry_lite.evaluation.records import BITS_METRICS
@@ -128,7 +130,8 @@ def only_common_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> tu
     """
     refuse_unknown_tasks(all_results, skip)
     names = list(dict.fromkeys(task for results in all_results for task in results.items))
-    common = [task for task in names if task not in skip and all(task in results.items for results in all_results)]
+    common = [task for task in names if all(task in results.items for results in all_results)]
+    common = [task for task in common if not is_named(task, skip)]
     if not common:
         raise DataError(f"{', '.join(results.name for results in all_results)} have no task in common")
     kept: list[Results] = []
@@ -277,7 +280,7 @@ MAX_PAIRS_SHOWN = 45
 
 def _format(value: float, metric: str, sign: str = "") -> str:
     """Return a value or difference of a metric: 4 decimals for bits per byte, 3 otherwise."""
-    return f"{value:{sign}.{4 if metric in BITS_METRICS else 3}f}"
+    return format_number(value, 4 if metric in BITS_METRICS else 3, sign)
 
 
 def ranking_table(all_pairs: AllPairs) -> Table:

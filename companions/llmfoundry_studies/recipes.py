@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation import significance
-from llmfoundry_lite.evaluation.pairs import CAPTION_ON_NOT_TESTED, NOT_TESTED, SIGNIFICANT, format_p
+from llmfoundry_lite.evaluation.pairs import CAPTION_ON_NOT_TESTED, NOT_TESTED, SIGNIFICANT, format_number, format_p
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, lost_text_fraction
 from llmfoundry_lite.evaluation.results import items_path_of, load_any
 from llmfoundry_lite.evaluation.tables import caption_on_trials, name_tasks, trials_of
@@ -115,7 +115,7 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
         digits = 4 if row.metric in BITS_METRICS else 3
         interval = ""
         if row.low is not None and row.high is not None:
-            interval = f" [{row.low:+.{digits}f}, {row.high:+.{digits}f}]"
+            interval = f" [{format_number(row.low, digits, '+')}, {format_number(row.high, digits, '+')}]"
         rows.append(
             [
                 row.task,
@@ -124,7 +124,7 @@ def table_of_sides(pair: SidePair, mark: str = "") -> Table:
                 f"{row.first:.{digits}f}",
                 f"{row.other:.{digits}f}{mark if row.is_detected else ''}",
                 f"{row.first_spread:.{digits}f}/{row.other_spread:.{digits}f}",
-                f"{row.estimate.difference:+.{digits}f}{interval}",
+                f"{format_number(row.estimate.difference, digits, '+')}{interval}",
                 format_p(row.p_corrected) if row.is_claimable else NOT_TESTED,
                 row.verdict,
                 NOT_TESTED if row.detectable is None else f"{row.detectable:.{digits}f}",

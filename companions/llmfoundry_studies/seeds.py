@@ -25,7 +25,7 @@ from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.compare import WeightedTask, refuse_unknown_tasks
-from llmfoundry_lite.evaluation.means import document_of, label_of, text_row, weights_of, weights_of_tasks
+from llmfoundry_lite.evaluation.means import document_of, is_named, label_of, text_row, weights_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics, describe_choice, refuse_unknown_metric
 from llmfoundry_lite.evaluation.pairs import too_few
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, has_categories, items_with
@@ -237,7 +237,7 @@ def _find_common_tasks(all_results: Sequence[Results], skip: Sequence[str]) -> l
     reference, *others = all_results
     tasks: list[str] = []
     for task in reference.items:
-        if task not in skip and all(task in results.items for results in others):
+        if not is_named(task, skip) and all(task in results.items for results in others):
             tasks.append(task)
     for results in others:
         for task in tasks:

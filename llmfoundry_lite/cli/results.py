@@ -71,7 +71,10 @@ def compare_results(
             "trained several times are given as NAME=RESULT,RESULT,…",
         ),
     ],
-    out: Annotated[Path | None, out_folder("Folder for compare.md, .json, .csv, .tex and .png.")] = None,
+    out: Annotated[
+        Path | None,
+        out_folder("Folder for compare.md, .json, .csv and .tex; .png too, unless recipes or all pairs are compared."),
+    ] = None,
     all_metrics: Annotated[
         bool, typer.Option("--all-metrics", help="Compare every metric, not only the main metric of each task.")
     ] = False,
@@ -84,7 +87,8 @@ def compare_results(
         ),
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option(metavar="TASK", help="Task to leave out; repeat for others.")
+        list[str] | None,
+        typer.Option(metavar="TASK", help="Task to leave out, such as arc_easy or arc_easy/0-shot; repeat for others."),
     ] = None,
     cluster: Annotated[
         str | None,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError, find_nearest, printable
-from llmfoundry_lite.evaluation.means import label_of
+from llmfoundry_lite.evaluation.means import is_named, label_of
 from llmfoundry_lite.evaluation.pairs import Comparison
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with
 from llmfoundry_lite.evaluation.results import Results
@@ -69,7 +69,7 @@ def find_task(all_results: Sequence[Results], name: str, skip: Sequence[str] = (
     common_tasks: list[str] = []
     for task in all_results[0].items:
         is_common = all(task in results.items for results in all_results)
-        if is_common and task not in skip:
+        if is_common and not is_named(task, skip):
             common_tasks.append(task)
 
     matching = [task for task in common_tasks if name in (task, label_of(task))]

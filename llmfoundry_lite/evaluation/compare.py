@@ -29,7 +29,7 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation import significance
 from llmfoundry_lite.evaluation.common_items import WeightedTask, collect_units, text_units
 from llmfoundry_lite.evaluation.comparison_notes import note_on_skipped, notes_on, notes_on_resolution
-from llmfoundry_lite.evaluation.means import bits_per_byte, label_of, weights_of_tasks
+from llmfoundry_lite.evaluation.means import bits_per_byte, is_named, label_of, weights_of_tasks
 from llmfoundry_lite.evaluation.metrics import (
     by_metrics,
     choose_metrics,
@@ -65,7 +65,7 @@ def compare(
     """Compare each result with the first, and return one comparison for each of the others.
 
     results: two or more results, loaded with their items.
-    skip: names of tasks to leave out.
+    skip: names or labels of tasks to leave out.
     all_metrics: compare tasks by all their metrics, and not only by the one that tables show.
     metric: compare tasks that have this metric by it, such as `acc_norm`; None takes the one that tables show.
     all_pairs: compare each two results, not only each with the first. P-values are corrected for all of these tests.
@@ -157,10 +157,10 @@ def compare_files(
 
 
 def refuse_unknown_tasks(results: Sequence[Results], skip: Sequence[str]) -> None:
-    """Raise DataError for a task in `skip` that no result has."""
+    """Raise DataError for a task in `skip`, given by its full name or its label, that no result has."""
     known_tasks = {task for result in results for task in result.items}
     for task in skip:
-        if task not in known_tasks:
+        if not any(is_named(known, [task]) for known in known_tasks):
             raise DataError(f"--skip {task}: no result has that task; they have {', '.join(sorted(known_tasks))}")
 
 
@@ -169,7 +169,8 @@ def _find_common_tasks(first_results: Results, other_results: Results, skip: Seq
 
     Raises DataError if there are none, or if the models were not asked the same in one of them.
     """
-    common_tasks = [task for task in first_results.items if task in other_results.items and task not in skip]
+    common_tasks = [task for task in first_results.items if task in other_results.items]
+    common_tasks = [task for task in common_tasks if not is_named(task, skip)]
     if not common_tasks:
         raise DataError(
             f"{first_results.name} and {other_results.name} have no task in common: {', '.join(first_results.items)} "

@@ -43,6 +43,11 @@ def label_of(name: str) -> str:
     return name.rpartition("/")[0] or name
 
 
+def is_named(task: str, names: Sequence[str]) -> bool:
+    """Return whether a task is among these names, by its full name or by its label."""
+    return task in names or label_of(task) in names
+
+
 def weights_of(items: Sequence[Record], by_category: bool) -> Floats:
     """Return the weight of each item in the mean, [items]. Weights add up to 1.
 

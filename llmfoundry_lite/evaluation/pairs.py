@@ -160,7 +160,7 @@ class MetricComparison:
     def format_value(self, number: float, sign: str = "") -> str:
         """Format a value of this metric: 4 decimals for bits per byte, 3 for an accuracy. `sign` "+" shows a plus."""
         digits = 4 if self.metric in BITS_METRICS else 3
-        return f"{number:{sign}.{digits}f}"
+        return format_number(number, digits, sign)
 
     def cells(self) -> list[str]:
         """Return the cells of this metric's row in the comparison's table, in the order of its columns.
@@ -298,6 +298,12 @@ class Comparison:
 def too_few(metric: str) -> str:
     """Return the verdict where no test was made, because there are too few items, or documents of a held-out text."""
     return "too few documents" if metric == BITS else "too few items"
+
+
+def format_number(number: float, digits: int, sign: str = "") -> str:
+    """Format a number with some decimals. One that is rounded to zero has no sign: "0.000" and not "-0.000"."""
+    text = f"{number:{sign}.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text
 
 
 def format_p(p: float) -> str:

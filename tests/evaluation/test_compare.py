@@ -460,6 +460,20 @@ def test_what_a_reader_must_know_is_said(tmp_path):
     ]
 
 
+def test_a_difference_of_zero_has_no_sign(tmp_path):
+    """A mean of equal scores was printed as -0.000."""
+    pair = result_of(tmp_path, {"a/0-shot": TEN}, {"a/0-shot": TEN})
+    pair.tasks[0].difference = -0.0001
+    assert pair.tasks[0].cells()[5].startswith("0.000 [")
+
+
+def test_a_task_is_left_out_by_its_label(tmp_path):
+    """Before, `--items a` was understood, and `--skip a` refused."""
+    tasks = {"a/0-shot": TEN, "a/5-shot": TEN, "b/0-shot": TEN}
+    pair = result_of(tmp_path, tasks, tasks, skip=["a"])
+    assert [task.task for task in pair.tasks] == ["b/0-shot"]
+
+
 def test_a_note_on_many_tasks_is_printed_once(tmp_path):
     """A trial of ten tasks had this note ten times, and its LaTeX said nothing."""
     tried = {f"t{number}/0-shot": choice(TEN, settings=settings(limit=10)) for number in range(10)}
