@@ -93,11 +93,22 @@ def _code_of(results: Results, tasks: Sequence[MetricComparison]) -> str:
 
 
 def _note_on_missing_tasks(results: Results, other_results: Results) -> list[str]:
-    """Return a note that names the tasks which only `results` has; empty if there are none."""
+    """Return a note that names the tasks which only `results` has; empty if there are none.
+
+    It is a warning if `other_results` has no task of its own, as after an evaluation that was stopped.
+    """
     missing_tasks = [task for task in results.items if task not in other_results.items]
     if not missing_tasks:
         return []
-    return [f"only in {results.name}, left out: {', '.join(missing_tasks)}"]
+    note = f"only in {results.name}, left out: {', '.join(missing_tasks)}"
+    is_subset = all(task in results.items for task in other_results.items)
+    if is_subset and results.suite == other_results.suite:
+        num_present = len(other_results.items)
+        return [
+            f"warning: {other_results.name} has {num_present} of the {len(results.items)} tasks of {results.name}; if "
+            f"its evaluation was stopped, run the same command again to finish it; {note}"
+        ]
+    return [note]
 
 
 def _notes_on_task(comparison: MetricComparison, first_results: Results, other_results: Results) -> Iterator[str]:

@@ -342,6 +342,15 @@ def test_tasks_of_one_alone_are_named_and_left_out(tmp_path):
         result_of(tmp_path, {"a/0-shot": TEN}, {"a/0-shot": TEN}, skip=["z"])
 
 
+def test_a_result_that_may_be_unfinished_is_named(tmp_path):
+    """An evaluation that was killed after some tasks had the note "only in base, left out: …" alone."""
+    pair = result_of(tmp_path, {"a/0-shot": TEN, "b/0-shot": TEN, "c/0-shot": TEN}, {"b/0-shot": TEN})
+    assert pair.notes == [
+        "warning: ours has 1 of the 3 tasks of base; if its evaluation was stopped, run the same command again to "
+        "finish it; only in base, left out: a/0-shot, c/0-shot"
+    ]
+
+
 def test_different_tokenizers_are_compared_by_text(tmp_path):
     """Each answer's number of tokens is the tokenizer's doing, its number of characters is not."""
     per_character = [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
