@@ -20,12 +20,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.metrics import by_metrics, choose_metrics
 from llmfoundry_lite.evaluation.pairs import Comparison, legend
 from llmfoundry_lite.evaluation.records import BITS_METRICS, Record, is_accuracy
 from llmfoundry_lite.evaluation.results import Results
-from llmfoundry_lite.evaluation.tables import Cell, average_error, notes, records_by_task, score_cell
+from llmfoundry_lite.evaluation.tables import Cell, average_cells, have_accuracies, notes, records_by_task, score_cell
 from llmfoundry_lite.files import check_is_path, open_regular, write_atomically
 from llmfoundry_lite.release import read_release
 from llmfoundry_studies.curves import GatheredCurves, gather_curves
@@ -312,16 +313,11 @@ def _row_of_task(
 
 
 def _average_row(all_results: Sequence[Results], differences: Sequence[Difference]) -> dict[str, Any]:
-    """Return the row of the average over tasks."""
+    """Return the row of the average over tasks. All of its cells are in one unit, as in tables."""
     directions = {one.other: direction_of(one) for one in differences if one.task.startswith(MEAN)}
+    metric = "mean" if have_accuracies(all_results) else BPB
     cells: list[ScoreCell] = []
-    for results in all_results:
-        cell = Cell()
-        metric = "mean"
-        if results.average is not None:
-            cell = Cell(results.average, average_error(results.tasks, results.averaged))
-            first_record = results.tasks[results.averaged[0]]
-            metric = "mean" if is_accuracy(first_record) else first_record["metric"]
+    for results, cell in zip(all_results, average_cells(all_results), strict=True):
         cells.append(_format_cell(cell, metric, directions.get(results.name, "")))
     return {"task": "average", "metric": "", "n": "", "cells": cells, "chance": ""}
 

@@ -190,7 +190,7 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
     has_average = any(cell.number is not None for cell in averages)
     if has_average:
         columns["average"] = "average"
-        metric_of_column["average"] = "accuracy" if _have_accuracies(all_results) else BPB
+        metric_of_column["average"] = "accuracy" if have_accuracies(all_results) else BPB
 
     # Fill the rows.
     rows: list[Row] = []
@@ -216,14 +216,14 @@ def results_table(all_results: Sequence[Results], metric: str | None = None, oth
 def _title(all_results: Sequence[Results]) -> str:
     """Return the title of a table of results, which names the unit of its average: "s, accuracy ± standard error"."""
     suite = all_results[0].suite
-    if _have_accuracies(all_results):
+    if have_accuracies(all_results):
         return f"{suite}, accuracy ± standard error"
     if any(results.averaged for results in all_results):
         return f"{suite}, bits per byte ± standard error"
     return suite
 
 
-def _have_accuracies(all_results: Sequence[Results]) -> bool:
+def have_accuracies(all_results: Sequence[Results]) -> bool:
     """Return whether any task of any model is shown by an accuracy."""
     return any(is_accuracy(record) for results in all_results for record in results.tasks.values())
 
@@ -308,7 +308,7 @@ def average_cells(all_results: Sequence[Results]) -> list[Cell]:
     They are averages of accuracies or, if no model has any, of bits per byte by `bpb`. A cell is empty if its model has
     no task in that unit.
     """
-    are_accuracies = _have_accuracies(all_results)
+    are_accuracies = have_accuracies(all_results)
     cells: list[Cell] = []
     for results in all_results:
         # The tasks in a model's average are all accuracies, or none is.

@@ -141,6 +141,19 @@ def test_bits_per_byte_of_answers_say_that_less_is_better(tmp_path):
     assert page.rows[4][:3] == ["quiz/0-shot", "bits per byte of the right answer", "30"]
 
 
+def test_averages_of_accuracies_and_of_bits_are_not_in_one_row(tmp_path):
+    bits = [{"bpb": 1.0}, {"bpb": 2.0}]
+    record, items = choice([1, 0])
+    record = record | {"metric": "bpb", "bpb": 1.5, "bpb_stderr": 0.5}
+    in_bits = (record, [item | own for item, own in zip(items, bits, strict=True)])
+    base = write_result(tmp_path / "base", "base", {"a/0-shot": in_bits, "b/0-shot": choice([1, 1, 0, 1])})
+    ours = write_result(tmp_path / "ours", "ours", {"a/0-shot": in_bits, "c/0-shot": in_bits})
+    page = render([base, ours])
+    [average] = [row for row in page.rows if row and row[0].startswith("average")]
+    assert any("0.750" in cell for cell in average)
+    assert not any("1.5" in cell for cell in average)
+
+
 def test_equal_results_give_equal_bytes(tmp_path):
     results = load_results(write_pair(tmp_path))
     pages = [render_page(content_of_models(results, compare(results), date="2026-11-30")) for _ in range(2)]
