@@ -62,8 +62,8 @@ function readAddress() {
   if (!isState && shown !== entries) return;
   const given = new URLSearchParams(isState ? hash : "");
 
-  state.first = modelIn(given.get("first"), 0);
-  state.other = modelIn(given.get("other"), 1);
+  state.first = modelOf(given.get("first"), 0);
+  state.other = modelOf(given.get("other"), 1);
   state.task = tasks.some((task) => task.name === given.get("task")) ? given.get("task") : "";
   state.outcome = Object.hasOwn(OUTCOME_OF, given.get("outcome")) ? given.get("outcome") : "";
   state.search = given.get("search") ?? "";
@@ -81,7 +81,7 @@ function readAddress() {
 }
 
 // Returns the number of a model that an address gives, or another number if it gives none.
-function modelIn(text, otherwise) {
+function modelOf(text, otherwise) {
   const number = Number(text ?? otherwise);
   return Number.isInteger(number) && number >= 0 && number < models.length ? number : otherwise;
 }
