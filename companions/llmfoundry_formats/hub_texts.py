@@ -14,6 +14,7 @@ from llmfoundry_lite.prepare.sources import (
     DEFAULT_VAL_FRACTION,
     HUB_PREFIX,
     MAX_UNIT_BYTES,
+    Piece,
     Source,
     stream_units,
     summarize_files,
@@ -53,7 +54,12 @@ def open_hub(name_and_config: str, request: PrepareRequest) -> Source:
         texts = ((text_of_row(row, request.text_keys), 0) for row in rows)
         yield from stream_units("rows", origin, texts, STREAM_UNIT_CHARACTERS)
 
-    return Source(units=units, describe_state=describe_state, total_bytes=None, val_fraction=DEFAULT_VAL_FRACTION)
+    return Source(
+        pieces=lambda: iter([Piece(num_bytes=0, units=units)]),  # the length of a stream is unknown
+        describe_state=describe_state,
+        total_bytes=None,
+        val_fraction=DEFAULT_VAL_FRACTION,
+    )
 
 
 def hub_revision(name: str) -> str:

@@ -3,11 +3,13 @@
 Read `prepare.py` first. Its docstring describes the result, and `prepare` is the whole command. `request.py` defines
 what a user asks for. Then read the files in the order in which a document passes through them:
 
-1. `listing.py` finds the files that `--source` names. `sources.py` cuts them, or the standard library, into units:
-   parts that are the same in every launch, and that one worker reads at a time.
+1. `listing.py` finds the files that `--source` names. `sources.py` cuts them, or the standard library, into pieces and
+   these into units: parts that are the same in every launch, and that one worker reads at a time.
 2. `contents.py` reads and decompresses a file, and `documents.py` reads the documents of a unit.
 3. `token_files.py` is step 1: it tokenises units in several processes, and writes a token file for each.
-4. `samples.py` is step 2: it divides documents into training and validation, and writes samples into shards.
+   `token_unit.py` describes these files, and counts what they have for each split.
+4. `samples.py` is step 2: it plans the shards of each split by these counts, and writes them. `splits.py` divides
+   documents into training and validation, and `shards.py` writes a shard.
 5. `out_folder.py` publishes the result, and finds out how far an earlier launch has come. `summary.py` describes the
    result in summary.json.
 

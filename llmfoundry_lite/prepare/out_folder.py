@@ -25,7 +25,7 @@ from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
-PARTIAL_VERSION = 4
+PARTIAL_VERSION = 5
 """Version of the files in `.partial`. It is raised when units or token files change. Results do not contain it."""
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""

@@ -6,9 +6,10 @@
     OUT/.partial           work in progress: the request, the tokenizer, and one token file for each unit
 
 There are two steps. First, each unit of the source becomes a token file, in any order, by any worker. A unit whose file
-exists is not tokenised again. Then one pass over the token files, in order, cuts samples and writes shards. The second
+exists is not tokenised again. Then samples are cut from the token files, in order, and written into shards. The second
 step depends only on the files, so neither the number of workers nor a kill at any moment changes a byte of the result.
-The cost is disk space: the tokens are stored twice until the end.
+The cost is disk space: the tokens are stored twice until the end. The companion `llmfoundry_engines` divides both steps
+among machines.
 
 Each document's tokens are followed by the end-of-text token. All documents of a split are concatenated in the order of
 the source, and cut into samples. Only the last tokens of a split, too few for a sample, are dropped, and counted. The
@@ -42,8 +43,9 @@ from llmfoundry_lite.prepare.out_folder import (
     publish,
 )
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, PrepareRequest
-from llmfoundry_lite.prepare.samples import initial_threshold, pack_samples, raise_threshold
+from llmfoundry_lite.prepare.samples import pack_samples
 from llmfoundry_lite.prepare.sources import Source, open_source
+from llmfoundry_lite.prepare.splits import initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import (
     MAX_LOST_TEXT,
@@ -115,7 +117,7 @@ def prepare(
             tokenizer = provide_tokenizer(partial, existing_tokenizer, request, source, bars)
             workers = num_workers or count_usable_cores()
             counts = tokenize_source(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
-            packed = pack_samples(partial, counts.num_units, request, tokenizer, bars)
+            packed = pack_samples(partial, counts.table, request, tokenizer, bars)
         check_unchanged(source, record)
 
         # Publish the result.
@@ -141,7 +143,7 @@ def prepare(
             skipped_examples=tuple(packed.skipped_examples),
             unreadable=tuple(listing.unreadable),
             repeated=tuple(listing.repeated),
-            lost_text=counts.loss.as_json(),
+            lost_text=counts.table.loss.as_json(),
         )
         publish(partial, out, summary)
     return summary

@@ -1,9 +1,18 @@
 """Sources of documents: the Python standard library and local files. A companion opens data sets of the Hub.
 
-    open_source(["logs/*.jsonl.gz"])  ->  Source  ->  units()  ->  Unit, Unit, …
+    open_source(["logs/*.jsonl.gz"])  ->  Source  ->  pieces()  ->  Piece, Piece, …  ->  units()  ->  Unit, Unit, …
 
-A source is cut into units of work that are the same in every launch and on every machine. `listing.py` finds the files.
-`documents.py` defines a unit, and reads it.
+A source is a list of pieces, which follows from the list of files alone. Reading a piece shows of which units it
+consists. Pieces and units are the same in every launch and on every machine, so several machines can each tokenise some
+pieces. `listing.py` finds the files. `documents.py` defines a unit, and reads it.
+
+| piece                                          | units                        |
+|------------------------------------------------|------------------------------|
+| small text files in a row                      | one                          |
+| a byte range of a plain file of lines          | one                          |
+| a file of lines, compressed or not in UTF-8    | one or more, with its lines  |
+| a table: csv, parquet, arrow                   | one or more                  |
+| a data set of the Hub                          | one or more, with its texts  |
 """
 
 import hashlib
@@ -13,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +65,21 @@ STDLIB_EXCLUDED_MODULES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """Documents in a fixed order, cut into units."""
+class Piece:
+    """A part of a source that is known from the list of files, before anything is read. See the module's table."""
 
-    units: Callable[[], Iterator[Unit]]
-    """Function that yields the units. Each call starts from the beginning and yields the same ones."""
+    num_bytes: int
+    """Bytes on disk; 0 for a stream, whose length is unknown."""
+    units: Callable[[], Iterable[Unit]]
+    """Function that reads the piece and yields its units, in order. Each call yields the same ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Documents in a fixed order, cut into pieces, and these into units."""
+
+    pieces: Callable[[], Iterator[Piece]]
+    """Function that yields the pieces. Each call starts from the beginning and yields the same ones."""
     describe_state: Callable[[], dict[str, str | int]]
     """Function that describes the current state of the input. A preparation is resumed only if it is unchanged."""
     total_bytes: int | None
@@ -68,6 +88,11 @@ class Source:
     """Fraction that is held out for validation by default."""
     listing: Listing = field(default_factory=Listing)
     """Local files, and records of those that are not read."""
+
+    def units(self) -> Iterator[Unit]:
+        """Yield the units of all pieces, in order."""
+        for piece in self.pieces():
+            yield from piece.units()
 
 
 def _check_not_url(source: str) -> None:
@@ -86,7 +111,7 @@ def open_source(request: PrepareRequest) -> Source:
     """Open the sources of a request: the standard library, a data set of the Hub, or local files.
 
     `request.sources` is ("python-stdlib",), one name such as ("hf:allenai/c4:en",), or files, folders and globs. Files
-    are listed here, and read only when the units of the result are read.
+    are listed here, and read only when the units of a piece are asked for.
 
     Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
     """
@@ -116,7 +141,7 @@ def open_source(request: PrepareRequest) -> Source:
             companions.require("llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow")
             break
     return Source(
-        units=lambda: file_units(listing, request),
+        pieces=lambda: file_pieces(listing, request),
         describe_state=lambda: summarize_files((path.as_posix(), path, True) for path in listing.files),
         total_bytes=sum(listing.files.values()),
         val_fraction=DEFAULT_VAL_FRACTION,
@@ -177,7 +202,7 @@ def open_standard_library(folder: Path | None = None) -> Source:
         return {"python": version, **summarize_files((path.as_posix(), folder / path, False) for path in files)}
 
     return Source(
-        units=lambda: whole_units(sizes.items(), choose_unit_bytes(total_bytes), modules),
+        pieces=lambda: whole_pieces(sizes.items(), choose_unit_bytes(total_bytes), modules),
         describe_state=describe_state,
         total_bytes=total_bytes,
         val_fraction=STDLIB_VAL_FRACTION,
@@ -190,7 +215,7 @@ def is_library_source(path: Path) -> bool:
     return not STDLIB_EXCLUDED_FOLDERS.intersection(folders) and not path.name.startswith(STDLIB_EXCLUDED_MODULES)
 
 
-# Units
+# Pieces and units
 
 
 def choose_unit_bytes(total_bytes: int) -> int:
@@ -202,49 +227,65 @@ def choose_unit_bytes(total_bytes: int) -> int:
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
-def file_units(listing: Listing, request: PrepareRequest) -> Iterator[Unit]:
-    """Cut local files into units, in the order of the listing.
+def file_pieces(listing: Listing, request: PrepareRequest) -> Iterator[Piece]:
+    """Cut local files into pieces, in the order of the listing, without reading them.
 
-    Several small text files share a unit. A plain UTF-8 file of lines is cut into byte ranges. One that is compressed,
-    or in another encoding, is read here, and its units have its lines as content: a compressed file has no offsets, and
-    another encoding may have other line ends. A companion cuts tables.
+    Several small text files share a piece. A plain UTF-8 file of lines is cut into byte ranges. Every other file is a
+    piece of its own, because only reading it shows where it can be cut.
 
-    Consecutive files of one kind are cut together, so that text files share units only with those beside them.
+    Consecutive files of one kind are cut together, so that text files share pieces only with those beside them.
     """
-    encoding = request.encoding
     target = choose_unit_bytes(sum(listing.files.values()))
     for kind, files in itertools.groupby(listing.files.items(), key=lambda item: file_kind(item[0])):
         if kind == "whole":
-            yield from whole_units(files, target)
+            yield from whole_pieces(files, target)
             continue
         for path, size in files:
-            if kind in TABLES:
-                cut_table = companions.load("llmfoundry_formats.tables:cut_table", str(path))
-                yield from cut_table(kind, path, size, target, request)
-            elif path.suffix in COMPRESSED_SUFFIXES or encoding:
-                yield from stream_units("lines", str(path), read_lines(path, encoding), target, size)
+            is_cut_when_read = kind in TABLES or path.suffix in COMPRESSED_SUFFIXES or request.encoding
+            if is_cut_when_read:
+                yield Piece(num_bytes=size, units=partial(file_units, str(kind), path, size, target, request))
             else:
-                yield from range_units(path, size, target)
+                yield from range_pieces(path, size, target)
 
 
-def range_units(path: Path, size: int, target_bytes: int) -> Iterator[Unit]:
+def file_units(kind: str, path: Path, size: int, target: int, request: PrepareRequest) -> Iterator[Unit]:
+    """Yield the units of a file that has to be read to cut it. `kind` is that of `listing.file_kind`.
+
+    A companion cuts tables. A file of lines is read here, and its units have its lines as content: a compressed file
+    has no offsets, and another encoding may have other line ends.
+    """
+    if kind in TABLES:
+        cut_table = companions.load("llmfoundry_formats.tables:cut_table", str(path))
+        yield from cut_table(kind, path, size, target, request)
+    else:
+        yield from stream_units("lines", str(path), read_lines(path, request.encoding), target, size)
+
+
+def range_pieces(path: Path, size: int, target_bytes: int) -> Iterator[Piece]:
     """Cut a plain file of lines, of `size` bytes, into byte ranges of `target_bytes`. The last one may be shorter."""
     for start in range(0, size, target_bytes):
         end = min(size, start + target_bytes)
-        yield Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
+        unit = Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
+        yield piece_of_one_unit(unit)
 
 
-def whole_units(
+def whole_pieces(
     files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
-) -> Iterator[Unit]:
-    """Group consecutive text files into units of at least `target_bytes`. The last unit may be smaller.
+) -> Iterator[Piece]:
+    """Group consecutive text files into pieces of at least `target_bytes`. The last piece may be smaller.
 
     `files` are paths and sizes in bytes. `modules` are the top-level modules of the standard library's files, by path.
     """
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
         names = tuple(str(path) for path, _ in group)
         unit_modules = tuple(modules[name] for name in names) if modules else ()
-        yield Unit(kind="whole", names=names, num_bytes=group_bytes, modules=unit_modules)
+        unit = Unit(kind="whole", names=names, num_bytes=group_bytes, modules=unit_modules)
+        yield piece_of_one_unit(unit)
+
+
+def piece_of_one_unit(unit: Unit) -> Piece:
+    """Return a piece that consists of a single unit, which is known without reading."""
+    return Piece(num_bytes=unit.num_bytes, units=lambda: [unit])
 
 
 def stream_units(

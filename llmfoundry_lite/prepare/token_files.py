@@ -1,13 +1,14 @@
 """Step 1 of `data prepare`: units of text -> token files, by any worker in any order.
 
-A unit is a part of the source that one worker reads at a time. It is not tokenised again if its token file,
-`.partial/units/NNNNNNNN.npz`, exists and is of the same text and tokenizer.
+A unit is a part of the source that one worker reads at a time. It is not tokenised again if its token file exists and
+is of the same text and tokenizer. `token_unit.py` describes token files.
 
 `tokenize_source` is the whole step. A `TokenFiles` writes single files; this process has one, and so does each worker.
 There are two encoders with the same result: the tokenizers library, and a faster one in a companion, whose tokens are
 compared with those of the library before and while it is used.
 """
 
+import itertools
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -29,13 +30,15 @@ import numpy as np
 from rich.progress import Progress
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.data.spelling import LostText, Speller, describe_lost_text, load_lost_text
+from llmfoundry_lite.data.spelling import LostText, Speller, describe_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_documents
 from llmfoundry_lite.prepare.request import PrepareRequest
-from llmfoundry_lite.prepare.sources import Source
+from llmfoundry_lite.prepare.sources import Piece, Source
+from llmfoundry_lite.prepare.splits import initial_threshold
+from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, load_unit
 
 MAX_MEASURED_CHARACTERS = 16 * 1024
 """Number of characters at the beginning of every unit for which lost text is measured."""
@@ -59,32 +62,10 @@ class Unequal(Exception):
     """The fast encoder failed, or made other tokens of a document than the tokenizers library."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenUnit:
-    """The tokens of one unit of text: the content of `.partial/units/NNNNNNNN.npz`."""
-
-    tokens: np.ndarray = field(repr=False)
-    """Tokens of all documents, each followed by the end-of-text token."""
-    doc_tokens: np.ndarray
-    """Tokens of each document, its end-of-text token included; int64."""
-    doc_bytes: np.ndarray
-    """UTF-8 bytes of each document; int64."""
-    doc_keys: np.ndarray
-    """The split key of each document; uint64."""
-    skipped: np.ndarray
-    """Number of skipped documents for each of SKIP_REASONS; int64."""
-    named: np.ndarray
-    """A sentence for each of the first skipped documents; str."""
-    made_of: np.ndarray
-    """One str that identifies the text and the tokenizer: a token file with another one is made again."""
-    loss: np.ndarray
-    """One str: the lost text at the beginning of the unit, as `LostText.as_text` serializes it."""
-
-
 class NumberedUnit(NamedTuple):
     """A unit of the source, and whether it has still to be tokenised."""
 
-    number: int
+    number: UnitNumber
     unit: Unit
     has_file: bool
     """Whether an earlier launch has written its token file."""
@@ -100,22 +81,34 @@ class UnitCounts(NamedTuple):
 class FinishedUnit(NamedTuple):
     """A unit whose token file is complete."""
 
-    number: int
+    number: UnitNumber
     unit: Unit
     counts: UnitCounts | None
     """None if an earlier launch wrote the file."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceRange:
+    """Consecutive pieces of a source, which one machine of several tokenises."""
+
+    first: int
+    """Number of the first piece; pieces of a source are counted from 0."""
+    end: int
+    """Number of the piece after the last one. If it equals `first`, there are no pieces."""
+    num_bytes: int
+    """Bytes on disk of these pieces."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TokenizeCounts:
-    """Counts of the tokenising step. Documents and bytes are those of this launch alone."""
+    """Result of the tokenising step. Documents and bytes are those of this launch alone."""
 
-    num_units: int = 0
-    """Number of units in the whole source, including those that earlier launches have tokenised."""
+    table: UnitTable = field(default_factory=UnitTable)
+    """Counts of all units, including those that earlier launches have tokenised."""
     documents: int = 0
     text_bytes: int = 0
-    loss: LostText = field(default_factory=LostText)
-    """Lost text of all units, including those of earlier launches."""
+    is_fast: bool = False
+    """Whether the fast encoder was used, so that the files count only as long as it is not distrusted."""
 
 
 def tokenize_source(
@@ -127,6 +120,8 @@ def tokenize_source(
     bars: Progress,
     max_lost_text: float,
     notify: Callable[[str], None] = lambda line: None,
+    pieces: PieceRange | None = None,
+    on_unit: Callable[[FinishedUnit], None] = lambda unit: None,
 ) -> TokenizeCounts:
     """Write the token files of all units of a source, except those that earlier launches have written.
 
@@ -134,6 +129,8 @@ def tokenize_source(
     tokenizer: the tokenizer in that folder.
     num_workers: number of processes that tokenise; 1 is this process.
     max_lost_text: fraction of characters that the tokenizer may lose.
+    pieces: the pieces to tokenise; None is all of them.
+    on_unit: called with each unit of these pieces, in order, when its token file is complete.
 
     The fast encoder is used if it is installed and the source is large enough. If it makes other tokens than the
     tokenizers library, its files are made again without it, and `notify` is called with a sentence.
@@ -145,15 +142,21 @@ def tokenize_source(
     if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / DISTRUST_FILE):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
-            return write_token_files(source, files, num_workers, bars, max_lost_text)
+            return write_token_files(source, pieces, files, num_workers, bars, max_lost_text, on_unit)
         except Unequal as error:
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
-    return write_token_files(source, files, num_workers, bars, max_lost_text)
+    return write_token_files(source, pieces, files, num_workers, bars, max_lost_text, on_unit)
 
 
 def write_token_files(
-    source: Source, files: "TokenFiles", num_workers: int, bars: Progress, max_lost_text: float
+    source: Source,
+    pieces: PieceRange | None,
+    files: "TokenFiles",
+    num_workers: int,
+    bars: Progress,
+    max_lost_text: float,
+    on_unit: Callable[[FinishedUnit], None],
 ) -> TokenizeCounts:
     """Write the missing token files with the encoder that `files` uses, in this process or in `num_workers` workers.
 
@@ -161,41 +164,50 @@ def write_token_files(
     tokenizer at the same unit. Raises DataError if too much text is lost, and Unequal if the fast encoder fails.
     """
     # Start the work. Units are tokenised while the loop below asks for them.
-    counts = TokenizeCounts()
-    remaining_bytes = source.total_bytes
+    counts = TokenizeCounts(is_fast=files.is_fast)
+    threshold = initial_threshold(files.request)
+    remaining_bytes = source.total_bytes if pieces is None else pieces.num_bytes
     task = bars.add_task("tokenising", total=remaining_bytes)
-    units = number_units(source, files)
+    units = number_units(source, pieces, files)
     if num_workers == 1:
         finished_units = write_in_this_process(files, units)
     else:
         finished_units = write_in_worker_processes(files, units, num_workers)
 
     # Count what is finished, in the order of units.
-    for number, unit, unit_counts in finished_units:
-        counts.num_units = number + 1
-        if unit_counts is not None:
-            counts.documents += unit_counts.documents
-            counts.text_bytes += unit_counts.text_bytes
-            bars.advance(task, unit.num_bytes)
+    for finished in finished_units:
+        if finished.counts is not None:
+            counts.documents += finished.counts.documents
+            counts.text_bytes += finished.counts.text_bytes
+            bars.advance(task, finished.unit.num_bytes)
         elif remaining_bytes is not None:
             # Reduce the total instead of advancing, because the speed would count in the estimate of remaining time.
-            remaining_bytes -= unit.num_bytes
+            remaining_bytes -= finished.unit.num_bytes
             bars.update(task, total=remaining_bytes)
+        counts.table.add(finished.number, load_unit(files.path(finished.number), without_tokens=True), threshold)
+        on_unit(finished)
 
         # Reject the tokenizer as soon as enough text shows that it loses too much.
-        counts.loss += files.load_loss(number)
-        if counts.loss.characters >= MIN_CHARACTERS_TO_REJECT:
-            check_lost_text(counts.loss, files.request, max_lost_text)
-    check_lost_text(counts.loss, files.request, max_lost_text)
+        if counts.table.loss.characters >= MIN_CHARACTERS_TO_REJECT:
+            check_lost_text(counts.table.loss, files.request, max_lost_text)
+    check_lost_text(counts.table.loss, files.request, max_lost_text)
     return counts
 
 
-def number_units(source: Source, files: "TokenFiles") -> Iterator[NumberedUnit]:
-    """Yield the units of a source with their numbers, and whether an earlier launch has written each token file."""
+def number_units(source: Source, pieces: PieceRange | None, files: "TokenFiles") -> Iterator[NumberedUnit]:
+    """Yield the units of some pieces with their numbers, and whether an earlier launch has written each token file.
+
+    `pieces` None is all pieces of the source.
+    """
     existing_names = {path.name for path in files.folder.glob("*.npz")}
-    for number, unit in enumerate(source.units()):
-        has_file = files.path(number).name in existing_names and files.is_current(number, unit)
-        yield NumberedUnit(number, unit, has_file)
+    numbered_pieces: Iterable[tuple[int, Piece]] = enumerate(source.pieces())
+    if pieces is not None:
+        numbered_pieces = itertools.islice(numbered_pieces, pieces.first, pieces.end)
+    for piece_number, piece in numbered_pieces:
+        for unit_number, unit in enumerate(piece.units()):
+            number = UnitNumber(piece_number, unit_number)
+            has_file = number.file_name in existing_names and files.is_current(number, unit)
+            yield NumberedUnit(number, unit, has_file)
 
 
 def check_lost_text(loss: LostText, request: PrepareRequest, max_lost_text: float) -> None:
@@ -243,7 +255,7 @@ def write_in_worker_processes(
         initargs=(files.request, files.partial, files.is_fast),
     )
     # Units that have not been yielded yet, in order. The future is None for units that have a token file already.
-    pending: deque[tuple[int, Unit, Future[UnitCounts] | None]] = deque()
+    pending: deque[tuple[UnitNumber, Unit, Future[UnitCounts] | None]] = deque()
 
     def must_wait_for_first() -> bool:
         """Return whether the first pending unit should be yielded before another unit is submitted."""
@@ -326,7 +338,7 @@ def check_fast_encoder_in_worker() -> None:
     _files_of_worker.check_fast_encoder()
 
 
-def write_in_worker(number: int, unit: Unit) -> UnitCounts:
+def write_in_worker(number: UnitNumber, unit: Unit) -> UnitCounts:
     """Write the token file of one unit in this worker process. Returns the counts of its documents."""
     return _files_of_worker.write(number, unit)
 
@@ -355,21 +367,16 @@ class TokenFiles:
         """Object that measures which text the tokenizer loses."""
         return Speller(self.tokenizer)
 
-    def load_loss(self, number: int) -> LostText:
-        """Read from a unit's token file how much text the tokenizer loses at the unit's beginning."""
-        with np.load(self.path(number)) as stored:
-            return load_lost_text(str(stored["loss"]))
-
     def check_fast_encoder(self) -> None:
         """Compare the fast encoder, if it is used, with the tokenizers library. Raises Unequal if they differ."""
         if self.encoder:
             self.encoder.prove()
 
-    def path(self, number: int) -> Path:
+    def path(self, number: UnitNumber) -> Path:
         """Return the path of a unit's token file."""
-        return self.folder / f"{number:08}.npz"
+        return self.folder / number.file_name
 
-    def is_current(self, number: int, unit: Unit) -> bool:
+    def is_current(self, number: UnitNumber, unit: Unit) -> bool:
         """Return whether the token file of a unit was made from the same text by the same tokenizer.
 
         A file that the fast encoder has made is current only if the fast encoder is used, because it is made again by
@@ -387,11 +394,11 @@ class TokenFiles:
         """Return a text that identifies the content of a unit and the tokenizer, stored as `TokenUnit.made_of`."""
         return f"{unit.digest()} by {tokenizer_identity(self.tokenizer)}"
 
-    def write(self, number: int, unit: Unit) -> UnitCounts:
+    def write(self, number: UnitNumber, unit: Unit) -> UnitCounts:
         """Tokenise the documents of a unit and write its token file. Returns the numbers of documents and bytes.
 
-        `number` is the unit's position in the source. Raises DataError for a document that cannot be read, unless such
-        documents are to be skipped, and Unequal if the fast encoder fails.
+        Raises DataError for a document that cannot be read, unless such documents are to be skipped, and Unequal if the
+        fast encoder fails.
         """
         # Encode the documents. At the beginning of the unit, also measure how much text the tokenizer loses.
         dtype = token_dtype(self.tokenizer)
@@ -430,15 +437,6 @@ class TokenFiles:
         np.savez(content, **{name: getattr(token_unit, name) for name in TokenUnit.__slots__})
         write_atomically(self.path(number), content.getbuffer())
         return UnitCounts(documents=len(doc_tokens), text_bytes=sum(doc_bytes))
-
-
-def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
-    """Read a token file. With `without_tokens`, the tokens are not read, and `tokens` is empty."""
-    with np.load(path) as stored:
-        # numpy reads an array of an .npz file only when it is accessed.
-        values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
-        values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
-        return TokenUnit(**values)
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> str:

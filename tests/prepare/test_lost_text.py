@@ -63,7 +63,7 @@ def test_a_tokenizer_that_loses_text_is_refused_before_the_rest_is_read(tmp_path
     for _ in range(2):  # the same again, although the first units are there
         with pytest.raises(DataError, match=r"100 % of characters .*--max-lost-text 1$"):
             prepare(wanted, tmp_path / "out", num_workers=1)
-        assert [path.name for path in (tmp_path / "out/.partial/units").iterdir()] == ["00000000.npz"]
+        assert [path.name for path in (tmp_path / "out/.partial/units").iterdir()] == ["00000000-00000000.npz"]
 
 
 def test_text_that_comes_back_is_silent(tmp_path: Path, tokenizer_folder: Path, capsys) -> None:

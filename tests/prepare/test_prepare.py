@@ -20,6 +20,7 @@ import pytest
 import zstandard
 
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.data.spelling import LostText
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import documents, out_folder, samples, sources
@@ -28,9 +29,12 @@ from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, read_line_range, split_key
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import COMPRESSION_LEVELS, PrepareRequest
-from llmfoundry_lite.prepare.samples import SplitWriter, choose_threshold, raise_threshold
+from llmfoundry_lite.prepare.samples import plan_splits, write_shards
+from llmfoundry_lite.prepare.shards import ShardFormat, write_index
+from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
-from llmfoundry_lite.prepare.token_files import TokenFiles, TokenUnit, token_dtype
+from llmfoundry_lite.prepare.token_files import TokenFiles, token_dtype
+from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_unit
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
 
@@ -322,7 +326,7 @@ def test_an_end_at_any_late_moment_is_made_good(
 
     rename, write = Path.rename, out_folder.write_atomically
     place, name, stopping = {
-        "pack": (SplitWriter, "finish", stop),
+        "pack": (samples, "write_index", stop),
         "publish": (prepare_module, "publish", stop),
         "rename": (Path, "rename", lambda path, to: stop() if to == out / "val" else rename(path, to)),
         "summary": (
@@ -451,11 +455,12 @@ def test_a_token_file_counts_for_its_unit_and_tokenizer_alone(
         tokenizer: Any = SimpleNamespace(fingerprint=fingerprint, eos_token_id=eos_token_id)
         return TokenFiles(small_request, tmp_path, tokenizer, is_fast=False)
 
+    number = UnitNumber(0, 0)
     made = files("sha256:1", 0)
     made.folder.mkdir()
-    np.savez(made.path(0), made_of=made.identity(Unit(kind="lines", names=("a",), num_bytes=9)))
+    np.savez(made.path(number), made_of=made.identity(Unit(kind="lines", names=("a",), num_bytes=9)))
     asked = Unit(kind="lines", names=(name,), num_bytes=9)
-    assert files(fingerprint, eos_token_id).is_current(0, asked) == is_same
+    assert files(fingerprint, eos_token_id).is_current(number, asked) == is_same
 
 
 def test_a_tokenizer_that_changes_between_two_launches_is_noticed(
@@ -663,20 +668,24 @@ def test_more_is_held_out_in_the_order_of_the_keys(threshold: int, at_least: int
     assert raise_threshold(np.uint64(1), largest, np.array([1, 0]), 1) == 1, "the largest key is never held out"
 
 
+def threshold_of(folder: Path, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The threshold for one token file with documents of these keys and numbers of tokens, and samples of 8 tokens."""
+    wanted = request("", "", val_fraction=0.25, max_seq_len=8)
+    unit = dict.fromkeys(TokenUnit.__slots__, np.array(sizes)) | {"doc_keys": np.array(keys, np.uint64)}
+    np.savez(folder / "unit.npz", allow_pickle=False, **unit)
+    counts = count_splits(load_unit(folder / "unit.npz"), initial_threshold(wanted))
+    train_tokens, val_tokens = counts[1], counts[4]
+    return int(choose_threshold(train_tokens, val_tokens, [folder / "unit.npz"], wanted))
+
+
 @pytest.mark.parametrize(("keys", "expected"), [((2**62 - 1, 2**62), 2**62), ((2**62, 2**62 + 1), 2**62 + 1)])
 def test_a_document_at_the_threshold_is_for_training(tmp_path, keys, expected) -> None:
-    unit = dict.fromkeys(TokenUnit.__slots__, np.array([8, 8])) | {"doc_keys": np.array(keys, np.uint64)}
-    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
-    wanted = request("", "", val_fraction=0.25, max_seq_len=8)
-    assert choose_threshold([tmp_path / "unit.npz"], wanted) == expected
+    assert threshold_of(tmp_path, keys, (8, 8)) == expected
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [((20, 7), 0), ((7, 20), 0), ((8, 8), 2**62)])
 def test_nothing_is_held_out_where_one_of_the_splits_would_have_no_sample(tmp_path, sizes, expected) -> None:
-    keys = np.array([2**62 - 1, 2**63], np.uint64)
-    unit = dict.fromkeys(TokenUnit.__slots__, np.array(sizes)) | {"doc_keys": keys}
-    np.savez(tmp_path / "unit.npz", allow_pickle=False, **unit)
-    assert choose_threshold([tmp_path / "unit.npz"], request("", "", val_fraction=0.25, max_seq_len=8)) == expected
+    assert threshold_of(tmp_path, (2**62 - 1, 2**63), sizes) == expected
 
 
 def test_a_single_document_is_all_for_training(tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Path) -> None:
@@ -850,24 +859,72 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
     with MDSWriter(columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}, out=str(tmp_path / "theirs"), **options) as theirs:
         for sample in samples:
             theirs.write({"tokens": sample})
-    ours = SplitWriter(tmp_path / "ours", wanted, samples.dtype)
-    for part in np.split(samples.ravel(), [0, 1, SEQ_LEN, 9000, 9001]):
-        ours.add(part, 1, 1)
-    assert ours.finish().shards == len(theirs.shards) > 3
+    shard_format = ShardFormat(wanted, samples.dtype)
+    tokens = np.split(
+        samples.ravel(), range(shard_format.tokens_per_shard, samples.size, shard_format.tokens_per_shard)
+    )
+    (tmp_path / "ours").mkdir()
+    records = [shard_format.write(tmp_path / "ours", index, part) for index, part in enumerate(tokens)]
+    write_index(tmp_path / "ours", records)
+    assert len(records) == len(theirs.shards) > 3
     assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_a_shard_is_as_full_as_the_limit_allows_to_the_byte(spare: int, tmp_path: Path) -> None:
     sample, dtype = SEQ_LEN * 2 + 4, np.dtype(np.uint16)  # its tokens, and where they begin
-    header = len(SplitWriter(tmp_path / "x", request("", "", size_limit_bytes=9_000), dtype).header)
+    header = len(ShardFormat(request("", "", size_limit_bytes=9_000), dtype).header)
     limit = 8 + header + sample * ((9_000 - 8 - header) // sample) + spare
-    writer = SplitWriter(tmp_path / "out", request("", "", size_limit_bytes=limit), dtype)
-    writer.add(np.zeros(SEQ_LEN * 500, dtype), 1, 1)
-    writer.finish()
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("*.mds"))]
-    assert len(str(limit)) == 4 and len(sizes) > 3
-    assert all(limit - sample < size <= limit for size in sizes[:-1])
+    shard_format = ShardFormat(request("", "", size_limit_bytes=limit), dtype)
+    shard_format.write(tmp_path, 0, np.zeros(shard_format.tokens_per_shard, dtype))
+    size = (tmp_path / "shard.00000.mds").stat().st_size
+    assert len(str(limit)) == 4
+    assert limit - sample < size <= limit
+
+
+def write_units(folder: Path, units: list[list[int]], threshold: np.uint64) -> UnitTable:
+    """Write token files of documents with these numbers of tokens. Every third document is held out."""
+    table = UnitTable()
+    folder.mkdir()
+    tokens = itertools.count()
+    for piece, sizes in enumerate(units):
+        keys = [0 if (piece + index) % 3 == 0 else 2**63 for index in range(len(sizes))]
+        unit = TokenUnit(
+            tokens=np.array([next(tokens) for _ in range(sum(sizes))], np.uint16),
+            doc_tokens=np.array(sizes, np.int64),
+            doc_bytes=np.array(sizes, np.int64),
+            doc_keys=np.array(keys, np.uint64),
+            skipped=np.zeros(7, np.int64),
+            named=np.array([], str),
+            made_of=np.array(""),
+            loss=np.array(LostText().as_text()),
+        )
+        number = UnitNumber(piece, 0)
+        np.savez(folder / number.file_name, **{name: getattr(unit, name) for name in TokenUnit.__slots__})
+        table.add(number, unit, threshold)
+    return table
+
+
+def test_any_range_of_shards_is_written_by_the_plan_alone(tmp_path: Path) -> None:
+    """Units of no document, of none of a split, and of more than a shard; the end of a unit is the end of a shard."""
+    wanted = request("", "", max_seq_len=4, size_limit_bytes=4200, val_fraction=0.25)
+    shard_format = ShardFormat(wanted, np.dtype(np.uint16))
+    per_shard = shard_format.tokens_per_shard
+    units = [[7, per_shard], [], [3, 5, 9], [2, 3 * per_shard + 1], [per_shard], [1, 1], [per_shard, 6]]
+    table = write_units(tmp_path / "units", units, initial_threshold(wanted))
+    plans = plan_splits(table, tmp_path / "units", wanted, shard_format)
+    assert [plan.split for plan in plans] == ["train", "val"]
+    for plan in plans:
+        assert plan.num_shards >= 2
+        whole = tmp_path / plan.split
+        records = list(write_shards(plan, range(plan.num_shards), tmp_path / "units", whole, shard_format))
+        for first in range(plan.num_shards):
+            for end in range(first + 1, plan.num_shards + 1):
+                folder = tmp_path / f"{plan.split}-{first}-{end}"
+                written = list(write_shards(plan, range(first, end), tmp_path / "units", folder, shard_format))
+                assert written == records[first:end]
+                for path in folder.iterdir():
+                    assert path.read_bytes() == (whole / path.name).read_bytes()
 
 
 def test_a_preparation_imports_neither_torch_nor_streaming(small_request: PrepareRequest, tmp_path: Path) -> None:

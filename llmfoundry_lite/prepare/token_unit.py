@@ -1,0 +1,130 @@
+"""Token files: the tokens and documents of one unit, which step 1 of `data prepare` writes and step 2 reads.
+
+A token file is `.partial/units/PPPPPPPP-UUUUUUUU.npz`, with the numbers of its piece and of the unit in that piece. So
+names in alphabetical order are in the order of the text, and several machines can write token files without knowing of
+each other. `count_splits` and `UnitTable` count what each file has for each split, by which step 2 plans the shards.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from llmfoundry_lite.data.spelling import LostText, load_lost_text
+from llmfoundry_lite.prepare.documents import SKIP_REASONS
+from llmfoundry_lite.prepare.summary import SPLITS
+
+MAX_SKIPPED_EXAMPLES = 20
+"""Number of skipped documents that a summary names."""
+
+COUNTS = ("documents", "tokens", "text_bytes")
+"""Numbers that are counted for each split. Tokens include the end-of-text token of each document."""
+
+UNIT_ROW = np.dtype(
+    [(name, np.int64) for name in ("piece", "unit", *(f"{split}_{c}" for split in SPLITS for c in COUNTS))]
+)
+"""A row of a `UnitTable`: the number of a unit, and its counts for each split, such as `train_tokens`."""
+
+
+class UnitNumber(NamedTuple):
+    """The place of a unit in its source. Numbers are ordered like the text."""
+
+    piece: int
+    """Number of its piece in the source; the first one is 0."""
+    unit: int
+    """Number of the unit in its piece; the first one is 0."""
+
+    @property
+    def file_name(self) -> str:
+        """The name of its token file."""
+        return f"{self.piece:08}-{self.unit:08}.npz"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenUnit:
+    """The tokens of one unit of text: the content of a token file."""
+
+    tokens: np.ndarray = field(repr=False)
+    """Tokens of all documents, each followed by the end-of-text token."""
+    doc_tokens: np.ndarray
+    """Tokens of each document, its end-of-text token included; int64."""
+    doc_bytes: np.ndarray
+    """UTF-8 bytes of each document; int64."""
+    doc_keys: np.ndarray
+    """The split key of each document; uint64."""
+    skipped: np.ndarray
+    """Number of skipped documents for each of SKIP_REASONS; int64."""
+    named: np.ndarray
+    """A sentence for each of the first skipped documents; str."""
+    made_of: np.ndarray
+    """One str that identifies the text and the tokenizer: a token file with another one is made again."""
+    loss: np.ndarray
+    """One str: the lost text at the beginning of the unit, as `LostText.as_text` serializes it."""
+
+
+def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
+    """Read a token file. With `without_tokens`, the tokens are not read, and `tokens` is empty."""
+    with np.load(path) as stored:
+        # numpy reads an array of an .npz file only when it is accessed.
+        values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
+        values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
+        return TokenUnit(**values)
+
+
+def is_of_split(unit: TokenUnit, split: str, threshold: np.uint64) -> np.ndarray:
+    """Return for each document of a unit whether it is in a split. Keys below the threshold are held out."""
+    is_held_out = unit.doc_keys < threshold
+    return is_held_out if split == "val" else ~is_held_out
+
+
+def count_splits(unit: TokenUnit, threshold: np.uint64) -> list[int]:
+    """Return the COUNTS of a unit for each of SPLITS, in the order of UNIT_ROW."""
+    counts = []
+    for split in SPLITS:
+        is_counted = is_of_split(unit, split, threshold)
+        counts.append(int(is_counted.sum()))
+        counts.append(int(unit.doc_tokens[is_counted].sum()))
+        counts.append(int(unit.doc_bytes[is_counted].sum()))
+    return counts
+
+
+class UnitTable:
+    """Counts of the token files of a source, or of some of its pieces, in the order of the text.
+
+    Units take 64 bytes each, so that a source of many small files fits into memory.
+    """
+
+    def __init__(self) -> None:
+        """Start without units."""
+        self._values = array("q")
+        """The rows, one after the other, as 64-bit integers."""
+        self.skipped = np.zeros(len(SKIP_REASONS), np.int64)
+        """Number of skipped documents for each of SKIP_REASONS."""
+        self.skipped_examples: list[str] = []
+        """A sentence for each of the first MAX_SKIPPED_EXAMPLES skipped documents."""
+        self.loss = LostText()
+        """Lost text of all units."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """A row of UNIT_ROW for each unit."""
+        return np.array(self._values, np.int64).view(UNIT_ROW)
+
+    def add(self, number: UnitNumber, unit: TokenUnit, threshold: np.uint64) -> None:
+        """Add the next unit. Its documents are divided into splits by the threshold; its tokens are not needed."""
+        self._values.extend((*number, *count_splits(unit, threshold)))
+        self._add_sums(unit.skipped, unit.named.tolist(), load_lost_text(str(unit.loss)))
+
+    def append(self, rows: np.ndarray, skipped: np.ndarray, examples: Iterable[str], loss: LostText) -> None:
+        """Add the content of the table of the following pieces."""
+        self._values.frombytes(np.ascontiguousarray(rows).tobytes())
+        self._add_sums(skipped, examples, loss)
+
+    def _add_sums(self, skipped: np.ndarray, examples: Iterable[str], loss: LostText) -> None:
+        """Add what is summed over all units."""
+        self.skipped += skipped
+        self.skipped_examples = [*self.skipped_examples, *examples][:MAX_SKIPPED_EXAMPLES]
+        self.loss += loss
