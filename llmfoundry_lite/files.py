@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import stat
 import threading
 from collections.abc import Iterable
@@ -235,15 +236,17 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
         raise
 
 
-def lock_folder(folder: Path) -> int:
+def lock_folder(folder: Path, *, is_shared: bool = False) -> int:
     """Lock a folder for this process, and return the descriptor that holds the lock until it is closed.
 
-    The system closes the descriptor however this process ends. Raises BlockingIOError if another process holds the
-    lock. On a file system without locks, the folder is only opened.
+    The system closes the descriptor however this process ends. Several processes may hold a shared lock at the same
+    time, but none beside one that is not shared. Raises BlockingIOError if another process holds the lock. On a file
+    system without locks, the folder is only opened.
     """
     descriptor = os.open(folder, os.O_RDONLY)
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise
@@ -259,6 +262,22 @@ def sync_folder(folder: Path) -> None:
     """
     for path in [*folder.iterdir(), folder]:
         sync(path)
+
+
+def rename_unless_present(folder: Path, target: Path) -> bool:
+    """Rename a folder, unless there is one with content under the new name already. Then remove this one.
+
+    Of several processes that publish a folder under one name, on one machine or on several that share a disk, only the
+    first one does. Returns whether it was this one. Raises OSError.
+    """
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(folder)
+        return False
+    return True
 
 
 def sync(path: Path) -> None:

@@ -138,10 +138,7 @@ def open_partial(
     # Resume the work of an earlier launch, if it is of the same request.
     partial = out / PARTIAL
     request_file = partial / REQUEST_FILE
-    record = record | {
-        "layout": PARTIAL_VERSION,
-        "eos_token": existing_tokenizer.eos_token if existing_tokenizer else None,
-    }
+    record = record_of_partial(record, existing_tokenizer)
     content = json.dumps(record, indent=2)
     if request_file.is_file() and _can_resume(partial, record, notify):
         write_atomically(request_file, content)
@@ -159,6 +156,15 @@ def open_partial(
     (partial / "units").mkdir(parents=True)
     write_atomically(request_file, content)
     return partial
+
+
+def record_of_partial(record: dict[str, Any], existing_tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the record of a request as the request file of the work in progress has it.
+
+    It also has the version of the files there, and the end-of-text token of the request's tokenizer.
+    """
+    eos_token = existing_tokenizer.eos_token if existing_tokenizer else None
+    return record | {"layout": PARTIAL_VERSION, "eos_token": eos_token}
 
 
 def _can_resume(partial: Path, record: dict[str, Any], notify: Callable[[str], None]) -> bool:
@@ -265,11 +271,12 @@ def discard_preparation(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def only_preparation_in(out: Path) -> Iterator[None]:
+def only_preparation_in(out: Path, *, is_shared: bool = False) -> Iterator[None]:
     """Context manager: create the output folder, and hold a lock on it, so that two preparations do not share it.
 
-    The kernel frees the lock when this process ends, also after a kill. Raises DataError if the folder cannot be
-    created, or if another preparation holds the lock.
+    Parts of one preparation hold a shared lock: other parts may run beside them, but nothing else. The kernel frees the
+    lock when this process ends, also after a kill. Raises DataError if the folder cannot be created, or if another
+    preparation holds the lock.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -280,7 +287,9 @@ def only_preparation_in(out: Path) -> Iterator[None]:
             f"--out {out} is not a folder and cannot become one: {error.strerror}; choose another"
         ) from error
     try:
-        lock = lock_folder(out)  # where locks do nothing, two launches only waste work: writes are atomic
+        lock = lock_folder(
+            out, is_shared=is_shared
+        )  # where locks do nothing, two launches only waste work: writes are atomic
     except BlockingIOError as error:
         raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
     try:

@@ -17,20 +17,25 @@ column has a fixed shape, so MDS stores neither size nor shape with each sample.
 """
 
 import itertools
+import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from llmfoundry_lite.data.spelling import LostText
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import sync_folder
+from llmfoundry_lite.files import rename_unless_present, sync_folder
 from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
+from llmfoundry_lite.prepare.listing import Listing
 from llmfoundry_lite.prepare.out_folder import (
     build_request_record,
     check_outside_sources,
@@ -43,7 +48,7 @@ from llmfoundry_lite.prepare.out_folder import (
     publish,
 )
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, PrepareRequest
-from llmfoundry_lite.prepare.samples import pack_samples
+from llmfoundry_lite.prepare.samples import PackResult, pack_samples
 from llmfoundry_lite.prepare.sources import Source, open_source
 from llmfoundry_lite.prepare.splits import initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
@@ -89,64 +94,112 @@ def prepare(
     leave_if_imported_by_worker()
     started = time.monotonic()
     out = Path(out).expanduser()
-
-    # Open the input, and describe the request with the state of the input.
-    check_outside_sources(out, request.sources)
-    source = open_source(request)
-    if request.val_fraction is None:
-        request = replace(request, val_fraction=source.val_fraction)
-    existing_tokenizer = None  # stays None if the tokenizer is to be trained
-    if not request.tokenizer.startswith(TRAIN_PREFIX):
-        existing_tokenizer = load_tokenizer(request.tokenizer)
-    record = build_request_record(request, source, existing_tokenizer)
-    listing = source.listing
+    opened = open_input(request, out)
 
     with disk_errors_as_data_errors(out), only_preparation_in(out):
         # Return a finished preparation of the same request.
         if overwrite:
             discard_preparation(out)
-        finished = find_finished(out, record, existing_tokenizer)
+        finished = find_finished(out, opened.record, opened.existing_tokenizer)
         if finished:
             notify(f"{out} is complete: the same preparation finished there before")
             return finished
 
         # Do the work, in the folder of work in progress: tokenise (step 1), then pack samples into shards (step 2).
-        notify_of_duplicates(listing.repeated, notify)
-        partial = open_partial(out, record, existing_tokenizer, notify)
+        request, source = opened.request, opened.source
+        notify_of_duplicates(source.listing.repeated, notify)
+        partial = open_partial(out, opened.record, opened.existing_tokenizer, notify)
         with progress_bars(show_progress) as bars:
-            tokenizer = provide_tokenizer(partial, existing_tokenizer, request, source, bars)
+            tokenizer = provide_tokenizer(partial, opened.existing_tokenizer, request, source, bars)
             workers = num_workers or count_usable_cores()
             counts = tokenize_source(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
             packed = pack_samples(partial, counts.table, request, tokenizer, bars)
-        check_unchanged(source, record)
+        check_unchanged(source, opened.record)
 
         # Publish the result.
-        seconds = time.monotonic() - started
-        summary = Summary(
-            format_version=FORMAT_VERSION,
-            request=record,
-            max_seq_len=request.max_seq_len,
-            token_dtype=token_dtype(tokenizer).name,
-            tokenizer=TokenizerSummary(
-                name=request.tokenizer,
-                fingerprint=tokenizer.fingerprint,
-                vocab_size=tokenizer.vocab_size,
-                eos_token_id=tokenizer.eos_token_id,
-                eos_token=tokenizer.eos_token,
-            ),
-            splits=packed.splits,
-            skipped=packed.skipped,
-            ignored_files=listing.num_ignored,
-            seconds=round(seconds, 3),
-            documents_per_second=round(counts.documents / seconds, 1),
-            text_bytes_per_second=round(counts.text_bytes / seconds, 1),
-            skipped_examples=tuple(packed.skipped_examples),
-            unreadable=tuple(listing.unreadable),
-            repeated=tuple(listing.repeated),
-            lost_text=counts.table.loss.as_json(),
+        summary = build_summary(
+            opened.record,
+            request,
+            tokenizer,
+            source.listing,
+            packed,
+            counts.table.loss,
+            seconds=time.monotonic() - started,
+            documents=counts.documents,
+            text_bytes=counts.text_bytes,
         )
         publish(partial, out, summary)
     return summary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedInput:
+    """The input of a preparation: its sources and tokenizer, opened."""
+
+    request: PrepareRequest
+    """The request, with the source's default as `val_fraction` if it had none."""
+    source: Source
+    existing_tokenizer: Tokenizer | None
+    """The tokenizer that the request names; None if it is to be trained."""
+    record: dict[str, Any]
+    """The request with the current state of the input, see `build_request_record`."""
+
+
+def open_input(request: PrepareRequest, out: Path) -> OpenedInput:
+    """Open the sources and the tokenizer of a request. Nothing is written. Raises DataError if one is not there."""
+    check_outside_sources(out, request.sources)
+    source = open_source(request)
+    if request.val_fraction is None:
+        request = replace(request, val_fraction=source.val_fraction)
+    existing_tokenizer = None
+    if not request.tokenizer.startswith(TRAIN_PREFIX):
+        existing_tokenizer = load_tokenizer(request.tokenizer)
+    record = build_request_record(request, source, existing_tokenizer)
+    return OpenedInput(request=request, source=source, existing_tokenizer=existing_tokenizer, record=record)
+
+
+def build_summary(
+    record: dict[str, Any],
+    request: PrepareRequest,
+    tokenizer: Tokenizer,
+    listing: Listing,
+    packed: PackResult,
+    loss: LostText,
+    *,
+    seconds: float,
+    documents: int,
+    text_bytes: int,
+) -> Summary:
+    """Build the summary of a preparation.
+
+    record: the request with the state of its input.
+    listing: which files were not read.
+    packed, loss: the result of step 2, and the lost text of all units.
+    seconds, documents, text_bytes: duration of the work, and the documents that were tokenised in that time.
+    """
+    return Summary(
+        format_version=FORMAT_VERSION,
+        request=record,
+        max_seq_len=request.max_seq_len,
+        token_dtype=token_dtype(tokenizer).name,
+        tokenizer=TokenizerSummary(
+            name=request.tokenizer,
+            fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eos_token_id=tokenizer.eos_token_id,
+            eos_token=tokenizer.eos_token,
+        ),
+        splits=packed.splits,
+        skipped=packed.skipped,
+        ignored_files=listing.num_ignored,
+        seconds=round(seconds, 3),
+        documents_per_second=round(documents / seconds, 1),
+        text_bytes_per_second=round(text_bytes / seconds, 1),
+        skipped_examples=tuple(packed.skipped_examples),
+        unreadable=tuple(listing.unreadable),
+        repeated=tuple(listing.repeated),
+        lost_text=loss.as_json(),
+    )
 
 
 def notify_of_duplicates(sentences: Sequence[str], notify: Callable[[str], None]) -> None:
@@ -168,8 +221,9 @@ def provide_tokenizer(
     existing_tokenizer: the tokenizer that the request names, which is saved. If it is None, a tokenizer is trained on
         texts of `source`, with the size of the vocabulary in `request.tokenizer`, such as train:32768.
 
-    If an earlier launch has put the tokenizer there, it is kept. The result is loaded from the folder in any case,
-    because worker processes load it from there too, and must have the same.
+    If an earlier launch has put the tokenizer there, it is kept. Of several parts that train it at the same time, the
+    first one to finish puts it there, and all use that one. The result is loaded from the folder in any case, because
+    worker processes load it from there too, and must have the same.
     """
     # Discard the tokenizer of an earlier launch if the one that the request names has changed since.
     folder = partial / "tokenizer"
@@ -178,7 +232,7 @@ def provide_tokenizer(
         if not is_same:
             shutil.rmtree(folder)
 
-    # Save the tokenizer under another name first, so that a folder of the right name is always complete.
+    # Save the tokenizer under a name of this process first, so that a folder of the right name is always complete.
     if not folder.is_dir():
         tokenizer = existing_tokenizer
         if tokenizer is None:
@@ -186,10 +240,10 @@ def provide_tokenizer(
             texts = sample_for_training(source, request)
             tokenizer = train_tokenizer(texts, int(request.tokenizer.removeprefix(TRAIN_PREFIX)))
             bars.remove_task(task)
-        unfinished = partial / "tokenizer.unfinished"
+        unfinished = partial / f"tokenizer.{socket.gethostname()}-{os.getpid()}.unfinished"
         tokenizer.save(unfinished)
         sync_folder(unfinished)
-        unfinished.rename(folder)
+        rename_unless_present(unfinished, folder)
     return load_tokenizer(folder)
 
 

@@ -76,15 +76,25 @@ class ShardFormat:
         content = b"".join([np.uint32(num_samples).tobytes(), offsets.tobytes(), self.header, tokens.tobytes()])
 
         # Compress it, and write the file. The index has sizes and hashes of both forms.
-        name = f"shard.{index:05}.mds"
-        shard = {"samples": num_samples, "raw_data": file_description(name, content), "zip_data": None}
+        raw_data = file_description(raw_name(index), content)
+        zip_data = None
         if self.compression:
-            algorithm, _, _ = self.compression.partition(":")
-            name = f"{name}.{algorithm}"
             content = compress(self.compression, content)
-            shard["zip_data"] = file_description(name, content)
-        (folder / name).write_bytes(content)
-        return shard | self.description
+            zip_data = file_description(self.file_name(index), content)
+        (folder / self.file_name(index)).write_bytes(content)
+        return {"samples": num_samples, "raw_data": raw_data, "zip_data": zip_data} | self.description
+
+    def file_name(self, index: int) -> str:
+        """Return the name of a shard's file, such as `shard.00012.mds` or `shard.00012.mds.zstd`."""
+        if not self.compression:
+            return raw_name(index)
+        algorithm, _, _ = self.compression.partition(":")
+        return f"{raw_name(index)}.{algorithm}"
+
+
+def raw_name(index: int) -> str:
+    """Return the name of a shard that is not compressed."""
+    return f"shard.{index:05}.mds"
 
 
 def write_index(folder: Path, shards: Sequence[dict[str, Any]]) -> None:

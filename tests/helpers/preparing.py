@@ -1,6 +1,7 @@
 """Parts that tests of `data prepare` share: a request, its input, and checks of the result."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.documents import Skipped, read_documents
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import open_source
-from llmfoundry_lite.prepare.summary import Summary
-from tests.helpers.data import read_samples
+from llmfoundry_lite.prepare.summary import Summary, load_summary
+from tests.helpers.data import folder_bytes, read_samples
 
 SEQ_LEN = 32
 NESTED_ROWS = [{"title": "a", "meta": {"text": "b", "n": 1}}, {"title": "c", "meta": {"text": "d", "n": 2}}]
@@ -65,6 +66,15 @@ def assert_holds(folder: Path, summary: Summary, tokenizer: Tokenizer, documents
     assert split.remainder_tokens < summary.max_seq_len
     assert split.documents == len(documents)
     assert split.text_bytes == sum(len(document.encode()) for document in documents)
+
+
+def assert_same_result(out: Path, expected: Path) -> None:
+    """Two preparations are equal byte for byte, except for the times in their summaries. Nothing else is left."""
+    times = {"seconds": 0, "documents_per_second": 0, "text_bytes_per_second": 0}
+    assert replace(load_summary(out), **times) == replace(load_summary(expected), **times)
+    for name in ("train", "val", "tokenizer"):
+        assert folder_bytes(out / name) == folder_bytes(expected / name)
+    assert sorted(path.name for path in out.iterdir()) == ["summary.json", "tokenizer", "train", "val"]
 
 
 def plain(path: Path, content: bytes) -> Path:

@@ -36,7 +36,16 @@ from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.prepare.token_files import TokenFiles, token_dtype
 from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_unit
 from tests.helpers.data import folder_bytes, make_documents, read_samples
-from tests.helpers.preparing import SEQ_LEN, assert_holds, joined_tokens, plain, request, texts_of, write_jsonl
+from tests.helpers.preparing import (
+    SEQ_LEN,
+    assert_holds,
+    assert_same_result,
+    joined_tokens,
+    plain,
+    request,
+    texts_of,
+    write_jsonl,
+)
 
 # What is read, and that all of it arrives
 
@@ -197,14 +206,6 @@ def uninterrupted(large_file: Path, tokenizer_folder: Path, tmp_path_factory: py
     out = tmp_path_factory.mktemp("uninterrupted")
     prepare(request(large_file, tokenizer_folder, size_limit_bytes=500_000), out, num_workers=1)
     return out
-
-
-def assert_same_result(out: Path, expected: Path) -> None:
-    times = {"seconds": 0, "documents_per_second": 0, "text_bytes_per_second": 0}
-    assert replace(load_summary(out), **times) == replace(load_summary(expected), **times)
-    for name in ("train", "val", "tokenizer"):
-        assert folder_bytes(out / name) == folder_bytes(expected / name)
-    assert sorted(path.name for path in out.iterdir()) == ["summary.json", "tokenizer", "train", "val"]
 
 
 @pytest.mark.multiprocess
