@@ -36,6 +36,7 @@ PACKAGES = (
     "llmfoundry_ops",
     "llmfoundry_layouts",
     "llmfoundry_studies",
+    "llmfoundry_engines",
 )
 """Names of our companions' packages."""
 

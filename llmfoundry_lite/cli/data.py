@@ -20,6 +20,16 @@ TEXT_CHARACTERS = 48
 data = typer.Typer(help="Prepare training data and show it.", no_args_is_help=True, rich_markup_mode=None)
 
 
+def show_status(out: str | None) -> None:
+    """Print what the parts of a preparation have done, and leave. Called for the value of `--status`."""
+    if out is None:
+        return
+    ignore_output_errors()
+    run_status = companions.load("llmfoundry_engines.commands:run_status", "data prepare --status")
+    run_status(out)
+    raise typer.Exit
+
+
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
@@ -66,6 +76,16 @@ def data_prepare(
         str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [default: none].")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier preparation in --out.")] = False,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Tokenize part K of N into an --out that all parts share; see data join."),
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OUT", callback=show_status, is_eager=True, help="Show how far the parts in OUT are, and leave."
+        ),
+    ] = None,
 ) -> None:
     """Turn text into tokenized MDS shards to train on. If it is interrupted, the same command resumes it."""
     ignore_output_errors()
@@ -90,6 +110,18 @@ def data_prepare(
         compression=compression,
     )
     try:
+        if part is not None:
+            run_part = companions.load("llmfoundry_engines.commands:run_part", "data prepare --part")
+            run_part(
+                request,
+                out,
+                part,
+                num_workers=num_workers,
+                max_lost_text=max_lost_text,
+                overwrite=overwrite,
+                notify=typer.echo,
+            )
+            return
         summary = prepare(
             request,
             out,
@@ -103,6 +135,32 @@ def data_prepare(
         print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print_summary(summary, Path(out))
+
+
+@data.command("join")
+def data_join(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The --out of the parts.")],
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Only write share K of N of the shards; a later join without it publishes."),
+    ] = None,
+    max_lost_text: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
+    ] = 0.01,
+) -> None:
+    """Make shards of all tokenized parts, and publish them.
+
+    The parts are those of data prepare --part. The result is the one of data prepare on a single machine. If it is
+    interrupted, the same command resumes it.
+    """
+    ignore_output_errors()
+    check_is_path(out)
+    run_join = companions.load("llmfoundry_engines.commands:run_join", "data join")
+    try:
+        run_join(out, part, max_lost_text=max_lost_text, notify=typer.echo)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to resume", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 @data.command("show")

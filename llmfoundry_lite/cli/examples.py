@@ -16,6 +16,7 @@ report runs/a100 runs/mi250 --price A100-80GB=2.5 --price MI250=1.2 --out compar
 compare results/icl-zero-shot/base.json results/icl-zero-shot/ours.json --out compared
 replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
+data join data/mine
 data show runs/mpt-1b --batch 1200 --loss
 data overlap data/mine --task arc_easy --task piqa --out overlap
 checkpoint ls runs/mpt-1b

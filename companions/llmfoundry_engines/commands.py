@@ -1,0 +1,62 @@
+"""What the core's commands call: `data prepare --part`, `data prepare --status` and `data join`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llmfoundry_engines.join import join, join_shards
+from llmfoundry_engines.part import parse_part
+from llmfoundry_engines.prepare_part import prepare_part
+from llmfoundry_engines.status import print_status
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.summary import print_summary
+from llmfoundry_lite.tables import console
+
+
+def run_part(
+    request: PrepareRequest,
+    out: str,
+    part_text: str,
+    *,
+    num_workers: int | None,
+    max_lost_text: float,
+    overwrite: bool,
+    notify: Callable[[str], None],
+) -> None:
+    """Tokenise one part, and print what it has. `part_text` is the value of `--part`."""
+    part = parse_part(part_text)
+    if overwrite:
+        raise ConfigError(
+            f"--overwrite with --part {part}: it would discard the work of other parts; remove {out} before the first"
+        )
+    report = prepare_part(
+        request,
+        out,
+        part,
+        num_workers=num_workers,
+        max_lost_text=max_lost_text,
+        show_progress=True,
+        notify=notify,
+    )
+    if report is not None:
+        tokens = report.train_tokens + report.val_tokens
+        notify(
+            f"part {report.part}: {report.documents:,} documents, {tokens:,} tokens, "
+            f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {out}"
+        )
+
+
+def run_join(out: str, part_text: str | None, *, max_lost_text: float, notify: Callable[[str], None]) -> None:
+    """Join all parts, or write one share of the shards, and print the result."""
+    if part_text is not None:
+        part = parse_part(part_text)
+        num_shards = join_shards(out, part, show_progress=True, notify=notify)
+        notify(f"part {part} of the shards: {num_shards:,} are there; at the end: llmfoundry-lite data join {out}")
+        return
+    summary = join(out, max_lost_text=max_lost_text, show_progress=True, notify=notify)
+    print_summary(summary, Path(out))
+
+
+def run_status(out: str) -> None:
+    """Print what the parts of a preparation have done."""
+    print_status(out, console())

@@ -1,0 +1,127 @@
+"""`data prepare … --part 3/16`: tokenise the third of sixteen parts of a source, on any of several machines.
+
+Every part lists the source and compares its state with what the first part has stored, so that all parts read the same.
+Then it tokenises its pieces into the folder that all parts share, and leaves a report. `join.py` makes the shards.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llmfoundry_engines.part import Part, choose_pieces
+from llmfoundry_engines.reports import PartReport, ProgressFile, file_names, load_report, load_rows, write_report
+from llmfoundry_engines.shared_folder import PARTS, only_this_part, open_shared
+from llmfoundry_lite.data.spelling import LostText, describe_lost_text
+from llmfoundry_lite.prepare.out_folder import (
+    check_unchanged,
+    disk_errors_as_data_errors,
+    find_finished,
+    only_preparation_in,
+)
+from llmfoundry_lite.prepare.prepare import notify_of_duplicates, open_input, progress_bars, provide_tokenizer
+from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.token_files import (
+    DISTRUST_FILE,
+    MAX_LOST_TEXT,
+    TokenizeCounts,
+    leave_if_imported_by_worker,
+    tokenize_source,
+)
+from llmfoundry_lite.ranks.rank import count_usable_cores
+
+
+def prepare_part(
+    request: PrepareRequest,
+    out: str | Path,
+    part: Part,
+    *,
+    num_workers: int | None = None,
+    max_lost_text: float = MAX_LOST_TEXT,
+    show_progress: bool = False,
+    notify: Callable[[str], None] = lambda line: None,
+) -> PartReport | None:
+    """Tokenise one part of a source. Resumes the work of a launch that was killed.
+
+    request: the request, which must be the same for all parts.
+    out: folder of the result, which all parts share.
+    num_workers: number of processes that tokenise, by default one for each core that this process may use.
+    max_lost_text: fraction of characters that the tokenizer may lose. A part that loses more is only reported, because
+        `data join` decides by the whole text.
+    notify: called with a sentence when work is skipped, or about lost text.
+
+    Returns the report of the part; None if all parts have been joined already. Raises DataError for any fault of the
+    input, request or disk, and if parts of another request, input, tokenizer or release share the folder.
+    """
+    leave_if_imported_by_worker()
+    out = Path(out).expanduser()
+    opened = open_input(request, out)
+    source = opened.source
+
+    with disk_errors_as_data_errors(out), only_preparation_in(out, is_shared=True):
+        if find_finished(out, opened.record, opened.existing_tokenizer):
+            notify(f"{out} is complete: all parts were joined there before")
+            return None
+        partial = open_shared(out, opened)
+        folder = partial / PARTS / part.folder_name
+
+        with only_this_part(folder, part):
+            # Leave if the part is complete.
+            report = load_report(folder)
+            if report is not None and has_token_files(folder, report):
+                notify(f"part {part} is complete already")
+                return report
+
+            # Tokenise. If another part finds meanwhile that the fast encoder differs, do it again without that.
+            notify_of_duplicates(source.listing.repeated, notify)
+            total_bytes = source.total_bytes or 0
+            pieces = choose_pieces(source.pieces(), total_bytes, part)
+            workers = num_workers or count_usable_cores()
+            progress = ProgressFile(folder, part, pieces.num_bytes, workers)
+            with progress_bars(show_progress) as bars:
+                tokenizer = provide_tokenizer(partial, opened.existing_tokenizer, opened.request, source, bars)
+
+                def tokenize() -> TokenizeCounts:
+                    progress.restart()
+                    return tokenize_source(
+                        source,
+                        opened.request,
+                        tokenizer,
+                        partial,
+                        workers,
+                        bars,
+                        1.0,  # `data join` rejects a tokenizer that loses text
+                        notify,
+                        pieces,
+                        progress.add,
+                    )
+
+                counts = tokenize()
+                if counts.is_fast and (partial / DISTRUST_FILE).exists():
+                    counts = tokenize()
+            check_unchanged(source, opened.record)
+
+            # Report.
+            num_pieces = sum(1 for _ in source.pieces())
+            progress.write()
+            report = write_report(folder, part, pieces, num_pieces, counts, source.listing, progress.progress)
+            notify_of_lost_text(part, counts.table.loss, opened.request, max_lost_text, notify)
+    return report
+
+
+def has_token_files(folder: Path, report: PartReport) -> bool:
+    """Return whether all token files of a complete part are there."""
+    rows = load_rows(folder, report)
+    if rows is None:
+        return False
+    existing_names = {path.name for path in (folder.parent.parent / "units").iterdir()}
+    return existing_names.issuperset(file_names(rows))
+
+
+def notify_of_lost_text(
+    part: Part, loss: LostText, request: PrepareRequest, max_lost_text: float, notify: Callable[[str], None]
+) -> None:
+    """Notify the user if the tokenizer loses more of a part's text than `data join` accepts of the whole."""
+    if loss.lost_fraction > max_lost_text:
+        notify(
+            f"warning: part {part}: by tokenizer {request.tokenizer} {describe_lost_text(loss.as_json())}; "
+            f"data join refuses the result if all parts together lose more than {100 * max_lost_text:g} %"
+        )

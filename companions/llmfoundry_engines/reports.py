@@ -1,0 +1,242 @@
+"""What a part leaves behind in its folder, for `data join` and `data prepare --status`.
+
+    progress.json    a `Progress`, written again every few seconds while the part runs
+    units.npy        a row of `UNIT_ROW` for each unit of the part
+    report.json      a `PartReport`, written last: the part is complete
+
+Other machines have written these files, so a file that is damaged or of another form counts as missing.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from llmfoundry_engines.part import Part, part_of_folder
+from llmfoundry_engines.shared_folder import PARTS
+from llmfoundry_lite.data.spelling import LostText, load_lost_text
+from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.prepare.documents import SKIP_REASONS
+from llmfoundry_lite.prepare.listing import Listing, read_json_object
+from llmfoundry_lite.prepare.token_files import DISTRUST_FILE, FinishedUnit, PieceRange, TokenizeCounts
+from llmfoundry_lite.prepare.token_unit import UNIT_ROW, UnitNumber
+
+T = TypeVar("T", "Progress", "PartReport")
+
+REPORT_FILE = "report.json"
+ROWS_FILE = "units.npy"
+PROGRESS_FILE = "progress.json"
+PROGRESS_SECONDS = 5.0
+"""Time between two writes of `progress.json`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """How far a part is. Bytes are those of the source on disk."""
+
+    part: str
+    """The part as the option has it: `3/16`."""
+    num_bytes: int
+    """Bytes of all its pieces; 0 if they are unknown."""
+    done_bytes: int = 0
+    """Bytes that are tokenised."""
+    new_bytes: int = 0
+    """Bytes that this launch has tokenised."""
+    seconds: float = 0.0
+    """Duration of this launch so far."""
+    workers: int
+    """Number of processes that tokenise."""
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartReport:
+    """The report of a complete part."""
+
+    part: str
+    """The part as the option has it: `3/16`."""
+    first_piece: int
+    end_piece: int
+    """Number of the piece after the last one of this part."""
+    num_pieces: int
+    """Number of pieces of the whole source."""
+    num_units: int
+    rows_digest: str
+    """Hash of the rows in `units.npy`."""
+    num_bytes: int
+    """Bytes on disk of its pieces; 0 if they are unknown."""
+    documents: int
+    train_tokens: int
+    val_tokens: int
+    """Tokens of each split, if the threshold of split keys is the one of the request."""
+    is_fast: bool
+    """Whether the fast encoder has made tokens, which count only as long as no part finds a difference."""
+    skipped: list
+    """Number of skipped documents for each of SKIP_REASONS."""
+    skipped_examples: list
+    loss: dict
+    """Lost text of all units: the fields of a `LostText`."""
+    ignored_files: int
+    unreadable: list
+    repeated: list
+    """The records of the listing, which are the same for all parts."""
+    new_documents: int
+    new_text_bytes: int
+    new_bytes: int
+    """Documents, bytes of text and bytes on disk that the last launch has tokenised."""
+    seconds: float
+    """Duration of the last launch."""
+    workers: int
+    host: str
+
+    def listing(self) -> Listing:
+        """Return what the listing of the source has recorded, without its files."""
+        return Listing(num_ignored=self.ignored_files, unreadable=self.unreadable, repeated=self.repeated)
+
+    def lost_text(self) -> LostText:
+        """Return the lost text of all units of the part."""
+        return load_lost_text(json.dumps(self.loss))
+
+
+class ProgressFile:
+    """Writer of a part's `progress.json`."""
+
+    def __init__(self, folder: Path, part: Part, num_bytes: int, workers: int) -> None:
+        """Write that the part has begun. `num_bytes` are those of its pieces."""
+        self.path = folder / PROGRESS_FILE
+        self.progress = Progress(part=str(part), num_bytes=num_bytes, workers=workers, host=socket.gethostname())
+        self.started = time.monotonic()
+        self.last_written = self.started
+        self.write()
+
+    def add(self, finished: FinishedUnit) -> None:
+        """Add a unit whose token file is complete, and write the file if the last time is some seconds ago."""
+        self.progress.done_bytes += finished.unit.num_bytes
+        if finished.counts is not None:
+            self.progress.new_bytes += finished.unit.num_bytes
+        if time.monotonic() >= self.last_written + PROGRESS_SECONDS:
+            self.write()
+
+    def restart(self) -> None:
+        """Begin at 0 again, because units are tokenised once more."""
+        self.progress.done_bytes = 0
+
+    def write(self) -> None:
+        """Write the file."""
+        self.last_written = time.monotonic()
+        self.progress.seconds = round(self.last_written - self.started, 3)
+        write_atomically(self.path, json.dumps(asdict(self.progress)))
+
+
+def write_report(
+    folder: Path,
+    part: Part,
+    pieces: PieceRange,
+    num_pieces: int,
+    counts: TokenizeCounts,
+    listing: Listing,
+    progress: Progress,
+) -> PartReport:
+    """Write the report of a part that is complete, and return it."""
+    rows = counts.table.rows
+    content = BytesIO()
+    np.save(content, rows)
+    write_atomically(folder / ROWS_FILE, content.getbuffer())
+    report = PartReport(
+        part=str(part),
+        first_piece=pieces.first,
+        end_piece=pieces.end,
+        num_pieces=num_pieces,
+        num_units=len(rows),
+        rows_digest=digest_of_rows(rows),
+        num_bytes=pieces.num_bytes,
+        documents=int(rows["train_documents"].sum() + rows["val_documents"].sum()),
+        train_tokens=int(rows["train_tokens"].sum()),
+        val_tokens=int(rows["val_tokens"].sum()),
+        is_fast=counts.is_fast,
+        skipped=counts.table.skipped.tolist(),
+        skipped_examples=counts.table.skipped_examples,
+        loss=stored_loss(counts.table.loss),
+        ignored_files=listing.num_ignored,
+        unreadable=listing.unreadable,
+        repeated=listing.repeated,
+        new_documents=counts.documents,
+        new_text_bytes=counts.text_bytes,
+        new_bytes=progress.new_bytes,
+        seconds=progress.seconds,
+        workers=progress.workers,
+        host=progress.host,
+    )
+    write_atomically(folder / REPORT_FILE, json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+def stored_loss(loss: LostText) -> dict[str, Any]:
+    """Return all counts of a lost text in JSON, also those of rare characters, which `LostText.as_text` leaves out.
+
+    Their order is kept, because it decides between equally frequent characters in the summary.
+    """
+    counts: dict[str, Any] = {field.name: getattr(loss, field.name) for field in fields(LostText)}
+    return counts | {"kinds": dict(loss.kinds), "examples": dict(loss.examples)}
+
+
+def digest_of_rows(rows: np.ndarray) -> str:
+    """Return a hash of the rows of a part."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(rows).tobytes())
+
+
+def load_report(folder: Path) -> PartReport | None:
+    """Load the report of a part; None if the part is not complete."""
+    report = build_if_valid(PartReport, read_json_object(folder / REPORT_FILE))
+    if report is None or len(report.skipped) != len(SKIP_REASONS):
+        return None
+    is_distrusted = report.is_fast and (folder.parent.parent / DISTRUST_FILE).exists()
+    return None if is_distrusted else report
+
+
+def load_progress(folder: Path) -> Progress | None:
+    """Load the progress of a part; None if it has not begun."""
+    return build_if_valid(Progress, read_json_object(folder / PROGRESS_FILE))
+
+
+def build_if_valid(record_class: type[T], content: dict[str, Any]) -> T | None:
+    """Build a record from JSON; None unless it has all fields, and only values of their types."""
+    if set(content) != {field.name for field in fields(record_class)}:
+        return None
+    for field in fields(record_class):
+        types = (int, float) if field.type is float else field.type
+        if not isinstance(content[field.name], types):  # pyright: ignore[reportArgumentType]
+            return None
+    return record_class(**content)
+
+
+def load_rows(folder: Path, report: PartReport) -> np.ndarray | None:
+    """Load the rows of a part's units; None if they are missing, or are not those of the report."""
+    try:
+        rows = np.load(folder / ROWS_FILE, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    is_of_report = rows.dtype == UNIT_ROW and rows.ndim == 1 and digest_of_rows(rows) == report.rows_digest
+    return rows if is_of_report else None
+
+
+def find_parts(partial: Path) -> list[Part]:
+    """Return all parts that have begun, in order of their numbers."""
+    folder = partial / PARTS
+    if not folder.is_dir():
+        return []
+    parts = [part_of_folder(path.name) for path in folder.iterdir()]
+    return sorted(part for part in parts if part is not None)
+
+
+def file_names(rows: np.ndarray) -> Iterator[str]:
+    """Yield the names of the token files of some units."""
+    for row in rows:
+        yield UnitNumber(int(row["piece"]), int(row["unit"])).file_name
