@@ -1,4 +1,4 @@
-"""What the core's commands call: `data prepare --part`, `data prepare --status` and `data join`."""
+"""What the core's commands call: `data prepare` with `--part`, `--engine` or `--status`, and `data join`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import parse_part
 from llmfoundry_engines.prepare_part import prepare_part
+from llmfoundry_engines.ray_engine import prepare_with_ray
 from llmfoundry_engines.status import print_status
 from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -25,10 +26,7 @@ def run_part(
 ) -> None:
     """Tokenise one part, and print what it has. `part_text` is the value of `--part`."""
     part = parse_part(part_text)
-    if overwrite:
-        raise ConfigError(
-            f"--overwrite with --part {part}: it would discard the work of other parts; remove {out} before the first"
-        )
+    refuse_overwrite(overwrite, f"--part {part}", out)
     report = prepare_part(
         request,
         out,
@@ -43,6 +41,34 @@ def run_part(
         notify(
             f"part {report.part}: {report.documents:,} documents, {tokens:,} tokens, "
             f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {out}"
+        )
+
+
+def run_engine(
+    request: PrepareRequest,
+    out: str,
+    engine: str,
+    *,
+    part_text: str | None,
+    num_workers: int | None,
+    max_lost_text: float,
+    overwrite: bool,
+    notify: Callable[[str], None],
+) -> None:
+    """Prepare a corpus by an engine, and print the summary. The only engine is Ray."""
+    for option, value in (("--part", part_text), ("--num-workers", num_workers)):
+        if value is not None:
+            raise ConfigError(f"--engine {engine} with {option}: Ray divides the work; leave {option} out")
+    refuse_overwrite(overwrite, f"--engine {engine}", out)
+    summary = prepare_with_ray(request, out, max_lost_text=max_lost_text, show_progress=True, notify=notify)
+    print_summary(summary, Path(out))
+
+
+def refuse_overwrite(overwrite: bool, option: str, out: str) -> None:
+    """Raise ConfigError for `--overwrite` beside an option by which other processes may work in the same folder."""
+    if overwrite:
+        raise ConfigError(
+            f"--overwrite with {option}: it would discard the work of other parts; remove {out} before the first"
         )
 
 

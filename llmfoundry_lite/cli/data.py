@@ -80,6 +80,10 @@ def data_prepare(
         str | None,
         typer.Option(metavar="K/N", help="Tokenize part K of N into an --out that all parts share; see data join."),
     ] = None,
+    engine: Annotated[
+        Literal["ray"] | None,
+        typer.Option(help="Tokenize parts as tasks of a Ray cluster, and join them; see docs/large-data.md."),
+    ] = None,
     status: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +114,19 @@ def data_prepare(
         compression=compression,
     )
     try:
+        if engine is not None:
+            run_engine = companions.load("llmfoundry_engines.commands:run_engine", "data prepare --engine")
+            run_engine(
+                request,
+                out,
+                engine,
+                part_text=part,
+                num_workers=num_workers,
+                max_lost_text=max_lost_text,
+                overwrite=overwrite,
+                notify=typer.echo,
+            )
+            return
         if part is not None:
             run_part = companions.load("llmfoundry_engines.commands:run_part", "data prepare --part")
             run_part(
