@@ -17,11 +17,18 @@ from llmfoundry_lite.prepare.out_folder import (
     find_finished,
     only_preparation_in,
 )
-from llmfoundry_lite.prepare.prepare import notify_of_duplicates, open_input, progress_bars, provide_tokenizer
+from llmfoundry_lite.prepare.prepare import (
+    OpenedInput,
+    notify_of_duplicates,
+    open_input,
+    progress_bars,
+    provide_tokenizer,
+)
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.token_files import (
     DISTRUST_FILE,
     MAX_LOST_TEXT,
+    PieceRange,
     TokenizeCounts,
     leave_if_imported_by_worker,
     tokenize_source,
@@ -55,7 +62,31 @@ def prepare_part(
     out = Path(out).expanduser()
     opened = open_input(request, out)
     source = opened.source
+    return prepare_opened_part(
+        opened,
+        out,
+        part,
+        choose_pieces(source.pieces(), source.total_bytes or 0, part),
+        num_workers=num_workers or count_usable_cores(),
+        max_lost_text=max_lost_text,
+        show_progress=show_progress,
+        notify=notify,
+    )
 
+
+def prepare_opened_part(
+    opened: OpenedInput,
+    out: Path,
+    part: Part,
+    pieces: PieceRange,
+    *,
+    num_workers: int,
+    max_lost_text: float,
+    show_progress: bool,
+    notify: Callable[[str], None],
+) -> PartReport | None:
+    """Tokenise some pieces of a source as one part. The arguments and the result are those of `prepare_part`."""
+    source = opened.source
     with disk_errors_as_data_errors(out), only_preparation_in(out, is_shared=True):
         if find_finished(out, opened.record, opened.existing_tokenizer):
             notify(f"{out} is complete: all parts were joined there before")
@@ -72,10 +103,7 @@ def prepare_part(
 
             # Tokenise. If another part finds meanwhile that the fast encoder differs, do it again without that.
             notify_of_duplicates(source.listing.repeated, notify)
-            total_bytes = source.total_bytes or 0
-            pieces = choose_pieces(source.pieces(), total_bytes, part)
-            workers = num_workers or count_usable_cores()
-            progress = ProgressFile(folder, part, pieces.num_bytes, workers)
+            progress = ProgressFile(folder, part, pieces.num_bytes, num_workers)
             with progress_bars(show_progress) as bars:
                 tokenizer = provide_tokenizer(partial, opened.existing_tokenizer, opened.request, source, bars)
 
@@ -86,7 +114,7 @@ def prepare_part(
                         opened.request,
                         tokenizer,
                         partial,
-                        workers,
+                        num_workers,
                         bars,
                         1.0,  # `data join` rejects a tokenizer that loses text
                         notify,

@@ -85,7 +85,7 @@ def prepare_with_ray(
 def import_ray() -> Any:
     """Import Ray. Raises ConfigError if it is not installed."""
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             "--engine ray needs the package ray on all nodes: pip install 'llmfoundry-lite[ray]'"
