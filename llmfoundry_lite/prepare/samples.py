@@ -25,7 +25,15 @@ from llmfoundry_lite.prepare.shards import ShardFormat, write_index
 from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import token_dtype
-from llmfoundry_lite.prepare.token_unit import COUNTS, UnitNumber, UnitTable, count_splits, is_of_split, load_unit
+from llmfoundry_lite.prepare.token_unit import (
+    COUNTS,
+    UnitNumber,
+    UnitTable,
+    count_splits,
+    is_of_split,
+    load_documents,
+    load_unit,
+)
 
 MAX_TEXT_BYTES = 1_000_000
 """Approximate limit of the file HELD_OUT_TEXT in bytes."""
@@ -260,9 +268,9 @@ def read_split(plan: SplitPlan, units_folder: Path, first: int = 0) -> Iterator[
     first: position in `plan.units` of the unit to begin with.
     """
     for path in token_paths(plan.units[first:], units_folder):
-        unit = load_unit(path)
+        unit = load_unit(path, without_tokens=True)
         documents = is_of_split(unit, plan.split, plan.threshold)
-        yield unit.tokens[np.repeat(documents, unit.doc_tokens)], unit.doc_tokens[documents]
+        yield load_documents(path, unit.doc_tokens, documents), unit.doc_tokens[documents]
 
 
 def finish_split(

@@ -5,6 +5,9 @@ names in alphabetical order are in the order of the text, and several machines c
 each other. `count_splits` and `UnitTable` count what each file has for each split, by which step 2 plans the shards.
 """
 
+import os
+import struct
+import zipfile
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +22,11 @@ from llmfoundry_lite.prepare.summary import SPLITS
 
 MAX_SKIPPED_EXAMPLES = 20
 """Number of skipped documents that a summary names."""
+
+FEW_DOCUMENTS = 0.25
+"""Fraction of the documents of a token file below which they are read one by one instead of with all others."""
+ZIP_HEADER_BYTES = 30
+"""Size of the fixed part of a local header in a zip archive (APPNOTE.TXT of PKWARE, 4.3.7)."""
 
 COUNTS = ("documents", "tokens", "text_bytes")
 """Numbers that are counted for each split. Tokens include the end-of-text token of each document."""
@@ -72,6 +80,40 @@ def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
         values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
         values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
         return TokenUnit(**values)
+
+
+def load_documents(path: Path, doc_tokens: np.ndarray, is_wanted: np.ndarray) -> np.ndarray:
+    """Read the tokens of some documents from a token file, one after the other.
+
+    doc_tokens: number of tokens of each document in the file.
+    is_wanted: whether to read each document.
+
+    If few documents are wanted, such as those of the validation split, the rest of the file is not read.
+    """
+    if is_wanted.mean() >= FEW_DOCUMENTS:
+        with np.load(path) as stored:
+            return stored["tokens"][np.repeat(is_wanted, doc_tokens)]
+    tokens = map_tokens(path)
+    ends = np.cumsum(doc_tokens)
+    slices = [tokens[end - length : end] for end, length in zip(ends[is_wanted], doc_tokens[is_wanted], strict=True)]
+    return np.concatenate(slices)
+
+
+def map_tokens(path: Path) -> np.ndarray:
+    """Map the tokens of a token file into memory, so that only the parts that are used are read from disk.
+
+    numpy cannot map an array of an .npz file, which is a zip archive that does not compress. The content of a member
+    begins after its local header: 30 bytes, the last four of which are the lengths of the name and of an extra field.
+    """
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo("tokens.npy")
+    with open(path, "rb") as file:
+        file.seek(member.header_offset)
+        name_length, extra_length = struct.unpack("<HH", file.read(ZIP_HEADER_BYTES)[-4:])
+        file.seek(name_length + extra_length, os.SEEK_CUR)
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        return np.memmap(path, dtype, mode="r", offset=file.tell(), shape=shape)
 
 
 def is_of_split(unit: TokenUnit, split: str, threshold: np.uint64) -> np.ndarray:

@@ -34,7 +34,7 @@ from llmfoundry_lite.prepare.shards import ShardFormat, write_index
 from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.prepare.token_files import TokenFiles, token_dtype
-from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_unit
+from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_documents, load_unit
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import (
     SEQ_LEN,
@@ -904,6 +904,17 @@ def write_units(folder: Path, units: list[list[int]], threshold: np.uint64) -> U
         np.savez(folder / number.file_name, **{name: getattr(unit, name) for name in TokenUnit.__slots__})
         table.add(number, unit, threshold)
     return table
+
+
+@pytest.mark.parametrize("num_wanted", [1, 3, 19, 20])
+def test_few_documents_are_read_without_the_others_of_their_file(tmp_path: Path, num_wanted: int) -> None:
+    sizes = np.array([*range(1, 20), 70_000])
+    tokens = np.arange(sizes.sum()).astype(np.uint32)
+    np.savez(tmp_path / "unit.npz", doc_tokens=sizes, tokens=tokens, made_of=np.array("x"))
+    is_wanted = np.zeros(20, bool)
+    is_wanted[-num_wanted:] = True
+    expected = tokens[-sizes[-num_wanted:].sum() :]
+    assert load_documents(tmp_path / "unit.npz", sizes, is_wanted).tolist() == expected.tolist()
 
 
 def test_any_range_of_shards_is_written_by_the_plan_alone(tmp_path: Path) -> None:
