@@ -24,7 +24,13 @@ from llmfoundry_lite.bounded import MAX_INDEX_BYTES, parse_json, read_at_most
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import sync, write_atomically
-from llmfoundry_lite.prepare.out_folder import PARTIAL, disk_errors_as_data_errors, only_preparation_in, publish
+from llmfoundry_lite.prepare.out_folder import (
+    PARTIAL,
+    REQUEST_FILE,
+    disk_errors_as_data_errors,
+    only_preparation_in,
+    publish,
+)
 from llmfoundry_lite.prepare.prepare import build_summary, progress_bars
 from llmfoundry_lite.prepare.samples import SplitPlan, finish_split, pack_result, plan_splits, write_shards
 from llmfoundry_lite.prepare.shards import ShardFormat, file_description
@@ -89,9 +95,11 @@ def join(
         partial = out / PARTIAL
         remove_leftovers(out)
         if (out / SUMMARY_FILE).is_file():
+            summary = load_summary(out)
             notify(f"{out} is complete: its parts were joined before")
-            shutil.rmtree(partial, ignore_errors=True)
-            return load_summary(out)
+            if (partial / REQUEST_FILE).is_file():
+                shutil.rmtree(partial, ignore_errors=True)
+            return summary
 
         # Write the shards that are missing, and publish.
         plan = plan_join(partial)

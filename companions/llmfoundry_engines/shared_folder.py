@@ -71,7 +71,7 @@ def open_shared(out: Path, opened: OpenedInput) -> Path:
     if not (partial / REQUEST_FILE).is_file():
         # Create the folder under a name of this process, so that it never exists without its request.
         check_no_other_content(out)
-        unfinished = out / f"{PARTIAL}.{socket.gethostname()}-{os.getpid()}"
+        unfinished = out / f"{PARTIAL}.{socket.gethostname()}-{os.getpid()}.unfinished"
         (unfinished / "units").mkdir(parents=True, exist_ok=True)
         (unfinished / PARTS).mkdir(exist_ok=True)
         write_atomically(unfinished / REQUEST_FILE, json.dumps(record, indent=2))
@@ -128,5 +128,5 @@ def only_this_part(folder: Path, part: Part) -> Iterator[None]:
 
 def remove_leftovers(out: Path) -> None:
     """Remove folders that parts have begun to create beside `.partial`, and that a kill has left there."""
-    for folder in out.glob(f"{PARTIAL}.*"):
+    for folder in out.glob(f"{PARTIAL}.*.unfinished"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -403,6 +403,24 @@ def test_folders_of_others_are_left_alone(wanted: PrepareRequest, tmp_path: Path
     assert precious.read_bytes() == b"mine" and (tmp_path / "other/.partial/precious").exists()
 
 
+def test_a_join_leaves_folders_of_others_alone(wanted: PrepareRequest, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    kept = plain(out / ".partial.backup/precious", b"mine")
+    leftover = plain(out / ".partial.node7-42.unfinished/request.json", b"{}")
+    join(out)
+    assert kept.read_bytes() == b"mine" and not leftover.exists()
+
+    other = tmp_path / "other"
+    precious = plain(other / ".partial/precious", b"mine")
+    summary = plain(other / "summary.json", b'{"of": "another program"}')
+    with pytest.raises(DataError, match="is not a summary that this version of `data prepare` wrote"):
+        join(other)
+    summary.write_bytes((out / "summary.json").read_bytes())
+    join(other)
+    assert precious.read_bytes() == b"mine"
+
+
 # Shares
 
 
