@@ -10,7 +10,7 @@ from llmfoundry_lite.prepare.token_files import PieceRange
 
 MAX_PARTS = 100_000
 """Maximum number of parts. Every part has a folder, and `data join` reads all of them."""
-FOLDER_NAME = re.compile(r"(\d{6})-of-(\d{6})")
+FOLDER_NAME = re.compile(r"(\d{6})-of-(\d{6})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,10 +33,9 @@ class Part:
 def parse_part(text: str) -> Part:
     """Parse the value of the option `--part`, such as `3/16`. Raises DataError."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text.strip(), re.ASCII)
-    if match:
-        part = Part(int(match[1]), int(match[2]))
-        if 1 <= part.number <= part.count <= MAX_PARTS:
-            return part
+    part = part_of_match(match)
+    if part is not None:
+        return part
     raise DataError(
         f"--part {text}: expected the number of a part and the number of parts, such as 3/16 for the third of sixteen"
     )
@@ -44,8 +43,15 @@ def parse_part(text: str) -> Part:
 
 def part_of_folder(name: str) -> Part | None:
     """Return the part that a folder belongs to, by the folder's name; None if that is not a folder of a part."""
-    match = FOLDER_NAME.fullmatch(name)
-    return Part(int(match[1]), int(match[2])) if match else None
+    return part_of_match(FOLDER_NAME.fullmatch(name))
+
+
+def part_of_match(match: re.Match[str] | None) -> Part | None:
+    """Return the part whose number and count a pattern has found; None if it found none, or there is no such part."""
+    if match is None:
+        return None
+    part = Part(int(match[1]), int(match[2]))
+    return part if 1 <= part.number <= part.count <= MAX_PARTS else None
 
 
 def choose_pieces(pieces: Iterable[Piece], total_bytes: int, part: Part) -> PieceRange:

@@ -21,8 +21,9 @@ import xxhash
 
 from llmfoundry_engines.part import Part, part_of_folder
 from llmfoundry_engines.shared_folder import PARTS
+from llmfoundry_lite.bounded import read_file_at_most
 from llmfoundry_lite.data.spelling import LostText, load_lost_text
-from llmfoundry_lite.files import write_atomically
+from llmfoundry_lite.files import open_regular, write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
 from llmfoundry_lite.prepare.listing import Listing, read_json_object
 from llmfoundry_lite.prepare.token_files import DISTRUST_FILE, FinishedUnit, PieceRange, TokenizeCounts
@@ -35,6 +36,8 @@ ROWS_FILE = "units.npy"
 PROGRESS_FILE = "progress.json"
 PROGRESS_SECONDS = 5.0
 """Time between two writes of `progress.json`."""
+MAX_ROWS_BYTES = 1 << 30
+"""Maximum size of the rows of a part: those of 16 million units."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -195,10 +198,24 @@ def digest_of_rows(rows: np.ndarray) -> str:
 def load_report(folder: Path) -> PartReport | None:
     """Load the report of a part; None if the part is not complete."""
     report = build_if_valid(PartReport, read_json_object(folder / REPORT_FILE))
-    if report is None or len(report.skipped) != len(SKIP_REASONS):
+    if report is None or not is_consistent(report):
         return None
     is_distrusted = report.is_fast and (folder.parent.parent / DISTRUST_FILE).exists()
     return None if is_distrusted else report
+
+
+def is_consistent(report: PartReport) -> bool:
+    """Return whether the lists and counts of a report are of the form that `write_report` gives them."""
+    sentences = [*report.skipped_examples, *report.unreadable, *report.repeated]
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        return False
+    has_counts = len(report.skipped) == len(SKIP_REASONS) and all(type(count) is int for count in report.skipped)
+    if not has_counts or not 0 <= report.first_piece <= report.end_piece <= report.num_pieces:
+        return False
+    try:
+        return 0 <= report.lost_text().lost_fraction <= 1
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
 
 
 def load_progress(folder: Path) -> Progress | None:
@@ -219,12 +236,19 @@ def build_if_valid(record_class: type[T], content: dict[str, Any]) -> T | None:
 
 def load_rows(folder: Path, report: PartReport) -> np.ndarray | None:
     """Load the rows of a part's units; None if they are missing, or are not those of the report."""
+    path = folder / ROWS_FILE
     try:
-        rows = np.load(folder / ROWS_FILE, allow_pickle=False)
+        with open(path, "rb", opener=open_regular) as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            content = read_file_at_most(file, MAX_ROWS_BYTES, str(path), "a list of units")
     except (OSError, ValueError, EOFError):
         return None
-    is_of_report = rows.dtype == UNIT_ROW and rows.ndim == 1 and digest_of_rows(rows) == report.rows_digest
-    return rows if is_of_report else None
+    # The size is compared before numpy allocates memory by the shape.
+    if dtype != UNIT_ROW or shape != (report.num_units,) or len(content) != report.num_units * UNIT_ROW.itemsize:
+        return None
+    rows = np.frombuffer(content, UNIT_ROW)
+    return rows if digest_of_rows(rows) == report.rows_digest else None
 
 
 def find_parts(partial: Path) -> list[Part]:

@@ -97,17 +97,19 @@ def find_complete(partial: Path) -> list[tuple[PartReport, np.ndarray]]:
             f"{partial.parent} cannot be joined: {len(reasons)} of {len(parts)} parts not complete: {named}{others}; "
             "run these with `data prepare … --part`, then join"
         )
-    check_pieces([report for report, _ in complete])
+    check_pieces(partial.parent, [report for report, _ in complete])
     return complete
 
 
-def check_pieces(reports: Sequence[PartReport]) -> None:
-    """Raise AssertionError unless the pieces of all parts, in order, are those of the source."""
-    next_piece = 0
-    for report in reports:
-        assert report.first_piece == next_piece, f"part {report.part} begins with piece {report.first_piece}"
-        next_piece = report.end_piece
-    assert next_piece == reports[-1].num_pieces, f"the last part ends with piece {next_piece}"
+def check_pieces(out: Path, reports: Sequence[PartReport]) -> None:
+    """Raise DataError unless the pieces of all parts, in order, are those of the source."""
+    firsts = [report.first_piece for report in reports]
+    ends = [report.end_piece for report in reports]
+    if [*firsts, reports[-1].num_pieces] != [0, *ends]:
+        raise DataError(
+            f"{out} cannot be joined: by their reports, its parts are not consecutive pieces of one source; remove "
+            f"{out / PARTIAL / PARTS} and run all parts again, which keep what is tokenised"
+        )
 
 
 def describe_incomplete(status: PartStatus) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from llmfoundry_engines import prepare_part as part_module
 from llmfoundry_engines import reports, shared_folder, status
 from llmfoundry_engines.join import join, join_shards
-from llmfoundry_engines.part import Part, choose_items, choose_pieces, parse_part
+from llmfoundry_engines.part import Part, choose_items, choose_pieces, parse_part, part_of_folder
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
@@ -73,6 +74,12 @@ def prepare_parts(wanted: PrepareRequest, out: Path, numbers: list[int], count: 
     """Tokenise some parts, one after the other."""
     for number in numbers:
         prepare_part(wanted, out, Part(number, count), num_workers=1)
+
+
+def change_report(out: Path, part: Part, change: dict) -> None:
+    """Change some values in the report of a part."""
+    file = out / ".partial/parts" / part.folder_name / reports.REPORT_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
 
 
 # Equal bytes
@@ -222,6 +229,51 @@ def test_a_damaged_report_is_one_of_an_incomplete_part(
     assert_same_result(out, expected)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"skipped": ["many"] * 5},
+        {"unreadable": [7]},
+        {"loss": {"characters": "many"}},
+        {"first_piece": -1},
+        {"num_units": 1 << 60},
+    ],
+)
+def test_a_report_with_values_of_another_form_counts_as_missing(
+    wanted: PrepareRequest, tmp_path: Path, change: dict
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    change_report(out, Part(1, 1), change)
+    with pytest.raises(DataError, match="1 of 1 parts not complete: 1/1"):
+        join(out)
+
+
+def test_reports_of_other_pieces_are_refused(wanted: PrepareRequest, expected: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2], 2)
+    change_report(out, Part(2, 2), {"first_piece": 0})
+    with pytest.raises(DataError, match=r"are not consecutive pieces of one source; remove .*parts and run all parts"):
+        join(out)
+    shutil.rmtree(out / ".partial/parts")
+    prepare_parts(wanted, out, [1, 2], 2)
+    join(out)
+    assert_same_result(out, expected)
+
+
+def test_rows_of_another_size_than_the_report_are_not_read(wanted: PrepareRequest, tmp_path: Path) -> None:
+    prepare_parts(wanted, tmp_path / "out", [1], 1)
+    folder = tmp_path / "out/.partial/parts" / Part(1, 1).folder_name
+    report = reports.load_report(folder)
+    assert report is not None and reports.load_rows(folder, report) is not None
+    content = (folder / reports.ROWS_FILE).read_bytes()
+    shape = f"({report.num_units},)".encode()
+    huge = b"(999999999999,)"
+    padding = b" " * (len(huge) - len(shape))
+    (folder / reports.ROWS_FILE).write_bytes(content.replace(shape + padding, huge, 1))
+    assert reports.load_rows(folder, replace(report, num_units=999999999999)) is None
+
+
 # Shards by parts
 
 
@@ -364,8 +416,7 @@ def test_an_encoder_that_one_part_found_to_differ_makes_others_incomplete(
 ) -> None:
     out = tmp_path / "out"
     prepare_parts(wanted, out, [1, 2], 2)
-    report_file = out / ".partial/parts" / Part(1, 2).folder_name / reports.REPORT_FILE
-    report_file.write_text(json.dumps(json.loads(report_file.read_text()) | {"is_fast": True}))
+    change_report(out, Part(1, 2), {"is_fast": True})
     plain(out / ".partial" / DISTRUST_FILE, b"gigatoken and tokenizers differ")
     with pytest.raises(DataError, match="1 of 2 parts not complete: 1/2"):
         join(out)
@@ -433,6 +484,7 @@ def test_parts_divide_the_pieces_in_order_and_by_bytes(count: int) -> None:
     assert all(earlier.end == later.first for earlier, later in itertools.pairwise(ranges))
     assert [share.num_bytes for share in ranges] == [sum(sizes[share.first : share.end]) for share in ranges]
     assert all(share.num_bytes <= sum(sizes) / count + max(sizes) for share in ranges)
+    assert part_of_folder("000009-of-000003") is None and part_of_folder("000001-of-999999") is None
     assert [len(choose_items(13, Part(number, count))) for number in range(1, count + 1)].count(13 // count) > 0
 
 
