@@ -35,7 +35,7 @@ from llmfoundry_lite.prepare.prepare import build_summary, progress_bars
 from llmfoundry_lite.prepare.samples import SplitPlan, finish_split, pack_result, plan_splits, write_shards
 from llmfoundry_lite.prepare.shards import ShardFormat, file_description
 from llmfoundry_lite.prepare.summary import SPLITS, SUMMARY_FILE, Summary, load_summary
-from llmfoundry_lite.prepare.token_files import MAX_LOST_TEXT, check_lost_text, token_dtype
+from llmfoundry_lite.prepare.token_files import MAX_LOST_TEXT, check_lost_text, token_dtype, tokenizer_identity
 from llmfoundry_lite.prepare.token_unit import UnitTable
 
 SHARDS_FILE = "shards.json"
@@ -65,10 +65,15 @@ class JoinPlan:
         return sum(plan.num_shards for plan in self.splits)
 
     def digest(self) -> str:
-        """Return a hash of the plan, which says that shards were written by the same one."""
-        digest = xxhash.xxh3_128()
+        """Return a hash of the plan, which says that shards were written by the same one.
+
+        It contains the tokenizer, and whether the fast encoder was used, because other tokens may have the same counts.
+        """
+        is_fast = [report.is_fast for report in self.reports]
+        digest = xxhash.xxh3_128(f"{tokenizer_identity(self.tokenizer)} {is_fast}".encode())
         for plan in self.splits:
             digest.update(f"{plan.split} {plan.threshold} {plan.sample_tokens} {plan.tokens_per_shard}".encode())
+            digest.update(np.ascontiguousarray(plan.units).tobytes())
             digest.update(np.ascontiguousarray(plan.ends).tobytes())
         return digest.hexdigest()
 

@@ -267,10 +267,17 @@ def read_split(plan: SplitPlan, units_folder: Path, first: int = 0) -> Iterator[
 
     first: position in `plan.units` of the unit to begin with.
     """
-    for path in token_paths(plan.units[first:], units_folder):
+    sizes = np.diff(plan.ends, prepend=0)[first:]
+    for path, size in zip(token_paths(plan.units[first:], units_folder), sizes, strict=True):
         unit = load_unit(path, without_tokens=True)
         documents = is_of_split(unit, plan.split, plan.threshold)
-        yield load_documents(path, unit.doc_tokens, documents), unit.doc_tokens[documents]
+        tokens = load_documents(path, unit.doc_tokens, documents) if documents.any() else np.empty(0, np.uint16)
+        if len(tokens) != size:
+            raise DataError(
+                f"{path} has {len(tokens)} tokens of the split {plan.split}, expected {size}, so it has changed since "
+                "they were counted; remove it and run the command that tokenises again, which makes it anew"
+            )
+        yield tokens, unit.doc_tokens[documents]
 
 
 def finish_split(

@@ -5,11 +5,12 @@ names in alphabetical order are in the order of the text, and several machines c
 each other. `count_splits` and `UnitTable` count what each file has for each split, by which step 2 plans the shards.
 """
 
+import contextlib
 import os
 import struct
 import zipfile
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmfoundry_lite.data.spelling import LostText, load_lost_text
+from llmfoundry_lite.errors import DataError, one_line
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
 from llmfoundry_lite.prepare.summary import SPLITS
 
@@ -73,9 +75,24 @@ class TokenUnit:
     """One str: the lost text at the beginning of the unit, as `LostText.as_text` serializes it."""
 
 
+@contextlib.contextmanager
+def damage_as_data_error(path: Path) -> Iterator[None]:
+    """Context manager: turn the errors of a token file that is damaged, or of another form, into a DataError."""
+    try:
+        yield
+    except (ValueError, KeyError, IndexError, TypeError, EOFError, struct.error, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"{path} is damaged ({one_line(error)}); remove it and run the command that tokenises again, which makes "
+            "it anew"
+        ) from error
+
+
 def load_unit(path: Path, *, without_tokens: bool = False) -> TokenUnit:
-    """Read a token file. With `without_tokens`, the tokens are not read, and `tokens` is empty."""
-    with np.load(path) as stored:
+    """Read a token file. With `without_tokens`, the tokens are not read, and `tokens` is empty.
+
+    Raises DataError for a damaged file.
+    """
+    with damage_as_data_error(path), np.load(path) as stored:
         # numpy reads an array of an .npz file only when it is accessed.
         values = {name: stored[name] for name in TokenUnit.__slots__ if name != "tokens"}
         values["tokens"] = np.empty(0, np.uint16) if without_tokens else stored["tokens"]
@@ -88,15 +105,17 @@ def load_documents(path: Path, doc_tokens: np.ndarray, is_wanted: np.ndarray) ->
     doc_tokens: number of tokens of each document in the file.
     is_wanted: whether to read each document.
 
-    If few documents are wanted, such as those of the validation split, the rest of the file is not read.
+    If few documents are wanted, such as those of the validation split, the rest of the file is not read. Raises
+    DataError for a damaged file.
     """
-    if is_wanted.mean() >= FEW_DOCUMENTS:
-        with np.load(path) as stored:
-            return stored["tokens"][np.repeat(is_wanted, doc_tokens)]
-    tokens = map_tokens(path)
-    ends = np.cumsum(doc_tokens)
-    slices = [tokens[end - length : end] for end, length in zip(ends[is_wanted], doc_tokens[is_wanted], strict=True)]
-    return np.concatenate(slices)
+    with damage_as_data_error(path):
+        if is_wanted.mean() >= FEW_DOCUMENTS:
+            with np.load(path) as stored:
+                return stored["tokens"][np.repeat(is_wanted, doc_tokens)]
+        tokens = map_tokens(path)
+        ends = np.cumsum(doc_tokens)
+        wanted = zip(ends[is_wanted], doc_tokens[is_wanted], strict=True)
+        return np.concatenate([tokens[end - length : end] for end, length in wanted])
 
 
 def map_tokens(path: Path) -> np.ndarray:

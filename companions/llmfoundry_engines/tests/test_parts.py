@@ -15,7 +15,7 @@ import pytest
 
 from llmfoundry_engines import prepare_part as part_module
 from llmfoundry_engines import reports, shared_folder, status
-from llmfoundry_engines.join import join, join_shards
+from llmfoundry_engines.join import join, join_shards, load_written, plan_join
 from llmfoundry_engines.part import Part, choose_items, choose_pieces, parse_part, part_of_folder
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_lite.cli import main
@@ -214,6 +214,23 @@ def test_a_token_file_that_is_gone_is_made_again_by_its_part(
     assert_same_result(out, expected)
 
 
+@pytest.mark.parametrize("is_of_another_unit", [False, True])
+def test_a_token_file_that_is_damaged_is_named_and_made_again(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, is_of_another_unit: bool
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2], 2)
+    damaged, other, *_ = sorted((out / ".partial/units").iterdir())
+    damaged.write_bytes(other.read_bytes() if is_of_another_unit else damaged.read_bytes()[:-100])
+    problem = r"has \d+ tokens of the split train, expected \d+" if is_of_another_unit else "is damaged"
+    with pytest.raises(DataError, match=f"{damaged.name} {problem}"):
+        join(out)
+    damaged.unlink()
+    prepare_parts(wanted, out, [1, 2], 2)
+    join(out)
+    assert_same_result(out, expected)
+
+
 @pytest.mark.parametrize("name", [reports.REPORT_FILE, reports.ROWS_FILE])
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"part": 7}'])
 def test_a_damaged_report_is_one_of_an_incomplete_part(
@@ -300,6 +317,15 @@ def test_shares_of_the_shards_are_taken_if_they_are_as_recorded(
     assert join_shards(out, Part(1, 4), notify=said.append) == 0
     assert join(out, notify=said.append).splits
     assert said == [f"{out} is complete: its parts were joined before"] * 2
+
+
+def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequest, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    join_shards(out, Part(1, 1))
+    assert load_written(plan_join(out / ".partial"))
+    change_report(out, Part(1, 1), {"is_fast": True})
+    assert not load_written(plan_join(out / ".partial")), "other tokens may have the same counts"
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
