@@ -88,7 +88,7 @@ def prepare_opened_part(
     """Tokenise some pieces of a source as one part. The arguments and the result are those of `prepare_part`."""
     source = opened.source
     with disk_errors_as_data_errors(out), only_preparation_in(out, is_shared=True):
-        if find_finished(out, opened.record, opened.existing_tokenizer):
+        if find_finished(out, opened.record, opened.existing_tokenizer, f"remove {out} first"):
             notify(f"{out} is complete: all parts were joined there before")
             return None
         partial = open_shared(out, opened)
@@ -125,7 +125,7 @@ def prepare_opened_part(
                 counts = tokenize()
                 if counts.is_fast and (partial / DISTRUST_FILE).exists():
                     counts = tokenize()
-            check_unchanged(source, opened.record)
+            check_unchanged(source, opened.record, f"remove {partial} and run all parts again")
 
             # Report.
             num_pieces = sum(1 for _ in source.pieces())

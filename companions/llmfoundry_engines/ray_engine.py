@@ -59,7 +59,7 @@ def prepare_with_ray(
     out = Path(out).expanduser()
     opened = open_input(request, out)  # its errors come before a cluster starts
     with disk_errors_as_data_errors(out):
-        finished = find_finished(out, opened.record, opened.existing_tokenizer)
+        finished = find_finished(out, opened.record, opened.existing_tokenizer, f"remove {out} first")
     if finished:
         notify(f"{out} is complete: the same preparation finished there before")
         return finished

@@ -82,6 +82,11 @@ def open_shared(out: Path, opened: OpenedInput) -> Path:
         raise DataError(f"{partial} is not of this command: it has no {REQUEST_FILE}; choose another --out")
     stored = read_json_object(partial / REQUEST_FILE)
     changed = describe_difference(stored, record) if stored else f"{REQUEST_FILE} cannot be read"
+    if changed and stored and RELEASES not in stored:
+        raise DataError(
+            f"{partial} holds an unfinished preparation without --part; finish it without --part, choose another "
+            "--out, or remove that folder to begin anew"
+        )
     if changed:
         raise DataError(
             f"{partial} holds parts of another preparation: {changed}; choose another --out, or remove that folder to "

@@ -46,6 +46,9 @@ REQUEST_FILE = "request.json"
 PUBLISHING = "publishing"
 """File in `.partial` which says that the content of the output folder was written by this command, so that it may be
 replaced or removed."""
+OVERWRITE = "pass --overwrite"
+OVERWRITE_AGAIN = "run the same command again with --overwrite"
+"""What to do, for errors of a command that has the option."""
 
 
 def build_request_record(
@@ -88,21 +91,26 @@ def _describe_input(state: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in state.items())
 
 
-def check_unchanged(source: Source, record: dict[str, Any]) -> None:
-    """Raise DataError if the input has changed since `record` was built, so that the result may be a mixture."""
+def check_unchanged(source: Source, record: dict[str, Any], remedy: str = OVERWRITE_AGAIN) -> None:
+    """Raise DataError if the input has changed since `record` was built, so that the result may be a mixture.
+
+    `remedy` is the end of the message: what to do when the input is complete.
+    """
     changed = describe_difference({"input": record["input"]}, {"input": source.describe_state()})
     if changed:
         raise DataError(
-            f"{changed}: it was written to while it was read, so nothing is published; when it is complete, run the "
-            "same command again with --overwrite"
+            f"{changed}: it was written to while it was read, so nothing is published; when it is complete, {remedy}"
         )
 
 
-def find_finished(out: Path, record: dict[str, Any], existing_tokenizer: Tokenizer | None) -> Summary | None:
+def find_finished(
+    out: Path, record: dict[str, Any], existing_tokenizer: Tokenizer | None, remedy: str = OVERWRITE
+) -> Summary | None:
     """Return the summary of a finished preparation in `out`; None if there is none.
 
     record: the current request, as `build_request_record` returns it.
     existing_tokenizer: its tokenizer; None if it is to be trained.
+    remedy: what to do about another preparation there, for the message.
 
     Removes work in progress beside a finished preparation. Raises DataError if that is the preparation of another
     request.
@@ -117,7 +125,7 @@ def find_finished(out: Path, record: dict[str, Any], existing_tokenizer: Tokeniz
         stored_token = {"eos_token": summary.tokenizer.eos_token}
         changed = describe_difference(stored_token, {"eos_token": existing_tokenizer.eos_token})
     if changed:
-        raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or pass --overwrite")
+        raise DataError(f"{out} holds another preparation: {changed}; choose another --out, or {remedy}")
     shutil.rmtree(out / PARTIAL, ignore_errors=True)  # a launch was killed after writing the summary
     return summary
 
@@ -224,6 +232,11 @@ def publish(partial: Path, out: Path, summary: Summary) -> None:
     launch can publish again: the token files and the tokenizer stay in `.partial` until the summary is written, so that
     it can write the shards again. The mark says that folders in `out` are of this command, and may be replaced.
     """
+    # Raise before anything is replaced if another launch publishes at the same time, where locks do nothing.
+    for split in summary.splits:
+        if not (partial / split).is_dir():
+            raise DataError(f"{partial / split} is gone: another process publishes {out}; wait for it")
+
     # Copy the tokenizer, so that it stays in `.partial`.
     copy = partial / "tokenizer.copy"
     copy.mkdir(exist_ok=True)
@@ -287,9 +300,8 @@ def only_preparation_in(out: Path, *, is_shared: bool = False) -> Iterator[None]
             f"--out {out} is not a folder and cannot become one: {error.strerror}; choose another"
         ) from error
     try:
-        lock = lock_folder(
-            out, is_shared=is_shared
-        )  # where locks do nothing, two launches only waste work: writes are atomic
+        # Where locks do nothing, two launches only waste work: writes are atomic, and `publish` checks that it can.
+        lock = lock_folder(out, is_shared=is_shared)
     except BlockingIOError as error:
         raise DataError(f"another preparation is running in {out}; wait for it, or choose another --out") from error
     try:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmfoundry_engines import join as join_module
 from llmfoundry_engines import prepare_part as part_module
 from llmfoundry_engines import reports, shared_folder, status
 from llmfoundry_engines.join import join, join_shards, load_written, plan_join
@@ -411,7 +412,7 @@ def test_an_input_that_changes_while_a_part_reads_it_leaves_no_report(
 
     monkeypatch.setattr(part_module, "tokenize_source", tokenize_then_change)
     try:
-        with pytest.raises(DataError, match=r"the input has changed"):
+        with pytest.raises(DataError, match=r"the input has changed.* complete, remove .* and run all parts again"):
             prepare_part(wanted, tmp_path / "out", Part(1, 1), num_workers=1)
     finally:
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -468,6 +469,45 @@ def test_neither_a_join_nor_the_same_part_nor_one_machine_runs_beside_a_part(
     finally:
         os.close(own_lock)
         os.close(lock)
+
+
+def test_one_machine_may_finish_what_parts_have_begun_but_not_the_reverse(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [2], 3)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "pack_samples", interrupt)
+        prepare(wanted, out, num_workers=1)
+    with pytest.raises(DataError, match="holds an unfinished preparation without --part; finish it without --part"):
+        prepare_parts(wanted, out, [1], 3)
+    prepare(wanted, out, num_workers=1)
+    assert_same_result(out, expected)
+    with pytest.raises(DataError, match=r"max_seq_len was 32 and is 16 now; choose another --out, or remove .* first"):
+        prepare_parts(replace(wanted, max_seq_len=16), out, [1], 3)
+
+
+def test_a_second_join_beside_one_that_publishes_replaces_nothing(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where locks do nothing: the other one moves its folders before this one does."""
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    publish = join_module.publish
+
+    def publish_twice(*arguments) -> None:
+        publish(*arguments)
+        with pytest.raises(DataError, match=r"train is gone: another process publishes .*out; wait for it"):
+            publish(*arguments)
+
+    monkeypatch.setattr(join_module, "publish", publish_twice)
+    join(out)
+    assert_same_result(out, expected)
+
+
+def interrupt(*arguments) -> None:
+    """Stop as by Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def test_folders_of_others_are_left_alone(wanted: PrepareRequest, tmp_path: Path) -> None:
