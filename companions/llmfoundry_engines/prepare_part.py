@@ -97,7 +97,8 @@ def prepare_opened_part(
         with only_this_part(folder, part):
             # Leave if the part is complete.
             report = load_report(folder)
-            if report is not None and has_token_files(folder, report):
+            has_tokenizer = (partial / "tokenizer").is_dir()
+            if report is not None and has_tokenizer and has_token_files(folder, report):
                 notify(f"part {part} is complete already")
                 return report
 

@@ -68,7 +68,7 @@ def open_shared(out: Path, opened: OpenedInput) -> Path:
     """
     partial = out / PARTIAL
     record = record_of_partial(opened.record, opened.existing_tokenizer) | {RELEASES: current_releases()}
-    if not (partial / REQUEST_FILE).is_file():
+    if not os.path.lexists(partial):
         # Create the folder under a name of this process, so that it never exists without its request.
         check_no_other_content(out)
         unfinished = out / f"{PARTIAL}.{socket.gethostname()}-{os.getpid()}.unfinished"
@@ -81,7 +81,7 @@ def open_shared(out: Path, opened: OpenedInput) -> Path:
     if not (partial / REQUEST_FILE).is_file():
         raise DataError(f"{partial} is not of this command: it has no {REQUEST_FILE}; choose another --out")
     stored = read_json_object(partial / REQUEST_FILE)
-    changed = describe_difference(stored, record) if stored else f"{REQUEST_FILE} cannot be read"
+    changed = describe_difference(stored, record) if stored else f"{REQUEST_FILE} is damaged"
     if changed and stored and RELEASES not in stored:
         raise DataError(
             f"{partial} holds an unfinished preparation without --part; finish it without --part, choose another "
@@ -92,12 +92,16 @@ def open_shared(out: Path, opened: OpenedInput) -> Path:
             f"{partial} holds parts of another preparation: {changed}; choose another --out, or remove that folder to "
             "begin anew"
         )
+    (partial / "units").mkdir(exist_ok=True)  # if somebody has removed the folder to tokenise anew
     return partial
 
 
 def load_shared(partial: Path) -> SharedRequest:
     """Load the request that parts have stored. Raises DataError if there is none, or it is of another release."""
-    stored = read_json_object(partial / REQUEST_FILE)
+    request_file = partial / REQUEST_FILE
+    stored = read_json_object(request_file)
+    if not stored and request_file.exists():
+        raise DataError(damaged_request(request_file))
     if RELEASES not in stored:
         raise DataError(
             f"{partial.parent} has no parts to join; prepare them there first, with `data prepare … --part 1/N`"
@@ -111,7 +115,17 @@ def load_shared(partial: Path) -> SharedRequest:
         value = stored.get(field.name)
         values[field.name] = tuple(value) if isinstance(value, list) else value  # JSON has lists for tuples
     record = {key: value for key, value in stored.items() if key not in ("layout", "eos_token", RELEASES)}
-    return SharedRequest(request=PrepareRequest(**values), record=record)
+    if not isinstance(record.get("input"), dict):
+        raise DataError(damaged_request(request_file))
+    try:
+        return SharedRequest(request=PrepareRequest(**values), record=record)
+    except (DataError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(damaged_request(request_file)) from error
+
+
+def damaged_request(request_file: Path) -> str:
+    """Return the message about a stored request that this command has not written."""
+    return f"{request_file} is damaged; remove {request_file.parent} and run all parts again"
 
 
 @contextmanager

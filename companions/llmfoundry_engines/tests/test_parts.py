@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from llmfoundry_engines import join as join_module
 from llmfoundry_engines import prepare_part as part_module
@@ -213,6 +214,32 @@ def test_a_token_file_that_is_gone_is_made_again_by_its_part(
     prepare_parts(wanted, out, [1, 2, 3], 3)
     join(out)
     assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "units"])
+def test_a_folder_that_is_gone_is_made_again_by_a_part(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    shutil.rmtree(out / ".partial" / name)
+    with pytest.raises(DataError, match=name):
+        join(out)
+    prepare_parts(wanted, out, [1], 1)
+    join(out)
+    assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize("change", [None, {"max_seq_len": "many"}, {"input": 7}])
+def test_a_damaged_request_is_named(wanted: PrepareRequest, tmp_path: Path, change: dict | None) -> None:
+    prepare_parts(wanted, tmp_path / "out", [1], 1)
+    file = tmp_path / "out/.partial/request.json"
+    file.write_text("{" if change is None else json.dumps(json.loads(file.read_text()) | change))
+    message = r"request.json is damaged; remove .*partial and run all parts again"
+    with pytest.raises(DataError, match=message):
+        join(tmp_path / "out")
+    with pytest.raises(DataError, match=message):
+        status.print_status(tmp_path / "out", Console())
 
 
 @pytest.mark.parametrize("is_of_another_unit", [False, True])
@@ -514,6 +541,10 @@ def test_folders_of_others_are_left_alone(wanted: PrepareRequest, tmp_path: Path
     precious = plain(tmp_path / "out/train/precious", b"mine")
     with pytest.raises(DataError, match="already contains train, not written by this command"):
         prepare_parts(wanted, tmp_path / "out", [1], 2)
+    plain(tmp_path / "file/.partial", b"mine")
+    with pytest.raises(DataError, match=r"is not of this command: it has no request\.json"):
+        prepare_parts(wanted, tmp_path / "file", [1], 2)
+    assert [path.name for path in (tmp_path / "file").iterdir()] == [".partial"]
     plain(tmp_path / "other/.partial/precious", b"mine")
     with pytest.raises(DataError, match=r"is not of this command: it has no request\.json"):
         prepare_parts(wanted, tmp_path / "other", [1], 2)
