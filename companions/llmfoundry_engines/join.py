@@ -230,7 +230,7 @@ def complete_shards(
     stop = split_plan.num_shards if shards is None else shards.stop
     while index < stop:
         record = written.get((split_plan.split, index))
-        if record is not None and is_intact(folder, index, record, plan.shard_format):
+        if record is not None and is_intact(folder, index, record, split_plan, plan.shard_format):
             yield record
             index += 1
             continue
@@ -243,12 +243,20 @@ def complete_shards(
         index = end
 
 
-def is_intact(folder: Path, index: int, record: dict[str, Any], shard_format: ShardFormat) -> bool:
-    """Return whether the file of a shard has the size and hash of its record."""
+def is_intact(
+    folder: Path, index: int, record: dict[str, Any], split_plan: SplitPlan, shard_format: ShardFormat
+) -> bool:
+    """Return whether the record of a shard is of the plan, and its file has the size and hash of the record."""
+    first_token = index * split_plan.tokens_per_shard
+    num_tokens = min(split_plan.tokens_per_shard, split_plan.sampled_tokens - first_token)
+    planned = {"samples": num_tokens // split_plan.sample_tokens} | shard_format.description
     try:
+        files = {"raw_data": record["raw_data"], "zip_data": record["zip_data"]}
+        if record != planned | files:
+            return False
         name = shard_format.file_name(index)
         return file_of(record) == file_description(name, (folder / name).read_bytes())
-    except OSError:
+    except (OSError, KeyError, TypeError):
         return False
 
 

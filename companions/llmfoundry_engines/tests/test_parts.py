@@ -356,6 +356,22 @@ def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequ
     assert not load_written(plan_join(out / ".partial")), "other tokens may have the same counts"
 
 
+@pytest.mark.parametrize("record", [7, {}, {"raw_data": 7, "zip_data": None}, {"samples": 1}, {"hashes": []}])
+def test_a_record_of_a_shard_that_is_not_of_the_plan_is_not_taken(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, record: object
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    join_shards(out, Part(1, 1))
+    file = next((out / ".partial").rglob("shards.json"))
+    content = json.loads(file.read_text())
+    for row in content["shards"]:
+        row[2] = row[2] | record if isinstance(record, dict) and record else record
+    file.write_text(json.dumps(content))
+    join(out)
+    assert_same_result(out, expected)
+
+
 @pytest.mark.parametrize("compression", [None, "zstd:3"])
 def test_all_shards_may_be_written_by_shares(wanted: PrepareRequest, tmp_path: Path, compression: str | None) -> None:
     compressed = replace(wanted, compression=compression)
