@@ -1,88 +1,32 @@
 """Parts of a preparation, in any number and order, with kills and repeats, give the bytes of one machine."""
 
-import gzip
 import itertools
 import json
 import os
 import random
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from llmfoundry_engines import join as join_module
 from llmfoundry_engines import prepare_part as part_module
 from llmfoundry_engines import reports, shared_folder, status
-from llmfoundry_engines.join import join, join_shards, load_written, plan_join
+from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import Part, choose_items, choose_pieces, parse_part, part_of_folder
 from llmfoundry_engines.prepare_part import prepare_part
+from llmfoundry_engines.tests.part_runs import change_report, prepare_parts
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import lock_folder
 from llmfoundry_lite.prepare import prepare as prepare_module
-from llmfoundry_lite.prepare import sources
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Piece, open_source
 from llmfoundry_lite.prepare.token_files import DISTRUST_FILE, TokenFiles
 from tests.helpers.data import make_documents
-from tests.helpers.preparing import SEQ_LEN, assert_same_result, plain, request, write_jsonl
-
-UNIT_BYTES = 6000
-"""Size of units in tests that run in this process, so that a few documents are many units."""
-
-
-@pytest.fixture(scope="module")
-def small_units() -> Iterator[None]:
-    """Make units so small that a few documents are many."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "MIN_UNIT_BYTES", UNIT_BYTES)
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text files, lines and compressed lines, with empty documents, and one that is larger than many units."""
-    folder = tmp_path_factory.mktemp("corpus")
-    documents = make_documents(160, words=40)
-    for number, document in enumerate(documents[:40]):
-        plain(folder / f"a/{number:02}.txt", document.encode() if number % 9 else b"")
-    write_jsonl(folder / "b.jsonl", ["", *documents[40:80], "", "huge " * 4000, *documents[80:100], ""])
-    lines = "".join(json.dumps({"text": document}) + "\n" for document in documents[100:])
-    plain(folder / "c.jsonl.gz", gzip.compress(lines.encode()))
-    plain(folder / "d.jsonl", b"")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wanted(corpus: Path, tokenizer_folder: Path, small_units: None) -> PrepareRequest:
-    """A request whose result has several shards."""
-    return request(corpus, tokenizer_folder, val_fraction=0.1, size_limit_bytes=5000)
-
-
-@pytest.fixture(scope="module")
-def expected(wanted: PrepareRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result of one machine."""
-    out = tmp_path_factory.mktemp("expected")
-    prepare(wanted, out, num_workers=1)
-    return out
-
-
-def prepare_parts(wanted: PrepareRequest, out: Path, numbers: list[int], count: int) -> None:
-    """Tokenise some parts, one after the other."""
-    for number in numbers:
-        prepare_part(wanted, out, Part(number, count), num_workers=1)
-
-
-def change_report(out: Path, part: Part, change: dict) -> None:
-    """Change some values in the report of a part."""
-    file = out / ".partial/parts" / part.folder_name / reports.REPORT_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-
+from tests.helpers.preparing import SEQ_LEN, assert_same_result, plain, request
 
 # Equal bytes
 
@@ -203,122 +147,6 @@ def test_a_part_that_was_killed_carries_on_and_a_complete_one_is_not_done_again(
     assert_same_result(tmp_path / "out", expected)
 
 
-def test_a_token_file_that_is_gone_is_made_again_by_its_part(
-    wanted: PrepareRequest, expected: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1, 2, 3], 3)
-    sorted((out / ".partial/units").iterdir())[-1].unlink()
-    with pytest.raises(DataError, match=r"1 of 3 parts not complete: 3/3 lacks some of its token files; run these"):
-        join(out)
-    prepare_parts(wanted, out, [1, 2, 3], 3)
-    join(out)
-    assert_same_result(out, expected)
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "units"])
-def test_a_folder_that_is_gone_is_made_again_by_a_part(
-    wanted: PrepareRequest, expected: Path, tmp_path: Path, name: str
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1], 1)
-    shutil.rmtree(out / ".partial" / name)
-    with pytest.raises(DataError, match=name):
-        join(out)
-    prepare_parts(wanted, out, [1], 1)
-    join(out)
-    assert_same_result(out, expected)
-
-
-@pytest.mark.parametrize("change", [None, {"max_seq_len": "many"}, {"input": 7}])
-def test_a_damaged_request_is_named(wanted: PrepareRequest, tmp_path: Path, change: dict | None) -> None:
-    prepare_parts(wanted, tmp_path / "out", [1], 1)
-    file = tmp_path / "out/.partial/request.json"
-    file.write_text("{" if change is None else json.dumps(json.loads(file.read_text()) | change))
-    message = r"request.json is damaged; remove .*partial and run all parts again"
-    with pytest.raises(DataError, match=message):
-        join(tmp_path / "out")
-    with pytest.raises(DataError, match=message):
-        status.print_status(tmp_path / "out", Console())
-
-
-@pytest.mark.parametrize("is_of_another_unit", [False, True])
-def test_a_token_file_that_is_damaged_is_named_and_made_again(
-    wanted: PrepareRequest, expected: Path, tmp_path: Path, is_of_another_unit: bool
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1, 2], 2)
-    damaged, other, *_ = sorted((out / ".partial/units").iterdir())
-    damaged.write_bytes(other.read_bytes() if is_of_another_unit else damaged.read_bytes()[:-100])
-    problem = r"has \d+ tokens of the split train, expected \d+" if is_of_another_unit else "is damaged"
-    with pytest.raises(DataError, match=f"{damaged.name} {problem}"):
-        join(out)
-    damaged.unlink()
-    prepare_parts(wanted, out, [1, 2], 2)
-    join(out)
-    assert_same_result(out, expected)
-
-
-@pytest.mark.parametrize("name", [reports.REPORT_FILE, reports.ROWS_FILE])
-@pytest.mark.parametrize("content", [b"", b"{}", b'{"part": 7}'])
-def test_a_damaged_report_is_one_of_an_incomplete_part(
-    wanted: PrepareRequest, expected: Path, tmp_path: Path, name: str, content: bytes
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1, 2], 2)
-    (out / ".partial/parts" / Part(2, 2).folder_name / name).write_bytes(content)
-    with pytest.raises(DataError, match="1 of 2 parts not complete: 2/2"):
-        join(out)
-    prepare_parts(wanted, out, [2], 2)
-    join(out)
-    assert_same_result(out, expected)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"skipped": ["many"] * 5},
-        {"unreadable": [7]},
-        {"loss": {"characters": "many"}},
-        {"first_piece": -1},
-        {"num_units": 1 << 60},
-    ],
-)
-def test_a_report_with_values_of_another_form_counts_as_missing(
-    wanted: PrepareRequest, tmp_path: Path, change: dict
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1], 1)
-    change_report(out, Part(1, 1), change)
-    with pytest.raises(DataError, match="1 of 1 parts not complete: 1/1"):
-        join(out)
-
-
-def test_reports_of_other_pieces_are_refused(wanted: PrepareRequest, expected: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1, 2], 2)
-    change_report(out, Part(2, 2), {"first_piece": 0})
-    with pytest.raises(DataError, match=r"are not consecutive pieces of one source; remove .*parts and run all parts"):
-        join(out)
-    shutil.rmtree(out / ".partial/parts")
-    prepare_parts(wanted, out, [1, 2], 2)
-    join(out)
-    assert_same_result(out, expected)
-
-
-def test_rows_of_another_size_than_the_report_are_not_read(wanted: PrepareRequest, tmp_path: Path) -> None:
-    prepare_parts(wanted, tmp_path / "out", [1], 1)
-    folder = tmp_path / "out/.partial/parts" / Part(1, 1).folder_name
-    report = reports.load_report(folder)
-    assert report is not None and reports.load_rows(folder, report) is not None
-    content = (folder / reports.ROWS_FILE).read_bytes()
-    shape = f"({report.num_units},)".encode()
-    huge = b"(999999999999,)"
-    padding = b" " * (len(huge) - len(shape))
-    (folder / reports.ROWS_FILE).write_bytes(content.replace(shape + padding, huge, 1))
-    assert reports.load_rows(folder, replace(report, num_units=999999999999)) is None
-
-
 # Shards by parts
 
 
@@ -345,31 +173,6 @@ def test_shares_of_the_shards_are_taken_if_they_are_as_recorded(
     assert join_shards(out, Part(1, 4), notify=said.append) == 0
     assert join(out, notify=said.append).splits
     assert said == [f"{out} is complete: its parts were joined before"] * 2
-
-
-def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequest, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1], 1)
-    join_shards(out, Part(1, 1))
-    assert load_written(plan_join(out / ".partial"))
-    change_report(out, Part(1, 1), {"is_fast": True})
-    assert not load_written(plan_join(out / ".partial")), "other tokens may have the same counts"
-
-
-@pytest.mark.parametrize("record", [7, {}, {"raw_data": 7, "zip_data": None}, {"samples": 1}, {"hashes": []}])
-def test_a_record_of_a_shard_that_is_not_of_the_plan_is_not_taken(
-    wanted: PrepareRequest, expected: Path, tmp_path: Path, record: object
-) -> None:
-    out = tmp_path / "out"
-    prepare_parts(wanted, out, [1], 1)
-    join_shards(out, Part(1, 1))
-    file = next((out / ".partial").rglob("shards.json"))
-    content = json.loads(file.read_text())
-    for row in content["shards"]:
-        row[2] = row[2] | record if isinstance(record, dict) and record else record
-    file.write_text(json.dumps(content))
-    join(out)
-    assert_same_result(out, expected)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd:3"])

@@ -1,0 +1,158 @@
+"""Files of parts that are damaged, lost or of another form are named, and made again."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from llmfoundry_engines import reports, status
+from llmfoundry_engines.join import join, join_shards, load_written, plan_join
+from llmfoundry_engines.part import Part
+from llmfoundry_engines.tests.part_runs import change_report, prepare_parts
+from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.prepare.request import PrepareRequest
+from tests.helpers.preparing import assert_same_result
+
+
+def test_a_token_file_that_is_gone_is_made_again_by_its_part(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2, 3], 3)
+    sorted((out / ".partial/units").iterdir())[-1].unlink()
+    with pytest.raises(DataError, match=r"1 of 3 parts not complete: 3/3 lacks some of its token files; run these"):
+        join(out)
+    prepare_parts(wanted, out, [1, 2, 3], 3)
+    join(out)
+    assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "units"])
+def test_a_folder_that_is_gone_is_made_again_by_a_part(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    shutil.rmtree(out / ".partial" / name)
+    with pytest.raises(DataError, match=name):
+        join(out)
+    prepare_parts(wanted, out, [1], 1)
+    join(out)
+    assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize("change", [None, {"max_seq_len": "many"}, {"input": 7}])
+def test_a_damaged_request_is_named(wanted: PrepareRequest, tmp_path: Path, change: dict | None) -> None:
+    prepare_parts(wanted, tmp_path / "out", [1], 1)
+    file = tmp_path / "out/.partial/request.json"
+    file.write_text("{" if change is None else json.dumps(json.loads(file.read_text()) | change))
+    message = r"request.json is damaged; remove .*partial and run all parts again"
+    with pytest.raises(DataError, match=message):
+        join(tmp_path / "out")
+    with pytest.raises(DataError, match=message):
+        status.print_status(tmp_path / "out", Console())
+
+
+@pytest.mark.parametrize("is_of_another_unit", [False, True])
+def test_a_token_file_that_is_damaged_is_named_and_made_again(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, is_of_another_unit: bool
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2], 2)
+    damaged, other, *_ = sorted((out / ".partial/units").iterdir())
+    damaged.write_bytes(other.read_bytes() if is_of_another_unit else damaged.read_bytes()[:-100])
+    problem = r"has \d+ tokens of the split train, expected \d+" if is_of_another_unit else "is damaged"
+    with pytest.raises(DataError, match=f"{damaged.name} {problem}"):
+        join(out)
+    damaged.unlink()
+    prepare_parts(wanted, out, [1, 2], 2)
+    join(out)
+    assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize("name", [reports.REPORT_FILE, reports.ROWS_FILE])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"part": 7}'])
+def test_a_damaged_report_is_one_of_an_incomplete_part(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2], 2)
+    (out / ".partial/parts" / Part(2, 2).folder_name / name).write_bytes(content)
+    with pytest.raises(DataError, match="1 of 2 parts not complete: 2/2"):
+        join(out)
+    prepare_parts(wanted, out, [2], 2)
+    join(out)
+    assert_same_result(out, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"skipped": ["many"] * 5},
+        {"unreadable": [7]},
+        {"loss": {"characters": "many"}},
+        {"first_piece": -1},
+        {"num_units": 1 << 60},
+    ],
+)
+def test_a_report_with_values_of_another_form_counts_as_missing(
+    wanted: PrepareRequest, tmp_path: Path, change: dict
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    change_report(out, Part(1, 1), change)
+    with pytest.raises(DataError, match="1 of 1 parts not complete: 1/1"):
+        join(out)
+
+
+def test_reports_of_other_pieces_are_refused(wanted: PrepareRequest, expected: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1, 2], 2)
+    change_report(out, Part(2, 2), {"first_piece": 0})
+    with pytest.raises(DataError, match=r"are not consecutive pieces of one source; remove .*parts and run all parts"):
+        join(out)
+    shutil.rmtree(out / ".partial/parts")
+    prepare_parts(wanted, out, [1, 2], 2)
+    join(out)
+    assert_same_result(out, expected)
+
+
+def test_rows_of_another_size_than_the_report_are_not_read(wanted: PrepareRequest, tmp_path: Path) -> None:
+    prepare_parts(wanted, tmp_path / "out", [1], 1)
+    folder = tmp_path / "out/.partial/parts" / Part(1, 1).folder_name
+    report = reports.load_report(folder)
+    assert report is not None and reports.load_rows(folder, report) is not None
+    content = (folder / reports.ROWS_FILE).read_bytes()
+    shape = f"({report.num_units},)".encode()
+    huge = b"(999999999999,)"
+    padding = b" " * (len(huge) - len(shape))
+    (folder / reports.ROWS_FILE).write_bytes(content.replace(shape + padding, huge, 1))
+    assert reports.load_rows(folder, replace(report, num_units=999999999999)) is None
+
+
+def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequest, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    join_shards(out, Part(1, 1))
+    assert load_written(plan_join(out / ".partial"))
+    change_report(out, Part(1, 1), {"is_fast": True})
+    assert not load_written(plan_join(out / ".partial")), "other tokens may have the same counts"
+
+
+@pytest.mark.parametrize("record", [7, {}, {"raw_data": 7, "zip_data": None}, {"samples": 1}, {"hashes": []}])
+def test_a_record_of_a_shard_that_is_not_of_the_plan_is_not_taken(
+    wanted: PrepareRequest, expected: Path, tmp_path: Path, record: object
+) -> None:
+    out = tmp_path / "out"
+    prepare_parts(wanted, out, [1], 1)
+    join_shards(out, Part(1, 1))
+    file = next((out / ".partial").rglob("shards.json"))
+    content = json.loads(file.read_text())
+    for row in content["shards"]:
+        row[2] = row[2] | record if isinstance(record, dict) and record else record
+    file.write_text(json.dumps(content))
+    join(out)
+    assert_same_result(out, expected)
