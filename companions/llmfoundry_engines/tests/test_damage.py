@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from llmfoundry_engines.part import Part
 from llmfoundry_engines.tests.part_runs import change_report, prepare_parts
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.token_unit import UNIT_ROW
 from tests.helpers.preparing import assert_same_result
 
 
@@ -125,12 +127,11 @@ def test_rows_of_another_size_than_the_report_are_not_read(wanted: PrepareReques
     folder = tmp_path / "out/.partial/parts" / Part(1, 1).folder_name
     report = reports.load_report(folder)
     assert report is not None and reports.load_rows(folder, report) is not None
-    content = (folder / reports.ROWS_FILE).read_bytes()
-    shape = f"({report.num_units},)".encode()
-    huge = b"(999999999999,)"
-    padding = b" " * (len(huge) - len(shape))
-    (folder / reports.ROWS_FILE).write_bytes(content.replace(shape + padding, huge, 1))
-    assert reports.load_rows(folder, replace(report, num_units=999999999999)) is None
+    descr = np.lib.format.dtype_to_descr(UNIT_ROW)
+    with open(folder / reports.ROWS_FILE, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": (10**12,)})
+        file.write(bytes(UNIT_ROW.itemsize))
+    assert reports.load_rows(folder, replace(report, num_units=10**12)) is None
 
 
 def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequest, tmp_path: Path) -> None:
