@@ -44,7 +44,7 @@ MAX_SEQ_LEN = 16384
 """Longer than any prompt, so that none is cut. LLM Foundry's side has the same length."""
 SAME = "same"
 BLANK_LINE = "\n\n"
-"""What lm_eval and nanochat have between examples, and LLM Foundry does not."""
+"""Text that lm_eval and nanochat have between examples, and LLM Foundry does not."""
 SHOWN_CHARACTERS = 13
 """Characters from the first difference on that the table shows."""
 

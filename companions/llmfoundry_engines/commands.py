@@ -1,4 +1,4 @@
-"""What the core's commands call: `data prepare` with `--part`, `--engine` or `--status`, and `data join`."""
+"""Functions that the core's commands call: `data prepare` with `--part`, `--engine` or `--status`, and `data join`."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -30,7 +30,7 @@ MAX_RETRIES = 5
 
 @dataclass(kw_only=True, slots=True)
 class TaskResult:
-    """What a task sends back to the command that has started it."""
+    """Message that a task sends back to the command that has started it."""
 
     error: str = ""
     """The message of a UserError; empty if there is none. A part with one is not tried again."""

@@ -1,4 +1,4 @@
-"""What a part leaves behind in its folder, for `data join` and `data prepare --status`.
+"""Files that a part leaves behind in its folder, for `data join` and `data prepare --status`.
 
     progress.json    a `Progress`, written again every few seconds while the part runs
     units.npy        a row of `UNIT_ROW` for each unit of the part

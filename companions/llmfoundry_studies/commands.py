@@ -1,4 +1,4 @@
-"""What the core's commands call: `data overlap`, `compare --overlap`, `compare --html`, and `compare` of recipes."""
+"""Functions that the core's commands call: `data overlap`, `compare` with `--overlap` or `--html`, and of recipes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

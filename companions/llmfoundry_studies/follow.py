@@ -49,7 +49,7 @@ MAX_SHOWN_SCORES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What all ranks do next: evaluate the checkpoint at `url`, end if `has_ended`, and otherwise wait."""
+    """Next step of all ranks: evaluate the checkpoint at `url`, end if `has_ended`, and otherwise wait."""
 
     model: str = ""
     """The checkpoint's name in the results, such as `base-ba200`."""

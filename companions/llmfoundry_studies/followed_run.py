@@ -36,7 +36,7 @@ class CheckpointToEvaluate:
 
 
 class FollowedRun:
-    """What is known of a run as of the last `look`."""
+    """Knowledge of a run as of the last `look`."""
 
     def __init__(self, name: str, source: str, patience_seconds: float):
         """Describe a run before anything is read of it.
@@ -64,7 +64,7 @@ class FollowedRun:
         self._status: Mapping[str, Any] | None = None
         """Content of status.json. None if there is none on this machine."""
         self._holder: Holder | None = None
-        """Who holds the run's lease."""
+        """Launch that holds the run's lease."""
         self._read_error = ""
         """Why the last look could not read the checkpoints."""
         self._activity = ""

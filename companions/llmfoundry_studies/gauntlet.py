@@ -38,7 +38,7 @@ class WeightedScore:
     is_category: bool
     tasks: list[WeightedTask]
     offset: float
-    """What is subtracted from the sum, because guessing has the score 0."""
+    """Number that is subtracted from the sum, because guessing has the score 0."""
 
 
 def add_gauntlet(

@@ -50,7 +50,7 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageContent:
-    """What a page is made of."""
+    """Content of a page."""
 
     title: str
     first: str

@@ -68,7 +68,7 @@ class Picture:
     svg: str
     description: str
     note: str = ""
-    """What the picture leaves out; empty if it leaves nothing out."""
+    """A sentence on what the picture leaves out; empty if it leaves nothing out."""
 
 
 @fixed_settings()

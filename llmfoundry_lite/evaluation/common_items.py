@@ -71,12 +71,12 @@ class WeightedTask(NamedTuple):
     task: str
     metric: str
     weight: float
-    """What a score of 1 adds to the sum."""
+    """Number that a score of 1 adds to the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedUnits:
-    """What each independent unit (u) contributes to the weighted mean of two models' scores."""
+    """Contributions of each independent unit (u) to the weighted mean of two models' scores."""
 
     weights_u: Floats
     """The largest part that a unit could have in a mean of accuracies. They add up to 1."""

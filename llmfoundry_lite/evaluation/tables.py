@@ -466,7 +466,7 @@ class Part(NamedTuple):
     baseline: float
     """Accuracy whose score is 0."""
     scale: float
-    """What an accuracy of 1 above the baseline adds to the score."""
+    """Number that an accuracy of 1 above the baseline adds to the score."""
 
 
 class DividedGauntlet(NamedTuple):

@@ -48,7 +48,7 @@ PUBLISHING = "publishing"
 replaced or removed."""
 OVERWRITE = "pass --overwrite"
 OVERWRITE_AGAIN = "run the same command again with --overwrite"
-"""What to do, for errors of a command that has the option."""
+"""Advice in errors of a command that has the option."""
 
 
 def build_request_record(

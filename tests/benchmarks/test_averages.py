@@ -1,4 +1,4 @@
-"""What `benchmarks averages` trains, and how it compares means with the last checkpoint."""
+"""Runs that `benchmarks averages` trains, and its comparison of means with the last checkpoint."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What was asked can be seen: questions and options in the items' records, and prompts token by token."""
+"""Texts that a model was asked: questions and options in the items' records, and prompts token by token."""
 
 import json
 from typing import Any

@@ -18,10 +18,10 @@ PAGE = ROOT / "docs/tasks.md"
 
 
 class TaskType(NamedTuple):
-    """What the page says of a type of task."""
+    """Facts of a type of task that the page states."""
 
     scored: str
-    """What a model is asked, and what decides whether an answer is right."""
+    """The question to a model, and what decides whether an answer is right."""
     columns: dict[str, str]
     file: str
     """The name of the example's file."""

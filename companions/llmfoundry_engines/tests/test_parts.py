@@ -336,7 +336,7 @@ def test_one_machine_may_finish_what_parts_have_begun_but_not_the_reverse(
 def test_a_second_join_beside_one_that_publishes_replaces_nothing(
     wanted: PrepareRequest, expected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where locks do nothing: the other one moves its folders before this one does."""
+    """Act like a join where locks do nothing: the other one moves its folders before this one does."""
     out = tmp_path / "out"
     prepare_parts(wanted, out, [1], 1)
     publish = join_module.publish

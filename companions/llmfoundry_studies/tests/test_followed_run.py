@@ -1,4 +1,4 @@
-"""What a look at a run says: which checkpoints are next, and whether the training has ended."""
+"""A look at a run says which checkpoints are next, and whether the training has ended."""
 
 import json
 import shutil
