@@ -22,7 +22,8 @@ from tests.helpers.launch import ROOT, free_port
 from tests.helpers.tiny import read_metrics, tiny_config, write_config, write_data
 
 BUG = {f"python:{__name__}:Bug": {}}
-BATCH_SCRIPTS = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
+BATCH_SCRIPTS = sorted((ROOT / "scripts/slurm").glob("train-*.sbatch"))
+PREPARE = ROOT / "scripts/slurm/prepare.sbatch"
 COMMON = ROOT / "scripts/slurm/common.sh"
 DOCKERFILES = [ROOT / "scripts/docker/Dockerfile"]
 SRUN = f"""#!{sys.executable}
@@ -116,7 +117,7 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize("script", [*BATCH_SCRIPTS, COMMON], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*BATCH_SCRIPTS, PREPARE, COMMON], ids=lambda path: path.stem)
 def test_the_batch_scripts_are_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
     checker = shutil.which("shellcheck")
