@@ -21,7 +21,7 @@ from tests.helpers.launch import ROOT
 FILES = ["tests/test_gpu.py", "tests/evaluation/test_scoring.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tests_of_a_gpu_run_where_there_is_none(tmp_path):
     caches = {"TRITON_CACHE_DIR": f"{tmp_path}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/inductor"}
     facts = describe_device(ACCELERATORS["H100-80GB"], 1, cuda_release())
