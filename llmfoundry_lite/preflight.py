@@ -27,7 +27,7 @@ from llmfoundry_lite.config.data_schema import LoaderConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import distinct_streams
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout
-from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
 from llmfoundry_lite.data.rows import check_length, percent_truncated, tokens_per_sample

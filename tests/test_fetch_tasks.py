@@ -12,7 +12,7 @@ import datasets
 import pytest
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.evaluation.task_files import COLUMNS, read_rows
 from scripts.fetch_tasks import CORE_FILES, ORIGINS, PublishedFile, convert_rows, program
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmfoundry_lite.cli import main
-from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.data.baselines import read_tokens
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.evaluation.task_files import read_rows

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.eval.eval import peer_of
 from llmfoundry_lite.config.eval_schema import LETTERS, MULTIPLE_CHOICE, TaskConfig, result_name
-from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.harness import evaluate
 from llmfoundry_lite.evaluation.models import locate_and_load_model

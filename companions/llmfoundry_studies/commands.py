@@ -11,7 +11,7 @@ from rich.text import Text
 
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.load_eval import find_available_tasks, load_tasks
+from llmfoundry_lite.config.load_tasks import find_available_tasks, load_tasks
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError, printable
 from llmfoundry_lite.evaluation.compare import compare

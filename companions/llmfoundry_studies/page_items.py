@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from llmfoundry_lite.evaluation.means import document_of
+from llmfoundry_lite.evaluation.metrics import LENGTHS
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_studies.page_texts import label_of_metric, shorten
@@ -29,10 +30,6 @@ MAX_PROMPT_TOKENS = 1_000
 """Most tokens of the context that the choices of an item have in common, and of each choice: the last ones."""
 LOG_PROBABILITY_DIGITS = 3
 SCORE_DIGITS = 5
-
-LENGTH_KEYS = {"acc_per_token": "num_tokens", "acc_norm": "num_characters", "acc_per_byte": "num_bytes"}
-"""Metric -> the length by which it divides the log-probability of a choice."""
-LENGTH_UNITS = {"acc_per_token": "token", "acc_norm": "character", "acc_per_byte": "byte"}
 
 
 @dataclass(slots=True)
@@ -85,7 +82,7 @@ def collect_items(all_results: Sequence[Results], max_bytes: int = MAX_BYTES) ->
         kept = kept_of_task[task]
         collected.num_left_out += len(entries_of_task[task]) - len(kept)
         metric = record["metric"]
-        facts = {"name": shorten(task), "type": record["type"], "metric": metric, "unit": LENGTH_UNITS.get(metric, "")}
+        facts = {"name": shorten(task), "type": record["type"], "metric": metric, "unit": _length_of_choices(metric)[1]}
         facts["label"] = label_of_metric(metric)
         directions = {"is_text": metric == BITS, "less_is_better": metric in BITS_METRICS}
         collected.tasks.append({**facts, **directions, "items": kept})
@@ -176,6 +173,14 @@ def _score(item: Record, metric: str) -> float | None:
     return round(float(score), SCORE_DIGITS) if _is_finite(score) else None
 
 
+def _length_of_choices(metric: str) -> tuple[str, str]:
+    """Return the key of the lengths by which a metric ranks choices, and their unit; empty texts if it needs none.
+
+    Bits per byte rank no choices, although they are divided by a length.
+    """
+    return ("", "") if metric in BITS_METRICS else LENGTHS.get(metric, ("", ""))
+
+
 def _question(item: Record) -> dict[str, Any]:
     """Return what is the same for all models: index, question, choices and the right answer, as far as recorded."""
     entry: dict[str, Any] = {"index": item["index"]}
@@ -197,7 +202,7 @@ def _answers(answers: Sequence[Record | None], metric: str) -> dict[str, Any]:
     answered = {
         "chosen": [_chosen(answer, metric) for answer in answers],
         "log_probabilities": [_numbers(answer, "log_probability") for answer in answers],
-        "lengths": [_numbers(answer, LENGTH_KEYS.get(metric, "")) for answer in answers],
+        "lengths": [_numbers(answer, _length_of_choices(metric)[0]) for answer in answers],
         "texts": [_text(answer) for answer in answers],
         "prompts": _distinct_prompts(answers),
     }

@@ -9,7 +9,7 @@ What a configuration is:
 - `schema.py`: `TrainConfig`, with its blocks in `model_schema.py`, `data_schema.py`, `sharding_schema.py` and
   `callbacks_schema.py`; `eval_schema.py`: `EvalConfig`; `blocks.py`: blocks that companions add.
 
-How it is loaded (`load_train.py` and `load_eval.py` call these in order):
+How it is loaded (`load_train.py`, `load_eval.py` and `load_tasks.py` call these in order):
 
 1. `yaml_text.py` reads YAML text. `shipped.py` finds the package's files by name, `auto_hardware.py` the overlay of
    `hardware=auto`.

@@ -1,6 +1,6 @@
 """The configuration of an evaluation (`EvalConfig`), its tasks and its gauntlet, with LLM Foundry's names of keys.
 
-`load_eval.py` builds them from files and `key=value` arguments.
+`load_eval.py` and `load_tasks.py` build them from files and `key=value` arguments.
 """
 
 from dataclasses import dataclass

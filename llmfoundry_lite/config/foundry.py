@@ -2,7 +2,7 @@
 
 A key is either removed, with a note that says why it has no effect here, or refused, with an error that says what to
 use instead. `foundry.table` lists the keys with their sentences. LLM Foundry's other names for keys that we do have are
-handled where they are read: in `build.py`, `scalars.py` and `load_eval.py`.
+handled where they are read: in `build.py`, `scalars.py`, `load_eval.py` and `load_tasks.py`.
 
 `values` in this file are the merged values of a configuration, as nested dictionaries, which the functions change in
 place. `layers` are the files and arguments that they come from, for messages.

@@ -18,6 +18,7 @@ from rich.text import Text
 from llmfoundry_lite.config.eval_schema import BPB
 from llmfoundry_lite.errors import DataError, find_nearest, printable
 from llmfoundry_lite.evaluation.means import is_named, label_of
+from llmfoundry_lite.evaluation.metrics import LENGTHS
 from llmfoundry_lite.evaluation.pairs import Comparison
 from llmfoundry_lite.evaluation.records import BITS, BITS_METRICS, Record, items_with
 from llmfoundry_lite.evaluation.results import Results
@@ -28,13 +29,6 @@ MAX_QUESTION_CHARACTERS = 1_000
 MAX_OPTION_CHARACTERS = 300
 """Longest texts that are printed. Of a longer one, the beginning is."""
 MAX_OPTIONS = 20
-LENGTHS = {
-    "acc_per_token": ("num_tokens", "token"),
-    "acc_norm": ("num_characters", "character"),
-    "acc_per_byte": ("num_bytes", "byte"),
-    BPB: ("num_bytes", "byte"),
-}
-"""Metric -> the key of the lengths by which it divides log-probabilities, and their unit."""
 LEGEND = (
     "* marks the right option, and < the one that a model chose. Of a language modelling task, < marks an answer whose "
     "tokens were all the likeliest."

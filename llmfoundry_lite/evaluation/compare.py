@@ -319,12 +319,7 @@ def _compare_answer_bits(
         other=units.other_sum,
         difference=result.difference,
         **_count_won(-units.gains_i),  # fewer bits are better
-        p=result.p,
-        test="studentised bootstrap",
-        is_tested=is_tested,
-        error=result.error,
-        interval=result.interval,
-        min_p=result.min_p if is_tested else 0.0,
+        **_describe_bootstrap(result, is_tested=is_tested),
         counts=counts,
     )
 
@@ -345,6 +340,23 @@ def _count_won(gains: Floats) -> dict[str, Any]:
     num_losses = int((gains < 0).sum())
     num_ties = len(gains) - num_wins - num_losses
     return {"n": len(gains), "wins": num_wins, "losses": num_losses, "ties": num_ties}
+
+
+def _describe_bootstrap(
+    result: significance.BootstrapResult | significance.NormalResult, *, is_tested: bool
+) -> dict[str, Any]:
+    """Return the fields of a MetricComparison that say how its difference was tested, and with what result.
+
+    `is_tested` says whether there are enough units for a test.
+    """
+    return {
+        "p": result.p,
+        "test": "studentised bootstrap",
+        "is_tested": is_tested,
+        "error": result.error,
+        "interval": result.interval,
+        "min_p": result.min_p if is_tested else 0.0,
+    }
 
 
 def _compare_texts(
@@ -380,11 +392,6 @@ def _compare_texts(
         other=float(bits_per_byte(units.other.sum(axis=0))),
         difference=result.difference,
         **_count_won(first_ratios_u - other_ratios_u),
-        p=result.p,
-        test="studentised bootstrap",
-        is_tested=is_tested,
-        error=result.error,
-        interval=result.interval,
-        min_p=result.min_p if is_tested else 0.0,
+        **_describe_bootstrap(result, is_tested=is_tested),
         lost_text=lost_text_bits,
     )

@@ -12,13 +12,20 @@ shown and compared by `acc_norm` (per character) instead. `acc_per_byte` and `bp
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from llmfoundry_lite.config.eval_schema import METRICS
+from llmfoundry_lite.config.eval_schema import BPB, METRICS
 from llmfoundry_lite.errors import DataError, find_nearest
 from llmfoundry_lite.evaluation.records import Record
 from llmfoundry_lite.evaluation.results import Results, read_others
 
 PER_TOKEN = "acc_per_token"
 PER_CHARACTER = "acc_norm"
+LENGTHS = {
+    "acc_per_token": ("num_tokens", "token"),
+    "acc_norm": ("num_characters", "character"),
+    "acc_per_byte": ("num_bytes", "byte"),
+    BPB: ("num_bytes", "byte"),
+}
+"""Metric -> the key of the lengths by which it divides log-probabilities, and their unit."""
 
 
 def has_other_tokenizer(first_results: Results, other_results: Results) -> bool:

@@ -8,7 +8,7 @@ import yaml
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import keys_of
-from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.errors import ConfigError

@@ -7,7 +7,8 @@ import pytest
 
 from llmfoundry_lite.config.fields import schema_keys, settings_along
 from llmfoundry_lite.config.foundry import EVAL_LEFT_OUT, HARMLESS, LEFT_OUT, WITHOUT_EFFECT
-from llmfoundry_lite.config.load_eval import TASK_SYNONYMS, TASK_WITHOUT_EFFECT, THEIR_METRICS
+from llmfoundry_lite.config.load_tasks import TASK_WITHOUT_EFFECT, THEIR_METRICS
+from llmfoundry_lite.config.scalars import TASK_SYNONYMS
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.evaluation.items import PreparedTask
 from llmfoundry_lite.training.mirrors import FOUNDRY_NAMES

@@ -14,7 +14,8 @@ import torch
 
 import llmfoundry_lite.launch_eval
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.model_schema import AttentionConfig, ModelConfig
 from llmfoundry_lite.convert.huggingface import export_model
 from llmfoundry_lite.data.tokenizer import train_tokenizer

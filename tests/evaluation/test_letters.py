@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from llmfoundry_lite.config.eval_schema import Benchmark, TaskConfig, result_name
-from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.means import label_of
 from llmfoundry_lite.evaluation.result_files import outline_tasks

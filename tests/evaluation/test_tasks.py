@@ -11,7 +11,8 @@ import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.load_eval import load_eval_config, load_tasks
+from llmfoundry_lite.config.load_eval import load_eval_config
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.evaluation.documents import prepare_text

@@ -8,7 +8,7 @@ import pytest
 
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.config.eval_schema import TaskConfig
-from llmfoundry_lite.config.load_eval import load_tasks
+from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.evaluation.results import load_results
