@@ -30,6 +30,7 @@ from llmfoundry_lite.config.layout import DEGREE_KEYS, Layout
 from llmfoundry_lite.config.load_tasks import load_tasks
 from llmfoundry_lite.config.schema import TrainConfig, data_label
 from llmfoundry_lite.config.wandb_init import RUN_ID, check_wandb, describe_unused_variables, init_arguments
+from llmfoundry_lite.data.index_files import find_first_index
 from llmfoundry_lite.data.rows import check_length, percent_truncated, tokens_per_sample
 from llmfoundry_lite.data.tokenizer import (
     TOKENIZER_FILE,
@@ -371,8 +372,12 @@ def _check_data(
         folder = Path(stream.local or "") / (stream.split or dataset.split or "")
         remote = stream.remote or dataset.remote
         index = folder / "index.json"
-        if is_file(index):
+        first_index = index if is_file(index) else find_first_index(folder)  # a folder of folders has several
+        if first_index == index:
             num_samples_by_stream.append(_check_index(index, key, dataset, config, findings))
+        elif first_index is not None:
+            _check_index(first_index, key, dataset, config, findings)
+            findings.not_checked.append(f"{key}: the folders in {folder}, except that of {first_index}")
         elif remote and remote != stream.local:
             findings.not_checked.append(f"{key}: {folder} will be filled from {remote}")
         elif must_exist:

@@ -15,6 +15,7 @@ from llmfoundry_lite.checkpoint.store import is_checkpoint
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.layers import read_layers
 from llmfoundry_lite.convert.files import read_json
+from llmfoundry_lite.data.index_files import IndexFiles
 from llmfoundry_lite.data.recorded import shard_state
 from llmfoundry_lite.data.shard_table import read_indexes
 from llmfoundry_lite.data.tokenizer import load_tokenizer
@@ -78,7 +79,7 @@ READERS = {
         preflight._read_summary,
     ],
     "index.json": [
-        lambda path: read_indexes([path], [None]),
+        lambda path: read_indexes([IndexFiles(folder=path.parent)], [None]),
         preflight._count_samples,
         lambda path: shard_state(path.parent),
     ],

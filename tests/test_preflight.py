@@ -569,3 +569,15 @@ def spelling(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["a b c d"] * 3, 300).save(str(folder))
     return {"tokenizer__name": str(folder), "model__vocab_size": 384}
+
+
+def test_of_a_folder_of_folders_the_first_is_checked(tmp_path, data):
+    for name in ("0", "1"):
+        shutil.copytree(data / "train", tmp_path / "nested" / name)
+    config = tiny_config(data, train_loader={"dataset": {"local": str(tmp_path / "nested")}})
+    _, found = check(tmp_path, config)
+    assert f"train_loader.dataset: the folders in {tmp_path}/nested, except that of" in " ".join(found.not_checked)
+    for index in (tmp_path / "nested").glob("*/index.json"):
+        index.write_text(index.read_text().replace('"tokens"', '"image"'))
+    with pytest.raises(DataError, match=r"nested/[01]/index.json has columns image; expected tokens or text"):
+        check(tmp_path, config)

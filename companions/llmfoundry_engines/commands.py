@@ -1,8 +1,9 @@
-"""Functions that the core's commands call: `data prepare` with `--part`, `--engine` or `--status`, and `data join`."""
+"""Functions that the core's `data` commands call: `prepare --part`, `--engine` and `--status`, `join` and `index`."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+from llmfoundry_engines.index_shards import index_folders
 from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import parse_part
 from llmfoundry_engines.prepare_part import prepare_part
@@ -86,3 +87,10 @@ def run_join(out: str, part_text: str | None, *, max_lost_text: float, notify: C
 def run_status(out: str) -> None:
     """Print what the parts of a preparation have done."""
     print_status(out, console())
+
+
+def run_index(folder: str, *, notify: Callable[[str], None]) -> None:
+    """Write the indexes that folders of shards lack, and print what they hold."""
+    written = index_folders(folder, notify)
+    if not written:
+        notify(f"{folder}: all of its shards have an index.json, nothing is written")

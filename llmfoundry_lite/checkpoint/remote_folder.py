@@ -218,13 +218,13 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """Return the sorted names of files and folders directly in this folder. Empty if it does not exist."""
-        return sorted({_name_of(entry) for entry in self._list()} - {""})
+        return sorted({_name_of(entry) for entry in self.entries()} - {""})
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file directly in this folder, from one listing."""
-        return {_name_of(entry): int(entry["size"] or 0) for entry in self._list() if entry["type"] == "file"}
+        return {_name_of(entry): int(entry["size"] or 0) for entry in self.entries() if entry["type"] == "file"}
 
-    def _list(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[dict[str, Any]]:
         """List this folder, past fsspec's cache: a dict with `name`, `size` and `type` for each file and folder in it.
 
         Returns an empty list if the folder does not exist. Raises OSError.

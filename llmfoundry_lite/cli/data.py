@@ -180,6 +180,20 @@ def data_join(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
+@data.command("index")
+def data_index(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of MDS shards, or of such folders.")],
+) -> None:
+    """Write the index.json that folders of shards lack because their writer was killed.
+
+    Number of samples, columns, sizes and hashes come from the shards. An index.json that exists is left as it is.
+    """
+    ignore_output_errors()
+    check_is_path(folder)
+    run_index = companions.load("llmfoundry_engines.commands:run_index", "data index")
+    run_index(folder, notify=typer.echo)
+
+
 @data.command("show")
 def data_show(
     where: Annotated[str, typer.Argument(metavar="RUN", help="A run folder or a folder of checkpoints.")],

@@ -4,8 +4,9 @@ Read the files in this order:
 
 1. `order.py` decides the order of samples, as a function of a few integers. `stages.py` does so for a run whose data
    changes at some batches. Neither reads a file.
-2. `shard_table.py` reads the indexes of the shards. `streams.py` downloads, unpacks and checks shards, and `cache.py`
-   decides when. `folder_locks.py` keeps two launches from downloading into one folder.
+2. `index_files.py` finds the indexes of the shards, and `shard_table.py` reads them. `streams.py` downloads, unpacks
+   and checks shards, and `cache.py` decides when. `folder_locks.py` keeps two launches from downloading into one
+   folder.
 3. `rows.py` decodes a sample. `dataset.py` combines all of these into a `TextDataset`.
 4. `loader.py` makes batches in worker processes, and computes their digests. `stateful.py` is the public loader, which
    keeps track of its position.

@@ -16,9 +16,10 @@ from streaming.base.format import FileInfo
 from streaming.base.format.mds import MDSReader
 
 from llmfoundry_lite.bounded import too_large
+from llmfoundry_lite.data.index_files import find_local_indexes
 from llmfoundry_lite.data.rows import MAX_VOCAB_SIZE, TOKEN_TYPES, check_whole_numbers
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
-from llmfoundry_lite.data.streams import INDEX, find_damage, unpack_shard
+from llmfoundry_lite.data.streams import find_damage, unpack_shard
 
 MAX_BYTES = 1 << 30
 """Limit of bytes in memory at once: those of an uncompressed shard, or of all shards of a small data set."""
@@ -106,8 +107,8 @@ def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDAr
 
 
 def _read_table(folder: Path) -> ShardTable:
-    """Read the index of a local folder of shards. Raises DataError."""
-    return ShardTable(*read_indexes([folder / INDEX], [None], allow_unhashed_shards=True))
+    """Read the index files of a local folder of shards. Raises DataError."""
+    return ShardTable(*read_indexes([find_local_indexes(folder)], [None], allow_unhashed_shards=True))
 
 
 def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from streaming.base.format.mds import MDSReader
 
 from llmfoundry_lite.data.shard_table import ShardTable
-from llmfoundry_lite.data.streams import INDEX, ShardFolder, find_damage
+from llmfoundry_lite.data.streams import ShardFolder, find_damage
 from llmfoundry_lite.errors import DataError, mask_credentials, one_line, printable
 
 log = logging.getLogger(__name__)
@@ -313,8 +313,11 @@ class ShardCache:
     @cached_property
     def _index_bytes(self) -> int:
         """Bytes of the indexes of all folders with a remote. They count for `cache_limit` and are never evicted."""
-        paths = [os.path.join(folder.path, INDEX) for folder in self.folders if folder.remote]
-        return sum(os.stat(path).st_size for path in paths)
+        num_bytes = 0
+        for folder, index_bytes in zip(self.folders, self.table.index_bytes, strict=True):
+            if folder.remote:
+                num_bytes += index_bytes
+        return num_bytes
 
     def _evict_until_it_fits(self, shard: int) -> None:
         """Evict shards, those that were read longest ago first, until `shard` fits into `cache_limit`.

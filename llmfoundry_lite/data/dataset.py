@@ -219,7 +219,7 @@ class TextDataset(IterableDataset):
         open until all ranks of the node have opened it, and the metadata that `ShardTable` needs together with it.
         """
         rows, metadata = read_indexes(
-            [folder.fetch_index() for folder in self.folders],
+            [folder.fetch_indexes() for folder in self.folders],
             [folder.stream.validate_hash for folder in self.folders],
             allow_unhashed_shards=self.config.allow_unhashed_shards,
         )

@@ -18,6 +18,7 @@ from llmfoundry_lite.bounded import MAX_INDEX_BYTES, TooLargeError, read_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import own_streams, streams_of_stages
 from llmfoundry_lite.config.layers import find_value
+from llmfoundry_lite.data.index_files import find_indexes, list_local_folder
 from llmfoundry_lite.errors import DataError
 
 BLOCK = "train_loader.dataset"
@@ -121,19 +122,26 @@ def shard_state(folder: Path) -> str | None:
     WHOLE means that all uncompressed files are there, and COMPRESSED that all compressed ones are, but not all of the
     others. The files are not read. Raises DataError for an index that cannot be read.
     """
-    # Read the names of the files from the index.
-    index = folder / "index.json"
-    if not index.is_file():
+    # Read the names of the files from the index, or from the indexes of the folders below.
+    if not folder.is_dir():
         return None
-    try:
-        content = json.loads(read_at_most(index, MAX_INDEX_BYTES, "an index"), object_hook=_shard_file_names)
-        shards = content["shards"]
-        raw_paths = [folder / raw_name for raw_name, _ in shards]
-        compressed_paths = [folder / compressed_name for _, compressed_name in shards if compressed_name]
-    except TooLargeError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{index} is not an MDS index ({error!r}); give the data of the run") from None
+    found = find_indexes(list_local_folder(folder))
+    has_all_indexes = found.names and not found.without_index
+    if not has_all_indexes:
+        return None
+    raw_paths: list[Path] = []
+    compressed_paths: list[Path] = []
+    for name in found.names:
+        index = folder / name
+        try:
+            content = json.loads(read_at_most(index, MAX_INDEX_BYTES, "an index"), object_hook=_shard_file_names)
+            shards = content["shards"]
+            raw_paths += [index.parent / raw_name for raw_name, _ in shards]
+            compressed_paths += [index.parent / compressed_name for _, compressed_name in shards if compressed_name]
+        except TooLargeError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{index} is not an MDS index ({error!r}); give the data of the run") from None
 
     # Look for them.
     if all(map(os.path.isfile, raw_paths)):

@@ -1,12 +1,12 @@
-"""`index.json` of every stream -> one table of shards, read once on a node and mapped by all of its processes.
+"""Index files of every stream -> one table of shards, read once on a node and mapped by all of its processes.
 
 The index of 1.5 million shards (100 TB) takes about 12 s and 1.2 GB to read. Its table takes 100 bytes for each shard.
 
 Shards that agree in columns, encodings, compression and hash algorithms have one *schema*, which is stored once. The
 rows of the table refer to it by its index.
 
-`read_indexes` reads each stream's index through an `_Index`, and returns the rows of the table and its metadata. A
-`ShardTable` is the view of both, in the process that read them and in all others of the node.
+`read_indexes` reads the index files of each stream through an `_Index`, and returns the rows of the table and its
+metadata. A `ShardTable` is the view of both, in the process that read them and in all others of the node.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import is_hash
 
 from llmfoundry_lite.bounded import MAX_INDEX_BYTES, too_large
+from llmfoundry_lite.data.index_files import INDEX, IndexFiles
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.ranks.lean_imports import no_collection
@@ -74,6 +74,8 @@ class ShardTable:
         """Schemas of shards: `READER_KEYS`, and `hash_name`, the algorithm that checks the shards (or empty)."""
         self.content_digests: list[str] = metadata["content_digests"]
         """Digest of the samples, bytes and hashes of all shards, for each stream. File names are not part of it."""
+        self.index_bytes: list[int] = metadata["index_bytes"]
+        """Size of the index files of each stream."""
         self.stream_bounds: list[int] = np.cumsum([0, *metadata["num_shards"]]).tolist()
         """Index of the first shard of each stream, with the total number of shards as the last element."""
 
@@ -139,9 +141,9 @@ def _file_info(row: Any, prefix: str, hash_name: str) -> FileInfo:
 
 
 def read_indexes(
-    indexes: Sequence[Path], hash_names: Sequence[str | None], *, allow_unhashed_shards: bool = False
+    indexes: Sequence[IndexFiles], hash_names: Sequence[str | None], *, allow_unhashed_shards: bool = False
 ) -> tuple[NDArray[Any], dict[str, Any]]:
-    """Read the `index.json` of each stream. Returns the rows and the metadata of a `ShardTable`.
+    """Read the index files of each stream. Returns the rows and the metadata of a `ShardTable`.
 
     `hash_names` are the hash algorithms that the user requires for each stream. None takes the fastest algorithm that
     all shards of an index have, or else the fastest of each shard.
@@ -150,9 +152,9 @@ def read_indexes(
     shards that have one, unless `allow_unhashed_shards`.
     """
     tables: list[dict[str, NDArray[Any]]] = []
-    metadata: dict[str, Any] = {"schemas": [], "content_digests": [], "num_shards": []}
-    for path, hash_name in zip(indexes, hash_names, strict=True):
-        index = _Index(path)
+    metadata: dict[str, Any] = {"schemas": [], "content_digests": [], "num_shards": [], "index_bytes": []}
+    for files, hash_name in zip(indexes, hash_names, strict=True):
+        index = _Index(files)
         # Checkpoints keep the digest of the content, so it must not depend on the hash that the user requires.
         fastest_hashes = index.choose_hashes(None, allow_unhashed_shards=allow_unhashed_shards)
         chosen_hashes = fastest_hashes
@@ -162,6 +164,7 @@ def read_indexes(
         tables.append(index.build_columns(chosen_hashes, first_schema=len(metadata["schemas"])))
         metadata["content_digests"].append(index.digest(fastest_hashes))
         metadata["num_shards"].append(len(index.records))
+        metadata["index_bytes"].append(index.num_bytes)
         for schema, chosen_hash in zip(index.schemas, chosen_hashes, strict=True):
             reader_options = {key: schema[key] for key in READER_KEYS}
             metadata["schemas"].append(reader_options | {"hash_name": chosen_hash})
@@ -194,32 +197,51 @@ class _ShardRecord(NamedTuple):
 
 
 class _Index:
-    """The content of one `index.json`: the records of its shards, and the schemas that they refer to."""
+    """The content of the index files of a stream: the records of its shards, and the schemas that they refer to."""
 
-    def __init__(self, path: Path) -> None:
-        """Read and check an index. It is untrusted, since anybody may have written it. Raises DataError."""
-        self.path = path
+    def __init__(self, files: IndexFiles) -> None:
+        """Read and check all files. They are untrusted, since anybody may have written them. Raises DataError."""
+        self.path = files.label
+        """Path for messages: of the file that is being read, later of the folder if there are several files."""
+        self.num_bytes = 0
+        """Size of all files."""
         self.schemas: list[dict[str, Any]] = []
         """Each schema of shards: `SCHEMA_KEYS`, and `hashes`, a list of algorithms. `_read_object` adds to it."""
-        try:
-            with no_collection(), open(path, encoding="utf-8", opener=open_regular) as file:
-                if os.fstat(file.fileno()).st_size > MAX_INDEX_BYTES:
-                    raise too_large(path, MAX_INDEX_BYTES, "an index")
-                # Each record is converted to a tuple as soon as it is parsed. Dictionaries would take gigabytes.
-                content = json.load(file, object_hook=self._read_object)
-            self.records: list[_ShardRecord] = content["shards"]
-            is_index = content["version"] == 2 and all(isinstance(record, _ShardRecord) for record in self.records)
-        except DataError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._error(f"is not an index of MDS version 2 ({error!r})") from error
-        if not is_index or not self.records:
-            raise self._error("is not an index of MDS version 2, or lists no shards")
+        self.records: list[_ShardRecord] = []
+        self._prefix = b""
+        """Folder of the file that is being read, relative to the stream's folder, with a slash at the end."""
+        with no_collection():
+            for name in files.names:
+                self.path = str(files.folder / name)
+                self._prefix = name.removesuffix(INDEX).encode()
+                self.records += self._read_file()
+        self.path = files.label
 
+        if not self.records:
+            raise self._error("is not an index of MDS version 2, or lists no shards")
         names = [record.raw_name for record in self.records]
         if len(set(names)) < len(names):
             [(name, _)] = Counter(names).most_common(1)
             raise self._error(f"lists {name.decode()} twice, so that its samples would be read twice")
+
+    def _read_file(self) -> list["_ShardRecord"]:
+        """Read the records of one file, at `self.path`. Raises DataError."""
+        try:
+            with open(self.path, encoding="utf-8", opener=open_regular) as file:
+                self.num_bytes += os.fstat(file.fileno()).st_size
+                if self.num_bytes > MAX_INDEX_BYTES:
+                    raise too_large(self.path, MAX_INDEX_BYTES, "an index")
+                # Each record is converted to a tuple as soon as it is parsed. Dictionaries would take gigabytes.
+                content = json.load(file, object_hook=self._read_object)
+            records: list[_ShardRecord] = content["shards"]
+            is_index = content["version"] == 2 and all(isinstance(record, _ShardRecord) for record in records)
+        except DataError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._error(f"is not an index of MDS version 2 ({error!r})") from error
+        if not is_index:
+            raise self._error("is not an index of MDS version 2")
+        return records
 
     def choose_hashes(self, hash_name: str | None, *, allow_unhashed_shards: bool) -> list[str]:
         """Choose the hash algorithm by which the shards of each schema are checked.
@@ -354,10 +376,10 @@ class _Index:
         return _ShardRecord(
             record["samples"],
             self._schema_index(record, [*raw_hashes]),
-            raw["basename"].encode(),
+            self._prefix + raw["basename"].encode(),
             raw["bytes"],
             tuple(map(str.encode, raw_hashes.values())),
-            compressed["basename"].encode(),
+            self._prefix + compressed["basename"].encode() if compressed is not NO_FILE else b"",
             compressed["bytes"],
             compressed_hashes,
         )

@@ -1,9 +1,11 @@
 """The folders and remotes of a data set: checks, downloads and removal of their files.
 
 A download gets its final name only after it has been checked against `index.json`. Only copies of the remote are ever
-removed. `cache.py` decides which shard is downloaded or removed, and when; `shard_table.py` reads the indexes.
+removed. `cache.py` decides which shard is downloaded or removed, and when. `index_files.py` finds the indexes, and
+`shard_table.py` reads them.
 
-`build_stages` makes the folders of a configuration. A `ShardFolder` then fetches its index, and shards one by one.
+`build_stages` makes the folders of a configuration. A `ShardFolder` then fetches its index files, and shards
+one by one.
 """
 
 import filecmp
@@ -13,6 +15,7 @@ import re
 import secrets
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -26,13 +29,23 @@ from streaming.base.format.mds import MDSReader
 from streaming.base.storage import CloudDownloader
 from streaming.base.util import retry
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import unpack_at_most
 from llmfoundry_lite.config.data_schema import StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.data_stages import streams_of_stages
-from llmfoundry_lite.errors import DataError, one_line, remember_url_secrets
+from llmfoundry_lite.data.index_files import (
+    INDEX,
+    LISTINGS_AT_ONCE,
+    FoundIndexes,
+    IndexFiles,
+    choose_indexes,
+    find_indexes,
+    find_local_indexes,
+    list_local_folder,
+)
+from llmfoundry_lite.errors import DataError, UserError, is_transient, one_line, remember_url_secrets
 from llmfoundry_lite.files import open_regular, write_atomically
 
-INDEX = "index.json"
 ORIGIN = "downloaded-from.txt"
 """File that identifies the remote of a folder. It is written only if the folder had no shards before its first
 download."""
@@ -84,7 +97,7 @@ class ShardFolder:
         """Whether all shards in the folder have been downloaded from the remote, by this launch or an earlier one.
 
         Only then may this launch remove compressed files that it has not downloaded itself. The answer is in the file
-        `ORIGIN`, which `fetch_index` writes, so call that first.
+        `ORIGIN`, which `fetch_indexes` writes, so call that first.
         """
         if not self.remote:
             return False
@@ -92,42 +105,96 @@ class ShardFolder:
             return file.read(64) == self._digest_of_remote.encode()
         return False
 
-    def fetch_index(self) -> Path:
-        """Return the path of the folder's `index.json`, after downloading the remote's if there is a remote.
+    def fetch_indexes(self) -> IndexFiles:
+        """Find the index files of the folder, after downloading the remote's if there is a remote.
 
-        Raises DataError if the remote cannot be read, and if the folder holds shards that belong to another index.
+        Raises DataError if there is none or the remote cannot be read, and if the folder holds shards that belong to
+        another index.
         """
-        path = Path(self.path, INDEX)
         if not self.remote:
-            return path
+            return self._find_own_indexes()
         _check_url(self.remote)
         _remove_interrupted_downloads(self.path)
-        try:
-            downloaded = self.download(INDEX)
-        except Exception as error:
-            raise DataError(
-                f"cannot get {INDEX} of {self.remote}: {one_line(error)} "
-                f"(if {self.path} is complete, leave `remote` out)"
-            ) from error
+        downloads = self._download_indexes()
+        names = tuple(downloads)
 
         holds_shards = any(".mds" in name for name in self._list_files())
         if not holds_shards:
-            os.replace(downloaded, path)
+            for stale in find_indexes(list_local_folder(self.path)).names:
+                os.remove(os.path.join(self.path, stale))
+            for name, downloaded in downloads.items():
+                os.replace(downloaded, os.path.join(self.path, name))
             write_atomically(Path(self.path, ORIGIN), self._digest_of_remote)
-            return path
+            return IndexFiles(folder=Path(self.path), names=names)
 
-        # The folder keeps its shards, so they must be those of the remote's index.
-        has_index = path.exists()
-        is_same_index = has_index and filecmp.cmp(downloaded, path, shallow=False)
-        os.remove(downloaded)
-        if not has_index:
+        # The folder keeps its shards, so they must be those of the remote's indexes.
+        own_names = find_indexes(list_local_folder(self.path)).names
+        differing = [name for name in names if not _is_same_file(os.path.join(self.path, name), downloads[name])]
+        differing += sorted({*own_names} - {*names})
+        for downloaded in downloads.values():
+            os.remove(downloaded)
+        if not own_names:
             raise DataError(f"{self.path} holds shards without the {INDEX} they belong to; remove the folder")
-        if not is_same_index:
+        if differing:
             raise DataError(
-                f"{path} is not the {INDEX} of {self.remote}, so old and new samples would be mixed: the data has been "
-                f"prepared again, or {self.path} holds something else; remove the folder, or give another `local`"
+                f"{os.path.join(self.path, differing[0])} is not the {INDEX} of {self.remote}, so old and new samples "
+                f"would be mixed: the data has been prepared again, or {self.path} holds something else; remove the "
+                "folder, or give another `local`"
             )
-        return path
+        return IndexFiles(folder=Path(self.path), names=names)
+
+    def _find_own_indexes(self) -> IndexFiles:
+        """Find the index files of a folder without a remote. Raises DataError, which names the stream."""
+        try:
+            return find_local_indexes(self.path)
+        except DataError as error:
+            error_prefix = f"stream {self.name}: " if self.name else ""
+            raise DataError(f"{error_prefix}{error}") from error
+
+    def _download_indexes(self) -> dict[str, str]:
+        """Download the index of the remote, or those of the folders below it if it has none.
+
+        Returns the path of each download, by the file's path relative to the remote. Raises DataError.
+        """
+        assert self.remote
+        try:
+            return {INDEX: self.download(INDEX)}
+        except Exception as error:
+            found = self._search_remote(error)
+            if not found.names or found.names == [INDEX]:
+                raise self._cannot_get_index(error) from error
+
+        names = choose_indexes(found, self.remote)
+        try:
+            with ThreadPoolExecutor(LISTINGS_AT_ONCE, thread_name_prefix="fetch-index") as pool:
+                return dict(zip(names, pool.map(self.download, names), strict=True))
+        except Exception as error:
+            raise self._cannot_get_index(error) from error
+
+    def _cannot_get_index(self, error: Exception) -> DataError:
+        """Return the error for an index that cannot be downloaded."""
+        return DataError(
+            f"cannot get {INDEX} of {self.remote}: {one_line(error)} (if {self.path} is complete, leave `remote` out)"
+        )
+
+    def _search_remote(self, error: Exception) -> FoundIndexes:
+        """Search the remote for index files in folders below it. `error` is that of the remote's own index.
+
+        Returns an empty result if the remote does not answer, if it cannot be listed, or if that needs a companion
+        which is not installed.
+        """
+        assert self.remote
+        found = FoundIndexes()
+        if is_transient(error):
+            return found
+        with suppress(OSError, UserError):
+            remote_folder = _local_path_of(self.remote)
+            if remote_folder is not None:
+                return find_indexes(list_local_folder(os.path.join(remote_folder, self.stream.split)))
+            list_remote_folder = companions.load_if_installed("llmfoundry_engines.remote_folders:list_remote_folder")
+            if list_remote_folder is not None:
+                return find_indexes(list_remote_folder(os.path.join(self.remote, self.stream.split)))
+        return found
 
     def find_present_shards(self, rows: NDArray) -> NDArray[np.bool_]:
         """Find out which shards are in the folder, compressed or not. Only file names are compared.
@@ -377,18 +444,17 @@ def _check_url(remote: str) -> None:
 
 
 def _check_local_folder(folder: str, error_prefix: str) -> None:
-    """Raise DataError unless a folder has an index. The error lists the splits that do, if there are any."""
+    """Raise DataError unless there is a folder. Its index files are looked for when it is opened."""
     if not os.path.isdir(folder):
         raise DataError(
             f"{error_prefix}there is no data folder {folder}; make it with `llmfoundry-lite data prepare --out …`, "
             "or correct `local` and `split`, or set `remote` to download it"
         )
-    if not os.path.exists(os.path.join(folder, INDEX)):
-        splits = sorted(entry.name for entry in os.scandir(folder) if os.path.exists(f"{entry.path}/{INDEX}"))
-        raise DataError(
-            f"{error_prefix}{folder} has no index.json, so it is not a finished MDS data set; "
-            + (f"set `split` to one of: {', '.join(splits)}" if splits else "prepare the data again")
-        )
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    """Return whether both files exist and have the same content."""
+    return os.path.isfile(path) and filecmp.cmp(path, other, shallow=False)
 
 
 def find_damage(path: str, info: FileInfo) -> str:

@@ -12,6 +12,7 @@ from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from streaming.base.util import merge_index
 
+from llmfoundry_lite.data.index_files import find_local_indexes
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.errors import DataError
 
@@ -25,7 +26,7 @@ def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:
 
 def read_table(*folders: Path, hash_name: str | None = None, **options) -> ShardTable:
     return ShardTable(
-        *read_indexes([folder / "index.json" for folder in folders], [hash_name] * len(folders), **options)
+        *read_indexes([find_local_indexes(folder) for folder in folders], [hash_name] * len(folders), **options)
     )
 
 

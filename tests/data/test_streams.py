@@ -32,7 +32,7 @@ def test_a_client_that_quotes_a_password_without_its_url_is_quoted_without_it(tm
 
     monkeypatch.setattr(folder, "download", download)
     with pytest.raises(DataError, match=r'get index.json of s3://user:\*\*\*@bucket/data: .* "user:\*\*\*@bucket" \('):
-        folder.fetch_index()
+        folder.fetch_indexes()
 
 
 @pytest.mark.parametrize("wrong", ["", "md5", "xxh64"])

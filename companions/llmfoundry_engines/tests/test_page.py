@@ -11,6 +11,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
 from tests.helpers.data import make_documents
 from tests.helpers.launch import ROOT
+from tests.helpers.numbered import write_shards
 from tests.helpers.preparing import assert_same_result, write_jsonl
 
 
@@ -21,11 +22,13 @@ def test_the_commands_of_the_page_give_the_bytes_of_one_machine(
     """All of its commands but Ray's, in its order. After the first join, the shares find that the work is done."""
     monkeypatch.chdir(tmp_path)
     Path("corpus").mkdir()
+    write_shards(Path("data/spark/0"))
+    Path("data/spark/0/index.json").unlink()
     for number in range(4):
         write_jsonl(Path("corpus") / f"{number}.jsonl", make_documents(700, seed=number))
     page = (ROOT / "docs/large-data.md").read_text(encoding="utf-8")
     commands = re.findall(r"^llmfoundry-lite (data .*)$", page, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     for command in commands:
         if "--engine ray" in command:  # test_ray.py
             continue
