@@ -1,8 +1,10 @@
 """Functions that the core's `data` commands call: `prepare --part`, `--engine` and `--status`, `join` and `index`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from llmfoundry_engines.append import SourceOptions, append, print_streams
 from llmfoundry_engines.index_shards import index_folders
 from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import parse_part
@@ -87,6 +89,34 @@ def run_join(out: str, part_text: str | None, *, max_lost_text: float, notify: C
 def run_status(out: str) -> None:
     """Print what the parts of a preparation have done."""
     print_status(out, console())
+
+
+def run_append(
+    out: str,
+    sources: Sequence[str],
+    name: str | None,
+    options: dict[str, Any],
+    *,
+    num_workers: int | None,
+    max_lost_text: float,
+    notify: Callable[[str], None],
+) -> None:
+    """Add a stream to a prepared data set, and print it and the blocks that train on all streams.
+
+    `options` are the fields of `SourceOptions`.
+    """
+    stream = append(
+        out,
+        sources,
+        name=name,
+        options=SourceOptions(**options),
+        num_workers=num_workers,
+        max_lost_text=max_lost_text,
+        show_progress=True,
+        notify=notify,
+    )
+    print_summary(stream.summary, stream.folder)
+    print_streams(out, stream.name, console(), notify)
 
 
 def run_index(folder: str, *, notify: Callable[[str], None]) -> None:

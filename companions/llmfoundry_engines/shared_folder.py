@@ -110,17 +110,23 @@ def load_shared(partial: Path) -> SharedRequest:
     if changed:
         raise DataError(f"{partial.parent} cannot be joined here: {changed}; join it with the release of its parts")
 
-    values = {}
-    for field in fields(PrepareRequest):
-        value = stored.get(field.name)
-        values[field.name] = tuple(value) if isinstance(value, list) else value  # JSON has lists for tuples
     record = {key: value for key, value in stored.items() if key not in ("layout", "eos_token", RELEASES)}
     if not isinstance(record.get("input"), dict):
         raise DataError(damaged_request(request_file))
     try:
-        return SharedRequest(request=PrepareRequest(**values), record=record)
+        return SharedRequest(request=request_of(stored), record=record)
     except (DataError, TypeError, ValueError, AttributeError) as error:
         raise DataError(damaged_request(request_file)) from error
+
+
+def request_of(record: dict[str, Any]) -> PrepareRequest:
+    """Return the request that a stored record describes. Raises DataError, TypeError, ValueError or AttributeError."""
+    values = {}
+    for field in fields(PrepareRequest):
+        if field.name in record:
+            value = record[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value  # JSON has lists for tuples
+    return PrepareRequest(**values)
 
 
 def damaged_request(request_file: Path) -> str:

@@ -180,6 +180,58 @@ def data_join(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
+@data.command("append")
+def data_append(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A prepared data set: the --out of data prepare.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE", help="What to add; the same kinds as for data prepare.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the new stream [default: that of the first source].")
+    ] = None,
+    text_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD", help="Field or column of the text; repeat to join several [default: as in OUT]."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Split to read of a data set [default: as in OUT].")] = None,
+    encoding: Annotated[str | None, typer.Option(help="Encoding of the text [default: as in OUT].")] = None,
+    on_error: Annotated[
+        Literal["stop", "skip"] | None, typer.Option(help="What to do with a bad document [default: as in OUT].")
+    ] = None,
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share of documents to hold out for validation [default: as in OUT].")
+    ] = None,
+    num_workers: Annotated[int | None, typer.Option(min=1, help="Number of processes [default: one per core].")] = None,
+    max_lost_text: Annotated[
+        float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
+    ] = 0.01,
+) -> None:
+    """Add sources to a prepared data set as a new stream.
+
+    The stream is prepared into OUT/streams/NAME with the tokenizer, length of samples and shards of OUT. Nothing else
+    in OUT changes, so what runs have recorded of it stays true. If it is interrupted, the same command resumes it. At
+    the end, it prints the YAML that trains on all streams.
+    """
+    ignore_output_errors()
+    check_is_path(out)
+    run_append = companions.load("llmfoundry_engines.commands:run_append", "data append")
+    text_keys: str | tuple[str, ...] | None = None
+    if text_key:
+        text_keys = text_key[0] if len(text_key) == 1 else tuple(text_key)
+    options = {
+        "text_key": text_keys,
+        "split": split,
+        "encoding": encoding,
+        "on_error": on_error,
+        "val_fraction": val_fraction,
+    }
+    try:
+        run_append(out, sources, name, options, num_workers=num_workers, max_lost_text=max_lost_text, notify=typer.echo)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to resume", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
 @data.command("index")
 def data_index(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of MDS shards, or of such folders.")],

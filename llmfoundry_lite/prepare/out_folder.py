@@ -25,6 +25,8 @@ from llmfoundry_lite.prepare.sources import HUB_PREFIX, Source
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE, Summary, load_summary
 
 PARTIAL = ".partial"
+STREAMS = "streams"
+"""Folder for what was added to the data set later: a preparation for each stream, with the same tokenizer."""
 PARTIAL_VERSION = 5
 """Version of the files in `.partial`. It is raised when units or token files change. Results do not contain it."""
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -263,8 +265,12 @@ def discard_preparation(out: Path) -> None:
     """Remove an earlier preparation from the output folder, whether it is finished or not.
 
     Only files that this command has written are removed: those beside its summary, request file or mark. If this
-    process is killed, the next launch finds the mark, and removes the rest.
+    process is killed, the next launch finds the mark, and removes the rest. Raises DataError if streams were added to
+    the preparation, because they would be left with the tokenizer of another.
     """
+    streams = out / STREAMS
+    if streams.is_dir() and any(streams.iterdir()):
+        raise DataError(f"{streams} was added to this data by `data append`; remove it first, or choose another --out")
     partial = out / PARTIAL
     mark = partial / PUBLISHING
     is_finished = "format_version" in read_json_object(out / SUMMARY_FILE)

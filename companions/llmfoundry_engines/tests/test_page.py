@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,19 @@ def test_the_commands_of_the_page_give_the_bytes_of_one_machine(
     Path("corpus").mkdir()
     write_shards(Path("data/spark/0"))
     Path("data/spark/0/index.json").unlink()
+    Path("more").mkdir()
+    write_jsonl(Path("more/news.jsonl"), make_documents(100, seed=9))
     for number in range(4):
         write_jsonl(Path("corpus") / f"{number}.jsonl", make_documents(700, seed=number))
     page = (ROOT / "docs/large-data.md").read_text(encoding="utf-8")
     commands = re.findall(r"^llmfoundry-lite (data .*)$", page, re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands:
         if "--engine ray" in command:  # test_ray.py
             continue
         workers = ["--num-workers", "1"] if "--part 1/3" in command else []
         assert main.run([*shlex.split(command), *workers]) == 0, command
+    shutil.rmtree("data/big/streams")
     request = PrepareRequest(sources=("corpus/",), tokenizer="train:32768", max_seq_len=2048)
     prepare(request, "expected", num_workers=1)
     assert_same_result(Path("data/big"), Path("expected"))
