@@ -1,5 +1,6 @@
-"""Functions that the core's `data` commands call: `prepare --part`, `--engine` and `--status`, `join` and `index`."""
+"""Functions that the core's `data` commands call: `prepare --part`, `--engine` and `--status`, others."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from llmfoundry_engines.part import parse_part
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.ray_engine import prepare_with_ray
 from llmfoundry_engines.status import print_status
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import ConfigError, DataError
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
+from llmfoundry_lite.ranks.lean_imports import import_lean
 from llmfoundry_lite.tables import console
 
 
@@ -117,6 +119,20 @@ def run_append(
     )
     print_summary(stream.summary, stream.folder)
     print_streams(out, stream.name, console(), notify)
+
+
+def run_list(url: str, *, prints_json: bool) -> None:
+    """Print the data sets in a folder or bucket as a table, or as JSON."""
+    import_lean("streaming")
+    from llmfoundry_engines.inventory import as_json, find_data, table_of  # imports mosaicml-streaming
+
+    data = find_data(url)
+    if prints_json:
+        print(json.dumps(as_json(data, url), indent=2))
+        return
+    if not data:
+        raise DataError(f"{url} has no MDS shards, and no unfinished preparation; give a folder with data in it")
+    table_of(data, url).print(console())
 
 
 def run_index(folder: str, *, notify: Callable[[str], None]) -> None:

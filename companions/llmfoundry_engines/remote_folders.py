@@ -1,5 +1,6 @@
-"""Listing of folders in a bucket, for data sets whose index files lie in folders below their remote."""
+"""Listing of folders in a bucket: for remotes whose index files lie in folders below, and for `data ls`."""
 
+from llmfoundry_lite.checkpoint.folder import Folder
 from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.remote_folder import RemoteFolder
 from llmfoundry_lite.data.index_files import FolderContent, ListFolder, list_local_folder
@@ -10,7 +11,11 @@ def list_remote_folder(url: str) -> ListFolder:
 
     Raises CheckpointError for a URL that cannot be opened.
     """
-    root = open_folder(url)
+    return list_folders_of(open_folder(url))
+
+
+def list_folders_of(root: Folder) -> ListFolder:
+    """Return a function that lists a folder at or below `root`. It raises OSError."""
     if not isinstance(root, RemoteFolder):
         assert root.path_here is not None
         return list_local_folder(root.path_here)

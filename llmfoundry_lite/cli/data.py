@@ -1,4 +1,4 @@
-"""The commands `llmfoundry-lite data`: `prepare` turns text into shards for training, and `show` shows a batch.
+"""The commands `llmfoundry-lite data`: `prepare` turns text into shards, `show` shows a batch, others manage shards.
 
 The docstrings of the functions, and the help of their parameters, are the help of the commands.
 """
@@ -230,6 +230,21 @@ def data_append(
     except KeyboardInterrupt:
         print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+@data.command("ls")
+def data_list(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder or URL, of one data set or of many.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, with whole digests.")] = False,
+) -> None:
+    """List the data sets in a folder or bucket, at any depth.
+
+    Shows samples, tokens, columns, shards, tokenizer and digest of each split, and whether all of its shards are there
+    by their sizes. Unfinished preparations and shards without an index.json are listed, too.
+    """
+    ignore_output_errors()
+    run_list = companions.load("llmfoundry_engines.commands:run_list", "data ls")
+    run_list(folder, prints_json=as_json)
 
 
 @data.command("index")

@@ -18,6 +18,7 @@ replay runs/mpt-1b ba100..ba110 -n 8
 data prepare my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048
 data join data/mine
 data append data/mine more-texts/ --name news
+data ls s3://bucket/data
 data index data/spark
 data show runs/mpt-1b --batch 1200 --loss
 data overlap data/mine --task arc_easy --task piqa --out overlap

@@ -31,7 +31,7 @@ def test_the_commands_of_the_page_give_the_bytes_of_one_machine(
         write_jsonl(Path("corpus") / f"{number}.jsonl", make_documents(700, seed=number))
     page = (ROOT / "docs/large-data.md").read_text(encoding="utf-8")
     commands = re.findall(r"^llmfoundry-lite (data .*)$", page, re.MULTILINE)
-    assert len(commands) == 11
+    assert len(commands) == 12
     for command in commands:
         if "--engine ray" in command:  # test_ray.py
             continue
