@@ -28,7 +28,12 @@ PATHS = f"{ROOT}:{ROOT / 'companions'}"
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["llmfoundry_lite.ranks.preload", "llmfoundry_lite.training.train", "tests.helpers.launch"]
+    [
+        "llmfoundry_lite.ranks.preload",
+        "llmfoundry_lite.training.train",
+        "tests.helpers.launch",
+        "tests.helpers.preloaded",
+    ]
 )
 
 _first_port = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
