@@ -72,9 +72,11 @@ class JoinPlan:
         is_fast = [report.is_fast for report in self.reports]
         digest = xxhash.xxh3_128(f"{tokenizer_identity(self.tokenizer)} {is_fast}".encode())
         for plan in self.splits:
-            digest.update(f"{plan.split} {plan.threshold} {plan.sample_tokens} {plan.tokens_per_shard}".encode())
+            digest.update(f"{plan.split} {plan.threshold} {plan.sample_tokens} {plan.samples_per_shard}".encode())
             digest.update(np.ascontiguousarray(plan.units).tobytes())
             digest.update(np.ascontiguousarray(plan.ends).tobytes())
+            if plan.windows is not None:
+                digest.update(plan.windows.samples.tobytes())
         return digest.hexdigest()
 
 
@@ -127,7 +129,7 @@ def join(
             plan.shared.request,
             plan.tokenizer,
             plan.reports[0].listing(),
-            pack_result(plan.splits, plan.table),
+            pack_result(plan.splits, plan.table, plan.units_folder),
             plan.table.loss,
             seconds=time.monotonic() - started + sum(report.seconds for report in plan.reports),
             documents=sum(report.new_documents for report in plan.reports),
@@ -185,7 +187,7 @@ def plan_join(partial: Path) -> JoinPlan:
     for report, rows in complete:
         table.append(rows, np.array(report.skipped, np.int64), report.skipped_examples, report.lost_text())
     tokenizer = load_tokenizer(partial / "tokenizer")
-    shard_format = ShardFormat(shared.request, token_dtype(tokenizer))
+    shard_format = ShardFormat(shared.request, token_dtype(tokenizer), tokenizer.eos_token_id)
     return JoinPlan(
         partial=partial,
         shared=shared,
@@ -247,9 +249,7 @@ def is_intact(
     folder: Path, index: int, record: dict[str, Any], split_plan: SplitPlan, shard_format: ShardFormat
 ) -> bool:
     """Return whether the record of a shard is of the plan, and its file has the size and hash of the record."""
-    first_token = index * split_plan.tokens_per_shard
-    num_tokens = min(split_plan.tokens_per_shard, split_plan.sampled_tokens - first_token)
-    planned = {"samples": num_tokens // split_plan.sample_tokens} | shard_format.description
+    planned = {"samples": split_plan.samples_of_shard(index)} | shard_format.description
     try:
         files = {"raw_data": record["raw_data"], "zip_data": record["zip_data"]}
         if record != planned | files:

@@ -164,7 +164,7 @@ def read_documents(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, li
     shard = -1
     try:
         for shard, tokens_nt in enumerate(read_shards(folder, tokenizer.vocab_size)):
-            tokens = np.concatenate([unfinished, tokens_nt.ravel()])
+            tokens = np.concatenate([unfinished, tokens_nt[tokens_nt >= 0]])  # without padding
             ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
             documents = np.split(tokens, ends + 1)
             unfinished = documents.pop()

@@ -75,6 +75,10 @@ def data_prepare(
     compression: Annotated[
         str | None, typer.Option(help="Compress shards: zstd, zstd:9, gz, … [default: none].")
     ] = None,
+    pack: Annotated[
+        Literal["concat", "best-fit"],
+        typer.Option(help="Concatenate documents and cut them into samples, or put whole documents into samples."),
+    ] = "concat",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier preparation in --out.")] = False,
     part: Annotated[
         str | None,
@@ -112,6 +116,7 @@ def data_prepare(
         val_fraction=val_fraction,
         size_limit_bytes=size_limit,
         compression=compression,
+        pack=pack,
     )
     try:
         if engine is not None:

@@ -17,12 +17,22 @@ from streaming.base.format.mds import MDSReader
 
 from llmfoundry_lite.bounded import too_large
 from llmfoundry_lite.data.index_files import find_local_indexes
-from llmfoundry_lite.data.rows import MAX_VOCAB_SIZE, TOKEN_TYPES, check_whole_numbers
+from llmfoundry_lite.data.rows import (
+    MAX_VOCAB_SIZE,
+    PAD_TOKEN,
+    TOKEN_TYPES,
+    UNPADDED_LENGTH,
+    check_whole_numbers,
+    unpadded_length,
+)
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import find_damage, unpack_shard
 
 MAX_BYTES = 1 << 30
 """Limit of bytes in memory at once: those of an uncompressed shard, or of all shards of a small data set."""
+
+COLUMNS = ("tokens", UNPADDED_LENGTH)
+"""Columns that are read."""
 
 
 class Baselines(NamedTuple):
@@ -47,35 +57,38 @@ def measure_baselines(train_folder: Path, eval_folder: Path, vocab_size: int) ->
     eval_nt = read_tokens(eval_folder, vocab_size)
 
     # The unigram model: the loss of each token.
-    counts_v = np.bincount(train_nt.ravel(), minlength=vocab_size)
+    counts_v = np.bincount(train_nt[train_nt >= 0], minlength=vocab_size)
     unigram_losses_v = -np.log((counts_v + 1) / (counts_v.sum() + vocab_size))
+    scored_tokens = eval_nt[:, 1:][eval_nt[:, 1:] >= 0]
 
     # The bigram model: how often each validation bigram occurs in training. Only the bigrams that occur are counted,
     # because V * V are possible.
-    bigrams, bigram_counts = np.unique(_bigram_ids(train_nt, vocab_size), return_counts=True)
+    train_bigrams = _bigram_ids(train_nt, vocab_size)
+    bigrams, bigram_counts = np.unique(train_bigrams, return_counts=True)
     eval_bigrams = _bigram_ids(eval_nt, vocab_size)
     positions = np.minimum(np.searchsorted(bigrams, eval_bigrams), len(bigrams) - 1)
     occurs_in_training = bigrams[positions] == eval_bigrams
     eval_bigram_counts = np.where(occurs_in_training, bigram_counts[positions], 0)
 
     # The loss of each validation bigram.
-    context_counts_v = np.bincount(train_nt[:, :-1].ravel(), minlength=vocab_size)
+    context_counts_v = np.bincount(train_bigrams // vocab_size, minlength=vocab_size)
     eval_context_counts = context_counts_v[eval_bigrams // vocab_size]
     bigram_losses = -np.log((eval_bigram_counts + 1) / (eval_context_counts + vocab_size))
-    return Baselines(unigram=float(unigram_losses_v[eval_nt[:, 1:]].mean()), bigram=float(bigram_losses.mean()))
+    return Baselines(unigram=float(unigram_losses_v[scored_tokens].mean()), bigram=float(bigram_losses.mean()))
 
 
 def _bigram_ids(tokens_nt: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
     """Return a number a * vocab_size + b for every two consecutive tokens a and b of a sample.
 
-    `tokens_nt` are n samples of t tokens. The result is flat, [n * (t - 1)]. With a vocabulary of 10, the samples
-    3 1 4 and 1 5 9 have the numbers 31, 14, 15 and 59.
+    `tokens_nt` are n samples of t tokens. The result is flat, [n * (t - 1)] if there is no padding, which has no
+    numbers. With a vocabulary of 10, the samples 3 1 4 and 1 5 9 have the numbers 31, 14, 15 and 59.
     """
-    return (tokens_nt[:, :-1] * vocab_size + tokens_nt[:, 1:]).ravel()
+    bigrams_nt = tokens_nt[:, :-1] * vocab_size + tokens_nt[:, 1:]
+    return bigrams_nt[tokens_nt[:, 1:] >= 0]  # padding is only at the end of a sample
 
 
 def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.int64]:
-    """Read all samples of a small MDS folder as an array [samples, tokens of a sample].
+    """Read all samples of a small MDS folder as an array [samples, tokens of a sample], in which padding is PAD_TOKEN.
 
     Raises the errors of `read_shards`, and ValueError if the shards have more than MAX_BYTES together.
     """
@@ -89,8 +102,8 @@ def read_tokens(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> NDArray[np.in
 def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDArray[np.int64]]:
     """Yield the token ids of each shard of a local MDS folder, as an array [samples, tokens of a sample].
 
-    Shards may be compressed. Each is checked against the index. If samples are plain bytes, they are read as the widest
-    number type that gives valid token ids for the first such shard.
+    Padding is PAD_TOKEN, which is below 0. Shards may be compressed. Each is checked against the index. If samples are
+    plain bytes, they are read as the widest number type that gives valid token ids for the first such shard.
 
     Raises OSError, LookupError or ValueError if the folder has no complete shards of tokens, and TooLargeError for a
     shard of more than MAX_BYTES.
@@ -99,7 +112,7 @@ def read_shards(folder: Path, vocab_size: int = MAX_VOCAB_SIZE) -> Iterator[NDAr
     token_type = None  # the number type of plain bytes, found in the first shard that has them
     for shard in range(len(table)):
         samples = _read_shard(table, shard, folder)
-        raw_samples = [sample for sample in samples if isinstance(sample, bytes)]
+        raw_samples = [sample["tokens"] for sample in samples if isinstance(sample["tokens"], bytes)]
         if raw_samples:
             token_type = _find_token_type(raw_samples, vocab_size, known_type=token_type)
         if samples:
@@ -111,8 +124,8 @@ def _read_table(folder: Path) -> ShardTable:
     return ShardTable(*read_indexes([find_local_indexes(folder)], [None], allow_unhashed_shards=True))
 
 
-def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:
-    """Return the column `tokens` of each sample of a shard: arrays, or bytes if the column is plain bytes.
+def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the columns COLUMNS of each sample of a shard by their names. `tokens` is an array or plain bytes.
 
     A compressed shard is decompressed into a temporary folder. Both files are checked against the index. Raises
     TooLargeError, or ValueError for a damaged file.
@@ -136,18 +149,19 @@ def _read_shard(table: ShardTable, shard: int, folder: Path) -> list[Any]:
         return _read_samples(reader)
 
 
-def _read_samples(reader: MDSReader) -> list[Any]:
-    """Return the column `tokens` of each sample of a shard.
+def _read_samples(reader: MDSReader) -> list[dict[str, Any]]:
+    """Return the columns COLUMNS of each sample of a shard by their names, as far as it has them.
 
-    Raises ValueError if they have more bytes together than the shard's file. In a malicious file, all samples could
-    point to the same bytes, and reading them would fill the memory.
+    Raises ValueError if the column `tokens` of all samples has more bytes than the shard's file. In a malicious file,
+    all samples could point to the same bytes, and reading them would fill the memory.
     """
     samples = []
     bytes_left = reader.raw_data.bytes
     for index in range(reader.samples):
-        sample = reader[index]["tokens"]
+        columns = reader[index]
+        sample = {name: columns[name] for name in COLUMNS if name in columns}
         samples.append(sample)
-        bytes_left -= np.asarray(sample).nbytes
+        bytes_left -= np.asarray(sample["tokens"]).nbytes
         if bytes_left < 0:
             raise ValueError(f"{reader.raw_data.basename} is damaged: its samples overlap")
     return samples
@@ -193,15 +207,18 @@ def _could_be_tokens(raw_samples: list[bytes], token_type: str, vocab_size: int,
     return bool(((tokens >= 0) & (tokens < vocab_size)).all())
 
 
-def _as_token_ids(sample: Any, token_type: str | None) -> NDArray[np.int64]:
-    """Convert a sample, an array or plain bytes of numbers of `token_type`, to int64 token ids [tokens].
+def _as_token_ids(sample: dict[str, Any], token_type: str | None) -> NDArray[np.int64]:
+    """Convert a sample to int64 token ids [tokens]. Its column `tokens` is an array, or plain bytes of `token_type`.
 
     Raises DataError if it is no array of integers, and ValueError for a number that cannot be a token id.
     """
-    tokens = np.frombuffer(sample, token_type) if isinstance(sample, bytes) else sample
+    tokens = sample["tokens"]
+    if isinstance(tokens, bytes):
+        tokens = np.frombuffer(tokens, token_type)
     check_whole_numbers(tokens)
     token_ids = tokens.astype(np.int64)
     for token_id in (int(token_ids.min()), int(token_ids.max())):
         if not 0 <= token_id < MAX_VOCAB_SIZE:
             raise ValueError(f"{token_id} is no token")
+    token_ids[unpadded_length(sample, len(token_ids)) :] = PAD_TOKEN
     return token_ids

@@ -21,6 +21,10 @@ MAX_VOCAB_SIZE = 1 << 24
 MAX_IDS_OVER_NARROW_TYPE = 8
 """Largest id, in multiples of the configured type's range, up to which bytes may prove that a wider type is right."""
 
+UNPADDED_LENGTH = "unpadded_length"
+"""Column with the number of tokens of a sample. The rest of its column `tokens` is padding. Samples without this column
+have none. `data prepare --pack best-fit` writes it (`prepare/shards.py`)."""
+
 PAD_TOKEN = -100
 """Value at positions without a token, which are neither input nor target. It is the ignore_index of cross-entropy."""
 
@@ -93,7 +97,8 @@ class RowReader:
         """Return the `max_seq_len` token ids of a sample, from its column `tokens`, or else from `text`.
 
         `sample` has the columns by name. A text is truncated to `max_seq_len` tokens, or filled up with `PAD_TOKEN`.
-        Raises DataError for tokens that are not integers, or outside the vocabulary, or of the wrong length.
+        Padding of stored tokens is replaced by `PAD_TOKEN`, whatever its ids are. Raises DataError for tokens that are
+        not integers, or outside the vocabulary, or of the wrong length.
         """
         if "tokens" not in sample:
             return self._encode_text(sample["text"])
@@ -103,8 +108,10 @@ class RowReader:
             tokens = self._decode_bytes(tokens)
         check_whole_numbers(tokens)
         check_length(len(tokens), self.max_seq_len, "the sample has", allow_truncation=self.allow_truncation)
+        length = unpadded_length(sample, len(tokens))
         tokens = tokens[: self.max_seq_len].astype(np.int64)
         self._check_vocabulary(tokens)
+        tokens[length:] = PAD_TOKEN
         return tokens
 
     def _encode_text(self, text: str) -> NDArray[np.int64]:
@@ -182,6 +189,18 @@ def check_whole_numbers(tokens: Any) -> None:
     is_row_of_integers = isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
     if not is_row_of_integers:
         raise DataError(f"column tokens holds {type(tokens).__name__}, not a row of whole numbers")
+
+
+def unpadded_length(sample: dict[str, Any], num_tokens: int) -> int:
+    """Return how many of the `num_tokens` tokens of a sample are not padding, by its column UNPADDED_LENGTH.
+
+    `sample` has the columns by name. Raises DataError for a length that is not possible.
+    """
+    length = sample.get(UNPADDED_LENGTH, num_tokens)
+    is_possible = isinstance(length, int | np.integer) and 0 < length <= num_tokens
+    if not is_possible:
+        raise DataError(f"column {UNPADDED_LENGTH} holds {length!r}, expected a number from 1 to {num_tokens}")
+    return int(length)
 
 
 def _could_be_tokens(raw: bytes, token_type: str, vocab_size: int, min_tokens: int) -> bool:

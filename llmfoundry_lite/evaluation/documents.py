@@ -216,7 +216,8 @@ def _read_samples(config: TaskConfig, split: Path, tokenizer: Tokenizer) -> Iter
     ids_without_text = (tokenizer.eos_token_id, tokenizer.prefix_token_id, tokenizer.unk_token_id)
     try:
         for tokens_nt in read_shards(split, tokenizer.vocab_size):  # n samples of t tokens
-            for before, *ids in tokens_nt.tolist():
+            for tokens_t in tokens_nt:
+                before, *ids = tokens_t[tokens_t >= 0].tolist()  # without padding
                 text = tokenizer.decode([token for token in ids if token not in ids_without_text])
                 yield Document(before, ids, len(text.encode()), source=[before, *ids])
     except TooLargeError as error:

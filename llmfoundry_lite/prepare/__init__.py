@@ -9,7 +9,8 @@ what a user asks for. Then read the files in the order in which a document passe
 3. `token_files.py` is step 1: it tokenises units in several processes, and writes a token file for each.
    `token_unit.py` describes these files, and counts what they have for each split.
 4. `samples.py` is step 2: it plans the shards of each split by these counts, and writes them. `splits.py` divides
-   documents into training and validation, and `shards.py` writes a shard.
+   documents into training and validation, `best_fit.py` decides which documents share a sample with `--pack best-fit`,
+   and `shards.py` writes a shard.
 5. `out_folder.py` publishes the result, and finds out how far an earlier launch has come. `summary.py` describes the
    result in summary.json.
 

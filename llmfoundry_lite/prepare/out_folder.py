@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,12 @@ def describe_difference(stored: dict[str, Any], current: dict[str, Any]) -> str 
     """Describe the first difference between a stored and the current record of a request; None if there is none.
 
     An example is "max_seq_len was 1024 and is 2048 now". Only the keys of `current` are compared. "layout" is the
-    version of the work in progress, PARTIAL_VERSION.
+    version of the work in progress, PARTIAL_VERSION. A record that was stored before a field of the request existed has
+    its default.
     """
+    defaults = {field.name: field.default for field in fields(PrepareRequest)}
     for key, value in current.items():
-        stored_value = stored.get(key)
+        stored_value = stored.get(key, defaults.get(key))
         if stored_value == value:
             continue
         if key == "input":

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from llmfoundry_lite.errors import DataError
 
 TRAIN_PREFIX = "train:"
+CONCAT = "concat"
+BEST_FIT = "best-fit"
+PACK_METHODS = (CONCAT, BEST_FIT)
+"""Ways to make samples of documents."""
 COMPRESSION_LEVELS = {
     "br": range(12),
     "bz2": range(1, 10),
@@ -50,6 +54,9 @@ class PrepareRequest:
     """Maximum size of a shard before compression."""
     compression: str | None = None
     """Compression of the shards, as StreamingDataset names it: `zstd`, `zstd:9`, `gz`, …"""
+    pack: str = CONCAT
+    """How documents become samples: `concat` concatenates and cuts them, `best-fit` puts whole documents into samples
+    and pads these; see `best_fit.py`."""
 
     def __post_init__(self) -> None:
         """Raise DataError for a value that is not valid. The error names the option of the command.
@@ -65,6 +72,8 @@ class PrepareRequest:
             )
         if self.on_error not in ("stop", "skip"):
             raise DataError(f"--on-error {self.on_error}: expected stop or skip")
+        if self.pack not in PACK_METHODS:
+            raise DataError(f"--pack {self.pack}: expected {' or '.join(PACK_METHODS)}")
         if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected a fraction, at least 0 and below 1")
 

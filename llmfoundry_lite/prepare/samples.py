@@ -1,15 +1,17 @@
 """Step 2 of `data prepare`: token files, in order -> samples and shards.
 
 Which documents are held out, the samples and the MDS files depend only on the token files. `plan_splits` computes which
-tokens are in which shard, from the counts of the token files alone. By this plan, `write_shards` writes any of the
-shards, so that several machines can each write some. `pack_samples` is the whole step on one machine. `splits.py`
-decides which documents are held out, and `shards.py` writes a shard.
+tokens are in which shard, from the counts of the token files alone or, with `--pack best-fit`, from the lengths of
+documents. By this plan, `write_shards` writes any of the shards, so that several machines can each write some.
+`pack_samples` is the whole step on one machine. `splits.py` decides which documents are held out, `best_fit.py` which
+documents share a sample, and `shards.py` writes a shard.
 """
 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +21,9 @@ from rich.progress import Progress
 from llmfoundry_lite.config.data_schema import HELD_OUT_TEXT
 from llmfoundry_lite.data.tokenizer import Tokenizer
 from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.prepare.best_fit import assign_samples, cut_documents, divide_into_windows, pack_documents
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
-from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.request import BEST_FIT, PrepareRequest
 from llmfoundry_lite.prepare.shards import ShardFormat, write_index
 from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
@@ -64,7 +67,9 @@ class SplitPlan:
     documents: int
     text_bytes: int
     sample_tokens: int
-    tokens_per_shard: int
+    samples_per_shard: int
+    windows: "Windows | None" = None
+    """The windows of units in which documents are packed by best fit. None if documents are concatenated."""
 
     @property
     def tokens(self) -> int:
@@ -72,31 +77,54 @@ class SplitPlan:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     @property
+    def num_samples(self) -> int:
+        """Number of samples in all shards."""
+        if self.windows is not None:
+            return int(self.windows.samples[-1])
+        return self.tokens // self.sample_tokens
+
+    @property
     def sampled_tokens(self) -> int:
-        """Number of tokens in all samples. The tokens after these are in no shard."""
-        return self.tokens - self.tokens % self.sample_tokens
+        """Number of tokens in all samples, without padding. If documents are concatenated, the others are dropped."""
+        return min(self.tokens, self.num_samples * self.sample_tokens)
 
     @property
     def num_shards(self) -> int:
         """Number of shards. All but the last one are full."""
-        return -(-self.sampled_tokens // self.tokens_per_shard)  # rounded up
+        return -(-self.num_samples // self.samples_per_shard)  # rounded up
 
-    def summary(self) -> SplitSummary:
-        """Return the summary of the split."""
+    def samples_of_shard(self, index: int) -> int:
+        """Return the number of samples in a shard."""
+        return min(self.samples_per_shard, self.num_samples - index * self.samples_per_shard)
+
+    def summary(self, units_folder: Path) -> SplitSummary:
+        """Return the summary of the split. The token files in `units_folder` are read, without their tokens."""
+        positions = self.num_samples * self.sample_tokens
         return SplitSummary(
             documents=self.documents,
-            samples=self.sampled_tokens // self.sample_tokens,
+            samples=self.num_samples,
             tokens=self.sampled_tokens,
             remainder_tokens=self.tokens - self.sampled_tokens,
             text_bytes=self.text_bytes,
             shards=self.num_shards,
+            cut_fraction=count_cut_documents(self, units_folder) / self.documents,
+            padding_fraction=(positions - self.sampled_tokens) / positions,
         )
+
+
+class Windows(NamedTuple):
+    """Groups of consecutive units whose documents share samples."""
+
+    units: np.ndarray
+    """Number of units up to the end of each window."""
+    samples: np.ndarray
+    """Number of samples up to the end of each window."""
 
 
 def pack_samples(
     partial: Path, table: UnitTable, request: PrepareRequest, tokenizer: Tokenizer, bars: Progress
 ) -> PackResult:
-    """Cut the tokens of all documents into samples, and write the shards of both splits into `partial`.
+    """Make samples of the tokens of all documents, and write the shards of both splits into `partial`.
 
     partial: the folder of work in progress, with the token files in its folder `units`.
     table: the counts of these token files.
@@ -104,13 +132,13 @@ def pack_samples(
 
     The documents of a split are concatenated in the order of the token files, and cut into samples of
     `request.max_seq_len` tokens. With 4 tokens, the documents 5 6 7 0 and 8 9 0 and 1 2 0 make the samples 5 6 7 0 and
-    8 9 0 1, and 2 0 is left over.
+    8 9 0 1, and 2 0 is left over. With `request.pack` "best-fit", they are packed as `best_fit.py` describes.
 
     Raises DataError if the training split has less than one sample. After any error, the folders of both splits are
     removed.
     """
     units_folder = partial / "units"
-    shard_format = ShardFormat(request, token_dtype(tokenizer))
+    shard_format = ShardFormat(request, token_dtype(tokenizer), tokenizer.eos_token_id)
     plans = plan_splits(table, units_folder, request, shard_format)
     task = bars.add_task("writing shards", total=sum(plan.num_shards for plan in plans))
     try:
@@ -127,12 +155,12 @@ def pack_samples(
         for split in SPLITS:
             shutil.rmtree(partial / split, ignore_errors=True)
         raise
-    return pack_result(plans, table)
+    return pack_result(plans, table, units_folder)
 
 
-def pack_result(plans: Sequence[SplitPlan], table: UnitTable) -> PackResult:
-    """Return the result of the step, by its plan and the counts of the token files."""
-    splits = {plan.split: plan.summary() for plan in plans}
+def pack_result(plans: Sequence[SplitPlan], table: UnitTable, units_folder: Path) -> PackResult:
+    """Return the result of the step, by its plan and the counts of the token files in `units_folder`."""
+    splits = {plan.split: plan.summary(units_folder) for plan in plans}
     return PackResult(splits, skipped_by_reason(table), table.skipped_examples)
 
 
@@ -149,8 +177,8 @@ def plan_splits(
 ) -> list[SplitPlan]:
     """Plan the shards of each split that has documents, by adding up the tokens of the units in order.
 
-    table: the counts of all token files in `units_folder`, which are read only if the validation split needs more
-        documents than the request's fraction.
+    table: the counts of all token files in `units_folder`, which are read, without their tokens, only if the validation
+        split needs more documents than the request's fraction, or to pack documents by best fit.
 
     Raises DataError if the training split has less than one sample.
     """
@@ -172,13 +200,55 @@ def plan_splits(
             documents=int(rows_of_split[f"{split}_documents"].sum()),
             text_bytes=int(rows_of_split[f"{split}_text_bytes"].sum()),
             sample_tokens=shard_format.sample_tokens,
-            tokens_per_shard=shard_format.tokens_per_shard,
+            samples_per_shard=shard_format.samples_per_shard,
         )
         if split == "train":
             check_has_sample(request, plan, skipped_by_reason(table))
-        if plan.documents:
-            plans.append(plan)
+        if not plan.documents:
+            continue
+        if request.pack == BEST_FIT:
+            plan = replace(plan, windows=plan_windows(plan, units_folder))
+        plans.append(plan)
     return plans
+
+
+def plan_windows(plan: SplitPlan, units_folder: Path) -> Windows:
+    """Divide the units of a split into windows, and count the samples that best fit makes of each."""
+    units = divide_into_windows(plan.ends, plan.sample_tokens)
+    samples = []
+    lengths = read_lengths(plan, units_folder)
+    for num_units in np.diff(units, prepend=0).tolist():
+        doc_tokens = np.concatenate(list(islice(lengths, num_units)))
+        pieces = cut_documents(doc_tokens, plan.sample_tokens)
+        sample_of_piece = assign_samples(pieces, plan.sample_tokens)
+        samples.append(int(sample_of_piece.max()) + 1)
+    return Windows(units, np.cumsum(samples))
+
+
+def count_cut_documents(plan: SplitPlan, units_folder: Path) -> int:
+    """Count the documents of a split that are not whole in one sample. Concatenated ones that are dropped do not count.
+
+    With samples of 4 tokens, the concatenated documents 5 6 7 0 and 8 9 0 and 1 2 0 have one cut document, the last.
+    """
+    num_cut = 0
+    start = 0
+    for lengths in read_lengths(plan, units_folder):
+        if plan.windows is not None:
+            num_cut += int((lengths > plan.sample_tokens).sum())
+            continue
+        ends = start + np.cumsum(lengths)
+        first_samples = (ends - lengths) // plan.sample_tokens
+        last_samples = (ends - 1) // plan.sample_tokens
+        num_cut += int((first_samples < last_samples).sum())
+        start += int(lengths.sum())
+    return num_cut
+
+
+def read_lengths(plan: SplitPlan, units_folder: Path) -> Iterator[np.ndarray]:
+    """Yield the number of tokens of each document of a split, for one unit after the other."""
+    for path in token_paths(plan.units, units_folder):
+        unit = load_unit(path, without_tokens=True)
+        yield unit.doc_tokens[is_of_split(unit, plan.split, plan.threshold)]
 
 
 def token_paths(rows: np.ndarray, units_folder: Path) -> Iterator[Path]:
@@ -222,31 +292,72 @@ def write_shards(
     folder: folder of the shards, which is created. Shards that are there are written again.
 
     Only the token files with tokens of these shards are read. At any time, the tokens of one shard and of one token
-    file are in memory.
+    file, or with best fit of one window, are in memory.
     """
     folder.mkdir(exist_ok=True)
-    start = shards.start * plan.tokens_per_shard
-    end = min(shards.stop * plan.tokens_per_shard, plan.sampled_tokens)
+    start = shards.start * plan.samples_per_shard
+    end = min(shards.stop * plan.samples_per_shard, plan.num_samples)
     index = shards.start
-    unwritten = [np.empty(0, shard_format.dtype)]
+    unwritten = []
     num_unwritten = 0
-    for tokens in read_tokens(plan, units_folder, start, end):
-        unwritten.append(tokens)
-        num_unwritten += len(tokens)
+    read_samples = read_concatenated if plan.windows is None else read_packed
+    for samples in read_samples(plan, units_folder, start, end, shard_format):
+        unwritten.append(samples)
+        num_unwritten += len(samples)
 
-        # Arrays are joined only when there is enough for a shard, because joining copies all tokens.
-        if num_unwritten >= plan.tokens_per_shard:
+        # Arrays are joined only when there is enough for a shard, because joining copies all samples.
+        if num_unwritten >= plan.samples_per_shard:
             joined = np.concatenate(unwritten)
-            while len(joined) >= plan.tokens_per_shard:
-                yield shard_format.write(folder, index, joined[: plan.tokens_per_shard])
-                joined = joined[plan.tokens_per_shard :]
+            while len(joined) >= plan.samples_per_shard:
+                yield shard_format.write(folder, index, joined[: plan.samples_per_shard])
+                joined = joined[plan.samples_per_shard :]
                 index += 1
             unwritten = [joined]
             num_unwritten = len(joined)
 
-    # The last shard of a split may be smaller. Its tokens are whole samples, because `end` is.
+    # The last shard of a split may be smaller.
     if num_unwritten:
         yield shard_format.write(folder, index, np.concatenate(unwritten))
+
+
+def read_concatenated(
+    plan: SplitPlan, units_folder: Path, start: int, end: int, shard_format: ShardFormat
+) -> Iterator[np.ndarray]:
+    """Yield the samples [start, end) of a split whose documents are concatenated, as `ShardFormat.write` takes them."""
+    incomplete = np.empty(0, shard_format.dtype)  # tokens that are too few for a sample
+    first_token = start * plan.sample_tokens
+    for tokens in read_tokens(plan, units_folder, first_token, end * plan.sample_tokens):
+        joined = np.concatenate([incomplete, tokens])
+        num_complete = len(joined) - len(joined) % plan.sample_tokens
+        yield joined[:num_complete].reshape(-1, plan.sample_tokens)
+        incomplete = joined[num_complete:]
+
+
+def read_packed(
+    plan: SplitPlan, units_folder: Path, start: int, end: int, shard_format: ShardFormat
+) -> Iterator[np.ndarray]:
+    """Yield the samples [start, end) of a split that is packed by best fit, as `ShardFormat.write` takes them."""
+    windows = plan.windows
+    assert windows is not None
+    if start >= end:
+        return
+    first_window = int(np.searchsorted(windows.samples, start, side="right"))
+    num_units = int(windows.units[first_window - 1]) if first_window else 0
+    num_samples = int(windows.samples[first_window - 1]) if first_window else 0
+    units = read_split(plan, units_folder, num_units)
+    for window in range(first_window, len(windows.units)):
+        # Read the units of the window, and pack their documents.
+        units_of_window = list(islice(units, int(windows.units[window]) - num_units))
+        num_units = int(windows.units[window])
+        tokens = np.concatenate([tokens for tokens, _ in units_of_window])
+        packing = pack_documents(np.concatenate([lengths for _, lengths in units_of_window]), plan.sample_tokens)
+        samples_nt = packing.arrange(tokens, plan.sample_tokens, shard_format.padding)
+        samples = shard_format.add_lengths(samples_nt, packing.sample_lengths)
+
+        yield samples[max(0, start - num_samples) : end - num_samples]
+        num_samples += len(samples)
+        if num_samples >= end:
+            return
 
 
 def read_tokens(plan: SplitPlan, units_folder: Path, start: int, end: int) -> Iterator[np.ndarray]:

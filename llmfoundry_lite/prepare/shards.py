@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from llmfoundry_lite.data.rows import UNPADDED_LENGTH
 from llmfoundry_lite.files import sync_folder
-from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.request import BEST_FIT, PrepareRequest
 
 SHARD_HASH = "xxh3_64"
 """Hash algorithm of the shards in index.json, by which readers detect damage."""
+
+LENGTH_DTYPE = np.dtype(np.uint32)
+"""Type of the column UNPADDED_LENGTH."""
 
 OFFSET_BYTES = 4
 """Size of each offset in an MDS shard, and of its number of samples: uint32."""
@@ -32,26 +36,34 @@ class ShardFormat:
 
         number   offsets of samples   offset of the end   description            samples
         2        212, 8404            16596               {"column_encodings"…   8,192 bytes, 8,192 bytes
+
+    A sample is the column `tokens`. If it may have padding, the column UNPADDED_LENGTH follows.
     """
 
-    def __init__(self, request: PrepareRequest, dtype: np.dtype) -> None:
+    def __init__(self, request: PrepareRequest, dtype: np.dtype, padding: int) -> None:
         """Take the length of samples, the size limit of shards and their compression from the request.
 
-        `dtype` is the type of tokens in shards.
+        `dtype` is the type of tokens in shards, and `padding` the token that fills up samples.
         """
         self.compression = request.compression
         self.dtype = dtype
+        self.padding = padding
         self.sample_tokens = request.max_seq_len
-        self.sample_bytes = self.sample_tokens * dtype.itemsize
+
+        columns = {"tokens": (f"ndarray:{dtype.name}:{self.sample_tokens}", self.sample_tokens * dtype.itemsize)}
+        if request.pack == BEST_FIT:
+            columns[UNPADDED_LENGTH] = (LENGTH_DTYPE.name, LENGTH_DTYPE.itemsize)
+        sizes = [size for _, size in columns.values()]
+        self.sample_bytes = sum(sizes)
         self.description = {
             "version": 2,
             "format": "mds",
             "compression": request.compression,
             "hashes": [SHARD_HASH],
             "size_limit": request.size_limit_bytes,
-            "column_names": ["tokens"],
-            "column_encodings": [f"ndarray:{dtype.name}:{self.sample_tokens}"],
-            "column_sizes": [self.sample_bytes],
+            "column_names": list(columns),
+            "column_encodings": [encoding for encoding, _ in columns.values()],
+            "column_sizes": sizes,
         }
         """The part of a shard's record in the index that is the same for all shards."""
         self.header = json.dumps(self.description, sort_keys=True).encode()
@@ -60,20 +72,31 @@ class ShardFormat:
         # each sample, an offset and its bytes.
         bytes_for_samples = request.size_limit_bytes - 2 * OFFSET_BYTES - len(self.header)
         self.samples_per_shard = bytes_for_samples // (self.sample_bytes + OFFSET_BYTES)
-        self.tokens_per_shard = self.samples_per_shard * self.sample_tokens
 
-    def write(self, folder: Path, index: int, tokens: np.ndarray) -> dict[str, Any]:
+    def add_lengths(self, samples_nt: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return samples with both columns, as a structured array of n elements.
+
+        samples_nt: n samples of t tokens, padding included.
+        lengths: their lengths without padding.
+        """
+        sample_dtype = np.dtype([("tokens", self.dtype, self.sample_tokens), (UNPADDED_LENGTH, LENGTH_DTYPE)])
+        samples = np.empty(len(lengths), sample_dtype)
+        samples["tokens"] = samples_nt
+        samples[UNPADDED_LENGTH] = lengths
+        return samples
+
+    def write(self, folder: Path, index: int, samples: np.ndarray) -> dict[str, Any]:
         """Write a shard into a folder, compressed if the request says so. Returns its record for the index.
 
         index: number of the shard in its split.
-        tokens: the concatenated tokens of all its samples, which all have the same length.
+        samples: its samples: tokens [samples, tokens of a sample], or with padding what `add_lengths` returns.
         """
         # Lay out the content as the class describes it.
-        num_samples = len(tokens) // self.sample_tokens
+        num_samples = len(samples)
         first_offset = OFFSET_BYTES + OFFSET_BYTES * (num_samples + 1) + len(self.header)
         offsets = np.arange(num_samples + 1, dtype=np.uint32) * np.uint32(self.sample_bytes)
         offsets += np.uint32(first_offset)
-        content = b"".join([np.uint32(num_samples).tobytes(), offsets.tobytes(), self.header, tokens.tobytes()])
+        content = b"".join([np.uint32(num_samples).tobytes(), offsets.tobytes(), self.header, samples.tobytes()])
 
         # Compress it, and write the file. The index has sizes and hashes of both forms.
         raw_data = file_description(raw_name(index), content)

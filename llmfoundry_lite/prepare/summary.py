@@ -27,12 +27,16 @@ class SplitSummary:
     samples: int
     """Samples of `max_seq_len` tokens."""
     tokens: int
-    """Number of tokens in all samples."""
+    """Number of tokens in all samples, without padding."""
     remainder_tokens: int
-    """Number of tokens at the end that are too few for a sample. Only these are not in the shards."""
+    """Number of tokens at the end that are too few for a sample. Only these are not in the shards. 0 with best fit."""
     text_bytes: int
     """UTF-8 bytes of the documents, which became `tokens + remainder_tokens` tokens."""
     shards: int
+    cut_fraction: float | None = None
+    """Share of the documents that are not whole in one sample. None in older summaries."""
+    padding_fraction: float | None = None
+    """Share of the samples that is padding. None in older summaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +136,14 @@ def _describe_summary(summary: Summary) -> list[str]:
     """
     tokenizer = summary.tokenizer
     lines = [f"tokenizer {printable(tokenizer.name)}: {tokenizer.vocab_size:,} ids, {tokenizer.fingerprint}"]
+
+    # How documents became samples.
+    for name, split in summary.splits.items():
+        if split.cut_fraction is not None and split.padding_fraction is not None:
+            lines.append(
+                f"{name}: {100 * split.cut_fraction:.1f} % of the documents cut, {100 * split.padding_fraction:.2f} % "
+                "padding"
+            )
 
     # Documents and files that are not in the result.
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in summary.skipped.items() if count)

@@ -662,7 +662,7 @@ def prompts_from_data(run: Run, tokenizer: Any) -> list[str]:
     num_parts = min(NUM_PROMPTS, len(tokens_nt))
     for part_nt in np.array_split(tokens_nt[:, :PROMPT_TOKENS], num_parts):
         for tokens_t in part_nt:
-            prompt = extract_prompt(tokenizer.decode(tokens_t.tolist()))
+            prompt = extract_prompt(tokenizer.decode(tokens_t[tokens_t >= 0].tolist()))  # without padding
             if prompt:
                 prompts.append(prompt)
                 break

@@ -23,7 +23,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.data.spelling import LostText
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare import documents, out_folder, samples, sources
+from llmfoundry_lite.prepare import best_fit, documents, out_folder, samples, sources
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.contents import read_lines
 from llmfoundry_lite.prepare.documents import STDLIB_HASH_SEED, Unit, read_line_range, split_key
@@ -860,12 +860,10 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
     with MDSWriter(columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}, out=str(tmp_path / "theirs"), **options) as theirs:
         for sample in samples:
             theirs.write({"tokens": sample})
-    shard_format = ShardFormat(wanted, samples.dtype)
-    tokens = np.split(
-        samples.ravel(), range(shard_format.tokens_per_shard, samples.size, shard_format.tokens_per_shard)
-    )
+    shard_format = ShardFormat(wanted, samples.dtype, padding=0)
+    parts = np.split(samples, range(shard_format.samples_per_shard, len(samples), shard_format.samples_per_shard))
     (tmp_path / "ours").mkdir()
-    records = [shard_format.write(tmp_path / "ours", index, part) for index, part in enumerate(tokens)]
+    records = [shard_format.write(tmp_path / "ours", index, part) for index, part in enumerate(parts)]
     write_index(tmp_path / "ours", records)
     assert len(records) == len(theirs.shards) > 3
     assert folder_bytes(tmp_path / "ours") == folder_bytes(tmp_path / "theirs")
@@ -874,10 +872,10 @@ def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str 
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_a_shard_is_as_full_as_the_limit_allows_to_the_byte(spare: int, tmp_path: Path) -> None:
     sample, dtype = SEQ_LEN * 2 + 4, np.dtype(np.uint16)  # its tokens, and where they begin
-    header = len(ShardFormat(request("", "", size_limit_bytes=9_000), dtype).header)
+    header = len(ShardFormat(request("", "", size_limit_bytes=9_000), dtype, padding=0).header)
     limit = 8 + header + sample * ((9_000 - 8 - header) // sample) + spare
-    shard_format = ShardFormat(request("", "", size_limit_bytes=limit), dtype)
-    shard_format.write(tmp_path, 0, np.zeros(shard_format.tokens_per_shard, dtype))
+    shard_format = ShardFormat(request("", "", size_limit_bytes=limit), dtype, padding=0)
+    shard_format.write(tmp_path, 0, np.zeros((shard_format.samples_per_shard, SEQ_LEN), dtype))
     size = (tmp_path / "shard.00000.mds").stat().st_size
     assert len(str(limit)) == 4
     assert limit - sample < size <= limit
@@ -917,11 +915,14 @@ def test_few_documents_are_read_without_the_others_of_their_file(tmp_path: Path,
     assert load_documents(tmp_path / "unit.npz", sizes, is_wanted).tolist() == expected.tolist()
 
 
-def test_any_range_of_shards_is_written_by_the_plan_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", ["concat", "best-fit"])
+def test_any_range_of_shards_is_written_by_the_plan_alone(tmp_path: Path, monkeypatch, pack: str) -> None:
     """Units of no document, of none of a split, and of more than a shard; the end of a unit is the end of a shard."""
-    wanted = request("", "", max_seq_len=4, size_limit_bytes=4200, val_fraction=0.25)
-    shard_format = ShardFormat(wanted, np.dtype(np.uint16))
-    per_shard = shard_format.tokens_per_shard
+    monkeypatch.setattr(best_fit, "WINDOW_TOKENS", 50)
+    monkeypatch.setattr(best_fit, "WINDOW_SAMPLES", 1)
+    wanted = request("", "", max_seq_len=4, size_limit_bytes=4200, val_fraction=0.25, pack=pack)
+    shard_format = ShardFormat(wanted, np.dtype(np.uint16), padding=0)
+    per_shard = 4 * shard_format.samples_per_shard
     units = [[7, per_shard], [], [3, 5, 9], [2, 3 * per_shard + 1], [per_shard], [1, 1], [per_shard, 6]]
     table = write_units(tmp_path / "units", units, initial_threshold(wanted))
     plans = plan_splits(table, tmp_path / "units", wanted, shard_format)

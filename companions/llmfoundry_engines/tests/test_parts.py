@@ -20,6 +20,7 @@ from llmfoundry_engines.tests.part_runs import change_report, prepare_parts
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.files import lock_folder
+from llmfoundry_lite.prepare import best_fit
 from llmfoundry_lite.prepare import prepare as prepare_module
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -175,11 +176,15 @@ def test_shares_of_the_shards_are_taken_if_they_are_as_recorded(
     assert said == [f"{out} is complete: its parts were joined before"] * 2
 
 
-@pytest.mark.parametrize("compression", [None, "zstd:3"])
-def test_all_shards_may_be_written_by_shares(wanted: PrepareRequest, tmp_path: Path, compression: str | None) -> None:
-    compressed = replace(wanted, compression=compression)
-    prepare(compressed, tmp_path / "expected", num_workers=1)
-    prepare_parts(compressed, tmp_path / "out", [1, 2], 2)
+@pytest.mark.parametrize("options", [{"compression": "zstd:3"}, {"pack": "best-fit"}])
+def test_all_shards_may_be_written_by_shares(
+    wanted: PrepareRequest, tmp_path: Path, monkeypatch, options: dict
+) -> None:
+    monkeypatch.setattr(best_fit, "WINDOW_TOKENS", 5_000)
+    monkeypatch.setattr(best_fit, "WINDOW_SAMPLES", 1)
+    changed = replace(wanted, **options)
+    prepare(changed, tmp_path / "expected", num_workers=1)
+    prepare_parts(changed, tmp_path / "out", [3, 1, 2], 3)
     written = [join_shards(tmp_path / "out", Part(number, 3)) for number in (3, 1, 2)]
     assert sum(written) == len(list((tmp_path / "expected").rglob("*.mds*")))
     join(tmp_path / "out")
@@ -214,6 +219,7 @@ def test_a_join_that_was_killed_while_it_published_is_made_good(
         ({"max_seq_len": 16}, "max_seq_len was 32 and is 16 now"),
         ({"tokenizer": "train:400"}, "tokenizer was '.*' and is 'train:400' now"),
         ({"on_error": "skip"}, "on_error was 'stop' and is 'skip' now"),
+        ({"pack": "best-fit"}, "pack was 'concat' and is 'best-fit' now"),
     ],
 )
 def test_parts_of_another_request_are_refused_by_name(
