@@ -311,7 +311,8 @@ def table_of(data: Sequence[DataFolder], url: str) -> Table:
     if len(complete) > 1:
         total = [f"{len(complete):,} complete"]
         for name in ("samples", "tokens"):
-            total.append(number_text(sum(getattr(found, name) or 0 for found in complete)))
+            numbers = [getattr(found, name) for found in complete]
+            total.append(number_text(sum(numbers)) if None not in numbers else "")
         num_shards = sum(found.shards or 0 for found in complete)
         num_bytes = sum(found.num_bytes or 0 for found in complete)
         rows.append([*total, "", "", number_text(num_shards), f"{num_bytes / 1e6:,.1f}", "", "", "", ""])
