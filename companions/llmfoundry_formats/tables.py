@@ -7,33 +7,46 @@ file cannot be read from an arbitrary position.
 
 import csv
 import io
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.contents import (
     MAX_DOCUMENT_BYTES,
+    InputFile,
+    RemoteFile,
     UnreadableText,
     encoding_errors_as_data_errors,
     open_content,
 )
-from llmfoundry_lite.prepare.documents import Unit, group_by_size, text_of_row
+from llmfoundry_lite.prepare.documents import Unit, group_by_size, input_name, text_of_row
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import stream_units
 
+COLUMN_BUFFER_BYTES = 8 << 20
+"""Bytes that are requested at a time of a column in a bucket."""
 
-def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request: PrepareRequest) -> Iterator[Unit]:
+
+def cut_table(
+    kind: str, path: InputFile, size_bytes: int, target_bytes: int, request: PrepareRequest
+) -> Iterator[Unit]:
     """Yield the units of a file, of about `target_bytes` each. The last unit may be smaller.
 
     `kind` is "csv", or "table" for parquet and arrow. `size_bytes` is the size of the file. Raises DataError.
     """
-    if kind == "table":
+    is_remote_arrow = isinstance(path, RemoteFile) and path.suffix == ".arrow"
+    if kind == "table" and not is_remote_arrow:
         yield from table_units(path, size_bytes, target_bytes)
         return
-    rows_and_positions = read_csv(path, request.encoding, request.text_keys)
+    if is_remote_arrow:
+        # A part of a stream can only be read after all parts before it, so the rows are read once, here.
+        rows_and_positions = ((row, 0) for row in read_table(path, 0, sys.maxsize, request.text_keys))
+    else:
+        rows_and_positions = read_csv(path, request.encoding, request.text_keys)
     texts = ((text_of_row(row, request.text_keys), bytes_read) for row, bytes_read in rows_and_positions)
     yield from stream_units("rows", str(path), texts, target_bytes, size_bytes)
 
@@ -42,7 +55,7 @@ def cut_table(kind: str, path: Path, size_bytes: int, target_bytes: int, request
 
 
 def read_csv(
-    path: Path, encoding: str | None, wanted_columns: Sequence[str]
+    path: InputFile, encoding: str | None, wanted_columns: Sequence[str]
 ) -> Iterator[tuple[Mapping[str, str] | UnreadableText, int]]:
     """Yield the rows below the header, each with the number of bytes read from disk so far.
 
@@ -82,7 +95,7 @@ class CsvLines:
     `row_characters` to 0 before. Iteration raises DataError for a longer row than MAX_DOCUMENT_BYTES characters.
     """
 
-    def __init__(self, path: Path, text: io.TextIOWrapper) -> None:
+    def __init__(self, path: InputFile, text: io.TextIOWrapper) -> None:
         self.path = path
         self._text = text
         self._line_number = 0
@@ -124,7 +137,7 @@ def next_row(rows: Any, lines: CsvLines) -> list[str] | UnreadableText | None:
         return UnreadableText("invalid_csv", f" (line {rows.line_num}) does not parse as CSV ({error})")
 
 
-def check_names_differ(path: Path, names: list[str], wanted_columns: Sequence[str]) -> None:
+def check_names_differ(path: InputFile, names: list[str], wanted_columns: Sequence[str]) -> None:
     """Raise DataError if several columns have the name of a wanted one. A key `a.b` means the field b of a column a."""
     for key in wanted_columns:
         name = key if key in names else key.partition(".")[0]
@@ -144,7 +157,7 @@ class TablePart(NamedTuple):
     """In a parquet file, an equal share of the file's bytes."""
 
 
-def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
+def table_units(path: InputFile, size_bytes: int, target_bytes: int) -> Iterator[Unit]:
     """Yield units of consecutive parts, of at least `target_bytes` together. Raises DataError for a damaged file.
 
     The bytes of a unit advance the progress bar. All units together have the file's `size_bytes`, although the
@@ -161,7 +174,7 @@ def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit
         unit_bytes = remaining_bytes if is_last else min(group_bytes, remaining_bytes)
         yield Unit(
             kind="table",
-            names=(str(path),),
+            names=(input_name(path),),
             start=start,
             end=end,
             first_number=first_row_number,
@@ -172,7 +185,7 @@ def table_units(path: Path, size_bytes: int, target_bytes: int) -> Iterator[Unit
         first_row_number += sum(part.num_rows for part in group)
 
 
-def table_parts(path: Path, size_bytes: int) -> Iterator[TablePart]:
+def table_parts(path: InputFile, size_bytes: int) -> Iterator[TablePart]:
     """Yield the row groups or record batches of a file. Of a parquet file, only the metadata is read.
 
     `size_bytes` is the size of the file. Raises DataError if it is damaged.
@@ -194,7 +207,7 @@ def table_parts(path: Path, size_bytes: int) -> Iterator[TablePart]:
 
 
 def read_table(
-    path: Path, start: int, end: int, wanted_columns: Sequence[str]
+    path: InputFile, start: int, end: int, wanted_columns: Sequence[str]
 ) -> Iterator[Mapping[str, Any] | UnreadableText]:
     """Yield the rows of the row groups or record batches [start, end) of a file.
 
@@ -257,22 +270,31 @@ def rows_of(batch: Any) -> Iterator[Mapping[str, Any] | UnreadableText]:
     yield from rows
 
 
-def open_parquet(path: Path) -> Any:
+def open_parquet(path: InputFile) -> Any:
     """Open a parquet file and read its footer, which has the metadata. Raises DataError."""
     import pyarrow.parquet as pq
 
     with arrow_errors(path, "is not a parquet file"):
+        if isinstance(path, RemoteFile):
+            # Only the footer and the wanted columns are requested, of a large column a block at a time.
+            return pq.ParquetFile(open_ranges(path), buffer_size=COLUMN_BUFFER_BYTES)
         return pq.ParquetFile(path)
 
 
-def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Map an arrow file into memory. Returns its schema and its record batches.
+def open_ranges(file: RemoteFile) -> Any:
+    """Open an object of a bucket for reading at any position: each read is a request for exactly its bytes."""
+    return companions.load("llmfoundry_engines.bucket_files:open_ranges", str(file))(file)
+
+
+def open_arrow(path: InputFile) -> tuple[Any, Iterator[Any]]:
+    """Map an arrow file into memory, or stream an object. Returns its schema and its record batches.
 
     Arrow has two formats, for streams and for files. `datasets` writes the former.
     """
     import pyarrow as pa
 
-    source = pa.memory_map(str(path))
+    is_remote = isinstance(path, RemoteFile)
+    source = pa.PythonFile(open_ranges(path), mode="r") if is_remote else pa.memory_map(str(path))
     try:
         stream = pa.ipc.open_stream(source)
     except pa.ArrowInvalid:
@@ -283,7 +305,7 @@ def open_arrow(path: Path) -> tuple[Any, Iterator[Any]]:
 
 
 @contextmanager
-def arrow_errors(path: Path, complaint: str) -> Iterator[None]:
+def arrow_errors(path: InputFile, complaint: str) -> Iterator[None]:
     """Raise DataError for arrow's errors about a file's content. `complaint` follows the path: "is damaged"."""
     import pyarrow as pa
 

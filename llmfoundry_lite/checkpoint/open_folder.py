@@ -65,17 +65,19 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
         wrong_parts.append("//")
     if wrong_parts:
         raise CheckpointError(f"{text!r}: {wrong_parts[0]!r} is not possible in the URL of a folder; give another name")
-    return _open_remote_folder(text, protocol)
+    filesystem, path = open_filesystem(text)
+    return RemoteFolder(filesystem, path, filesystem.url)
 
 
-def _open_remote_folder(url: str, protocol: str) -> RemoteFolder:
-    """Return the folder of a URL, by the fsspec client of its protocol.
+def open_filesystem(url: str) -> tuple[RenewingFilesystem, str]:
+    """Return the fsspec file system of a URL, and the path of the URL in it.
 
     Changes the client: its event loop gets a handler for lost connections, and s3fs the number of attempts. Raises
     CheckpointError if fsspec does not know the protocol or lacks a package for it, or if the client refuses the URL.
     """
     import fsspec
 
+    protocol, _, _ = url.partition("://")
     try:
         filesystem, path = fsspec.core.url_to_fs(url, **_client_options(protocol))
     except ImportError as error:
@@ -90,8 +92,7 @@ def _open_remote_folder(url: str, protocol: str) -> RemoteFolder:
         loop.set_exception_handler(_handle_unawaited)
     if hasattr(filesystem, "call_s3"):
         type(filesystem).retries = S3_ATTEMPTS  # s3fs reads it from the class
-    url = url.rstrip("/")
-    return RemoteFolder(RenewingFilesystem(filesystem, url), path, url)
+    return RenewingFilesystem(filesystem, url.rstrip("/")), path
 
 
 def _handle_unawaited(loop: Any, context: dict[str, Any]) -> None:

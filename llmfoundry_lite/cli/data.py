@@ -42,7 +42,8 @@ def data_prepare(
         list[str] | None,
         typer.Argument(
             metavar="SOURCE",
-            help="Files, folders or globs of txt, md, jsonl, csv, tsv or parquet; or hf:NAME; or python-stdlib.",
+            help="Files, folders or globs of txt, md, jsonl, csv, tsv or parquet; or URLs of them, such as "
+            "s3://bucket/folder; or hf:NAME; or python-stdlib.",
         ),
     ] = None,
     source: Annotated[

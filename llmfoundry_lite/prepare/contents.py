@@ -1,5 +1,6 @@
 """Readers of one input file, as a single text or as lines. A companion reads the rows of CSV, parquet and arrow.
 
+An input file is a path of this machine, or an object in a bucket, which a companion opens (`open_input_file`).
 `read_text` is for files that are one document, and `read_lines` for files of lines. Both use `open_content`, which
 decompresses. A small file may decompress to any size, so no document of a compressed file may exceed
 MAX_DOCUMENT_BYTES. For a text that cannot be read, an `UnreadableText` is returned, so that the caller decides whether
@@ -11,11 +12,14 @@ import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
+from llmfoundry_lite import companions
 from llmfoundry_lite.bounded import BLOCK_BYTES, MAX_LINE_BYTES, MAX_LOG_BYTES, open_unpacked
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import open_regular
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -47,8 +51,55 @@ TOO_LARGE_PLAIN = UnreadableText(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """An object in a bucket, as it was listed. Reading it raises DataError if it is not that version any more."""
+
+    url: str
+    num_bytes: int
+    version: str
+    """Text that differs for every content: the ETag, the generation, or the time of the last change."""
+
+    @property
+    def suffixes(self) -> list[str]:
+        """The suffixes of its name, as those of a path: [".jsonl", ".gz"]."""
+        is_http = self.url.startswith(("http://", "https://"))
+        path = urlsplit(self.url).path if is_http else self.url  # elsewhere, a name may contain `?` and `#`
+        return PurePosixPath(path).suffixes
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of its name; empty if it has none."""
+        return "".join(self.suffixes[-1:])
+
+    def __str__(self) -> str:
+        """Return the URL, without credentials."""
+        return mask_urls(self.url)
+
+
+InputFile = Path | RemoteFile
+"""A file that is read: of this machine, or in a bucket."""
+
+
+def open_input_file(file: InputFile, begin: int = 0, end: int | None = None) -> BinaryIO:
+    """Open an input file for reading, at its beginning.
+
+    `begin` and `end` delimit the bytes that are needed, so that not much more of an object is transferred. Other bytes
+    can be read, too. Raises OSError for a path, and DataError for an object, also while it is read.
+    """
+    if isinstance(file, Path):
+        return open(file, "rb", opener=open_regular)
+    open_object = companions.load("llmfoundry_engines.bucket_files:open_object", str(file))
+    return open_object(file, begin, file.num_bytes if end is None else end)
+
+
+def size_of(file: InputFile) -> int:
+    """Return the number of bytes of an input file."""
+    return file.stat().st_size if isinstance(file, Path) else file.num_bytes
+
+
 @contextmanager
-def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+def open_content(path: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Context manager: open a file for reading, decompressed if its suffix is .gz or .zst.
 
     Yields the file, and a function that returns how many bytes have been read from disk so far, for a progress bar. In
@@ -57,7 +108,7 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     Raises DataError for a compressed file that is damaged or truncated, in the block that reads it. Other errors in the
     block are raised unchanged.
     """
-    with open(path, "rb", opener=open_regular) as file:
+    with open_input_file(path) as file:
         try:
             if path.suffix == ".gz":
                 with gzip.open(file) as content:
@@ -77,7 +128,7 @@ def open_content(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise decompression_error(path, error) from error
 
 
-def decompression_error(path: Path, error: Exception) -> DataError:
+def decompression_error(path: InputFile, error: Exception) -> DataError:
     """Return the error for a compressed file, by the error that the decompression library has raised."""
     if "too much memory" in str(error):
         return DataError(
@@ -89,7 +140,7 @@ def decompression_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: it does not decompress ({error})")
 
 
-def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
+def read_text(path: InputFile, encoding: str | None) -> str | UnreadableText:
     """Read a file as one text, without a byte order mark. `encoding` None is UTF-8.
 
     Returns an UnreadableText for a file that is too large, or not valid in the encoding, such as
@@ -101,7 +152,7 @@ def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     max_bytes = MAX_DOCUMENT_BYTES + 1 if is_compressed else -1
     with open_content(path) as (file, _):
-        if not is_compressed and path.stat().st_size > MAX_PLAIN_BYTES:
+        if not is_compressed and size_of(path) > MAX_PLAIN_BYTES:
             return TOO_LARGE_PLAIN
         content = file.read(max_bytes)
     if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
@@ -115,7 +166,7 @@ def read_text(path: Path, encoding: str | None) -> str | UnreadableText:
         return UnreadableText("invalid_utf8", f" is not valid {encoding or 'UTF-8'}{position}{ENCODING_ADVICE}")
 
 
-def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | UnreadableText, int]]:
+def read_lines(path: InputFile, encoding: str | None) -> Iterator[tuple[bytes | UnreadableText, int]]:
     """Yield the lines of a file, converted to UTF-8, each with the number of bytes read from disk so far.
 
     Lines end with b"\\n", except perhaps the last one. `encoding` is the file's encoding; None is UTF-8. For a line of
@@ -145,7 +196,7 @@ def read_lines(path: Path, encoding: str | None) -> Iterator[tuple[bytes | Unrea
 
 
 @contextmanager
-def encoding_errors_as_data_errors(path: Path, encoding: str | None) -> Iterator[None]:
+def encoding_errors_as_data_errors(path: InputFile, encoding: str | None) -> Iterator[None]:
     """Context manager: turn a UnicodeError into a DataError that names the file and its encoding (None: UTF-8)."""
     try:
         yield

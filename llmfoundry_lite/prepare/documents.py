@@ -1,6 +1,6 @@
 """Units of a source, and the documents in them.
 
-A unit is the part of a source that one worker reads at a time. A unit of files has only their paths and the range of
+A unit is the part of a source that one worker reads at a time. A unit of files has only their names and the range of
 bytes or row groups. A unit of a stream has its content, because a stream cannot be read from an arbitrary position.
 `sources.py` cuts sources into units, and `read_documents` reads one.
 
@@ -25,13 +25,15 @@ import xxhash
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError, list_names
-from llmfoundry_lite.files import open_regular
 from llmfoundry_lite.prepare.contents import (
     BLOCK_BYTES,
     ENCODING_ADVICE,
     MAX_PLAIN_BYTES,
     TOO_LARGE_PLAIN,
+    InputFile,
+    RemoteFile,
     UnreadableText,
+    open_input_file,
     read_text,
 )
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -71,12 +73,12 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A part of a source: paths and a range in a file or, for a stream, the content that was read from it."""
+    """A part of a source: files and a range in a file or, for a stream, the content that was read from it."""
 
     kind: str
     """How documents are read: `whole`, `lines`, `table` or `rows`. The module's table explains them."""
-    names: tuple[str, ...]
-    """Paths of files, or the name of a stream."""
+    names: tuple[str | RemoteFile, ...]
+    """Paths of files, objects in a bucket, or the name of a stream."""
     num_bytes: int
     """Bytes on disk, by which the progress bar advances."""
     start: int = 0
@@ -105,13 +107,28 @@ class Unit:
         otherwise a position in the unit.
         """
         if self.kind == "whole":
-            return self.names[index]
+            return str(self.names[index])
         if self.kind != "lines":
             return f"{self.names[0]}, row {self.first_number + index}"
         if self.content is not None:
             return f"{self.names[0]}, line {self.first_number + index}"
-        lines_before = count_lines(Path(self.names[0]), index)  # in a byte range, the index is an offset
+
+        # In a byte range, the index is an offset. An object is not read from its beginning to count lines.
+        file = input_file(self.names[0])
+        if isinstance(file, RemoteFile):
+            return f"{file}, the line at byte {index}"
+        lines_before = count_lines(file, index)
         return f"{self.names[0]}, line {lines_before + 1}"
+
+
+def input_file(name: str | RemoteFile) -> InputFile:
+    """Return the file that a name in `Unit.names` stands for."""
+    return Path(name) if isinstance(name, str) else name
+
+
+def input_name(file: InputFile) -> str | RemoteFile:
+    """Return the name of a file for `Unit.names`."""
+    return str(file) if isinstance(file, Path) else file
 
 
 @dataclass(slots=True)
@@ -172,7 +189,7 @@ def read_values(
     """
     match unit.kind:
         case "whole":
-            yield from enumerate(read_text(Path(name), encoding) for name in unit.names)
+            yield from enumerate(read_text(input_file(name), encoding) for name in unit.names)
         case "lines":
             indexed_lines = read_line_range(unit) if unit.content is None else enumerate(unit.content)
             for index, line in indexed_lines:
@@ -185,7 +202,7 @@ def read_values(
                     yield index, text_of_line(line, text_keys)
         case "table":
             read_table = companions.load("llmfoundry_formats.tables:read_table", "rows of parquet and arrow")
-            rows = read_table(Path(unit.names[0]), unit.start, unit.end, text_keys)
+            rows = read_table(input_file(unit.names[0]), unit.start, unit.end, text_keys)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
         case _:  # "rows", whose texts have been read already
             yield from enumerate(unit.content or ())
@@ -197,7 +214,7 @@ def read_line_range(unit: Unit) -> Iterator[tuple[int, bytes | UnreadableText]]:
     The last line may extend beyond the range. In a file "ab\\ncd\\nef\\n", the range [1, 4) has only the line at offset
     3, because "ab" starts before it. A line of more than MAX_PLAIN_BYTES is yielded as an UnreadableText.
     """
-    with open(unit.names[0], "rb", opener=open_regular) as file:
+    with open_input_file(input_file(unit.names[0]), max(0, unit.start - 1), unit.end) as file:
         # Skip the end of a line that starts in the previous range. Reading begins at the byte before the range: if that
         # is a line end, a line starts at the beginning of the range, and nothing is skipped.
         offset = unit.start

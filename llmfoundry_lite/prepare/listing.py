@@ -17,7 +17,7 @@ from typing import Any
 
 from llmfoundry_lite.bounded import read_json
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, InputFile
 
 MAX_REASONS = 3
 """Number of unreadable files that an error names if no file can be read."""
@@ -139,14 +139,14 @@ def _check_file(path: Path, listing: Listing, path_of_inode: dict[tuple[int, int
     return status.st_size
 
 
-def file_kind(path: Path) -> str | None:
+def file_kind(path: InputFile) -> str | None:
     """Return the kind of a file by its suffix: "whole", "lines", "csv" or "table", as in SUFFIXES.
 
     `log.jsonl` and `log.jsonl.gz` are "lines". Returns None for files that are not supported, including compressed
     tables such as `rows.parquet.gz`.
     """
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
-    suffix = path.with_suffix("").suffix if is_compressed else path.suffix
+    suffix = "".join(path.suffixes[-2:-1]) if is_compressed else path.suffix
     for kind, suffixes in SUFFIXES.items():
         if suffix in suffixes:
             return None if is_compressed and kind == "table" else kind

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite.data.tokenizer import Tokenizer
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import lock_folder, sync_folder, write_atomically
 from llmfoundry_lite.prepare.listing import count_files, read_json_object
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -59,9 +59,11 @@ def build_request_record(
     """Return the request as JSON-compatible data, with the current state of its input and tokenizer.
 
     Two launches with equal records make the same data. The record is stored, and compared by the next launch.
+    Credentials in the URLs of sources are masked.
     `existing_tokenizer` is the tokenizer of the request; None if it is to be trained.
     """
     record = asdict(request)
+    record["sources"] = [mask_urls(source) for source in request.sources]
     record["input"] = source.describe_state()
     record["tokenizer_fingerprint"] = existing_tokenizer.fingerprint if existing_tokenizer else None
     record["format_version"] = FORMAT_VERSION

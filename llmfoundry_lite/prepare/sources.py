@@ -1,4 +1,4 @@
-"""Sources of documents: the Python standard library and local files. A companion opens data sets of the Hub.
+"""Sources of documents: the Python standard library and local files. Companions open buckets and data sets of the Hub.
 
     open_source(["logs/*.jsonl.gz"])  ->  Source  ->  pieces()  ->  Piece, Piece, …  ->  units()  ->  Unit, Unit, …
 
@@ -27,15 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from llmfoundry_lite import companions
-from llmfoundry_lite.errors import DataError
+from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import guess_url
-from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, UnreadableText, read_lines
-from llmfoundry_lite.prepare.documents import Unit, group_by_size
+from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, InputFile, UnreadableText, read_lines
+from llmfoundry_lite.prepare.documents import Unit, group_by_size, input_name
 from llmfoundry_lite.prepare.listing import Listing, file_kind, list_files
 from llmfoundry_lite.prepare.request import PrepareRequest
 
 PYTHON_STDLIB = "python-stdlib"
 HUB_PREFIX = "hf:"
+HUB_FILES = "hf://datasets/"
+"""Beginning of the URLs of files in a data set of the Hub."""
 TABLES = ("csv", "table")
 """Kinds of files, of those in `listing.SUFFIXES`, that a companion reads."""
 
@@ -95,34 +97,42 @@ class Source:
             yield from piece.units()
 
 
-def _check_not_url(source: str) -> None:
-    """Raise DataError if a source is a URL, even a misspelt one, unless a local path has this name."""
+def is_bucket_url(source: str) -> bool:
+    """Return whether a source is a URL such as s3://bucket/folder, and not a local path of this name.
+
+    Raises DataError, which suggests the right spelling, for a URL that is misspelt.
+    """
     url = guess_url(source) or source
     path_after_prefix = source.removeprefix(HUB_PREFIX)  # `hf:` may also be followed by a local folder
     exists = os.path.exists(source) or os.path.exists(path_after_prefix)
     if "://" not in url or exists:
-        return
-    if url.startswith("hf://"):
+        return False
+    if url.startswith("hf://") and not url.startswith(HUB_FILES):
         raise DataError(f"{source}: no such file or folder; did you mean {HUB_PREFIX}{url.removeprefix('hf://')}?")
-    raise DataError(f"{source}: a URL given, expected files and folders of this machine, or {HUB_PREFIX}NAME")
+    if url != source:
+        raise DataError(f"{source}: no such file or folder; did you mean {url}?")
+    return True
 
 
 def open_source(request: PrepareRequest) -> Source:
-    """Open the sources of a request: the standard library, a data set of the Hub, or local files.
+    """Open the sources of a request: the standard library, a data set of the Hub, local files, or a bucket.
 
-    `request.sources` is ("python-stdlib",), one name such as ("hf:allenai/c4:en",), or files, folders and globs. Files
-    are listed here, and read only when the units of a piece are asked for.
+    `request.sources` is ("python-stdlib",), one name such as ("hf:allenai/c4:en",), or files, folders and globs, either
+    all of this machine or all by URLs. Files are listed here, and read only when the units of a piece are asked for.
 
     Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
     """
     sources = [source for source in request.sources if source]
     if not sources:
         raise DataError(f"no source given; expected {PYTHON_STDLIB}, {HUB_PREFIX}NAME, or files, folders and globs")
-    for source in sources:
-        _check_not_url(source)
+    urls = [source for source in sources if is_bucket_url(source)]
 
-    # The standard library and data sets of the Hub cannot be combined with other sources.
+    # The standard library, data sets of the Hub and buckets cannot be combined with other sources.
     special_sources = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
+    if urls and len(urls) == len(sources):
+        open_bucket = companions.load("llmfoundry_engines.bucket_source:open_bucket", mask_urls(urls[0]))
+        return open_bucket(urls, request)
+    special_sources += urls
     if special_sources and len(sources) > 1:
         raise DataError(
             f"{special_sources[0]} cannot be prepared together with other sources; prepare them into two folders"
@@ -135,18 +145,26 @@ def open_source(request: PrepareRequest) -> Source:
 
     # Local files.
     listing = list_files(sources, split=request.split, on_error=request.on_error)
-    for path in listing.files:
-        if file_kind(path) in TABLES:
-            # Raises now rather than in a worker if the companion is not installed.
-            companions.require("llmfoundry_formats", f"{path}: rows of CSV, parquet and arrow")
-            break
+    check_can_read_tables(listing.files)
+    total_bytes = sum(listing.files.values())
     return Source(
-        pieces=lambda: file_pieces(listing, request),
+        pieces=lambda: file_pieces(listing.files.items(), total_bytes, request),
         describe_state=lambda: summarize_files((path.as_posix(), path, True) for path in listing.files),
-        total_bytes=sum(listing.files.values()),
+        total_bytes=total_bytes,
         val_fraction=DEFAULT_VAL_FRACTION,
         listing=listing,
     )
+
+
+def check_can_read_tables(files: Iterable[InputFile]) -> None:
+    """Raise ConfigError if there are tables, and the companion that reads them is not installed.
+
+    A worker would raise it later.
+    """
+    for file in files:
+        if file_kind(file) in TABLES:
+            companions.require("llmfoundry_formats", f"{file}: rows of CSV, parquet and arrow")
+            return
 
 
 def summarize_files(files: Iterable[tuple[str, Path, bool]]) -> dict[str, str | int]:
@@ -227,20 +245,23 @@ def choose_unit_bytes(total_bytes: int) -> int:
     return min(MAX_UNIT_BYTES, max(MIN_UNIT_BYTES, total_bytes // TARGET_UNITS))
 
 
-def file_pieces(listing: Listing, request: PrepareRequest) -> Iterator[Piece]:
-    """Cut local files into pieces, in the order of the listing, without reading them.
+def file_pieces(files: Iterable[tuple[InputFile, int]], total_bytes: int, request: PrepareRequest) -> Iterator[Piece]:
+    """Cut files into pieces, in their order, without reading them.
+
+    files: the files, and the size in bytes of each.
+    total_bytes: size of all files.
 
     Several small text files share a piece. A plain UTF-8 file of lines is cut into byte ranges. Every other file is a
     piece of its own, because only reading it shows where it can be cut.
 
     Consecutive files of one kind are cut together, so that text files share pieces only with those beside them.
     """
-    target = choose_unit_bytes(sum(listing.files.values()))
-    for kind, files in itertools.groupby(listing.files.items(), key=lambda item: file_kind(item[0])):
+    target = choose_unit_bytes(total_bytes)
+    for kind, files_of_kind in itertools.groupby(files, key=lambda item: file_kind(item[0])):
         if kind == "whole":
-            yield from whole_pieces(files, target)
+            yield from whole_pieces(files_of_kind, target)
             continue
-        for path, size in files:
+        for path, size in files_of_kind:
             is_cut_when_read = kind in TABLES or path.suffix in COMPRESSED_SUFFIXES or request.encoding
             if is_cut_when_read:
                 yield Piece(num_bytes=size, units=partial(file_units, str(kind), path, size, target, request))
@@ -248,7 +269,7 @@ def file_pieces(listing: Listing, request: PrepareRequest) -> Iterator[Piece]:
                 yield from range_pieces(path, size, target)
 
 
-def file_units(kind: str, path: Path, size: int, target: int, request: PrepareRequest) -> Iterator[Unit]:
+def file_units(kind: str, path: InputFile, size: int, target: int, request: PrepareRequest) -> Iterator[Unit]:
     """Yield the units of a file that has to be read to cut it. `kind` is that of `listing.file_kind`.
 
     A companion cuts tables. A file of lines is read here, and its units have its lines as content: a compressed file
@@ -261,24 +282,25 @@ def file_units(kind: str, path: Path, size: int, target: int, request: PrepareRe
         yield from stream_units("lines", str(path), read_lines(path, request.encoding), target, size)
 
 
-def range_pieces(path: Path, size: int, target_bytes: int) -> Iterator[Piece]:
+def range_pieces(path: InputFile, size: int, target_bytes: int) -> Iterator[Piece]:
     """Cut a plain file of lines, of `size` bytes, into byte ranges of `target_bytes`. The last one may be shorter."""
     for start in range(0, size, target_bytes):
         end = min(size, start + target_bytes)
-        unit = Unit(kind="lines", names=(str(path),), start=start, end=end, num_bytes=end - start)
+        unit = Unit(kind="lines", names=(input_name(path),), start=start, end=end, num_bytes=end - start)
         yield piece_of_one_unit(unit)
 
 
 def whole_pieces(
-    files: Iterable[tuple[Path, int]], target_bytes: int, modules: Mapping[str, str] | None = None
+    files: Iterable[tuple[InputFile, int]], target_bytes: int, modules: Mapping[str, str] | None = None
 ) -> Iterator[Piece]:
     """Group consecutive text files into pieces of at least `target_bytes`. The last piece may be smaller.
 
-    `files` are paths and sizes in bytes. `modules` are the top-level modules of the standard library's files, by path.
+    `files` are files and their sizes in bytes. `modules` are the top-level modules of the files of the standard
+    library, by path.
     """
     for group, group_bytes in group_by_size(files, lambda file: file[1], target_bytes):
-        names = tuple(str(path) for path, _ in group)
-        unit_modules = tuple(modules[name] for name in names) if modules else ()
+        names = tuple(input_name(path) for path, _ in group)
+        unit_modules = tuple(modules[str(name)] for name in names) if modules else ()
         unit = Unit(kind="whole", names=names, num_bytes=group_bytes, modules=unit_modules)
         yield piece_of_one_unit(unit)
 

@@ -140,7 +140,7 @@ def test_a_long_line_is_read_once_not_once_for_each_range_in_it(monkeypatch: pyt
             return line
 
     content = b"c" * 10_000 + b"\nend"
-    monkeypatch.setattr(documents, "open", lambda *arguments, **options: Counting(content), raising=False)
+    monkeypatch.setattr(documents, "open_input_file", lambda *arguments: Counting(content))
     parts = ranges(Path("lines.jsonl"), 10_000, 10)
     assert [offset for part in parts for offset, _ in read_line_range(part)] == [0]
     assert Counting.num_bytes < 3 * 10_000
