@@ -45,20 +45,39 @@ EVERY = LAYOUTS | {
     for num_ranks in counts
 }
 """With all numbers of ranks."""
-FACTORS = {
-    "layout": list(LAYOUTS),
-    "resumed on": ["1 rank", "2 FULL_SHARD", "2 stages"],
+SETTINGS = {
     "precision": ["fp32", "amp_bf16"],
     "optimizer": ["decoupled_adamw", "decoupled_lionw", "muon"],
     "rows": ["full", "unlike", "unlike, by rows"],
     "positions": ["learned", "rope", "alibi"],
 }
+FACTORS = {"layout": list(LAYOUTS), "resumed on": ["1 rank", "2 FULL_SHARD", "2 stages"], **SETTINGS}
 POSITIONS: dict[str, dict[str, Any]] = {"learned": {}, "rope": {"rope": True}, "alibi": {"alibi": True}}
 OPTIMIZERS = {
     "decoupled_adamw": {"name": "decoupled_adamw", "lr": 1e-2},
     "decoupled_lionw": {"name": "decoupled_lionw", "lr": 1e-3},
     "muon": {"name": "muon", "lr": 1e-2},
 }
+
+
+def plan_runs() -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the settings of a few runs, each with layouts to train on in turn.
+
+    Together they have every pair of settings, and every layout with every setting.
+    """
+    runs = cover(SETTINGS, lambda case: True, seed=8)  # with this seed 10 runs in 36 launches
+    layouts_of_runs: list[list[str]] = [[] for _ in runs]
+
+    def is_of_a_run(case: dict[str, Any]) -> bool:
+        return {factor: case[factor] for factor in SETTINGS} in runs
+
+    for case in cover({"layout": list(LAYOUTS), **SETTINGS}, is_of_a_run, seed=0):
+        settings = {factor: case[factor] for factor in SETTINGS}
+        layouts_of_runs[runs.index(settings)].append(case["layout"])
+    return list(zip(runs, layouts_of_runs, strict=True))
+
+
+RUNS = {"-".join(settings.values()): (settings, layouts) for settings, layouts in plan_runs()}
 
 
 class RoundOnce(Callback):
@@ -117,9 +136,9 @@ def rows_of(case, data, texts):
     return texts, {**reading_texts(texts), "accumulate_train_batch_on_tokens": case["rows"] == "unlike"}
 
 
-def check_case(folder, data, texts, case, references, stop_after="3ba", **changes):
+def config_of(case, data, texts, **changes):
     rows, reading = rows_of(case, data, texts)
-    config = exact_config(
+    return exact_config(
         rows,
         precision=case["precision"],
         optimizer=OPTIMIZERS[case["optimizer"]],
@@ -127,16 +146,23 @@ def check_case(folder, data, texts, case, references, stop_after="3ba", **change
         **reading,
         **changes,
     )
-    key = tuple(case[factor] for factor in FACTORS if factor not in ("layout", "resumed on"))
+
+
+def train_reference(folder, config, name):
+    """Train on one rank without a stop; in fp32, compare it with plain PyTorch. Return its bits."""
+    start(folder, config, name, "1 rank")
+    if config["precision"] == "fp32":
+        # The rate of the first batch is 0, so that no optimizer has a part in two losses.
+        expected = train_by_hand(folder, config, 2, eval_interval=0)
+        assert_is_by_hand(metrics(folder, name)[:2], expected)
+    return bits(folder, name)
+
+
+def check_case(folder, data, texts, case, references, stop_after="3ba", **changes):
+    config = config_of(case, data, texts, **changes)
+    key = tuple(case[factor] for factor in SETTINGS)
     if key not in references:
-        name = f"reference-{len(references)}"
-        start(folder, config, name, "1 rank")
-        references[key] = bits(folder, name)
-        if (
-            case["precision"] == "fp32"
-        ):  # the rate of the first batch is 0, so that no optimizer has a part in two losses
-            expected = train_by_hand(folder, config, 2, eval_interval=0)
-            assert_is_by_hand(metrics(folder, name)[:2], expected)
+        references[key] = train_reference(folder, config, f"reference-{len(references)}")
     name = "-".join(re.sub(r"\W+", "_", str(value)) for value in case.values())
     start(folder, config, name, case["layout"], stop_after=stop_after)
     start(folder, config, name, case["resumed on"], autoresume=True)
@@ -167,6 +193,19 @@ def test_stages_in_16_bits_weigh_rows_of_unlike_length_as_one_rank_does(tmp_path
 
 @needs("llmfoundry_layouts")
 @pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_goes_through_layouts_has_the_bits_of_one_rank(tmp_path, data, texts, name):
+    """Two batches on each layout, and each launch resumes from the save of the one before."""
+    settings, layouts = RUNS[name]
+    config = config_of(settings, data, texts, max_duration=f"{2 * len(layouts)}ba")
+    expected = train_reference(tmp_path, config, "reference")
+    for number, layout in enumerate(layouts, start=1):
+        start(tmp_path, config, "moved", layout, stop_after=f"{2 * number}ba", autoresume=True)
+    check_equal(expected, bits(tmp_path, "moved"))
+
+
+@needs("llmfoundry_layouts")
+@pytest.mark.long
 def test_every_pair_of_layout_resumption_precision_and_optimizer(tmp_path, data, texts):
     references = {}
     for case in cover(FACTORS, lambda case: True, seed=1):
