@@ -16,6 +16,7 @@ from llmfoundry_lite.errors import ConfigError
 from llmfoundry_lite.launch_train import check
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.present import needs
+from tests.helpers.runs import run
 from tests.helpers.tiny import build_tokenizer, tiny_config, write_config
 
 STANDARD = ("json", "multiprocessing", "pickle", "random", "signal", "socket", "typing")
@@ -145,17 +146,17 @@ def test_launchers_import_only_what_the_configuration_names(planted, data):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_ranks_of_an_evaluation_import_nothing_from_the_working_directory(planted, data):
+def test_ranks_of_an_evaluation_import_nothing_from_the_working_directory(planted, data, tmp_path):
     folder, _ = planted
     build_tokenizer(folder / "tokenizer")
     row = {"query": "a b", "choices": ["a", "b"], "gold": 0}
     (folder / "words.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     task = {"label": "words", "dataset_uri": "words.jsonl", "icl_task_type": "multiple_choice", "num_fewshot": [0]}
     evaluation = write_config(folder / "words.yaml", {"suite": "words", "icl_tasks": [task]})
-    path = write_config(folder / "tiny.yaml", tiny_config(data, max_duration="2ba", tokenizer__name="tokenizer"))
+    own = tiny_config(data, max_duration="2ba", tokenizer__name=str(folder / "tokenizer"))
+    run(tmp_path, own, "tiny")
     lite = [sys.executable, "-m", "llmfoundry_lite"]
-    call(planted, *lite, "train", path)
-    call(planted, *lite, "eval", "-n", "2", evaluation, "models.ours=runs/tiny")
+    call(planted, *lite, "eval", "-n", "2", evaluation, "models.ours=../runs/tiny")
     assert (folder / "results/words/ours.json").exists()
 
 
