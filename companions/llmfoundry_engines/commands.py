@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from llmfoundry_engines.append import SourceOptions, append, print_streams
 from llmfoundry_engines.index_shards import index_folders
 from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import parse_part
+from llmfoundry_engines.prepare_bucket import prepare_in_bucket
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.ray_engine import prepare_with_ray
+from llmfoundry_engines.scratch import parse_scratch
 from llmfoundry_engines.status import print_status
-from llmfoundry_lite.errors import ConfigError, DataError
+from llmfoundry_lite.errors import ConfigError, DataError, mask_urls
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.lean_imports import import_lean
@@ -28,6 +29,8 @@ def run_part(
     max_lost_text: float,
     overwrite: bool,
     notify: Callable[[str], None],
+    scratch_folder: str | None,
+    scratch_limit: str | None,
 ) -> None:
     """Tokenise one part, and print what it has. `part_text` is the value of `--part`."""
     part = parse_part(part_text)
@@ -40,12 +43,13 @@ def run_part(
         max_lost_text=max_lost_text,
         show_progress=True,
         notify=notify,
+        scratch=parse_scratch(scratch_folder, scratch_limit),
     )
     if report is not None:
         tokens = report.train_tokens + report.val_tokens
         notify(
             f"part {report.part}: {report.documents:,} documents, {tokens:,} tokens, "
-            f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {out}"
+            f"{report.num_bytes / 1e6:,.1f} MB; when all parts are complete: llmfoundry-lite data join {mask_urls(out)}"
         )
 
 
@@ -59,14 +63,48 @@ def run_engine(
     max_lost_text: float,
     overwrite: bool,
     notify: Callable[[str], None],
+    scratch_folder: str | None,
+    scratch_limit: str | None,
 ) -> None:
     """Prepare a corpus by an engine, and print the summary. The only engine is Ray."""
     for option, value in (("--part", part_text), ("--num-workers", num_workers)):
         if value is not None:
             raise ConfigError(f"--engine {engine} with {option}: Ray divides the work; leave {option} out")
     refuse_overwrite(overwrite, f"--engine {engine}", out)
-    summary = prepare_with_ray(request, out, max_lost_text=max_lost_text, show_progress=True, notify=notify)
-    print_summary(summary, Path(out))
+    summary = prepare_with_ray(
+        request,
+        out,
+        max_lost_text=max_lost_text,
+        show_progress=True,
+        notify=notify,
+        scratch=parse_scratch(scratch_folder, scratch_limit),
+    )
+    print_summary(summary, out)
+
+
+def run_bucket(
+    request: PrepareRequest,
+    out: str,
+    *,
+    num_workers: int | None,
+    max_lost_text: float,
+    overwrite: bool,
+    notify: Callable[[str], None],
+    scratch_folder: str | None,
+    scratch_limit: str | None,
+) -> None:
+    """Prepare a corpus into a bucket on this machine, and print the summary."""
+    summary = prepare_in_bucket(
+        request,
+        out,
+        num_workers=num_workers,
+        max_lost_text=max_lost_text,
+        overwrite=overwrite,
+        show_progress=True,
+        notify=notify,
+        scratch=parse_scratch(scratch_folder, scratch_limit),
+    )
+    print_summary(summary, out)
 
 
 def refuse_overwrite(overwrite: bool, option: str, out: str) -> None:
@@ -77,15 +115,25 @@ def refuse_overwrite(overwrite: bool, option: str, out: str) -> None:
         )
 
 
-def run_join(out: str, part_text: str | None, *, max_lost_text: float, notify: Callable[[str], None]) -> None:
+def run_join(
+    out: str,
+    part_text: str | None,
+    *,
+    max_lost_text: float,
+    notify: Callable[[str], None],
+    scratch_folder: str | None,
+    scratch_limit: str | None,
+) -> None:
     """Join all parts, or write one share of the shards, and print the result."""
+    scratch = parse_scratch(scratch_folder, scratch_limit)
     if part_text is not None:
         part = parse_part(part_text)
-        num_shards = join_shards(out, part, show_progress=True, notify=notify)
-        notify(f"part {part} of the shards: {num_shards:,} are there; at the end: llmfoundry-lite data join {out}")
+        num_shards = join_shards(out, part, show_progress=True, notify=notify, scratch=scratch)
+        next_command = f"llmfoundry-lite data join {mask_urls(out)}"
+        notify(f"part {part} of the shards: {num_shards:,} are there; at the end: {next_command}")
         return
-    summary = join(out, max_lost_text=max_lost_text, show_progress=True, notify=notify)
-    print_summary(summary, Path(out))
+    summary = join(out, max_lost_text=max_lost_text, show_progress=True, notify=notify, scratch=scratch)
+    print_summary(summary, out)
 
 
 def run_status(out: str) -> None:

@@ -25,6 +25,7 @@ except ImportError as error:
     ) from error
 
 from llmfoundry_engines.part import Part
+from llmfoundry_engines.places import naming, open_place
 from llmfoundry_engines.prepare_part import prepare_opened_part
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import ConfigError, DataError
@@ -50,7 +51,7 @@ class PrepareShards(PipelineStep):
     def __init__(self, out: str | Path, *, tokenizer: str, max_seq_len: int, **options: Any) -> None:
         """Take the options of `data prepare`, which must be the same in all tasks.
 
-        out: output folder, on a disk that all tasks share.
+        out: output folder, on a disk that all tasks share, or its URL in a bucket.
         tokenizer: a local folder or a Hub name. A tokenizer cannot be trained here, because a task sees only its own
             documents.
         options: other fields of `PrepareRequest`: `val_fraction`, `on_error`, `size_limit_bytes`, `compression`.
@@ -63,7 +64,7 @@ class PrepareShards(PipelineStep):
                 f"tokenizer {tokenizer}: a pipeline cannot train one; train it with `data prepare`, and name its folder"
             )
         options.setdefault("val_fraction", DEFAULT_VAL_FRACTION)
-        self.out = Path(out).expanduser()
+        self.out = out
         self.request = PrepareRequest(sources=(SOURCE_NAME,), tokenizer=tokenizer, max_seq_len=max_seq_len, **options)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
@@ -85,16 +86,17 @@ class PrepareShards(PipelineStep):
             existing_tokenizer=tokenizer,
             record=build_request_record(self.request, source, tokenizer),
         )
-        prepare_opened_part(
-            opened,
-            self.out,
-            part,
-            PieceRange(first=rank, end=rank + 1, num_bytes=0),
-            num_workers=1,
-            max_lost_text=MAX_LOST_TEXT,
-            show_progress=False,
-            notify=print,
-        )
+        with open_place(self.out) as place:
+            prepare_opened_part(
+                opened,
+                place,
+                part,
+                PieceRange(first=rank, end=rank + 1, num_bytes=0),
+                num_workers=1,
+                max_lost_text=MAX_LOST_TEXT,
+                show_progress=False,
+                notify=naming(place, print),
+            )
 
     def count_documents(self, data: Iterable[Any]) -> Iterator[str]:
         """Yield the texts of documents, and count them in the statistics of the pipeline."""

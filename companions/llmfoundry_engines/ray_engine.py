@@ -13,10 +13,12 @@ from typing import Any
 
 from llmfoundry_engines.join import join, join_shards
 from llmfoundry_engines.part import Part
+from llmfoundry_engines.places import open_place
 from llmfoundry_engines.prepare_part import prepare_part
+from llmfoundry_engines.scratch import Scratch
 from llmfoundry_engines.status import choose_parts
 from llmfoundry_lite.errors import ConfigError, DataError, UserError, one_line
-from llmfoundry_lite.prepare.out_folder import PARTIAL, disk_errors_as_data_errors, find_finished
+from llmfoundry_lite.prepare.out_folder import PARTIAL, find_finished
 from llmfoundry_lite.prepare.prepare import open_input, progress_bars
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import Summary
@@ -46,6 +48,7 @@ def prepare_with_ray(
     max_lost_text: float = MAX_LOST_TEXT,
     show_progress: bool = False,
     notify: Callable[[str], None] = lambda line: None,
+    scratch: Scratch | None = None,
 ) -> Summary:
     """Prepare a corpus on a Ray cluster. The result is byte for byte that of one machine.
 
@@ -56,10 +59,13 @@ def prepare_with_ray(
     machine. If there is none, one begins on this machine, and ends with the process. Raises DataError and ConfigError.
     """
     ray = import_ray()
-    out = Path(out).expanduser()
-    opened = open_input(request, out)  # its errors come before a cluster starts
-    with disk_errors_as_data_errors(out):
-        finished = find_finished(out, opened.record, opened.existing_tokenizer, f"remove {out} first")
+    with open_place(out, scratch) as place:
+        opened = open_input(request, place.out)  # its errors come before a cluster starts
+        with place.errors():
+            place.pull()
+            remedy = f"remove {place.out} first"
+            finished = find_finished(place.out, opened.record, opened.existing_tokenizer, remedy)
+            num_begun = len(choose_parts(place.out / PARTIAL))
     if finished:
         notify(f"{out} is complete: the same preparation finished there before")
         return finished
@@ -68,18 +74,18 @@ def prepare_with_ray(
 
     # Tokenise, then write the shards by the same number of parts.
     num_cores = int(ray.cluster_resources().get("CPU", 1))
-    count = num_parts or len(choose_parts(out / PARTIAL)) or PARTS_PER_CORE * num_cores
+    count = num_parts or num_begun or PARTS_PER_CORE * num_cores
     parts = [Part(number, count) for number in range(1, count + 1)]
     folder = os.getcwd()
     with progress_bars(show_progress) as bars:
         for description, function, arguments in (
-            ("tokenising", run_part, (request, str(out), max_lost_text)),
-            ("writing shards", run_share, (str(out),)),
+            ("tokenising", run_part, (request, str(out), max_lost_text, scratch)),
+            ("writing shards", run_share, (str(out), scratch)),
         ):
             task = ray.remote(num_cpus=1, max_retries=MAX_RETRIES)(function)
             bar = bars.add_task(f"{description}, {count} parts on {num_cores} cores", total=count)
             run_tasks(ray, task, folder, arguments, parts, notify, lambda bar=bar: bars.advance(bar))
-    return join(out, max_lost_text=max_lost_text, show_progress=show_progress, notify=notify)
+    return join(out, max_lost_text=max_lost_text, show_progress=show_progress, notify=notify, scratch=scratch)
 
 
 def import_ray() -> Any:
@@ -132,7 +138,9 @@ def run_tasks(
 # In a task
 
 
-def run_part(folder: str, part: Part, request: PrepareRequest, out: str, max_lost_text: float) -> TaskResult:
+def run_part(
+    folder: str, part: Part, request: PrepareRequest, out: str, max_lost_text: float, scratch: Scratch | None
+) -> TaskResult:
     """Tokenise a part. `folder` is the working directory, to which paths in the request may be relative."""
     result = TaskResult()
 
@@ -142,17 +150,19 @@ def run_part(folder: str, part: Part, request: PrepareRequest, out: str, max_los
 
     os.chdir(folder)
     try:
-        prepare_part(request, out, part, num_workers=1, max_lost_text=max_lost_text, notify=add_warning)
+        prepare_part(
+            request, out, part, num_workers=1, max_lost_text=max_lost_text, notify=add_warning, scratch=scratch
+        )
     except UserError as error:
         result.error = str(error)
     return result
 
 
-def run_share(folder: str, part: Part, out: str) -> TaskResult:
+def run_share(folder: str, part: Part, out: str, scratch: Scratch | None) -> TaskResult:
     """Write a share of the shards. `folder` is the working directory, to which `out` may be relative."""
     os.chdir(folder)
     try:
-        join_shards(out, part)
+        join_shards(out, part, scratch=scratch)
     except UserError as error:
         return TaskResult(error=str(error))
     return TaskResult()

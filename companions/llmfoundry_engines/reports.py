@@ -10,7 +10,7 @@ Other machines have written these files, so a file that is damaged or of another
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from io import BytesIO
 from pathlib import Path
@@ -57,6 +57,8 @@ class Progress:
     workers: int
     """Number of processes that tokenise."""
     host: str
+    written_at: float = 0.0
+    """Time of the last write, in seconds since 1970 by the clock of that host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +113,21 @@ class PartReport:
 class ProgressFile:
     """Writer of a part's `progress.json`."""
 
-    def __init__(self, folder: Path, part: Part, num_bytes: int, workers: int) -> None:
-        """Write that the part has begun. `num_bytes` are those of its pieces."""
+    def __init__(
+        self,
+        folder: Path,
+        part: Part,
+        num_bytes: int,
+        workers: int,
+        store: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        """Write that the part has begun.
+
+        num_bytes: bytes of its pieces.
+        store: called with the path of the file when it is written, to put it where all machines see it.
+        """
         self.path = folder / PROGRESS_FILE
+        self.store = store
         self.progress = Progress(part=str(part), num_bytes=num_bytes, workers=workers, host=socket.gethostname())
         self.started = time.monotonic()
         self.last_written = self.started
@@ -135,7 +149,9 @@ class ProgressFile:
         """Write the file."""
         self.last_written = time.monotonic()
         self.progress.seconds = round(self.last_written - self.started, 3)
+        self.progress.written_at = time.time()
         write_atomically(self.path, json.dumps(asdict(self.progress)))
+        self.store(self.path)
 
 
 def write_report(

@@ -42,6 +42,8 @@ PARTS = "parts"
 """Folder in `.partial` with a folder for each part."""
 JOINED = "joined"
 """Folder in `.partial` with a folder for each part of `data join`."""
+SHARDS_FILE = "shards.json"
+"""File in the folder of a part of `data join` with the records of the shards that it has written."""
 RELEASES = "releases"
 """Key of the request file: the releases that decide which tokens a text becomes."""
 

@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 
 from llmfoundry_engines.part import Part
+from llmfoundry_engines.places import open_place
 from llmfoundry_engines.reports import (
-    PROGRESS_FILE,
     PartReport,
     Progress,
     file_names,
@@ -66,8 +66,10 @@ class PartStatus:
         return "running" if self.is_running else "stopped"
 
 
-def find_complete(partial: Path) -> list[tuple[PartReport, np.ndarray]]:
+def find_complete(partial: Path, existing_names: set[str]) -> list[tuple[PartReport, np.ndarray]]:
     """Return the report and the rows of each part, in order. Raises DataError, which names them, if parts are missing.
+
+    `existing_names` are those of all token files.
 
     All parts must be of one number of parts. If there are parts of several, that number is taken of which the fewest
     are missing.
@@ -77,7 +79,6 @@ def find_complete(partial: Path) -> list[tuple[PartReport, np.ndarray]]:
         raise DataError(
             f"{partial.parent} has no parts to join; prepare them there first, with `data prepare … --part 1/N`"
         )
-    existing_names = {path.name for path in (partial / "units").iterdir()}
     complete: list[tuple[PartReport, np.ndarray]] = []
     reasons: list[str] = []
     for part in parts:
@@ -135,13 +136,9 @@ def choose_parts(partial: Path) -> list[Part]:
 def load_status(partial: Path, part: Part) -> PartStatus:
     """Load the state of a part."""
     folder = partial / PARTS / part.folder_name
-    try:
-        age_seconds = time.time() - (folder / PROGRESS_FILE).stat().st_mtime
-    except OSError:
-        age_seconds = 0.0
-    return PartStatus(
-        part=part, report=load_report(folder), progress=load_progress(folder), age_seconds=max(0.0, age_seconds)
-    )
+    progress = load_progress(folder)
+    age_seconds = 0.0 if progress is None else max(0.0, time.time() - progress.written_at)
+    return PartStatus(part=part, report=load_report(folder), progress=progress, age_seconds=age_seconds)
 
 
 # The command
@@ -149,15 +146,17 @@ def load_status(partial: Path, part: Part) -> PartStatus:
 
 def print_status(out: str | Path, console: Console) -> None:
     """Print a table of the parts of a preparation, and a line with its speed and the time that is left."""
-    out = Path(out).expanduser()
-    if (out / SUMMARY_FILE).is_file():
-        console.print(printable(f"{out} is complete: its parts are joined"), highlight=False, markup=False)
-        return
-    partial = out / PARTIAL
-    input_state = load_shared(partial).record["input"]
-    statuses = [load_status(partial, part) for part in choose_parts(partial)]
-    if not statuses:
-        raise DataError(f"{out} has no parts; begin one with `data prepare … --part 1/N`")
+    with open_place(out) as place, place.errors():
+        place.pull()
+        if (place.out / SUMMARY_FILE).is_file():
+            line = place.text(f"{place.out} is complete: its parts are joined")
+            console.print(printable(line), highlight=False, markup=False)
+            return
+        partial = place.out / PARTIAL
+        input_state = load_shared(partial).record["input"]
+        statuses = [load_status(partial, part) for part in choose_parts(partial)]
+        if not statuses:
+            raise DataError(f"{place.out} has no parts; begin one with `data prepare … --part 1/N`")
     table_of(statuses).print(console)
     console.print("\n".join(describe_rest(statuses, input_state.get("bytes", 0))), highlight=False, markup=False)
 

@@ -11,7 +11,7 @@ import typer
 
 from llmfoundry_lite import companions
 from llmfoundry_lite.errors import EXIT_INTERRUPTED, printable
-from llmfoundry_lite.files import check_is_path
+from llmfoundry_lite.files import check_is_path, check_url_spelling
 from llmfoundry_lite.ranks.output import ignore_output_errors
 
 TEXT_CHARACTERS = 48
@@ -33,7 +33,7 @@ def show_status(out: str | None) -> None:
 # A parameter for each option: typer makes the command from them.
 @data.command("prepare")
 def data_prepare(
-    out: Annotated[str, typer.Option(help="Folder for train, val, tokenizer and summary.json.")],
+    out: Annotated[str, typer.Option(help="Folder or s3:// URL for train, val, tokenizer and summary.json.")],
     tokenizer: Annotated[
         str, typer.Option(help="A Hub name or a folder, or train:32768 to train one with 32,768 tokens.")
     ],
@@ -89,6 +89,18 @@ def data_prepare(
         Literal["ray"] | None,
         typer.Option(help="Tokenize parts as tasks of a Ray cluster, and join them; see docs/large-data.md."),
     ] = None,
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Local folder for files on their way into a bucket [default: a temporary folder]."
+        ),
+    ] = None,
+    scratch_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."
+        ),
+    ] = None,
     status: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +110,7 @@ def data_prepare(
 ) -> None:
     """Turn text into tokenized MDS shards to train on. If it is interrupted, the same command resumes it."""
     ignore_output_errors()
-    check_is_path(out)  # as text: a path would join the slashes of gs//bucket
+    check_url_spelling(out)  # as text: a path would join the slashes of gs//bucket
     from llmfoundry_lite.prepare.prepare import prepare
     from llmfoundry_lite.prepare.request import PrepareRequest
     from llmfoundry_lite.prepare.summary import print_summary
@@ -119,41 +131,23 @@ def data_prepare(
         compression=compression,
         pack=pack,
     )
+    options = {"max_lost_text": max_lost_text, "overwrite": overwrite, "notify": typer.echo}
+    scratch_options = {"scratch_folder": scratch, "scratch_limit": scratch_limit}
+    is_bucket = "://" in out
     try:
         if engine is not None:
             run_engine = companions.load("llmfoundry_engines.commands:run_engine", "data prepare --engine")
-            run_engine(
-                request,
-                out,
-                engine,
-                part_text=part,
-                num_workers=num_workers,
-                max_lost_text=max_lost_text,
-                overwrite=overwrite,
-                notify=typer.echo,
-            )
+            run_engine(request, out, engine, part_text=part, num_workers=num_workers, **options, **scratch_options)
             return
         if part is not None:
             run_part = companions.load("llmfoundry_engines.commands:run_part", "data prepare --part")
-            run_part(
-                request,
-                out,
-                part,
-                num_workers=num_workers,
-                max_lost_text=max_lost_text,
-                overwrite=overwrite,
-                notify=typer.echo,
-            )
+            run_part(request, out, part, num_workers=num_workers, **options, **scratch_options)
             return
-        summary = prepare(
-            request,
-            out,
-            num_workers=num_workers,
-            max_lost_text=max_lost_text,
-            overwrite=overwrite,
-            show_progress=True,
-            notify=typer.echo,
-        )
+        if is_bucket or scratch is not None or scratch_limit is not None:
+            run_bucket = companions.load("llmfoundry_engines.commands:run_bucket", f"data prepare --out {out}")
+            run_bucket(request, out, num_workers=num_workers, **options, **scratch_options)
+            return
+        summary = prepare(request, out, num_workers=num_workers, show_progress=True, **options)
     except KeyboardInterrupt:
         print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -162,7 +156,7 @@ def data_prepare(
 
 @data.command("join")
 def data_join(
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The --out of the parts.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The --out of the parts, a folder or a URL.")],
     part: Annotated[
         str | None,
         typer.Option(metavar="K/N", help="Only write share K of N of the shards; a later join without it publishes."),
@@ -170,6 +164,18 @@ def data_join(
     max_lost_text: Annotated[
         float, typer.Option(min=0, max=1, help="Largest share of the text that the tokenizer may lose.")
     ] = 0.01,
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Local folder for files on their way into a bucket [default: a temporary folder]."
+        ),
+    ] = None,
+    scratch_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Maximum size of these files, such as 2gb [default: 4gb, or what is needed]."
+        ),
+    ] = None,
 ) -> None:
     """Make shards of all tokenized parts, and publish them.
 
@@ -177,10 +183,17 @@ def data_join(
     interrupted, the same command resumes it.
     """
     ignore_output_errors()
-    check_is_path(out)
+    check_url_spelling(out)
     run_join = companions.load("llmfoundry_engines.commands:run_join", "data join")
     try:
-        run_join(out, part, max_lost_text=max_lost_text, notify=typer.echo)
+        run_join(
+            out,
+            part,
+            max_lost_text=max_lost_text,
+            notify=typer.echo,
+            scratch_folder=scratch,
+            scratch_limit=scratch_limit,
+        )
     except KeyboardInterrupt:
         print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None

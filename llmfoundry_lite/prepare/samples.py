@@ -28,9 +28,9 @@ from llmfoundry_lite.prepare.shards import ShardFormat, write_index
 from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold
 from llmfoundry_lite.prepare.summary import SPLITS, SplitSummary
 from llmfoundry_lite.prepare.token_files import token_dtype
+from llmfoundry_lite.prepare.token_folder import TokenFolder
 from llmfoundry_lite.prepare.token_unit import (
     COUNTS,
-    UnitNumber,
     UnitTable,
     count_splits,
     is_of_split,
@@ -97,7 +97,7 @@ class SplitPlan:
         """Return the number of samples in a shard."""
         return min(self.samples_per_shard, self.num_samples - index * self.samples_per_shard)
 
-    def summary(self, units_folder: Path) -> SplitSummary:
+    def summary(self, units_folder: TokenFolder) -> SplitSummary:
         """Return the summary of the split. The token files in `units_folder` are read, without their tokens."""
         positions = self.num_samples * self.sample_tokens
         return SplitSummary(
@@ -137,7 +137,7 @@ def pack_samples(
     Raises DataError if the training split has less than one sample. After any error, the folders of both splits are
     removed.
     """
-    units_folder = partial / "units"
+    units_folder = TokenFolder(partial / "units")
     shard_format = ShardFormat(request, token_dtype(tokenizer), tokenizer.eos_token_id)
     plans = plan_splits(table, units_folder, request, shard_format)
     task = bars.add_task("writing shards", total=sum(plan.num_shards for plan in plans))
@@ -158,7 +158,7 @@ def pack_samples(
     return pack_result(plans, table, units_folder)
 
 
-def pack_result(plans: Sequence[SplitPlan], table: UnitTable, units_folder: Path) -> PackResult:
+def pack_result(plans: Sequence[SplitPlan], table: UnitTable, units_folder: TokenFolder) -> PackResult:
     """Return the result of the step, by its plan and the counts of the token files in `units_folder`."""
     splits = {plan.split: plan.summary(units_folder) for plan in plans}
     return PackResult(splits, skipped_by_reason(table), table.skipped_examples)
@@ -173,7 +173,7 @@ def skipped_by_reason(table: UnitTable) -> dict[str, int]:
 
 
 def plan_splits(
-    table: UnitTable, units_folder: Path, request: PrepareRequest, shard_format: ShardFormat
+    table: UnitTable, units_folder: TokenFolder, request: PrepareRequest, shard_format: ShardFormat
 ) -> list[SplitPlan]:
     """Plan the shards of each split that has documents, by adding up the tokens of the units in order.
 
@@ -184,7 +184,7 @@ def plan_splits(
     """
     # Decide which documents are held out. If that is not what the table has counted, count again.
     rows = table.rows
-    paths = token_paths(rows, units_folder)
+    paths = units_folder.paths(rows, without_tokens=True)
     threshold = choose_threshold(int(rows["train_tokens"].sum()), int(rows["val_tokens"].sum()), paths, request)
     if threshold != initial_threshold(request):
         rows = count_again(rows, units_folder, threshold)
@@ -212,7 +212,7 @@ def plan_splits(
     return plans
 
 
-def plan_windows(plan: SplitPlan, units_folder: Path) -> Windows:
+def plan_windows(plan: SplitPlan, units_folder: TokenFolder) -> Windows:
     """Divide the units of a split into windows, and count the samples that best fit makes of each."""
     units = divide_into_windows(plan.ends, plan.sample_tokens)
     samples = []
@@ -225,7 +225,7 @@ def plan_windows(plan: SplitPlan, units_folder: Path) -> Windows:
     return Windows(units, np.cumsum(samples))
 
 
-def count_cut_documents(plan: SplitPlan, units_folder: Path) -> int:
+def count_cut_documents(plan: SplitPlan, units_folder: TokenFolder) -> int:
     """Count the documents of a split that are not whole in one sample. Concatenated ones that are dropped do not count.
 
     With samples of 4 tokens, the concatenated documents 5 6 7 0 and 8 9 0 and 1 2 0 have one cut document, the last.
@@ -244,24 +244,18 @@ def count_cut_documents(plan: SplitPlan, units_folder: Path) -> int:
     return num_cut
 
 
-def read_lengths(plan: SplitPlan, units_folder: Path) -> Iterator[np.ndarray]:
+def read_lengths(plan: SplitPlan, units_folder: TokenFolder) -> Iterator[np.ndarray]:
     """Yield the number of tokens of each document of a split, for one unit after the other."""
-    for path in token_paths(plan.units, units_folder):
+    for path in units_folder.paths(plan.units, without_tokens=True):
         unit = load_unit(path, without_tokens=True)
         yield unit.doc_tokens[is_of_split(unit, plan.split, plan.threshold)]
 
 
-def token_paths(rows: np.ndarray, units_folder: Path) -> Iterator[Path]:
-    """Yield the paths of the token files of units. `rows` have the numbers `piece` and `unit` of each."""
-    for row in rows:
-        yield units_folder / UnitNumber(int(row["piece"]), int(row["unit"])).file_name
-
-
-def count_again(rows: np.ndarray, units_folder: Path, threshold: np.uint64) -> np.ndarray:
+def count_again(rows: np.ndarray, units_folder: TokenFolder, threshold: np.uint64) -> np.ndarray:
     """Return the rows of a table with the counts by another threshold, for which the token files are read."""
     columns = [f"{split}_{count}" for split in SPLITS for count in COUNTS]
     counted = rows.copy()
-    for row, path in zip(counted, token_paths(rows, units_folder), strict=True):
+    for row, path in zip(counted, units_folder.paths(rows, without_tokens=True), strict=True):
         counts = count_splits(load_unit(path, without_tokens=True), threshold)
         for column, count in zip(columns, counts, strict=True):
             row[column] = count
@@ -284,7 +278,7 @@ def check_has_sample(request: PrepareRequest, train: SplitPlan, skipped: dict[st
 
 
 def write_shards(
-    plan: SplitPlan, shards: range, units_folder: Path, folder: Path, shard_format: ShardFormat
+    plan: SplitPlan, shards: range, units_folder: TokenFolder, folder: Path, shard_format: ShardFormat
 ) -> Iterator[dict[str, Any]]:
     """Write consecutive shards of a split, and yield the record of each for the index.
 
@@ -321,7 +315,7 @@ def write_shards(
 
 
 def read_concatenated(
-    plan: SplitPlan, units_folder: Path, start: int, end: int, shard_format: ShardFormat
+    plan: SplitPlan, units_folder: TokenFolder, start: int, end: int, shard_format: ShardFormat
 ) -> Iterator[np.ndarray]:
     """Yield the samples [start, end) of a split whose documents are concatenated, as `ShardFormat.write` takes them."""
     incomplete = np.empty(0, shard_format.dtype)  # tokens that are too few for a sample
@@ -334,7 +328,7 @@ def read_concatenated(
 
 
 def read_packed(
-    plan: SplitPlan, units_folder: Path, start: int, end: int, shard_format: ShardFormat
+    plan: SplitPlan, units_folder: TokenFolder, start: int, end: int, shard_format: ShardFormat
 ) -> Iterator[np.ndarray]:
     """Yield the samples [start, end) of a split that is packed by best fit, as `ShardFormat.write` takes them."""
     windows = plan.windows
@@ -360,7 +354,7 @@ def read_packed(
             return
 
 
-def read_tokens(plan: SplitPlan, units_folder: Path, start: int, end: int) -> Iterator[np.ndarray]:
+def read_tokens(plan: SplitPlan, units_folder: TokenFolder, start: int, end: int) -> Iterator[np.ndarray]:
     """Yield the tokens [start, end) of a split, from one token file after the other."""
     if start >= end:
         return
@@ -373,13 +367,13 @@ def read_tokens(plan: SplitPlan, units_folder: Path, start: int, end: int) -> It
             return
 
 
-def read_split(plan: SplitPlan, units_folder: Path, first: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_split(plan: SplitPlan, units_folder: TokenFolder, first: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the tokens of a split in each of its units, and the number of tokens of each document.
 
     first: position in `plan.units` of the unit to begin with.
     """
     sizes = np.diff(plan.ends, prepend=0)[first:]
-    for path, size in zip(token_paths(plan.units[first:], units_folder), sizes, strict=True):
+    for path, size in zip(units_folder.paths(plan.units[first:]), sizes, strict=True):
         unit = load_unit(path, without_tokens=True)
         documents = is_of_split(unit, plan.split, plan.threshold)
         tokens = load_documents(path, unit.doc_tokens, documents) if documents.any() else np.empty(0, np.uint16)
@@ -392,7 +386,7 @@ def read_split(plan: SplitPlan, units_folder: Path, first: int = 0) -> Iterator[
 
 
 def finish_split(
-    plan: SplitPlan, records: Sequence[dict[str, Any]], units_folder: Path, folder: Path, tokenizer: Tokenizer
+    plan: SplitPlan, records: Sequence[dict[str, Any]], units_folder: TokenFolder, folder: Path, tokenizer: Tokenizer
 ) -> None:
     """Write what a split has beside its shards: the index and, of the validation split, documents as text.
 
@@ -403,7 +397,7 @@ def finish_split(
     write_index(folder, records)
 
 
-def write_held_out_text(plan: SplitPlan, units_folder: Path, path: Path, tokenizer: Tokenizer) -> None:
+def write_held_out_text(plan: SplitPlan, units_folder: TokenFolder, path: Path, tokenizer: Tokenizer) -> None:
     """Write the first documents of the validation split as text, up to MAX_TEXT_BYTES."""
     held_out_text = HeldOutText()
     for tokens, lengths in read_split(plan, units_folder):

@@ -38,6 +38,7 @@ from llmfoundry_lite.prepare.documents import SKIP_REASONS, Skipped, Unit, read_
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Piece, Source
 from llmfoundry_lite.prepare.splits import initial_threshold
+from llmfoundry_lite.prepare.token_folder import TokenFolder
 from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, load_unit
 
 MAX_MEASURED_CHARACTERS = 16 * 1024
@@ -122,6 +123,7 @@ def tokenize_source(
     notify: Callable[[str], None] = lambda line: None,
     pieces: PieceRange | None = None,
     on_unit: Callable[[FinishedUnit], None] = lambda unit: None,
+    folder: TokenFolder | None = None,
 ) -> TokenizeCounts:
     """Write the token files of all units of a source, except those that earlier launches have written.
 
@@ -131,6 +133,7 @@ def tokenize_source(
     max_lost_text: fraction of characters that the tokenizer may lose.
     pieces: the pieces to tokenise; None is all of them.
     on_unit: called with each unit of these pieces, in order, when its token file is complete.
+    folder: the folder of the token files; None is `units` in `partial`, where they stay.
 
     The fast encoder is used if it is installed and the source is large enough. If it makes other tokens than the
     tokenizers library, its files are made again without it, and `notify` is called with a sentence.
@@ -138,21 +141,23 @@ def tokenize_source(
     Raises DataError for a tokenizer that loses more than the fraction `max_lost_text` of the characters, and the error
     of the first unit that fails.
     """
+    folder = folder or TokenFolder(partial / "units")
     fast_encoder = companions.load_if_installed("llmfoundry_formats.fast_encoder:FastEncoder")
     if fast_encoder and fast_encoder.may_be_used(source.total_bytes, partial / DISTRUST_FILE):
         files = TokenFiles(request, partial, tokenizer, is_fast=True)
         try:
-            return write_token_files(source, pieces, files, num_workers, bars, max_lost_text, on_unit)
+            return write_token_files(source, pieces, files, folder, num_workers, bars, max_lost_text, on_unit)
         except Unequal as error:
             notify(f"{error}: tokenising by tokenizers alone, and again what was not")
     files = TokenFiles(request, partial, tokenizer, is_fast=False)
-    return write_token_files(source, pieces, files, num_workers, bars, max_lost_text, on_unit)
+    return write_token_files(source, pieces, files, folder, num_workers, bars, max_lost_text, on_unit)
 
 
 def write_token_files(
     source: Source,
     pieces: PieceRange | None,
     files: "TokenFiles",
+    folder: TokenFolder,
     num_workers: int,
     bars: Progress,
     max_lost_text: float,
@@ -168,11 +173,11 @@ def write_token_files(
     threshold = initial_threshold(files.request)
     remaining_bytes = source.total_bytes if pieces is None else pieces.num_bytes
     task = bars.add_task("tokenising", total=remaining_bytes)
-    units = number_units(source, pieces, files)
+    units = number_units(source, pieces, files, folder)
     if num_workers == 1:
-        finished_units = write_in_this_process(files, units)
+        finished_units = write_in_this_process(files, folder, units)
     else:
-        finished_units = write_in_worker_processes(files, units, num_workers)
+        finished_units = write_in_worker_processes(files, folder, units, num_workers)
 
     # Count what is finished, in the order of units.
     for finished in finished_units:
@@ -185,6 +190,7 @@ def write_token_files(
             remaining_bytes -= finished.unit.num_bytes
             bars.update(task, total=remaining_bytes)
         counts.table.add(finished.number, load_unit(files.path(finished.number), without_tokens=True), threshold)
+        folder.finish(finished.number)
         on_unit(finished)
 
         # Reject the tokenizer as soon as enough text shows that it loses too much.
@@ -194,19 +200,26 @@ def write_token_files(
     return counts
 
 
-def number_units(source: Source, pieces: PieceRange | None, files: "TokenFiles") -> Iterator[NumberedUnit]:
+def number_units(
+    source: Source, pieces: PieceRange | None, files: "TokenFiles", folder: TokenFolder
+) -> Iterator[NumberedUnit]:
     """Yield the units of some pieces with their numbers, and whether an earlier launch has written each token file.
 
     `pieces` None is all pieces of the source.
     """
-    existing_names = {path.name for path in files.folder.glob("*.npz")}
+    existing_names = folder.names()
     numbered_pieces: Iterable[tuple[int, Piece]] = enumerate(source.pieces())
     if pieces is not None:
         numbered_pieces = itertools.islice(numbered_pieces, pieces.first, pieces.end)
     for piece_number, piece in numbered_pieces:
         for unit_number, unit in enumerate(piece.units()):
             number = UnitNumber(piece_number, unit_number)
-            has_file = number.file_name in existing_names and files.is_current(number, unit)
+            has_file = False
+            if number.file_name in existing_names:
+                folder.fetch(number)
+                has_file = files.is_current(number, unit)
+            if not has_file:
+                folder.begin(number)
             yield NumberedUnit(number, unit, has_file)
 
 
@@ -225,7 +238,9 @@ def round_up_to_percent(fraction: float) -> float:
     return math.ceil(100 * fraction) / 100
 
 
-def write_in_this_process(files: "TokenFiles", units: Iterator[NumberedUnit]) -> Iterator[FinishedUnit]:
+def write_in_this_process(
+    files: "TokenFiles", folder: TokenFolder, units: Iterator[NumberedUnit]
+) -> Iterator[FinishedUnit]:
     """Write the missing token files in this process. Yields all units in order, each when its file is complete.
 
     Raises Unequal if the fast encoder fails its check.
@@ -234,10 +249,11 @@ def write_in_this_process(files: "TokenFiles", units: Iterator[NumberedUnit]) ->
     for number, unit, has_file in units:
         counts = None if has_file else files.write(number, unit)
         yield FinishedUnit(number, unit, counts)
+        folder.wait_for_room()
 
 
 def write_in_worker_processes(
-    files: "TokenFiles", units: Iterator[NumberedUnit], num_workers: int
+    files: "TokenFiles", folder: TokenFolder, units: Iterator[NumberedUnit], num_workers: int
 ) -> Iterator[FinishedUnit]:
     """Write the missing token files in worker processes. Yields all units in order, each when its file is complete.
 
@@ -277,8 +293,9 @@ def write_in_worker_processes(
         for number, unit, has_file in units:
             future = None if has_file else workers.submit(write_in_worker, number, unit)
             pending.append((number, unit, future))
-            while pending and must_wait_for_first():
+            while pending and (must_wait_for_first() or not folder.has_room()):
                 yield take_first()
+            folder.wait_for_room()
         while pending:
             yield take_first()
     except BrokenProcessPool as error:

@@ -34,6 +34,7 @@ from llmfoundry_lite.prepare.shards import ShardFormat, write_index
 from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.prepare.token_files import TokenFiles, token_dtype
+from llmfoundry_lite.prepare.token_folder import TokenFolder
 from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_documents, load_unit
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import (
@@ -925,16 +926,17 @@ def test_any_range_of_shards_is_written_by_the_plan_alone(tmp_path: Path, monkey
     per_shard = 4 * shard_format.samples_per_shard
     units = [[7, per_shard], [], [3, 5, 9], [2, 3 * per_shard + 1], [per_shard], [1, 1], [per_shard, 6]]
     table = write_units(tmp_path / "units", units, initial_threshold(wanted))
-    plans = plan_splits(table, tmp_path / "units", wanted, shard_format)
+    units_folder = TokenFolder(tmp_path / "units")
+    plans = plan_splits(table, units_folder, wanted, shard_format)
     assert [plan.split for plan in plans] == ["train", "val"]
     for plan in plans:
         assert plan.num_shards >= 2
         whole = tmp_path / plan.split
-        records = list(write_shards(plan, range(plan.num_shards), tmp_path / "units", whole, shard_format))
+        records = list(write_shards(plan, range(plan.num_shards), units_folder, whole, shard_format))
         for first in range(plan.num_shards):
             for end in range(first + 1, plan.num_shards + 1):
                 folder = tmp_path / f"{plan.split}-{first}-{end}"
-                written = list(write_shards(plan, range(first, end), tmp_path / "units", folder, shard_format))
+                written = list(write_shards(plan, range(first, end), units_folder, folder, shard_format))
                 assert written == records[first:end]
                 for path in folder.iterdir():
                     assert path.read_bytes() == (whole / path.name).read_bytes()

@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from llmfoundry_engines.tests.buckets import use_server
 from llmfoundry_lite.prepare import sources
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
+from tests.checkpoint.s3_server import s3_server
 from tests.helpers.data import make_documents, tokenizer, tokenizer_folder
 from tests.helpers.preparing import plain, request, write_jsonl
 
@@ -53,3 +57,25 @@ def expected(wanted: PrepareRequest, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("expected")
     prepare(wanted, out, num_workers=1)
     return out
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> Iterator[int]:
+    """The port of a local S3 server."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def out(s3_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The URL of an output in a new bucket. Scratch folders are in `tmp_path`."""
+    import s3fs
+
+    use_server(monkeypatch, s3_port)
+    bucket = f"data-{uuid.uuid4().hex}"
+    s3fs.S3FileSystem().mkdir(bucket)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield f"s3://{bucket}/big"
+    s3fs.S3FileSystem.clear_instance_cache()

@@ -10,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from llmfoundry_engines import reports, status
-from llmfoundry_engines.join import join, join_shards, load_written, plan_join
+from llmfoundry_engines.join import join, join_shards
+from llmfoundry_engines.join_plan import load_written, plan_join
 from llmfoundry_engines.part import Part
 from llmfoundry_engines.tests.part_runs import change_report, prepare_parts
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.request import PrepareRequest
+from llmfoundry_lite.prepare.token_folder import TokenFolder
 from llmfoundry_lite.prepare.token_unit import UNIT_ROW
 from tests.helpers.preparing import assert_same_result
 
@@ -39,7 +41,7 @@ def test_a_folder_that_is_gone_is_made_again_by_a_part(
     out = tmp_path / "out"
     prepare_parts(wanted, out, [1], 1)
     shutil.rmtree(out / ".partial" / name)
-    with pytest.raises(DataError, match=name):
+    with pytest.raises(DataError, match=r"tokenizer|1/1 lacks some of its token files"):
         join(out)
     prepare_parts(wanted, out, [1], 1)
     join(out)
@@ -138,9 +140,10 @@ def test_shards_of_tokens_that_were_made_again_are_not_taken(wanted: PrepareRequ
     out = tmp_path / "out"
     prepare_parts(wanted, out, [1], 1)
     join_shards(out, Part(1, 1))
-    assert load_written(plan_join(out / ".partial"))
+    tokens = TokenFolder(out / ".partial/units")
+    assert load_written(plan_join(out / ".partial", tokens))
     change_report(out, Part(1, 1), {"is_fast": True})
-    assert not load_written(plan_join(out / ".partial")), "other tokens may have the same counts"
+    assert not load_written(plan_join(out / ".partial", tokens)), "other tokens may have the same counts"
 
 
 @pytest.mark.parametrize("record", [7, {}, {"raw_data": 7, "zip_data": None}, {"samples": 1}, {"hashes": []}])
