@@ -29,9 +29,10 @@ ON_PAGES = {line for page in (README, FIRST) for line in commands(page) if line.
 TINY = "model.d_model=64 model.n_heads=2 model.n_layers=1"
 SIX = "max_duration=6ba eval_interval=3ba save_interval=2ba model.d_model=80"
 ONE_B = (
-    f"{TINY} max_duration=3ba save_interval=1ba eval_interval=3ba global_train_batch_size=4 precision=fp32 "
+    f"{TINY} max_duration=3ba save_interval=1ba eval_interval=3ba global_train_batch_size=2 precision=fp32 "
     "exact_sums=true device_train_microbatch_size=1 train_loader.num_workers=0 eval_loader.num_workers=0"
 )
+ONE_WORKER = "--num-workers 1"
 ASKED = "icl_tasks=[next_line] limit=8"
 RUN = {
     "llmfoundry-lite init my-texts/ --hours 8": "",
@@ -51,7 +52,8 @@ RUN = {
     "llmfoundry-lite checkpoint inspect runs/moved": "",
     "llmfoundry-lite data prepare --source my.jsonl.zst --out data/mine --tokenizer train:32768 "
     "--max-seq-len 2048": "--out data/zst",
-    "llmfoundry-lite data prepare --source my-texts/ --out data/mine --tokenizer train:32768 --max-seq-len 2048": "",
+    "llmfoundry-lite data prepare --source my-texts/ --out data/mine --tokenizer train:32768 "
+    "--max-seq-len 2048": ONE_WORKER,
     "llmfoundry-lite init data/mine --size 125m": "",
     "llmfoundry-lite train mpt-125m-mine.yaml --dry-run=here": TINY,
     "composer -n 8 scripts/train.py yamls/pretrain/mpt-1b.yaml variables.data=data/mine autoresume=true": ONE_B,
@@ -66,7 +68,7 @@ SMALLER = {
     "composer -n 8": "composer -n 2",
     "hf:NAME": "runs/mpt-quickstart/huggingface",
     "ba1000..ba1003": "ba1..ba3",
-    "--source python-stdlib": "--source my-texts",
+    "--source python-stdlib": f"--source my-texts {ONE_WORKER}",
     "stop_at=210ba": "stop_at=3ba",
     "ba210..ba213": "ba3..ba5",
     "stop_after=100ba": "stop_after=2ba",
@@ -134,7 +136,7 @@ def said(tmp_path_factory) -> dict[str, str]:
     for name in ("scripts", "yamls", "evals"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "my-texts").mkdir()
-    texts = [path.read_text() for path in sorted((ROOT / "llmfoundry_lite").rglob("*.py"))]
+    texts = [path.read_text() for path in sorted((ROOT / "llmfoundry_lite/checkpoint").rglob("*.py"))]
     for number, text in enumerate(texts):
         (folder / f"my-texts/{number}.md").write_text(text)
     (folder / "my.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
