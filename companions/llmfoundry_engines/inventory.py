@@ -26,7 +26,7 @@ from llmfoundry_lite.data.index_files import (
     ListFolder,
     walk,
 )
-from llmfoundry_lite.data.rows import tokens_per_sample
+from llmfoundry_lite.data.rows import UNPADDED_LENGTH, tokens_per_sample
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.data.streams import ORIGIN
 from llmfoundry_lite.errors import DataError, UserError, one_line
@@ -145,11 +145,13 @@ def describe_indexed(tree: _Tree, path: str) -> DataFolder:
     columns: set[str] = set()
     compressions: set[str] = set()
     lengths: set[int | None] = set()
+    has_padding = False
     for schema in table.schemas:
         pairs = list(zip(schema["column_names"], schema["column_encodings"], strict=True))
         columns.update(f"{name} {encoding}" for name, encoding in pairs)
         compressions.add(str(schema["compression"] or "none"))
         lengths.add(tokens_per_sample(dict(pairs).get("tokens", "")))
+        has_padding = has_padding or UNPADDED_LENGTH in dict(pairs)
     [length] = lengths if len(lengths) == 1 else [None]
 
     # The summary, and what is there.
@@ -157,12 +159,15 @@ def describe_indexed(tree: _Tree, path: str) -> DataFolder:
     if length is None and isinstance(summary.get("max_seq_len"), int):
         length = summary["max_seq_len"]
     num_samples = int(table.rows["samples"].sum(dtype=np.int64))
+    num_tokens = num_samples * length if length is not None else None
+    if has_padding:  # only the summary says how much
+        num_tokens = tokens_of_split(summary, path)
     num_bytes, state = compare_files(tree, path, table)
     return replace(
         found,
         state=state,
         samples=num_samples,
-        tokens=num_samples * length if length is not None else None,
+        tokens=num_tokens,
         columns=tuple(sorted(columns)),
         max_seq_len=length,
         shards=len(table),
@@ -187,6 +192,14 @@ def read_table(tree: _Tree, path: str) -> ShardTable:
             return ShardTable(*read_indexes([files], [None], allow_unhashed_shards=True))
         except DataError as error:
             raise DataError(str(error).replace(scratch, folder.url)) from error
+
+
+def tokens_of_split(summary: dict[str, Any], path: str) -> int | None:
+    """Return how many tokens the split at `path` has by its summary; None if the summary does not say it."""
+    splits = summary.get("splits")
+    counts = splits.get(path.rpartition("/")[2]) if isinstance(splits, dict) else None
+    tokens = counts.get("tokens") if isinstance(counts, dict) else None
+    return tokens if type(tokens) is int else None
 
 
 def find_summary(tree: _Tree, path: str) -> dict[str, Any]:

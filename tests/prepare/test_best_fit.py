@@ -17,6 +17,7 @@ from llmfoundry_lite.prepare.best_fit import assign_samples, cut_documents, divi
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import load_summary, print_summary
+from llmfoundry_lite.report.batch import read_batch, read_batches
 from tests.helpers.by_hand import assert_is_by_hand, train_by_hand
 from tests.helpers.data import make_documents
 from tests.helpers.launch import train
@@ -276,3 +277,24 @@ def test_padding_has_no_part_in_training_and_validation(
     wrong = train_by_hand(tmp_path, config, 3, separator=separator)
     for key in ("loss/train/total", "eval/loss"):
         assert abs(values(wrong, key)[-1] - values(expected, key)[-1]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_with_padding_is_bit_equal_when_it_resumes_on_other_ranks(packed: Path, tmp_path: Path) -> None:
+    """Its batches can be read and replayed, too: their digests are those in the log."""
+    exact = {"exact_sums": True, "device_train_microbatch_size": 2}
+    config = packed_config(packed, save_interval="1ba", **exact)
+    whole = train_packed(tmp_path, config, "whole", 1)
+    train_packed(tmp_path, config | {"stop_at": "1ba"}, "moved", 1)
+    moved = train_packed(tmp_path, config | {"autoresume": True}, "moved", 2)
+    for key in ("loss/train/total", "grad_norm", "data/digest", "time/token", "eval/loss"):
+        assert values(moved, key) == values(whole, key), key
+
+    tokens = values(whole, "time/token")
+    batches = list(read_batches(tmp_path / "runs/whole", 1, 3))
+    assert [batch.digest for batch in batches] == values(whole, "data/digest")
+    assert np.diff(tokens, prepend=0).tolist() == [(batch.tokens_bt >= 0).sum() for batch in batches]
+    assert tokens[-1] < 3 * 8 * SEQ_LEN
+    shown = read_batch(str(tmp_path / "runs/whole"), 2)
+    assert min(len(row.tokens_t) for row in shown.rows) < SEQ_LEN

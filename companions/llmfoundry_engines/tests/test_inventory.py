@@ -64,6 +64,15 @@ def test_every_split_is_listed_with_what_it_holds(root):
     assert (others.path, others.samples, others.tokens, others.compression) == ("others/mds", 100, None, "zstd")
 
 
+def test_padding_is_not_listed_as_tokens(root, tmp_path, tokenizer_folder):
+    wanted = request(root.parent / "web.jsonl", tokenizer_folder, val_fraction=0, pack="best-fit")
+    split = prepare(wanted, tmp_path / "packed", num_workers=1).splits["train"]
+    assert split.tokens < split.samples * SEQ_LEN
+    assert [found.tokens for found in find_data(str(tmp_path / "packed"))] == [split.tokens]
+    (tmp_path / "packed/summary.json").unlink()
+    assert [found.tokens for found in find_data(str(tmp_path / "packed"))] == [None]
+
+
 def test_a_bucket_is_listed_like_a_folder(root):
     assert find_data(upload(root, "bucket-of-data")) == find_data(str(root))
 
