@@ -161,7 +161,7 @@ def describe_indexed(tree: _Tree, path: str) -> DataFolder:
     num_samples = int(table.rows["samples"].sum(dtype=np.int64))
     num_tokens = num_samples * length if length is not None else None
     if has_padding:  # only the summary says how much
-        num_tokens = tokens_of_split(summary, path)
+        num_tokens = summary.get("tokens")
     num_bytes, state = compare_files(tree, path, table)
     return replace(
         found,
@@ -205,7 +205,7 @@ def tokens_of_split(summary: dict[str, Any], path: str) -> int | None:
 def find_summary(tree: _Tree, path: str) -> dict[str, Any]:
     """Return what the summary of `data prepare` above a split says; empty if there is none or it is another tool's.
 
-    The keys are `max_seq_len`, and `fingerprint` of the tokenizer.
+    The keys are `max_seq_len`, `fingerprint` of the tokenizer, and `tokens` of the split, which may be None.
     """
     if not path:
         return {}
@@ -215,7 +215,11 @@ def find_summary(tree: _Tree, path: str) -> dict[str, Any]:
         return {}
     tokenizer = summary.get("tokenizer")
     fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, dict) else None
-    return {"max_seq_len": summary.get("max_seq_len"), "fingerprint": fingerprint or ""}
+    return {
+        "max_seq_len": summary.get("max_seq_len"),
+        "fingerprint": fingerprint or "",
+        "tokens": tokens_of_split(summary, path),
+    }
 
 
 def compare_files(tree: _Tree, path: str, table: ShardTable) -> tuple[int, str]:
