@@ -14,6 +14,7 @@ from llmfoundry_engines.ray_engine import prepare_with_ray
 from llmfoundry_engines.scratch import parse_scratch
 from llmfoundry_engines.status import print_status
 from llmfoundry_lite.errors import ConfigError, DataError, mask_urls
+from llmfoundry_lite.files import check_is_path
 from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.summary import print_summary
 from llmfoundry_lite.ranks.lean_imports import import_lean
@@ -155,6 +156,12 @@ def run_append(
 
     `options` are the fields of `SourceOptions`.
     """
+    if "://" in out:
+        raise ConfigError(
+            f"data append {mask_urls(out)}: adds to a folder of this machine, and a bucket was given; copy its "
+            "summary.json and tokenizer into a folder, append there, and copy the folder `streams` back"
+        )
+    check_is_path(out)
     stream = append(
         out,
         sources,

@@ -23,6 +23,7 @@ from llmfoundry_engines.reports import (
 from llmfoundry_engines.shared_folder import PARTS, load_shared
 from llmfoundry_lite.errors import DataError, printable
 from llmfoundry_lite.prepare.out_folder import PARTIAL
+from llmfoundry_lite.prepare.speed import describe_rest_of_work
 from llmfoundry_lite.prepare.summary import SUMMARY_FILE
 from llmfoundry_lite.tables import Table
 
@@ -212,11 +213,7 @@ def describe_rest(statuses: list[PartStatus], total_bytes: int) -> list[str]:
     if not measured:
         return lines
     core_seconds = sum(record.seconds * record.workers for record in measured)
-    bytes_per_core_second = sum(record.new_bytes for record in measured) / core_seconds
-    core_hours_left = (total_bytes - done_bytes) / bytes_per_core_second / 3600
-    line = f"{bytes_per_core_second / 1e6:.2f} MB/s a core; {core_hours_left:.2f} core-hours left"
+    new_bytes = sum(record.new_bytes for record in measured)
     num_cores = sum(s.progress.workers for s in statuses if s.progress is not None and s.is_running)
-    if num_cores:
-        line += f", {core_hours_left / num_cores:.2f} hours on the {num_cores} cores that work now"
-    lines.append(line)
+    lines.append(describe_rest_of_work(new_bytes, core_seconds, total_bytes - done_bytes, num_cores))
     return lines

@@ -232,7 +232,6 @@ def data_append(
     the end, it prints the YAML that trains on all streams.
     """
     ignore_output_errors()
-    check_is_path(out)
     run_append = companions.load("llmfoundry_engines.commands:run_append", "data append")
     text_keys: str | tuple[str, ...] | None = None
     if text_key:

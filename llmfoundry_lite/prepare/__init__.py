@@ -8,7 +8,7 @@ what a user asks for. Then read the files in the order in which a document passe
 2. `contents.py` reads and decompresses a file, and `documents.py` reads the documents of a unit.
 3. `token_files.py` is step 1: it tokenises units in several processes, and writes a token file for each.
    `token_unit.py` describes these files, and counts what they have for each split. `token_folder.py` says where they
-   are: in a folder or, by a companion, in a bucket.
+   are: in a folder or, by a companion, in a bucket. `speed.py` says how long the rest takes.
 4. `samples.py` is step 2: it plans the shards of each split by these counts, and writes them. `splits.py` divides
    documents into training and validation, `best_fit.py` decides which documents share a sample with `--pack best-fit`,
    and `shards.py` writes a shard.

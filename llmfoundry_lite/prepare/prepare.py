@@ -50,6 +50,7 @@ from llmfoundry_lite.prepare.out_folder import (
 from llmfoundry_lite.prepare.request import TRAIN_PREFIX, PrepareRequest
 from llmfoundry_lite.prepare.samples import PackResult, pack_samples
 from llmfoundry_lite.prepare.sources import Source, open_source
+from llmfoundry_lite.prepare.speed import EarlyEstimate
 from llmfoundry_lite.prepare.splits import initial_threshold, raise_threshold
 from llmfoundry_lite.prepare.summary import FORMAT_VERSION, MAX_SHOWN, Summary, TokenizerSummary
 from llmfoundry_lite.prepare.token_files import (
@@ -112,7 +113,10 @@ def prepare(
         with progress_bars(show_progress) as bars:
             tokenizer = provide_tokenizer(partial, opened.existing_tokenizer, request, source, bars)
             workers = num_workers or count_usable_cores()
-            counts = tokenize_source(source, request, tokenizer, partial, workers, bars, max_lost_text, notify)
+            estimate = EarlyEstimate(source.total_bytes, workers, notify)
+            counts = tokenize_source(
+                source, request, tokenizer, partial, workers, bars, max_lost_text, notify, on_unit=estimate.add
+            )
             packed = pack_samples(partial, counts.table, request, tokenizer, bars)
         check_unchanged(source, opened.record)
 

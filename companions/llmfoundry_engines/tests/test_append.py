@@ -140,7 +140,8 @@ def test_what_cannot_be_added_to_is_refused_in_a_line(out, documents, tmp_path, 
     with pytest.raises(DataError, match=r"--name '\.\./x': expected letters, digits"):
         append(out, ["a"], name="../x")
     assert main.run(["data", "append", "s3://bucket/set", "a.jsonl"]) == 2
-    assert "s3://bucket/set: a URL given, expected a path of this machine" in capsys.readouterr().err
+    refusal = "data append s3://bucket/set: adds to a folder of this machine, and a bucket was given; copy its summary"
+    assert refusal in capsys.readouterr().err
     assert main.run(["data", "append", str(out), "a.jsonl", "--max-seq-len", "64"]) == 2
     tokenizer = out / "tokenizer/tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("#", "@", 1))
