@@ -32,7 +32,7 @@ def prepare_in_bucket(
         with open_place(out) as place, place.in_use():
             place.pull(Part(1, 1))
             place.discard()
-    prepare_part(
+    report = prepare_part(
         request,
         out,
         Part(1, 1),
@@ -42,4 +42,6 @@ def prepare_in_bucket(
         notify=notify,
         scratch=scratch,
     )
+    if report is None:
+        return join(out)  # it has finished before, of which the user was notified
     return join(out, max_lost_text=max_lost_text, show_progress=show_progress, notify=notify, scratch=scratch)
