@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from llmfoundry_lite.data.spelling import LostText
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.files import rename_unless_present, sync_folder
+from llmfoundry_lite.files import check_is_path, rename_unless_present, sync_folder
 from llmfoundry_lite.prepare.documents import Document, Skipped, read_documents
 from llmfoundry_lite.prepare.listing import Listing
 from llmfoundry_lite.prepare.out_folder import (
@@ -81,7 +81,7 @@ def prepare(
     """Tokenise documents into samples and write them as MDS shards. Resumes the work of a launch that was killed.
 
     request: the sources, the tokenizer, and everything else that decides the result.
-    out: folder of the result, which is created.
+    out: folder of the result, which is created. The companion's `prepare_in_bucket` takes a URL.
     num_workers: number of processes that tokenise, by default one for each core that this process may use. A script
         that calls this function with more than one needs the usual `if __name__ == "__main__":`.
     max_lost_text: fraction of characters that the tokenizer may lose; `data/spelling.py` defines what is lost.
@@ -94,6 +94,7 @@ def prepare(
     """
     leave_if_imported_by_worker()
     started = time.monotonic()
+    check_is_path(out)
     out = Path(out).expanduser()
     opened = open_input(request, out)
 

@@ -219,6 +219,8 @@ def test_a_limit_that_is_too_small_is_refused_with_the_number_that_is_needed(wan
         join(out, scratch=Scratch(limit_bytes=1000))
     with pytest.raises(ConfigError, match=r"--scratch and --scratch-limit are for an --out in a bucket"):
         prepare_part(wanted, "folder", Part(1, 1), scratch=Scratch(limit_bytes=1000))
+    with pytest.raises(ConfigError, match="a URL given, expected a path of this machine"):
+        prepare(wanted, out)
     with pytest.raises(ConfigError, match=r"--scratch-limit 5xb: expected a number of bytes above 0, such as 2gb or"):
         parse_scratch(None, "5xb")
     assert parse_scratch("/fast", "1.5gb") == Scratch(folder="/fast", limit_bytes=3 << 29)
