@@ -50,7 +50,7 @@ def test_one_command_gives_the_bytes_of_a_folder_and_a_run_reads_them(
     assert remote_rows == numbers_of(open_data(expected / "train", **options))
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(16, marks=pytest.mark.long)])
 def test_parts_in_any_order_give_the_bytes_of_a_folder(
     wanted: PrepareRequest, expected: Path, out: str, tmp_path: Path, count: int
 ) -> None:
