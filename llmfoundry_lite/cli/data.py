@@ -269,9 +269,10 @@ def data_list(
 def data_index(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of MDS shards, or of such folders.")],
 ) -> None:
-    """Write the index.json that folders of shards lack because their writer was killed.
+    """Write the index.json that folders of shards lack.
 
-    Number of samples, columns, sizes and hashes come from the shards. An index.json that exists is left as it is.
+    A writer that was killed leaves shards without it. Number of samples, columns, sizes and hashes come from the
+    shards. An index.json that exists is left as it is.
     """
     ignore_output_errors()
     check_is_path(folder)
