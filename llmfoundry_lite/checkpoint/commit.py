@@ -257,6 +257,10 @@ class RenameCommits:
                     if head_of(new_folder).save_id == new_save_id:
                         self.root.child(name).remove_all()
 
+    def leftovers(self, *, newest: tuple[int, int]) -> list[str]:
+        """Return the names of folders that `finish_removals` removes. `newest` is not used here. Raises OSError."""
+        return [name for name in self.root.names() if name.startswith(DELETING) and SAVE_ID.search(name)]
+
     def _moved_away_only(self, names: Sequence[str]) -> list[str]:
         """Return the present names of saves that were moved away to be replaced, and never were.
 
@@ -407,13 +411,21 @@ class PutCommits:
         has_lease: whether the caller holds the run's lease. Then nothing is done, because this lists the folder of each
             save; the next launch removes the shards (`clear_leftovers`).
         newest: lease epoch and batch of the newest checkpoint. Only older saves are removed, because a newer one
-        without
-            a manifest may be about to be published.
+            without a manifest may be about to be published.
 
         Raises OSError.
         """
         if has_lease:
             return
+        for path in self.leftovers(newest=newest):
+            self.root.child(path).remove_all()
+
+    def leftovers(self, *, newest: tuple[int, int]) -> list[str]:
+        """Return the paths of folders whose removal was interrupted when their manifest was gone already.
+
+        `newest` is as in `finish_removals`. Raises OSError.
+        """
+        paths = []
         for name in self.names():
             folder = self.root.child(name)
             children = folder.names()
@@ -425,7 +437,8 @@ class PutCommits:
                     continue
                 epoch_and_batch = int(save_id[1]), int(save_id[2])
                 if epoch_and_batch < newest:
-                    folder.child(child).remove_all()
+                    paths.append(f"{name}/{child}")
+        return paths
 
 
 def commits_in(root: Folder, on_phase: Callable[[str], None]) -> RenameCommits | PutCommits:

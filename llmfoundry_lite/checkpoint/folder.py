@@ -66,8 +66,16 @@ class Folder(Protocol):
         """Return the names of files and folders directly in this folder. Empty if it does not exist."""
         ...
 
+    def folders(self) -> list[str]:
+        """Return the names of the folders directly in this folder, from one listing. Empty if it does not exist."""
+        ...
+
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file directly in this folder, from one listing."""
+        ...
+
+    def tree_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file in this folder and in those within, by its path. Nothing behind a link."""
         ...
 
     def exists(self) -> bool:

@@ -68,6 +68,8 @@ class Holder(Lease):
     """How often the holder has renewed the lease. None: never."""
     is_released: bool = False
     """Whether the holder has given the lease up, so that another launch may take it at once."""
+    renewed_at: float | None = None
+    """When it has last renewed or released the lease, in seconds since 1970 by its own clock. For people alone."""
 
     @property
     def activity_id(self) -> str:
@@ -279,13 +281,15 @@ class Leases:
         )
 
     def current_holder(self) -> Holder | None:
-        """Read the highest claim and its renewals. Returns None if there is no claim. Raises OSError.
-
-        Files may be damaged or from anybody, so values of another type count as absent.
-        """
+        """Read the highest claim and its renewals. Returns None if there is no claim. Raises OSError."""
         epoch = self.highest_epoch()
-        if not epoch:
-            return None
+        return self.read_holder(epoch) if epoch else None
+
+    def read_holder(self, epoch: int) -> Holder:
+        """Read the claim of this number and its renewals. Raises OSError.
+
+        Files may be absent, damaged or from anybody, so values of another type count as absent.
+        """
         owner = self._read(_claim_name(epoch))
         renewals_record = self._read(_renewals_name(epoch))
         is_of_this_claim = renewals_record.get("claim") == owner.get("claim")
@@ -294,14 +298,25 @@ class Leases:
         renewals = renewals_record.get("renewals")
         if not isinstance(renewals, int):
             renewals = None
-        return Holder(epoch, owner, renewals, is_released=renewals_record.get("released") is True)
+        renewed_at = renewals_record.get("time")
+        if not isinstance(renewed_at, float):
+            renewed_at = None
+        return Holder(
+            epoch, owner, renewals, is_released=renewals_record.get("released") is True, renewed_at=renewed_at
+        )
 
     def renew(self, lease: Lease, renewals: int, *, is_released: bool = False) -> None:
         """Record for other launches that the holder of this lease is alive, or that it has released the lease.
 
-        `renewals` must be another number each time, as a launch that watches looks for a change. Raises OSError.
+        `renewals` must be another number each time, as a launch that watches looks for a change. The `time` is for
+        people. Raises OSError.
         """
-        content = {"claim": lease.owner.get("claim"), "renewals": renewals, "released": is_released}
+        content = {
+            "claim": lease.owner.get("claim"),
+            "renewals": renewals,
+            "released": is_released,
+            "time": time.time(),
+        }
         self.folder.put(_renewals_name(lease.epoch), write_json(content))
 
     def release(self, lease: Lease) -> None:

@@ -60,6 +60,20 @@ class LocalFolder:
                 return []
             raise
 
+    def folders(self) -> list[str]:
+        """Return the sorted names of the folders directly in this folder. Links to folders count."""
+
+        def list_folders() -> list[str]:
+            with os.scandir(self.path) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+
+        try:
+            return _retry(list_folders)
+        except OSError as error:
+            if error.errno in NO_FILE:
+                return []
+            raise
+
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file directly in this folder, from one listing."""
 
@@ -71,6 +85,18 @@ class LocalFolder:
             return _retry(list_sizes)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+
+    def tree_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file in this folder and in those within, by its path. Nothing behind a link."""
+        sizes: dict[str, int] = {}
+        if self.is_link():
+            return sizes
+        for parent, _, names in os.walk(self.path):
+            for name in names:
+                path = Path(parent, name)
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[str(path.relative_to(self.path))] = path.lstat().st_size
+        return sizes
 
     def exists(self) -> bool:
         """Return whether anything has this path. A link counts, wherever it leads."""

@@ -220,9 +220,28 @@ class RemoteFolder:
         """Return the sorted names of files and folders directly in this folder. Empty if it does not exist."""
         return sorted({_name_of(entry) for entry in self.entries()} - {""})
 
+    def folders(self) -> list[str]:
+        """Return the sorted names of the folders directly in this folder, from one listing."""
+        return sorted({_name_of(entry) for entry in self.entries() if entry["type"] == "directory"} - {""})
+
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file directly in this folder, from one listing."""
         return {_name_of(entry): int(entry["size"] or 0) for entry in self.entries() if entry["type"] == "file"}
+
+    def tree_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file below this folder, by its path in it."""
+        prefix = f"{self.path.strip('/')}/"
+
+        def list_sizes() -> dict[str, int]:
+            self.filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                entries = self.filesystem.find(self.path, detail=True)
+                paths = {path.strip("/"): int(entry["size"] or 0) for path, entry in entries.items()}
+                # Some stores find by prefix, and `ba20` is a prefix of `ba200`.
+                return {path.removeprefix(prefix): size for path, size in paths.items() if path.startswith(prefix)}
+            return {}
+
+        return retry_transient_errors(list_sizes)
 
     def entries(self) -> list[dict[str, Any]]:
         """List this folder, past fsspec's cache: a dict with `name`, `size` and `type` for each file and folder in it.

@@ -37,7 +37,8 @@ from torch.optim import Optimizer
 from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.commit import lease_epoch_of
 from llmfoundry_lite.checkpoint.grid import Chunk
-from llmfoundry_lite.checkpoint.lease import LeaseRequest, Renewals
+from llmfoundry_lite.checkpoint.launch_record import RecordWriter
+from llmfoundry_lite.checkpoint.lease import RELEASE_SECONDS, LeaseRequest, Renewals
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan, boxes_of
@@ -164,6 +165,8 @@ class Saver:
         """Whether rank 0 has the lease. The same on all ranks."""
         self._renewals: Renewals | None = None
         """Renews the lease, on rank 0."""
+        self._record_writer: RecordWriter | None = None
+        """Writes the record of this launch beside the checkpoints, on rank 0."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
         """On rank 0: the parts of the log that the last save has. Before the first save, those of the checkpoint in
@@ -201,17 +204,32 @@ class Saver:
             if self.rank == 0:
                 self.lease = self.store.acquire(steal_from_live_writer=steal_from_live_writer, request=request)
                 self._renewals = Renewals(self.store.leases, self.lease)
+                self._record_writer = RecordWriter(self.store.root, self.lease.epoch)
                 # If this object is dropped without `release_lease`, the renewals must end, so that the lease expires.
                 weakref.finalize(self, self._renewals.stop)
+                weakref.finalize(self, self._record_writer.end)
         self.has_lease = True
 
     def release_lease(self) -> None:
-        """Let another launch take the lease at once. Nothing can be saved afterwards.
+        """Let another launch take the lease at once. Nothing can be saved or recorded afterwards.
 
-        Does nothing on ranks other than 0.
+        Waits for RELEASE_SECONDS at most, until the release and the record of this launch are written. Does nothing on
+        ranks other than 0.
         """
-        if self._renewals is not None:
-            self._renewals.release()
+        if self._renewals is None or self._record_writer is None:
+            return
+        began = time.monotonic()
+        self._record_writer.end()
+        self._renewals.release()
+        self._record_writer.join(RELEASE_SECONDS - (time.monotonic() - began))
+
+    def record_launch(self, record: dict[str, Any]) -> None:
+        """Write a record of this launch beside the checkpoints, in the background; see `launch_record.py`.
+
+        It may be called from any thread. Does nothing on ranks other than 0, and without the lease.
+        """
+        if self._record_writer is not None:
+            self._record_writer.write(record)
 
     def save(self, model: nn.Module, optimizer: Optimizer | None, metadata: SaveMetadata) -> Saved | None:
         """Copy the state to host memory, and start to write it in the background.

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import (
@@ -31,6 +31,7 @@ from llmfoundry_lite.checkpoint.commit import (
     read_checkpoint,
 )
 from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.launch_record import RECORDS, list_records
 from llmfoundry_lite.checkpoint.lease import Lease, LeaseRequest, Leases
 from llmfoundry_lite.checkpoint.manifest import HEAD_BYTES, MANIFEST, Head, Manifest, encode, read_head
 from llmfoundry_lite.checkpoint.open_folder import check_files, open_folder
@@ -103,6 +104,25 @@ class Candidate:
     def batch(self) -> int:
         """The batch after which it was saved."""
         return self.recency[1]
+
+
+@dataclass(slots=True, eq=False)
+class Removal:
+    """What retention removes from a run's folder, as `plan_removal` has decided. Empty if nothing may be removed."""
+
+    old: list[Candidate] = field(default_factory=list)
+    """Checkpoints to remove, the oldest first."""
+    set_aside_names: list[str] = field(default_factory=list)
+    """Names of saves to remove that were set aside as damaged."""
+    kept: list[Candidate] = field(default_factory=list)
+    """All other checkpoints, newest first, also those that cannot be read."""
+    newest: Candidate | None = None
+    """The newest checkpoint that can be read. None if nothing may be removed."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all saves to remove."""
+        return [*(candidate.name for candidate in self.old), *self.set_aside_names]
 
 
 class Search(NamedTuple):
@@ -196,14 +216,16 @@ class CheckpointStore:
             stop.
         request: how to ask for the lease; see `LeaseRequest`.
 
-        The lease's epoch is higher than that of any lease or checkpoint here. Waits while the holder is watched, as
-        `wait_until_free`. Raises CheckpointError if the holder still runs, or if the folder cannot be written.
+        The lease's epoch is higher than that of any lease, checkpoint or record of a launch here. Waits while the
+        holder is watched, as `wait_until_free`. Raises CheckpointError if the holder still runs, or if the folder
+        cannot be written.
         """
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
             # Somebody may have removed the claims, or copied checkpoints from elsewhere.
             saved_epochs = [candidate.head.lease_epoch for candidate in self.candidates() if candidate.head is not None]
+            used_epochs = [*saved_epochs, *list_records(self.root)]
             lease = self.leases.acquire(
-                at_least=max(saved_epochs, default=0) + 1,
+                at_least=max(used_epochs, default=0) + 1,
                 steal_from_live_writer=steal_from_live_writer,
                 request=request,
             )
@@ -244,7 +266,7 @@ class CheckpointStore:
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
             renamed = []
             for name in self.root.names():
-                has_name_of_ours = name.startswith(".") or name == LOG or COMMITTED.fullmatch(name)
+                has_name_of_ours = name.startswith(".") or name in (LOG, RECORDS) or COMMITTED.fullmatch(name)
                 if not has_name_of_ours and self._has_manifest(name):
                     renamed.append(name)
             return sorted(renamed)
@@ -466,29 +488,54 @@ class CheckpointStore:
         """Remove old checkpoints, the rest of interrupted removals, and parts of the log that no checkpoint needs.
 
         lease: the run's lease if the caller is its writer. None: a user's command, which may run beside a writer.
+        dry_run: only find out what would be removed.
+
+        The other arguments are those of `plan_removal`. Returns the names of the removed checkpoints, the oldest first.
+        Raises CheckpointError if `lease` is no longer the highest, or if something cannot be removed.
+        """
+        if lease is not None:
+            self.check(lease)
+        removal = self.plan_removal(
+            keep_newest=keep_newest,
+            keep_every_batches=keep_every_batches,
+            keep_names=keep_names,
+            verify=verify,
+            on_unsound=on_unsound,
+        )
+        if not dry_run:
+            self.carry_out(removal, has_lease=lease is not None)
+        return removal.names
+
+    def plan_removal(
+        self,
+        *,
+        keep_newest: int,
+        keep_every_batches: int | None = None,
+        keep_names: Collection[str] = (),
+        removes_set_aside: bool = False,
+        verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
+        on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
+    ) -> Removal:
+        """Decide which checkpoints are old, without removing anything.
+
         keep_newest: number of newest checkpoints that stay, at least one.
         keep_every_batches: checkpoints whose batch is a multiple of it stay.
         keep_names: names of further checkpoints that stay.
+        removes_set_aside: remove all saves that were set aside as damaged. Otherwise one is removed once all
+            checkpoints that stay as the newest are of later batches.
         verify: raises CheckpointError for a checkpoint that a run could not carry on from. It is called only if there
             is something to remove, for the newest checkpoint first, until one passes. That one stays, too. If none
             passes, nothing is removed.
         on_unsound: called with the name and the error of each that does not pass.
-        dry_run: only find out what would be removed.
 
-        Checkpoints whose manifest cannot be read stay for a person. A save that was set aside as damaged is removed
-        once all checkpoints that stay as the newest are of later batches. Drafts stay until the next `acquire`.
-
-        Returns the names of the removed checkpoints, the oldest first. Raises CheckpointError if `lease` is no longer
-        the highest, or if something cannot be removed.
+        Checkpoints whose manifest cannot be read stay for a person. Drafts stay until the next `acquire`. Raises
+        CheckpointError if the folder cannot be listed.
         """
-        if lease is not None:
-            self.check(lease)
-
         # Divide the readable checkpoints into the newest, those that stay for another reason, and old ones.
         candidates = self.candidates()
         readable = [candidate for candidate in candidates if candidate.head is not None]
         if not readable:
-            return []
+            return Removal()
         newest = readable[: max(keep_newest, 1)]
         old = []
         for candidate in readable[len(newest) :]:
@@ -498,25 +545,50 @@ class CheckpointStore:
 
         # Old ones may go only if a checkpoint that stays is known to be intact.
         set_aside_names = self.set_aside_saves()
-        to_remove: list[Candidate] = []
-        set_aside_to_remove: list[str] = []
+        removal = Removal(kept=candidates, newest=readable[0])
         if old or set_aside_names:
             intact = _first_that_passes(verify, readable, on_unsound)
             if intact is None:
-                return []
-            to_remove = [candidate for candidate in reversed(old) if candidate is not intact]
+                return Removal()
+            removal.old = [candidate for candidate in reversed(old) if candidate is not intact]
+            removal.kept = [candidate for candidate in candidates if candidate not in removal.old]
             first_kept_batch = min(candidate.batch for candidate in (*newest, intact))
-            set_aside_to_remove = [name for name in set_aside_names if batch_of_set_aside(name) < first_kept_batch]
+            for name in set_aside_names:
+                if removes_set_aside or batch_of_set_aside(name) < first_kept_batch:
+                    removal.set_aside_names.append(name)
+        return removal
 
-        # The parts of the log go last, when no checkpoint refers to them any more.
-        if not dry_run:
-            self._remove_saves(to_remove, set_aside_to_remove)
-            with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
-                self.commits.finish_removals(has_lease=lease is not None, newest=readable[0].recency)
-            kept = [candidate for candidate in candidates if candidate not in to_remove]
-            with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
-                self._remove_unused_log(kept, newest=readable[0])
-        return [*(candidate.name for candidate in to_remove), *set_aside_to_remove]
+    def carry_out(self, removal: Removal, *, has_lease: bool = False) -> None:
+        """Remove what `plan_removal` has decided on, and what earlier removals have left behind when they were killed.
+
+        Each checkpoint is compared with its save_id once more, and stays if another save has its name by now. Parts of
+        the log go last, when no checkpoint refers to them any more. `has_lease`: the caller is the run's writer. Raises
+        CheckpointError if something cannot be removed.
+        """
+        if removal.newest is None:
+            return
+        self._remove_saves(removal.old, removal.set_aside_names)
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
+            self.commits.finish_removals(has_lease=has_lease, newest=removal.newest.recency)
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
+            for name in self._find_unused_log(removal):
+                self.root.child(LOG).remove(name)
+
+    def list_files(self, removal: Removal) -> dict[str, int]:
+        """Return the path in this folder, and the bytes, of each file that `carry_out` would remove. Raises
+        CheckpointError if the folder cannot be listed."""
+        if removal.newest is None:
+            return {}
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be listed"):
+            leftovers = self.commits.leftovers(newest=removal.newest.recency)
+            files: dict[str, int] = {}
+            for name in (*removal.names, *leftovers):
+                for path, num_bytes in self.root.child(name).tree_sizes().items():
+                    files[f"{name}/{path}"] = num_bytes
+            log_sizes = self.root.child(LOG).sizes()
+            for name in self._find_unused_log(removal):
+                files[f"{LOG}/{name}"] = log_sizes.get(name, 0)
+        return files
 
     def _remove_saves(self, candidates: Sequence[Candidate], set_aside_names: Sequence[str]) -> None:
         """Remove checkpoints whose manifest can be read, and saves that were set aside as damaged, by name. Raises
@@ -528,40 +600,41 @@ class CheckpointStore:
             with _os_errors_as_checkpoint_errors(f"{self.root.url}/{name}: cannot be removed"):
                 self.root.child(name).remove_all()
 
-    def _remove_unused_log(self, kept: Sequence[Candidate], *, newest: Candidate) -> None:
-        """Remove the parts of the run's log that no checkpoint refers to any more.
+    def _find_unused_log(self, removal: Removal) -> list[str]:
+        """Return the names of the parts of the run's log that no checkpoint refers to once `removal` is carried out.
 
-        kept: all checkpoints that stay in the folder. If one of them cannot be read, nothing is removed, because it may
-            refer to any part.
-        newest: the newest checkpoint. Parts of later saves stay, because their manifests may be about to be published.
+        Returns none if a checkpoint that stays cannot be read, because it may refer to any part. Parts of saves after
+        the newest checkpoint are left out, because their manifests may be about to be published.
 
         Remembers in `_log_names` which parts a save refers to, so that its manifest is read only once. Raises OSError.
         """
-        folder = self.root.child(LOG)
-        part_names = folder.names()
+        assert removal.newest is not None
+        part_names = self.root.child(LOG).names()
         if not part_names:
-            return
+            return []
 
         # Find the parts that are used.
         used_names: set[str] = set()
-        for candidate in kept:
+        for candidate in removal.kept:
             if candidate.head is None:
-                return  # unreadable, so it is not known what it refers to
+                return []  # unreadable, so it is not known what it refers to
             save_id = candidate.head.save_id
             if save_id not in self._log_names:
                 if candidate.checkpoint is None:
-                    return
+                    return []
                 self._log_names[save_id] = _names_of_log(candidate.checkpoint.manifest)
             used_names |= self._log_names[save_id]
 
         # A part is named by the save that wrote it.
+        unused_names = []
         for name in part_names:
             save_id_match = SAVE_ID.search(name)
             if save_id_match is None or name in used_names:
                 continue
             epoch_and_batch = int(save_id_match[1]), int(save_id_match[2])
-            if epoch_and_batch <= newest.recency:
-                folder.remove(name)
+            if epoch_and_batch <= removal.newest.recency:
+                unused_names.append(name)
+        return unused_names
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def write_status(
     launch: int | None = None,
     is_update: bool = False,
     **more: Any,
-) -> None:
+) -> float:
     """Write a run's status into status.json, and append the beginning or the end of a launch to launches.jsonl.
 
     `status` is running, done, stopped, preempted or failed. `batch` is the last batch that was trained. `reason` says
@@ -70,13 +70,13 @@ def write_status(
     `is_update`: the launch has neither begun nor ended, so that only status.json is written. It is assumed if the
     file already says that this process is running, and this call says so too.
 
-    Raises OSError if launches.jsonl is a link, through which another file would be written. A link in the place of
-    status.json is replaced.
+    Returns the time of the call in seconds since 1970, as launches.jsonl has it. Raises OSError if launches.jsonl is a
+    link, through which another file would be written. A link in the place of status.json is replaced.
     """
     # Build the line for launches.jsonl.
     reason = mask_credentials(reason or "") or None
     outcome = {"status": status, "batch": batch, "reason": reason}
-    event = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
+    event: dict[str, Any] = {"time": time.time(), "boot": boot_id(), "uptime": uptime()}
     event |= {**outcome, "has_begun": has_begun, "host": socket.gethostname()}
     if launch is not None:
         event["launch"] = launch
@@ -93,6 +93,7 @@ def write_status(
     if not is_update:
         with open(folder / LAUNCHES, "a", opener=open_no_link) as file:
             file.write(json.dumps(event) + "\n")
+    return event["time"]
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -83,6 +83,7 @@ def build_and_restore(
     tasks = build_in_context(config, ranks, model) if config.icl_tasks and config.evaluates else None
     checkpointing = Checkpointing(config, model, gradient_step, preemption, agreement, start, partners, tasks)
     checkpointing.on_saves = run_folder.note_saves
+    run_folder.on_status = checkpointing.record_launch
 
     # The trainer, which restores the run. At each event, callbacks are called in the order of the list, and then
     # loggers.

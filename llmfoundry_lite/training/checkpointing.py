@@ -535,6 +535,21 @@ class Checkpointing(Callback):
             saves[HAS_PARTNERS] = True
         return saves
 
+    @property
+    def saves_into_run_folder(self) -> bool:
+        """Whether checkpoints are in the run folder, beside its log and its status.json."""
+        local_path = self.store.root.path_here
+        return local_path is not None and local_path.resolve().is_relative_to(Path(self.config.run_folder).resolve())
+
+    def record_launch(self, record: dict[str, Any]) -> None:
+        """Write a record of this launch beside checkpoints that are outside the run folder, in the background.
+
+        Whoever finds the checkpoints learns from it how this launch goes or has ended. It may be called from any thread
+        of rank 0.
+        """
+        if not self.saves_into_run_folder:
+            self.saver.record_launch(record)
+
     # ----------------------------------------------------------------------------------------------------- save
 
     def save_now(self, state: State, logger: Logger) -> None:
@@ -723,10 +738,8 @@ class Checkpointing(Callback):
 
         # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published, because
         # loggers write this batch's record after this callback.
-        run_folder = Path(self.config.run_folder)
-        local_path = self.store.root.path_here
-        is_beside_log = local_path is not None and local_path.resolve().is_relative_to(run_folder.resolve())
-        read_log_until_batch = None if is_beside_log else partial(log_until, run_folder / METRICS, batch)
+        log_path = Path(self.config.run_folder) / METRICS
+        read_log_until_batch = None if self.saves_into_run_folder else partial(log_until, log_path, batch)
 
         return SaveMetadata(
             timestamp=Timestamp(

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from composer.loggers import Logger, LoggerDestination
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, missing_lines, read_lines
 from llmfoundry_lite.config.schema import TrainConfig, as_dict
 from llmfoundry_lite.config.yaml_text import dump_record
-from llmfoundry_lite.errors import TransientError, UserError, mask_urls, printable
+from llmfoundry_lite.errors import TransientError, UserError, mask_credentials, mask_urls, printable
 from llmfoundry_lite.files import open_no_link, write_atomically
+from llmfoundry_lite.ranks.identity import describe_this_process
 from llmfoundry_lite.ranks.status import HAS_SAVED, LAUNCHES, STATUS, TRY_AGAIN, write_ended_early, write_status
 from llmfoundry_lite.training.log_file import LogFile
 from llmfoundry_lite.training.mirrors import WANDB_ID, Mirror, build_mirrors, in_order
@@ -35,6 +36,8 @@ from llmfoundry_lite.training.schedule import progress_of
 CONFIG = "config.yaml"
 STATUS_SECONDS = 5.0
 """Minimum time between two updates of status.json."""
+RECORDED_METRICS = ("loss/train/total", "throughput/tokens_per_sec")
+"""Metrics of the last batch that the record of a launch has, under the same keys."""
 
 
 class RunFolder(LoggerDestination):
@@ -72,6 +75,13 @@ class RunFolder(LoggerDestination):
         """Held while status.json is updated, from any thread."""
         self._status_updated_at = 0.0
         """Monotonic time of the last update."""
+        self.on_status: Callable[[dict[str, Any]], None] = lambda record: None
+        """Called on rank 0 with `describe_launch()` when the launch begins, is asked to leave, has saved or has failed
+        to, and ends. Called from any thread, and must not wait."""
+        self._fixed_facts: dict[str, Any] = {}
+        """Facts for `describe_launch` that do not change during the launch."""
+        self._saved_at: float | None = None
+        """When this launch has published its newest save, in seconds since 1970."""
 
         # The log.
         self.launch = 0
@@ -113,7 +123,17 @@ class RunFolder(LoggerDestination):
                 restored_records = append_missing_records(self.log_path, history) if history else []
                 self.launch = 1 + last_launch(self.log_path)
                 batch = int(trainer.state.timestamp.batch)
-                write_status(self.folder, "running", batch, self.leave_reason, launch=self.launch, **self.saves)
+                began_at = write_status(
+                    self.folder, "running", batch, self.leave_reason, launch=self.launch, **self.saves
+                )
+                self._fixed_facts = {
+                    "run_name": self.config.run_name,
+                    "max_duration": str(self.config.max_duration),
+                    "began_at": began_at,
+                    "began_at_batch": batch,
+                    "launch": self.launch,
+                    "process": describe_this_process(),
+                }
                 self.initial_files = {CONFIG: config_text, LAUNCHES: (self.folder / LAUNCHES).read_bytes()}
 
                 # Mirrors first see the log as it was before this launch.
@@ -124,6 +144,7 @@ class RunFolder(LoggerDestination):
                 self.log_file = LogFile(self.log_path)
         self.trainer = trainer
         self.is_running = self.is_main
+        self._tell_status("running", self.leave_reason)
 
     # ------------------------------------------------------------------------------------------------------- the log
 
@@ -269,6 +290,8 @@ class RunFolder(LoggerDestination):
         caller does not hang if the disk does.
         """
         self.leave_reason = reason
+        if self.is_running:
+            self._tell_status("running", reason)
         writer = threading.Thread(target=self._update_status, daemon=True)
         writer.start()
         writer.join(1.0)
@@ -281,8 +304,11 @@ class RunFolder(LoggerDestination):
         is_first_report = not self.saves
         if not is_first_report and saves.get("last_saved") != self.saves.get("last_saved"):
             self.has_saved = True
+            self._saved_at = time.time()
         self.saves = saves
         self._update_status()
+        if self.is_running:
+            self._tell_status("running", self.leave_reason)
 
     def _update_status(self) -> None:
         """Write batch, reason and saves to status.json while the launch runs.
@@ -305,6 +331,7 @@ class RunFolder(LoggerDestination):
         if self.is_main:
             with disk_errors_as_user_errors(self.folder):
                 write_status(self.folder, status, self.batch, **self.saves)
+        self._tell_status(status)
         self.is_done = True
 
     def fail(self, status: str, reason: str, *, may_pass: bool = False) -> None:
@@ -350,7 +377,36 @@ class RunFolder(LoggerDestination):
         may_pass = may_pass or bool(self.saves.get("failed_saves"))
         if status == "failed" and may_pass and self.has_saved:
             fields[TRY_AGAIN] = True
+        self._tell_status(status, reason)
         write_status(self.folder, status, self.batch, reason, **fields)
+
+    def _tell_status(self, status: str, reason: str | None = None) -> None:
+        """Call `on_status`, on rank 0 and once the run has been restored. `reason` is that of the status."""
+        if self.is_main and self.trainer is not None:
+            self.on_status(self.describe_launch(status, reason))
+
+    def describe_launch(self, status: str, reason: str | None) -> dict[str, Any]:
+        """Return facts about this launch that can be written as JSON, for readers on other machines.
+
+        {"status": "running", "batch": 40, "reason": null, "run_name": "mpt-1b", "launch": 1, "began_at_batch": 0,
+         "last_saved": "ba40", "saved_at": 1.7e9, "process": {"host": "gpu003", …}, "loss/train/total": 2.3, …}
+
+        `status` and `reason` are as in status.json. Credentials in the reason are masked, as there.
+        """
+        facts: dict[str, Any] = {
+            "status": status,
+            "batch": self.batch,
+            "reason": mask_credentials(reason or "") or None,
+            "saved_at": self._saved_at,
+            **self._fixed_facts,
+        }
+        for key, value in self.saves.items():
+            facts[key] = mask_credentials(value) if isinstance(value, str) else value
+        for key in RECORDED_METRICS:
+            value = self.last_record.get(key)
+            if isinstance(value, int | float) and isfinite(value):
+                facts[key] = value
+        return facts
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,9 @@ class Clock:
 
     def __init__(self, monkeypatch, acts=lambda seconds: None):
         self.now, self.acts = 1000.0, acts
-        monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(
+            leases, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep, time=time.time)
+        )
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds

@@ -149,3 +149,20 @@ def test_saves_after_a_token_has_expired_ask_for_new_credentials_and_do_not_end_
     else:
         assert (status["status"], status["last_saved"]) == ("failed", "ba2")
         assert status["reason"].endswith("; renew the credentials, then run the same command again")
+
+
+def test_a_bucket_that_takes_no_record_of_a_launch_changes_neither_its_end_nor_its_code(tmp_path, data, proxy):
+    refused = []
+
+    def refuses(method, path, headers):
+        is_record = method == "PUT" and "/launches/" in path
+        refused.append(path) if is_record else None
+        return "InternalError" if is_record else None
+
+    proxy.refuses = refuses
+    config = tiny_config(data, max_duration="4ba", save_interval="2ba", save_folder="s3://runs/{run_name}")
+    path = write_config(tmp_path / "untold.yaml", {**config, "run_name": "untold"})
+    result = train([path], tmp_path, env=credentials(proxy.port)).check()
+    assert refused and result.output.strip().splitlines()[-1] == "saved ba4"
+    status = json.loads((tmp_path / "runs/untold/status.json").read_text())
+    assert (status["status"], status["last_saved"]) == ("done", "ba4")
