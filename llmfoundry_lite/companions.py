@@ -51,6 +51,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
         "init": "llmfoundry_ops",
         "watch": "llmfoundry_ops",
         "relay": "llmfoundry_ops",
+        "runs": "llmfoundry_ops",
     },
     "blocks": {"islands": "llmfoundry_islands"},
 }

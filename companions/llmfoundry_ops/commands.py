@@ -62,8 +62,8 @@ def watch_command(
 
     Shows batch, loss, rate, remaining time and last checkpoint. Ctrl-C ends the display, not the run.
 
-    Exits as the run did: 0 if it is done or stopped, 75 if it was preempted, 1 if it failed or its process vanished. A
-    bucket does not tell how a launch ended: unless the run is done, the code is 1.
+    Exits as the run did: 0 if it is done or stopped, 75 if it was preempted, 1 if it failed or its process vanished.
+    For a run in a bucket that is not done, it first waits whether another launch follows (--patience).
     """
     from llmfoundry_ops.watch import exit_code_of, watch
 

@@ -1,13 +1,16 @@
 """Launches of a run, the cost of failures, and the interval of saves that they suggest.
 
-Three records know about launches:
+Four records know about launches:
 
 - metrics.jsonl has the batches of every launch that logged any, and travels with checkpoints (`find_logged`).
 - launches.jsonl says how launches ended, but is only in the run folder of the machine where they ran (`find_recorded`).
+- records beside checkpoints say how launches on all machines ended, if the checkpoints are outside the run folder
+  (`find_published`).
 - a relay's journal says how launches on all of its sites ended (`find_allocations`).
 
-`join_launches` joins the first two by the launch's number. Records of earlier releases have none, and are joined by the
-batches at which a launch began and ended.
+`merge_recorded` joins the second and the third by the time at which a launch began. `join_launches` joins the result
+with the log by the launch's number. Records of earlier releases have none, and are joined by the batches at which a
+launch began and ended.
 
 A failure is a launch that had begun and ended as `failed` or `lost`, or without a record (it was killed, or its machine
 went down). A launch that only metrics.jsonl knows counts as a failure if it lost batches.
@@ -24,17 +27,19 @@ from typing import Any
 
 import numpy as np
 
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.save_interval import suggest_save_interval
-from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.errors import CheckpointError, ConfigError
 from llmfoundry_lite.ranks.status import is_running, read_status
 from llmfoundry_lite.report.log import ELAPSED, SECONDS, STALL, Log, Rows
 from llmfoundry_lite.report.reading import Run
+from llmfoundry_ops import published
 from llmfoundry_ops.journal import FAILED, LOST, Allocation, read_allocations
 
 RUNNING, KILLED, NEVER_BEGAN = "running", "killed without a word", "never began"
 """Ends of a launch that `journal.py` does not have."""
 ELSEWHERE = "not known here"
-"""End of a launch that ran on another machine."""
+"""End of a launch that ran on another machine and has left no record."""
 FAILURES = (FAILED, LOST, KILLED)
 MIN_FAILURES = 3
 """Number of failures from which on a mean time between them, and advice by it, are given. Fewer say little."""
@@ -42,7 +47,7 @@ MIN_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A launch in launches.jsonl."""
+    """A launch in launches.jsonl, or in a record beside checkpoints."""
 
     began_at_batch: int | None = None
     """Number of batches that were trained when it began; None if it ended before it began."""
@@ -52,6 +57,8 @@ class Recorded:
     """Batch at which it ended; None if it was killed."""
     ended: str
     reason: str | None = None
+    began_at: float | None = None
+    """When it began to train, in seconds since 1970; the same in both. None if it ended before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +118,7 @@ def describe_failures(run: Run) -> dict[str, Any]:
         if allocation.ended is not None:
             last = logged[index]
             last.launch = replace(last.launch, ended=allocation.ended, reason=allocation.reason)
-    launches = join_launches(logged, find_recorded(run))
+    launches = join_launches(logged, merge_recorded(find_recorded(run), find_published(run)))
 
     num_failures = sum(launch.is_failure for launch in launches)
     hours = sum(launch.hours for launch in launches)
@@ -215,6 +222,7 @@ def find_recorded(run: Run) -> list[Recorded]:
                 began_at_batch=event["batch"],
                 number=number if type(number) is int else None,
                 ended=KILLED,
+                began_at=event.get("time"),
             )
         elif current is None or not event.get("has_begun"):
             recorded.append(Recorded(ended=NEVER_BEGAN, reason=reason))
@@ -230,11 +238,63 @@ def find_recorded(run: Run) -> list[Recorded]:
     return recorded
 
 
-def join_launches(logged: Sequence[Logged], recorded: Sequence[Recorded]) -> list[Launch]:
-    """Join what the log and launches.jsonl say about launches, both of which are in the order of time.
+def find_published(run: Run) -> list[Recorded]:
+    """Return each launch that has a record beside the run's checkpoints, in order.
 
-    A recorded launch that logged no batch comes where launches.jsonl has it. A logged launch that is not recorded ran
-    on another machine, and keeps its end.
+    A launch whose record says that it runs was killed if a later launch has a record, or if it has released its lease
+    or its process is gone. If the records cannot be read, adds a note to the run, and returns none.
+    """
+    if run.saved_in is None:
+        return []
+    launches = []
+    try:
+        root = open_folder(run.saved_in)
+        records = published.read_all_records(root)
+        for index, record in enumerate(records):
+            launch = Recorded(
+                began_at_batch=record.began_at_batch,
+                number=record.launch,
+                last_batch=record.batch,
+                ended=record.status,
+                reason=record.reason,
+                began_at=record.began_at,
+            )
+            if record.status == RUNNING:
+                is_newest = index == len(records) - 1
+                sighting = published.look_for(root, record) if is_newest else None
+                may_run = sighting is not None and not (sighting.is_gone or sighting.has_released)
+                launch = replace(launch, ended=RUNNING if may_run else KILLED, reason=None, last_batch=None)
+            if launch.began_at_batch is not None:
+                launches.append(launch)
+    except (OSError, CheckpointError) as error:
+        run.notes.append(f"how launches elsewhere ended is not known: {error}")
+        return []
+    return launches
+
+
+def merge_recorded(recorded: Sequence[Recorded], elsewhere: Sequence[Recorded]) -> list[Recorded]:
+    """Return all launches of launches.jsonl, and those of other machines, in the order of time.
+
+    Both are in that order. A launch that is in both is the one with the same beginning, and launches.jsonl decides how
+    it ended. A launch that only launches.jsonl has, such as one that never began, follows the one before it there.
+    """
+    merged: list[Recorded] = []
+    remaining = list(elsewhere)
+    for launch in recorded:
+        times = [other.began_at for other in remaining]
+        if launch.began_at is not None and launch.began_at in times:
+            index = times.index(launch.began_at)
+            merged += remaining[:index]
+            remaining = remaining[index + 1 :]
+        merged.append(launch)
+    return merged + remaining
+
+
+def join_launches(logged: Sequence[Logged], recorded: Sequence[Recorded]) -> list[Launch]:
+    """Join what the log and records say about launches, both of which are in the order of time.
+
+    A recorded launch that logged no batch comes where the records have it. A logged launch that is not recorded ran on
+    another machine, and keeps its end.
     """
     launches: list[Launch] = []
     remaining = list(logged)

@@ -1,7 +1,8 @@
 """State of runs that may still be written, for `lf.runs` and `watch`. No torch.
 
 `LiveRun` reads status.json, config.yaml and metrics.jsonl of a run folder on this machine. `SavedRun` describes a
-folder that has only checkpoints, such as one in a bucket, by the newest one and the log that it carries.
+folder that has only checkpoints, such as one in a bucket, by the newest one, the log that it carries, and the record of
+the newest launch.
 """
 
 import contextlib
@@ -33,9 +34,11 @@ from llmfoundry_lite.report.reading import (
     read_run_file,
     suggest_location,
 )
+from llmfoundry_ops.index import read_in_parallel
+from llmfoundry_ops.published import RUNNING, read_newest_record
 
 SAVED = "saved"
-"""Status of a run that is known by its checkpoints alone. They do not tell whether a launch still trains it."""
+"""Status of a run that is known by its checkpoints alone, without a record of the launch that has the lease."""
 LOOK_SECONDS = 1.0
 """Time between two looks at a log on this machine."""
 BUCKET_SECONDS = 10.0
@@ -116,6 +119,11 @@ class RunState:
     def has_ended(self) -> bool:
         """Whether no launch trains the run any more."""
         return self.status["status"] != "running"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the launch has ended, and another one may follow on a machine of which this one knows nothing."""
+        return False
 
     @property
     def batch(self) -> int:
@@ -213,15 +221,18 @@ class LiveRun(RunState):
 
 
 class SavedRun(RunState):
-    """State of a run that this machine knows by its checkpoints alone, such as a run in a bucket.
+    """State of a run that this machine knows by its folder of checkpoints, such as a run in a bucket.
 
-    Each `look` reads the newest checkpoint, if it is a new one, and the log that it carries. The status is
+    Each `look` reads the newest checkpoint, if it is a new one, and the log that it carries, and the record of the
+    newest launch. The status is
 
     - `done` if the newest checkpoint is the end of the run,
-    - `ended` if the process that saved last ran on this machine and is gone, or if for `patience_seconds` nobody has
-      held the run's lease, or its holder has neither renewed it nor saved. Until then another launch may come, as
-      between two sites of a relay.
-    - `saved` otherwise, because no checkpoint tells how a launch ended.
+    - `ended` if the process that saved last ran on this machine and is gone, or if for `patience_seconds` the holder of
+      the run's lease has neither renewed it nor saved, or nobody has held it and no launch has recorded its end,
+    - the one that the newest launch has recorded: `running`, `stopped`, `preempted` or `failed`,
+    - `saved` if no launch has recorded any.
+
+    For `patience_seconds` after a launch has ended, another one may come, as between two sites of a relay.
     """
 
     look_seconds = BUCKET_SECONDS
@@ -237,11 +248,18 @@ class SavedRun(RunState):
         """Text that changes whenever a launch claims or renews the lease, or saves."""
         self._activity_changed_at = 0.0
         """When it changed, in seconds of the monotonic clock."""
+        self._has_patience = True
+        """Whether another launch may still follow the last one."""
 
     @property
     def has_ended(self) -> bool:
         """Whether the run is complete, or no launch seems to train it any more."""
-        return self.status["status"] != SAVED
+        return self.status["status"] not in (SAVED, RUNNING)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the newest launch has ended before the run, for less than `patience_seconds`."""
+        return self.has_ended and self.status["status"] not in ("done", "ended") and self._has_patience
 
     def last_checkpoint(self) -> str | None:
         """Return the name of the newest checkpoint that could be read, such as `ba200`."""
@@ -312,7 +330,10 @@ class SavedRun(RunState):
         self._update_from_log(add_carried_log(content, checkpoint, []))
 
     def _find_status(self) -> dict[str, Any]:
-        """Return the status from the newest checkpoint and the run's lease, and update `idle_reason`."""
+        """Return the status from the newest checkpoint, the run's lease and the newest launch's record.
+
+        Updates `idle_reason`.
+        """
         assert self._newest is not None
         batch = self._newest.manifest.timestamp.batch
         if self.max_duration is not None and has_reached(self.max_duration, training_done_at(self._newest)):
@@ -330,9 +351,22 @@ class SavedRun(RunState):
 
         idle_seconds = self._measure_idle_seconds(holder)
         self.idle_reason = _describe_idle(holder, idle_seconds)
-        if idle_seconds >= self.patience_seconds:
-            return {"status": "ended", "batch": batch, "reason": f"{self.idle_reason} (--patience)"}
-        return {"status": SAVED, "batch": batch, "reason": None}
+        self._has_patience = idle_seconds < self.patience_seconds
+        end_of_patience = f"{self.idle_reason} (--patience)"
+
+        record = read_newest_record(self._store.root)
+        if record is not None and holder is not None and holder.epoch > record.epoch:
+            record = None  # another launch has taken the run since, and has not begun yet
+        if record is None or (record.status == RUNNING and not self._has_patience):
+            if not self._has_patience:
+                return {"status": "ended", "batch": batch, "reason": end_of_patience}
+            return {"status": SAVED, "batch": batch, "reason": None}
+
+        reason = record.reason
+        if not self._has_patience:
+            reason = "; ".join(filter(None, (reason, end_of_patience)))
+        saves = {"failed_saves": record.failed_saves, "save_error": record.save_error}
+        return {"status": record.status, "batch": max(record.batch, batch), "reason": reason, **saves}
 
     def _measure_idle_seconds(self, holder: Holder | None) -> float:
         """Return for how long the looks have found the same lease and the same checkpoint.
@@ -377,7 +411,10 @@ def open_run(folder: str | os.PathLike[str]) -> RunState:
         return SavedRun(opened, store)
     if path is not None:
         return LiveRun(path)  # raises a DataError that suggests another folder
-    raise DataError(f"{opened.url}: no checkpoints here; expected a run's save_folder")
+    raise DataError(
+        f"{opened.url}: no checkpoints here; expected a run's save_folder; `llmfoundry-lite runs ls {opened.url}` "
+        "lists the runs below it"
+    )
 
 
 def _find_checkpoints(folder: Folder) -> CheckpointStore | None:
@@ -406,17 +443,17 @@ def list_runs(folder: str | os.PathLike[str]) -> list[RunState]:
     if opened.path_here is not None and not opened.path_here.is_dir():
         raise DataError(f"{os.fspath(folder)} is not a folder on this disk; expected one that contains run folders")
     try:
-        names = sorted(opened.names())
+        names = opened.folders()
     except OSError as error:
         raise DataError(f"{opened.url}: cannot be read: {error.strerror or error}") from error
 
-    runs: list[RunState] = []
-    for name in names:
-        child = opened.child(name)
-        if child.path_here is not None and not child.path_here.is_dir():
-            continue
-        with contextlib.suppress(DataError):  # not a run
+    def look_at(child: Folder) -> RunState | None:
+        """Return the run in a folder, with its present state; None if it is not a run."""
+        with contextlib.suppress(DataError):
             run = open_run(child.url)
             run.look()
-            runs.append(run)
-    return runs
+            return run
+        return None
+
+    runs = read_in_parallel(look_at, [opened.child(name) for name in names])
+    return [run for run in runs if run is not None]

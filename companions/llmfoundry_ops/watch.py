@@ -1,7 +1,7 @@
 """Live line of a run: batch, loss, rate, remaining time, last checkpoint. No torch.
 
 llmfoundry-lite watch runs/mpt-1b
-llmfoundry-lite watch s3://bucket/mpt-1b     as far as its checkpoints tell
+llmfoundry-lite watch s3://bucket/mpt-1b     as far as its checkpoints and the records beside them tell
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def watch(
     """Show the state of a run until it has ended, and return its status.
 
     A terminal has one line, which each look rewrites. A file or pipe gets a new line whenever the run has trained a
-    batch, and whenever checkpoints become unreadable or readable again, or the run seems to be abandoned or trained
-    again.
+    batch, whenever a launch ends after which another may follow, and whenever checkpoints become unreadable or readable
+    again, or the run seems to be abandoned or trained again.
 
     folder: a run folder, or a folder or URL of checkpoints.
-    patience_seconds: time without a sign of a launch after which a run that is known by its checkpoints alone counts as
-        ended.
+    patience_seconds: time without a sign of a launch after which a run that is known by its checkpoints counts as
+        ended. Until then, another machine may continue it.
     pause: waits between two looks.
 
     Raises DataError if there is no run.
@@ -59,6 +59,7 @@ def watch(
     pause_seconds = run.look_seconds if console.is_terminal else PIPE_SECONDS
     display = Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext()
     shown: tuple[Any, ...] | None = None
+    shown_status = ""
     with display as live:
         while True:
             line = Text(printable(line_of(run)))
@@ -66,10 +67,12 @@ def watch(
                 live.update(line, refresh=True)
             elif run.last_record:
                 news = (run.last_record["batch"], run.read_error is None, run.idle_reason is None)
-                if news != shown:
+                has_left = run.may_go_on and run.status["status"] != shown_status
+                if news != shown or has_left:
                     shown = news
+                    shown_status = run.status["status"]
                     console.print(line)
-            if run.has_ended:
+            if run.has_ended and not run.may_go_on:
                 break
             pause(pause_seconds)
             run.look()
@@ -100,9 +103,12 @@ def line_of(run: RunState) -> str:
     if run.read_error is not None:
         parts.append(run.read_error)
 
-    if not run.has_ended:
-        if run.idle_reason is not None:
-            parts.append(run.idle_reason)
-        if run.status.get("reason"):
-            parts.append(f"asked to leave: {run.status['reason']}")
+    # What the launch does, or how it ended, if another one may follow.
+    if run.may_go_on:
+        parts.append(run.describe_status())
+    is_watched_on = run.may_go_on or not run.has_ended
+    if is_watched_on and run.idle_reason is not None:
+        parts.append(run.idle_reason)
+    if not run.has_ended and run.status.get("reason"):
+        parts.append(f"asked to leave: {run.status['reason']}")
     return " · ".join(parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.reading import read_run
 from llmfoundry_lite.report.report import report
@@ -36,6 +37,8 @@ class Moving:
     root: Path
     has_numbers: bool = True
     """launches.jsonl has the number of each launch, as it has not in runs of earlier releases."""
+    has_records: bool = False
+    """Each launch leaves a record beside the checkpoints."""
     launches: list[Launched] = field(default_factory=list)
     saved: int = 0
     carried: bytes = b""
@@ -67,6 +70,22 @@ class Moving:
         else:
             write_status(path, ended, last_batch, reason)
         self.launches.append(Launched(folder, begun, last_batch, ended, reason))
+        if self.has_records:
+            self._write_record(path, number)
+
+    def _write_record(self, path, number):
+        """Write the record of the last launch, which stays `running` if it was killed."""
+        launch = self.launches[-1]
+        events = [json.loads(line) for line in (path / "launches.jsonl").read_text().splitlines()]
+        began_at = [event["time"] for event in events if event["status"] == "running"][-1]
+        process = {"host": f"gpu-{launch.folder}", "pid": 1, "boot": "another"}
+        record = {"status": "running", "batch": launch.begun, "reason": None, "process": process}
+        if launch.ended != KILLED:
+            record |= {"status": launch.ended, "batch": launch.last_batch, "reason": launch.reason}
+        record |= {"began_at": began_at, "began_at_batch": launch.begun, "launch": number}
+        folder = self.root / "shared/launches"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{len(self.launches):08d}.json").write_text(json.dumps(record))
 
     @staticmethod
     def _write(log, line):
@@ -138,6 +157,39 @@ def test_six_launches_that_moved_between_two_folders_are_six(tmp_path, has_numbe
         (21, 25, "stopped", 0),
         (26, 30, ELSEWHERE, 0),
     ]
+
+
+def test_records_beside_checkpoints_tell_on_any_machine_how_each_launch_ended(tmp_path):
+    """Also to one that has only the checkpoints, and of a launch that was killed before it saved anything."""
+    moving = six_launches(tmp_path, has_records=True)
+    moving.launch("c", 34, KILLED)
+    moving.launch("c", 32, "failed", reason="no disk")  # it saved nothing, and another machine has no line of it
+    everywhere = [
+        (1, 6, "stopped", 0),
+        (7, 13, KILLED, 3),
+        (11, 17, "preempted", 0),
+        (18, 22, "failed", 2),
+        (21, 25, "stopped", 0),
+        (26, 30, "done", 0),
+        (None, None, KILLED, 0),
+        (None, None, "failed", 0),
+    ]
+    facts = describe_failures(read_run(tmp_path / "b"))
+    assert told(facts) == everywhere
+    assert facts["launches"][2]["reason"] == "SIGTERM" and facts["launches"][-1]["reason"] == "no disk"
+    elsewhere = told(describe_failures(read_run(tmp_path / "shared")))
+    assert [ended for _, _, ended, _ in elsewhere] == [ended for _, _, ended, _ in everywhere]
+
+
+def test_a_record_of_the_newest_launch_that_may_still_run_is_not_a_failure(tmp_path):
+    moving = six_launches(tmp_path, has_records=True)
+    moving.launch("c", 34, KILLED)
+    assert describe_failures(read_run(tmp_path / "b"))["launches"][-1]["ended"] == "running"
+    store = CheckpointStore(tmp_path / "shared")
+    holder = store.leases.current_holder()
+    assert holder is not None and holder.epoch == len(moving.launches)
+    store.release(holder)
+    assert describe_failures(read_run(tmp_path / "b"))["launches"][-1]["ended"] == KILLED
 
 
 @pytest.mark.parametrize("seed", range(12))

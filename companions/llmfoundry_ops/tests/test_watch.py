@@ -17,7 +17,7 @@ from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_ops import runs
 from llmfoundry_ops import watch as watching
 from llmfoundry_ops.runs import list_runs
-from llmfoundry_ops.tests.buckets import end_last_writer, save_with_log
+from llmfoundry_ops.tests.buckets import end_last_writer, record_launch, save_with_log
 from llmfoundry_ops.watch import exit_code_of, line_of, watch
 from tests.checkpoint.saves import save as save_checkpoint
 
@@ -253,6 +253,42 @@ def test_a_launch_that_takes_a_released_run_is_watched_on(monkeypatch):
     console = Console(file=io.StringIO(), width=300)
     assert watch(url, patience_seconds=60, console=console, pause=clock.pause)["status"] == "done"
     assert clock.now == 50.0
+
+
+def test_the_end_of_a_launch_elsewhere_is_shown_and_waited_on(monkeypatch):
+    """Another site may take the run until patience is at its end. Then `watch` exits as the launch did."""
+    url = "memory://watch/preempted/tiny"
+    lease = save_with_log(url, 2)
+    hold(url, lease, 0)
+    record_launch(url, lease)
+
+    def leave():
+        record_launch(url, lease, status="preempted", reason="SIGTERM\x1b[2J")
+        CheckpointStore(url).release(lease)
+
+    clock = Clock(monkeypatch, leave)
+    console = Console(file=io.StringIO(), width=300)
+    status = watch(url, patience_seconds=60, console=console, pause=clock.pause)
+    assert (status["status"], exit_code_of(status), clock.now) == ("preempted", 75, 70.0)
+    first, left, last = console.file.getvalue().splitlines()
+    assert first == WATCHED
+    assert left.startswith(f"{WATCHED} · preempted at batch 2: SIGTERM\\x1b[2J · host ")
+    assert left.endswith(" has released this run, and no launch has taken it for 0 s")
+    assert last.startswith("preempted at batch 2: SIGTERM\\x1b[2J; host ") and last.endswith("for 60 s (--patience)")
+
+
+def test_a_record_says_nothing_once_another_launch_has_the_lease(monkeypatch):
+    url = "memory://watch/successor/tiny"
+    lease = save_with_log(url, 2)
+    record_launch(url, lease, status="failed", reason="out of memory")
+    later = save_with_log(url, 2)
+    hold(url, later, 0)
+    (run,) = list_runs("memory://watch/successor")
+    assert (run.status["status"], run.has_ended) == ("saved", False)
+    record_launch(url, later, failed_saves=3, save_error="the token has expired")
+    run.look()
+    assert (run.status["status"], run.has_ended, run.batch) == ("running", False, 2)
+    assert line_of(run).endswith(" · saved ba2 · failed saves 3: the token has expired")
 
 
 def test_a_bucket_whose_holder_elsewhere_renews_nothing_ends_when_patience_does(monkeypatch):

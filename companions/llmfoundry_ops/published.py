@@ -1,0 +1,196 @@
+"""Records of launches beside a run's checkpoints, as the core's `checkpoint/launch_record.py` writes them. No torch.
+
+A record tells on every machine how a launch goes or has ended. Anybody may have written it, so it is read up to
+MAX_RECORD_BYTES, and values of another type than a launch writes count as absent.
+
+A launch that was killed leaves the status `running`, and its process can be looked for on its own machine alone. Other
+machines know when it has last renewed its lease (`Sighting`), by its own clock.
+"""
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from llmfoundry_lite.bounded import parse_json
+from llmfoundry_lite.checkpoint.commit import COMMITTED
+from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.launch_record import RECORDS, list_records, record_name
+from llmfoundry_lite.checkpoint.lease import WATCH_SECONDS, Leases
+from llmfoundry_lite.checkpoint.run_log import number_of
+from llmfoundry_lite.ranks.identity import boot_id, is_alive
+from llmfoundry_lite.ranks.status import is_sound
+from llmfoundry_lite.report.log import LOSS, RATE
+
+MAX_RECORD_BYTES = 1 << 16
+"""The largest record that is read. A launch writes about a kilobyte."""
+MAX_RECORDS = 1000
+"""Number of records that are read of one run: the newest ones."""
+READS_AT_ONCE = 16
+"""Records, and runs, that are read at the same time."""
+RUNNING = "running"
+MAX_REASON_CHARACTERS = 2000
+"""Characters of a reason that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRecord:
+    """What a launch has recorded about itself. None means that a fact is unknown."""
+
+    epoch: int
+    """Number of its lease. A higher one is of a later launch."""
+    status: str
+    """`running`, `done`, `stopped`, `preempted` or `failed`."""
+    batch: int
+    """Number of batches that were trained when the record was written."""
+    reason: str | None
+    """Why it has ended or, while it runs, why it was asked to leave."""
+    last_saved: str | None
+    """Name of the run's newest checkpoint, such as `ba200`."""
+    failed_saves: int
+    save_error: str | None
+    run_name: str | None
+    max_duration: str | None
+    launch: int | None
+    """Number of the launch in metrics.jsonl."""
+    began_at: float | None
+    """When it began to train. This and the following times are in seconds since 1970, by the clock of its machine."""
+    began_at_batch: int | None
+    saved_at: float | None
+    """When it has published its newest save; None if it has saved nothing."""
+    written_at: float | None
+    loss: float | None
+    tokens_per_second: float | None
+    host: str | None
+    process: dict[str, Any]
+    """Identity of rank 0, for `is_alive`; empty if it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """When, and whether, a launch that its record calls running has been heard of."""
+
+    heard_at: float | None
+    """When it has last renewed its lease or written its record, by its own clock."""
+    has_released: bool
+    """It has given up its lease, so it has ended, although its record does not say how."""
+    is_gone: bool
+    """Its process was on this machine, and has ended."""
+
+
+def parse_record(epoch: int, content: bytes) -> LaunchRecord | None:
+    """Parse a record; None if it is too large, or lacks a status or a batch of the right type."""
+    try:
+        facts = parse_json(content) if len(content) <= MAX_RECORD_BYTES else None
+    except ValueError:
+        return None
+    if facts is None or not is_sound(facts):
+        return None
+
+    def text(key: str, limit: int = 200) -> str | None:
+        """Return a text of the record, cut off at `limit` characters; None if it is none."""
+        value = facts.get(key)
+        return value[:limit] if isinstance(value, str) else None
+
+    def number(key: str) -> float | None:
+        """Return a finite number of the record; None if it is none."""
+        value = facts.get(key)
+        return None if isinstance(value, bool) else number_of(value)
+
+    def count(key: str) -> int | None:
+        """Return a whole number of the record that is not negative; None if it is none."""
+        value = facts.get(key)
+        return value if type(value) is int and 0 <= value < 1 << 53 else None
+
+    last_saved = text("last_saved")
+    if last_saved is not None and not COMMITTED.fullmatch(last_saved):
+        last_saved = None
+    process = facts.get("process", {})
+    return LaunchRecord(
+        epoch=epoch,
+        status=facts["status"][:40],
+        batch=facts["batch"],
+        reason=text("reason", MAX_REASON_CHARACTERS),
+        last_saved=last_saved,
+        failed_saves=count("failed_saves") or 0,
+        save_error=text("save_error", MAX_REASON_CHARACTERS),
+        run_name=text("run_name"),
+        max_duration=text("max_duration"),
+        launch=count("launch"),
+        began_at=number("began_at"),
+        began_at_batch=count("began_at_batch"),
+        saved_at=number("saved_at"),
+        written_at=number("written_at"),
+        loss=number(LOSS),
+        tokens_per_second=number(RATE),
+        host=process["host"][:200] if process else None,
+        process=process,
+    )
+
+
+def read_record(root: Folder, epoch: int) -> LaunchRecord | None:
+    """Read the record of the launch that held lease `epoch` of the run in folder `root`.
+
+    Returns None if there is none that a launch has written. Raises OSError if it cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return parse_record(epoch, root.child(RECORDS).read(record_name(epoch), MAX_RECORD_BYTES))
+    return None
+
+
+def read_newest_record(root: Folder) -> LaunchRecord | None:
+    """Read the record of the newest launch that has one; None if it cannot be used. Raises OSError.
+
+    Records of earlier launches do not stand in for it, because they tell nothing about the run's present state.
+    """
+    epochs = list_records(root)
+    return read_record(root, epochs[-1]) if epochs else None
+
+
+def read_all_records(root: Folder) -> list[LaunchRecord]:
+    """Read the records of a run's launches, oldest first, and only the newest MAX_RECORDS. Raises OSError."""
+    epochs = list_records(root)[-MAX_RECORDS:]
+    with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="launch-records") as pool:
+        records = list(pool.map(lambda epoch: read_record(root, epoch), epochs))
+    return [record for record in records if record is not None]
+
+
+def look_for(root: Folder, record: LaunchRecord) -> Sighting:
+    """Look for a launch that its record calls running: by its lease, and by its process if that was on this machine.
+
+    Raises OSError if the lease cannot be read.
+    """
+    holder = Leases(root).read_holder(record.epoch)
+    times = [heard for heard in (record.written_at, number_of(holder.renewed_at)) if heard is not None]
+    # Several machines may have one host name, such as ubuntu, so the boot has to be this one too.
+    is_of_this_machine = "pid" in record.process and record.process.get("boot") == boot_id()
+    is_gone = is_of_this_machine and is_alive(record.process) is False
+    return Sighting(max(times, default=None), holder.is_released, is_gone)
+
+
+def describe_silence(record: LaunchRecord, sighting: Sighting) -> str | None:
+    """Say for how long nothing was heard of a launch that its record calls running.
+
+    For example, `last heard of 12 min ago on gpu003`. None if it has renewed its lease within the time for which a new
+    launch would watch it.
+    """
+    if sighting.heard_at is None:
+        return None
+    silent_seconds = time.time() - sighting.heard_at
+    if silent_seconds < WATCH_SECONDS:
+        return None
+    host = f" on {record.host}" if record.host else ""
+    return f"last heard of {format_age(silent_seconds)} ago{host}"
+
+
+def format_age(seconds: float) -> str:
+    """Format the time since something happened in its largest unit: `40 s`, `12 min`, `3.5 h`, `9 d`."""
+    seconds = max(0.0, seconds)  # clocks of two machines differ
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.0f} d"
