@@ -305,7 +305,7 @@ class RunFolder(LoggerDestination):
         if not is_first_report and saves.get("last_saved") != self.saves.get("last_saved"):
             self.has_saved = True
             self._saved_at = time.time()
-        self.saves = saves
+        self.saves = {**saves, "saved_at": self._saved_at}
         self._update_status()
         if self.is_running:
             self._tell_status("running", self.leave_reason)

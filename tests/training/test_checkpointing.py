@@ -78,7 +78,7 @@ def test_a_finished_run_launched_again_is_done(tmp_path, data):
     run(tmp_path, config, "done")
     again = run(tmp_path, config, "done")
     assert "nothing is trained: the run is done at batch 3, with max_duration=3ba" in again.output
-    saves = {"last_saved": "ba3", "failed_saves": 0, "save_error": None}
+    saves = {"last_saved": "ba3", "saved_at": None, "failed_saves": 0, "save_error": None}
     assert status(tmp_path, "done") == {"status": "done", "batch": 3, "reason": None, **saves}
     assert len(metrics(tmp_path, "done")) == 3
 

@@ -68,8 +68,10 @@ def test_a_run_can_be_watched(tmp_path, data):
         ("running", 1, None),
         ("running", 2, None),
     ]
+    ended = status(tmp_path, "run")
+    assert ended.pop("saved_at") > 0
     saves = {"last_saved": "ba3", "failed_saves": 0, "save_error": None}
-    assert status(tmp_path, "run") == {"status": "done", "batch": 3, "reason": None, **saves}
+    assert ended == {"status": "done", "batch": 3, "reason": None, **saves}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -86,8 +88,10 @@ def test_neither_a_slow_nor_a_failed_export_is_the_failure_of_a_run(tmp_path, da
     else:
         assert last == "exported to runs/run/huggingface"
     assert (tmp_path / "runs/run/huggingface/config.json").exists() != fails
+    ended = status(tmp_path, "run")
+    assert ended.pop("saved_at") > 0
     saves = {"last_saved": "ba2", "failed_saves": 0, "save_error": None}
-    assert status(tmp_path, "run") == {"status": "done", "batch": 2, "reason": None, **saves}
+    assert ended == {"status": "done", "batch": 2, "reason": None, **saves}
     assert "Traceback" not in "".join(result.outputs)
 
 

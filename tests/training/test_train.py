@@ -1,6 +1,7 @@
 """Whole runs with real ranks: the same run on any world, in any precision, twice."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,7 @@ def test_a_run_ends_when_its_duration_is_reached(tmp_path, data, duration):
     assert "eval/loss" in records[-1]
     status = json.loads((tmp_path / "runs/short/status.json").read_text())
     saves = {"last_saved": f"ba{batches}", "failed_saves": 0, "save_error": None}
+    assert 0 <= time.time() - status.pop("saved_at") < 600
     assert status == {"status": "done", "batch": batches, "reason": None, **saves}
 
 
