@@ -16,18 +16,26 @@ if __name__ == "__main__":
 
     leave_with_75_when_asked()
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmfoundry_lite import dry_run, preflight
+from llmfoundry_lite import companions, dry_run, preflight
 from llmfoundry_lite.checkpoint import remote_folder
 from llmfoundry_lite.config.layout import Layout, layout_here
-from llmfoundry_lite.config.load_train import DRY_RUNS, LoadedTrain, find_run_folder, load_train_config
+from llmfoundry_lite.config.load_train import (
+    DRY_RUNS,
+    LoadedTrain,
+    find_observed,
+    find_run_folder,
+    load_train_config,
+)
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, printable
-from llmfoundry_lite.ranks.ending import leaving_during_imports, run_and_exit, sigterm_delayed
+from llmfoundry_lite.ranks import status
+from llmfoundry_lite.ranks.ending import claim_first_error, leaving_during_imports, run_and_exit, sigterm_delayed
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 from llmfoundry_lite.ranks.status import refusals_recorded, watch_for_failures_on_other_nodes
@@ -60,6 +68,10 @@ Example: llmfoundry-lite train -n 8 mpt-1b h100-8 variables.data=data/mine
 """
 
 
+OBSERVED = "LLMFOUNDRY_LITE_OBSERVED"
+"""Environment variable of ranks whose launcher has started the process that observes the launch."""
+
+
 class CheckedLaunch(NamedTuple):
     """A launch whose configuration and data have been checked."""
 
@@ -89,6 +101,12 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
     Returns the configuration, or None after a dry run. Raises UserError for what the user can fix, and what `train`
     raises.
     """
+    with observed(arguments, given):
+        return _launch(arguments, given)
+
+
+def _launch(arguments: Sequence[str], given: Mapping[str, Any] | None) -> TrainConfig | None:
+    """Check, then train or print what a dry run prints, as `launch` describes."""
     # A launch has more patience with a server that does not answer than a command, which may run it in its own process
     # and have set a limit.
     is_main = this_rank().rank == 0
@@ -125,6 +143,43 @@ def launch(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> 
 
     train(config)
     return config
+
+
+@contextlib.contextmanager
+def observed(
+    arguments: Sequence[str], given: Mapping[str, Any] | None = None, *, is_launcher: bool = False
+) -> Iterator[None]:
+    """Let a process beside this one observe the launch in the block, if the run has `alerts` or `metrics_port`.
+
+    The arguments are those of `launch`. Rank 0 starts that process, or the launcher that restarts the ranks
+    (`is_launcher`). It reads the run folder alone. At the end of the block, this one waits some seconds until the last
+    alert is delivered, because a container or a job ends with its main process.
+    """
+    is_only_printed = bool({"-h", "--help", *DRY_RUNS} & set(arguments))
+    launch = None if is_only_printed else find_observed(arguments, given=given)
+    is_possible = companions.is_installed("llmfoundry_ops")  # without it, `check` refuses the run
+    if launch is None or not is_possible:
+        yield
+        return
+
+    status.is_observed = True
+    starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
+    if not starts_it:
+        yield
+        return
+
+    observer = companions.load("llmfoundry_ops.observer:Observer", "alerts")(launch)
+    if is_launcher:
+        os.environ[OBSERVED] = "1"
+    try:
+        yield
+    except Exception as error:
+        # The wait below must not let another rank, which fails because this one has, count as the first.
+        with contextlib.suppress(RuntimeError):
+            claim_first_error(error)
+        raise
+    finally:
+        observer.close()
 
 
 def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:

@@ -99,6 +99,7 @@ def check(config: TrainConfig, layout: Layout, *, must_exist: bool) -> Preflight
     _check_tokenizer(config, findings, must_exist=must_exist)
     _check_tasks(config, findings, must_exist=must_exist)
     _check_loggers(config, findings, must_exist=must_exist)
+    _check_alerts(config, findings, must_exist=must_exist)
 
     # With drop_last, an epoch of less than one batch would train nothing.
     num_samples = count_epoch_samples(config, findings)
@@ -123,7 +124,7 @@ def _check_companions(config: TrainConfig, layout: Layout) -> None:
             companions.require("llmfoundry_layouts", key)
     if config.sharding.sharding_strategy == "ZERO_1":
         companions.require("llmfoundry_layouts", "fsdp_config.sharding_strategy: ZERO_1")
-    for key in config.callbacks.of_companions:
+    for key in config.keys_of_ops:
         companions.require("llmfoundry_ops", key)
 
 
@@ -285,6 +286,19 @@ def _check_split(task: TaskConfig, index: Path) -> None:
     if num_samples == 0 or "tokens" not in columns:
         contents = f"{num_samples} samples of {list_names(columns)}"
         raise DataError(f"icl_tasks: {task.label}: {index.parent} has {contents}; expected samples of tokens")
+
+
+def _check_alerts(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:
+    """Raise ConfigError if alerts go to addresses of apprise, and it is not installed.
+
+    Without `must_exist`, that is noted as not checked.
+    """
+    is_missing = config.alerts is not None and bool(config.alerts.apprise) and not is_installed("apprise")
+    if not is_missing:
+        return
+    if must_exist:
+        raise ConfigError("alerts.apprise: apprise is not installed; `pip install 'llmfoundry-lite[alerts]'`")
+    findings.not_checked.append("alerts.apprise: apprise is not installed")
 
 
 def _check_loggers(config: TrainConfig, findings: Preflight, *, must_exist: bool) -> None:

@@ -26,30 +26,31 @@ def train_ranks(arguments: Sequence[str], num_ranks: int, max_restarts: int, log
 
     Raises UserError as a rank would, before any is started.
     """
-    from llmfoundry_lite.launch_train import check, prepare_environment
+    from llmfoundry_lite.launch_train import check, observed, prepare_environment
     from llmfoundry_lite.ranks.lean_imports import HEAVY
     from llmfoundry_lite.ranks.status import read_status
     from llmfoundry_ops.launcher import Launcher, Program
 
-    config = check(arguments)[0].config
-    prepare_environment(config)
-    program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
-    logs = log_dir or Path(config.run_folder) / "logs"
+    with observed(arguments, is_launcher=True):
+        config = check(arguments)[0].config
+        prepare_environment(config)
+        program = Program("llmfoundry_lite.launch_train", "llmfoundry_lite.training.train", HEAVY)
+        logs = log_dir or Path(config.run_folder) / "logs"
 
-    def read_from_status(key: str) -> Any:
-        status = read_status(Path(config.run_folder)) or {}
-        return status.get(key)
+        def read_from_status(key: str) -> Any:
+            status = read_status(Path(config.run_folder)) or {}
+            return status.get(key)
 
-    launcher = Launcher(
-        program,
-        num_ranks,
-        max_restarts,
-        logs,
-        progress=lambda: read_from_status("last_saved"),  # batches after the newest save are trained again
-        begun=lambda: read_from_status("batch") or 0,
-        retry_seconds=config.retry_for.seconds,
-    )
-    return launcher.run(arguments)
+        launcher = Launcher(
+            program,
+            num_ranks,
+            max_restarts,
+            logs,
+            progress=lambda: read_from_status("last_saved"),  # batches after the newest save are trained again
+            begun=lambda: read_from_status("batch") or 0,
+            retry_seconds=config.retry_for.seconds,
+        )
+        return launcher.run(arguments)
 
 
 def watch_command(

@@ -160,9 +160,13 @@ class RunState:
         """Why the last of the failed saves failed."""
         return str(self.status.get("save_error") or "")
 
+    def _note_record(self, record: Record) -> None:
+        """Take a new record of the log. For subclasses that need each of them."""
+
     def _update_from_log(self, lines: Iterable[bytes]) -> None:
         """Update `last_record` and `validation` from new lines of the log. Lines that are not records are skipped."""
         for _, record in read_lines(lines):
+            self._note_record(record)
             self.last_record = {key: value for key, value in record.items() if number_of(value) is not None}
             losses = list(validation_losses(self.last_record).values())
             if losses:

@@ -1,5 +1,6 @@
-"""The blocks `callbacks` and `loggers` of a run's YAML, with LLM Foundry's names of keys."""
+"""The blocks `callbacks`, `loggers` and `alerts` of a run's YAML. The first two have LLM Foundry's names of keys."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from llmfoundry_lite.config.fields import (
     setting,
     validator,
 )
+from llmfoundry_lite.config.scalars import FromEnvironment
 from llmfoundry_lite.config.spans import Duration
+from llmfoundry_lite.errors import remember_secret
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -209,3 +212,59 @@ class LoggersConfig:
 
     wandb: WandbConfig | None = None
     tensorboard: TensorboardConfig | None = None
+
+
+EVENTS = ("began", "restarted", "failed_saves", "no_progress", "loss_spike", "preempted", "failed", "ended")
+"""Events of a run that `alerts` can tell, as `alerts.events` names them."""
+
+
+def _check_secret_address(address: str) -> None:
+    """Raise ValueError for an address that the YAML has in full, because everybody who knows it can send messages.
+
+    The run records its YAML, in config.yaml and in each checkpoint. The error does not quote the address.
+    """
+    remember_secret(address)
+    if not isinstance(address, FromEnvironment):
+        raise ValueError("${oc.env:NAME}, because the text of a YAML is recorded with the run and this is a secret")
+
+
+def _check_webhook(url: str) -> None:
+    """Raise ValueError for the URL of a webhook that is written out, or is not one of http or https."""
+    _check_secret_address(url)
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("a variable with a URL that begins with https:// or http://")
+
+
+def _check_secret_addresses(addresses: list[str]) -> None:
+    """Raise ValueError if one of several addresses is written out."""
+    for address in addresses:
+        _check_secret_address(address)
+
+
+def _check_events(events: list[str]) -> None:
+    """Raise ValueError for an event that does not exist."""
+    if not events or not set(events) <= set(EVENTS):
+        raise ValueError(f"some of {', '.join(EVENTS)}")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AlertsConfig:
+    """Messages about a run. A process beside the run sends them (the companion llmfoundry_ops)."""
+
+    webhook: str | None = setting(None, _check_webhook)
+    """URL to which each message is posted as JSON, as ${oc.env:NAME}."""
+    command: list[str] | None = setting(None, validator("a list: a program and its arguments", len))
+    """Program to run for each message, which gets it in its environment and as JSON on its standard input."""
+    apprise: list[str] = setting(list, _check_secret_addresses)
+    """Addresses of the package apprise, each as ${oc.env:NAME}: Slack, mail, Telegram and others."""
+    events: list[str] = setting(lambda: [event for event in EVENTS if event != "began"], _check_events)
+    """Events that send a message; by default all but `began`, with which you can try the receivers."""
+    no_progress_minutes: float = setting(30.0, POSITIVE)
+    """Time without a new batch after which `no_progress` is sent. Longer than the longest evaluation."""
+    loss_spike: float = setting(8.0, POSITIVE)
+    """Distance from the median loss, in robust standard deviations, above which three losses in a row are a spike."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are valid by themselves."""
+        if self.webhook is None and self.command is None and not self.apprise:
+            yield "webhook: missing, as are command and apprise; expected one of them, which gets the messages"

@@ -49,6 +49,8 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
         refuse_unused_keys(config)
         _check_optimizer(config.optimizer, config.sharding)
         raise_first_problem(config.sharding.problems(), "fsdp_config")
+        if config.alerts is not None:
+            raise_first_problem(config.alerts.problems(), "alerts")
         _check_compilation(config.compile_config or {})
         _check_layout(config)
         _check_blocks(config)

@@ -6,6 +6,7 @@ Foundry that this package does not have, `build.py` to make the dataclasses, and
 less than a second.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from llmfoundry_lite.config import foundry
 from llmfoundry_lite.config.blocks import given_blocks, missing_blocks
 from llmfoundry_lite.config.build import build_block, check_import_path, refuse_other_kinds
+from llmfoundry_lite.config.callbacks_schema import AlertsConfig
 from llmfoundry_lite.config.check import check_together, find_surprises
 from llmfoundry_lite.config.data_schema import LoaderConfig
 from llmfoundry_lite.config.fields import RUN_NAME, keys_of
@@ -29,6 +31,16 @@ FOLDERS_WITH_RUN_NAME = (
 """Dotted keys of folders and URLs in which `{run_name}` is replaced by the run's name."""
 DRY_RUNS = {"--dry-run": "plan", "--dry-run=full": "full", "--dry-run=here": "here"}
 """Option of the command line -> `LoadedTrain.dry_run`."""
+
+
+class Observed(NamedTuple):
+    """A launch that a process beside it observes, to send alerts or to serve metrics."""
+
+    run_name: str
+    run_folder: Path
+    alerts: AlertsConfig | None
+    metrics_port: int | None
+    metrics_host: str
 
 
 class LoadedTrain(NamedTuple):
@@ -136,15 +148,49 @@ def find_run_folder(
     The arguments are those of `load_train_config`. Returns None if the files cannot be read and merged, if the run has
     no valid name, or if a companion that is not installed would choose a folder within the run's folder.
     """
+    values = _read_unchecked(arguments, environ, given)
+    return None if values is None else Path(values["run_folder"])
+
+
+def find_observed(
+    arguments: Sequence[str], environ: Mapping[str, str] = os.environ, given: Mapping[str, Any] | None = None
+) -> Observed | None:
+    """Return what a process beside a launch needs to send alerts and to serve metrics; None if the run has neither.
+
+    The arguments are those of `load_train_config`. Other keys are not checked, so that a refused launch sends an alert
+    too. Keys of these two that are not valid count as left out; `load_train_config` refuses them.
+    """
+    values = _read_unchecked(arguments, environ, given)
+    if values is None:
+        return None
+    alerts = None
+    if values.get("alerts") is not None:
+        with contextlib.suppress(ConfigError):
+            alerts = build_block(AlertsConfig, values["alerts"], "alerts")
+    port = values.get("metrics_port")
+    metrics_port = port if type(port) is int and 0 < port < 65536 else None
+    if alerts is None and metrics_port is None:
+        return None
+
+    host = values.get("metrics_host") or keys_of(TrainConfig)["metrics_host"].default
+    return Observed(values["run_name"], Path(values["run_folder"]), alerts, metrics_port, str(host))
+
+
+def _read_unchecked(
+    arguments: Sequence[str], environ: Mapping[str, str], given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the merged values of a launch's files and arguments, with its name and folder, without checking them.
+
+    Returns None if the files cannot be read and merged, if the run has no valid name, or if a companion that is not
+    installed would choose a folder within the run's folder.
+    """
     try:
         layers = read_layers(_without_options(arguments), check_overlays=False, given=given)
         values = merge_layers(layers, TrainConfig)
         _set_names(values, layers, environ)
     except ConfigError:
         return None
-    if missing_blocks(values):
-        return None
-    return Path(values["run_folder"])
+    return None if missing_blocks(values) else values
 
 
 def _set_names(values: dict[str, Any], layers: Sequence[ConfigLayer], environ: Mapping[str, str]) -> None:

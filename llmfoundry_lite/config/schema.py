@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmfoundry_lite.config.blocks import given_blocks, keys_of_blocks
-from llmfoundry_lite.config.callbacks_schema import CallbacksConfig, LoggersConfig
+from llmfoundry_lite.config.callbacks_schema import AlertsConfig, CallbacksConfig, LoggersConfig
 from llmfoundry_lite.config.data_schema import LoaderConfig, TokenizerConfig
 from llmfoundry_lite.config.eval_schema import TaskConfig
 from llmfoundry_lite.config.fields import (
@@ -430,6 +430,19 @@ class TrainConfig:
             ),
         ),
     )
+    alerts: AlertsConfig | None = setting(None, change="freely")
+    """Messages about this run: that it has ended, that saves fail, that it stands still. null: none."""
+    metrics_port: int | None = setting(
+        None, validator("a port, 1 to 65535", lambda value: 0 < value < 65536), change="freely"
+    )
+    """Port at which Prometheus reads the run's numbers while a launch runs; null: none."""
+    metrics_host: str = setting(
+        "127.0.0.1",
+        not_empty("an address of this machine"),
+        change="freely",
+        uses=(Use(has_effect=lambda run, _: run.metrics_port is not None, reason="there is no metrics_port"),),
+    )
+    """Address of that port. 0.0.0.0 lets other machines read."""
     export_at_end: bool = setting(True, change="freely")
     """Write <run directory>/huggingface when the run is done and plain transformers can read the model."""
     python_log_level: str | None = setting(None, choices="debug info warning error critical", change="freely")
@@ -540,6 +553,16 @@ class TrainConfig:
         names = [self.optimizer.name]
         names += [loader.name for loader in self.loaders.values()]
         return bool(self.callbacks.extra) or any(name.startswith("python:") for name in names)
+
+    @property
+    def keys_of_ops(self) -> list[str]:
+        """Keys that the run sets and the companion llmfoundry_ops implements."""
+        keys = self.callbacks.of_companions
+        if self.alerts is not None:
+            keys.append("alerts")
+        if self.metrics_port is not None:
+            keys.append("metrics_port")
+        return keys
 
     @property
     def validation(self) -> dict[str, LoaderConfig]:

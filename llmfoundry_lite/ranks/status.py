@@ -43,6 +43,8 @@ would only repeat itself."""
 HAS_SAVED = "has_saved"
 """Key of status.json, true while a launch runs that has published a save, from which the next launch resumes if this
 one is killed."""
+is_observed = False
+"""Whether a process beside this launch tells the user how it ends. A refusal of a new run is then recorded too."""
 LAUNCHES = "launches.jsonl"
 """{"time": seconds since 1970, "boot", "uptime", "status", "batch", "reason", "has_begun", "host"} in each line.
 `has_begun`: the launch had started to train before it ended. `time` is for people; `uptime` counts within one boot.
@@ -168,8 +170,8 @@ def refusals_recorded(find_folder: Callable[[], Path | None]) -> Iterator[None]:
     because the launcher ends the others, which may never fail themselves. The error is raised again.
 
     `find_folder` returns the run directory, or None to record nothing. Without a status of an earlier launch, nothing
-    is recorded either, except in a launch over several nodes by `srun`: when that ends the ranks of the other nodes,
-    they read there that this one has failed.
+    is recorded either, with two exceptions: a launch that is observed, and a launch over several nodes by `srun`. When
+    that ends the ranks of the other nodes, they read there that this one has failed.
     """
     try:
         yield
@@ -197,7 +199,8 @@ def _record_refusal(error: BaseException, folder: Path | None) -> None:
     # The first rank that has failed on its node goes on.
     step = step_over_nodes()
     is_known_run = (folder / STATUS).exists()
-    if not (step or is_known_run) or failure_on_another_node(folder):
+    is_recorded = step or is_known_run or is_observed
+    if not is_recorded or failure_on_another_node(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
     more = {}

@@ -49,7 +49,8 @@ TABLE = {
             load_ignore_keys load_cast stop_after stop_at max_wall_time preemption_grace_seconds compile_config
             deterministic digest_interval dist_timeout environment progress_bar log_to_console console_log_interval
             export_at_end python_log_level variables metadata retry_for takeover
-            max_unsaved""",
+            max_unsaved alerts metrics_port metrics_host""",
+        "alerts.": "webhook command apprise events no_progress_minutes loss_spike",
         "callbacks.speed_monitor.": "window_size",
         "callbacks.": """lr_monitor memory_monitor runtime_estimator profiler hf_checkpointer generate_callback
             early_stopper kill_loss_spike async_eval extra""",

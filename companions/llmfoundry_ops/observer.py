@@ -1,0 +1,88 @@
+"""Starts the process that observes a launch (`observer_process.py`), and lets it go when the launch has ended.
+
+The process has a session of its own, so that a `kill -9` of rank 0 does not end it. It gets what it needs through a
+pipe, because every user of the machine can read arguments, and an address of `alerts` is a secret. The launch is over
+when `close` writes another line, or when the pipe closes because this process has ended.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+from llmfoundry_lite.companions import search_path
+from llmfoundry_lite.config.fields import as_yaml
+from llmfoundry_lite.config.load_train import Observed
+from llmfoundry_lite.ranks.identity import describe_this_process
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.ranks.status import LAUNCHES, read_status
+
+CLOSE_SECONDS = 5.0
+"""Longest time that the end of a launch waits for its last alert. `composer` kills ranks 30 s after a signal, and a
+launch may use 20 s of them (`preemption_grace_seconds`)."""
+
+
+class Observer:
+    """The process beside a launch, as the launch sees it."""
+
+    def __init__(self, launch: Observed):
+        """Start the process. If that fails, a line says so, and the launch goes on."""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = _start(_describe(launch))
+        except OSError as error:
+            print(f"warning: no alerts and no metrics: {error.strerror or error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Tell the process that the launch has ended, and wait some seconds until it has sent the last alert."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        # Closing alone would not do: workers of the data loader are forks, and may hold the pipe open.
+        with suppress(OSError):
+            self._process.stdin.write(b"the launch has ended\n")
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_SECONDS)
+
+
+def _describe(launch: Observed) -> bytes:
+    """Return what the process has to know, as a line of JSON: the launch, and the run folder as it is before it."""
+    launches = launch.run_folder / LAUNCHES
+    num_launch_bytes = 0
+    with suppress(OSError):
+        num_launch_bytes = launches.stat().st_size
+    description = {
+        "run_name": launch.run_name,
+        "run_folder": str(launch.run_folder.absolute()),
+        "alerts": as_yaml(launch.alerts),
+        "metrics_port": launch.metrics_port,
+        "metrics_host": launch.metrics_host,
+        "process": describe_this_process(),
+        "status_before": read_status(launch.run_folder),
+        "num_launch_bytes": num_launch_bytes,
+    }
+    return json.dumps(description).encode() + b"\n"
+
+
+def _start(description: bytes) -> subprocess.Popen[bytes]:
+    """Start the process and send it the description. Its standard input stays open. Raises OSError."""
+    # A scheduler that ends a job sends SIGTERM to all its processes. This one ends by itself, after the last alert. It
+    # inherits the mask, so that it is safe from its first moment.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEAVING_SIGNALS)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "llmfoundry_ops.observer_process"],
+            env={**os.environ, **search_path()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert process.stdin is not None
+    process.stdin.write(description)
+    process.stdin.flush()
+    return process

@@ -1,0 +1,490 @@
+"""The process beside a launch that sends its alerts and serves its metrics. No torch.
+
+`observer.py` starts it as `python -m llmfoundry_ops.observer_process`, and sends it a description of the launch as a
+line of JSON on its standard input. The process reads the run folder, and writes nothing there but its record of alerts.
+The launch has ended when there is more to read from standard input, when that is closed, or when the launch's process
+is gone. This process then sends the last alert, and ends about END_SECONDS later at most.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES, read_lines_at_most
+from llmfoundry_lite.checkpoint.run_log import METRICS, Record, duration_text, number_of, validation_losses
+from llmfoundry_lite.config.callbacks_schema import AlertsConfig
+from llmfoundry_lite.errors import DataError, printable, remember_secret
+from llmfoundry_lite.ranks.identity import is_alive
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
+from llmfoundry_lite.ranks.status import LAUNCHES, TRY_AGAIN, is_running, read_status
+from llmfoundry_lite.report.log import LOSS
+from llmfoundry_ops.alerts import SAVES_RECOVERED, TRY_AGAIN_STEP, Alert, Facts, LossSpikes, Messages
+from llmfoundry_ops.receivers import COMMAND_SECONDS, Receiver, notify, post, run_command
+from llmfoundry_ops.runs import LiveRun
+
+if TYPE_CHECKING:
+    from llmfoundry_ops.prometheus import Numbers
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the run folder."""
+END_SECONDS = 60.0
+"""How long the last alerts are tried after the launch has ended. This process then ends."""
+LAST_WORDS_SECONDS = 15.0
+"""How long rank 0 may live on after its launcher. Ranks of `train -n` notice within seconds that it is gone."""
+PORT_SECONDS = 3.0
+"""How long a port that is taken is tried again: the observer of the launch before may still have it."""
+MAX_HISTORY_BYTES = 1 << 20
+"""Bytes at the end of an existing log that are read for the losses before this launch: some thousand batches."""
+NICENESS = 10
+"""The ranks go first on shared cores."""
+TOLD_LATE = "the launch before ended, and the process that tells it was ended with it"
+"""Reason of a message that a later launch sends, if the launch before left none."""
+END_EVENTS = {"done": "ended", "stopped": "ended", "preempted": "preempted"}
+"""Status with which a launch has ended -> the event; `failed` for any other."""
+NO_STEP = "nothing: a launch has carried on"
+KILLED_STEP = "run the same command again; if it is killed again, ask the kernel's log (dmesg) whether memory ran out"
+GONE = "the launch ended before it began to train, and recorded no reason; its output says why"
+OVERTAKEN = "its process is gone, and another launch trains the run by now"
+
+
+class ObservedRun(LiveRun):
+    """State of the run folder of a launch. `records` collects the new records of each look."""
+
+    def __init__(self, folder: Path):
+        """Open the run folder, and skip all but the end of a log that exists already. Raises DataError."""
+        super().__init__(folder)
+        self.records: list[Record] = []
+        with contextlib.suppress(OSError):
+            self._num_bytes_read = max(0, (folder / METRICS).stat().st_size - MAX_HISTORY_BYTES)
+
+    def _note_record(self, record: Record) -> None:
+        self.records.append(record)
+
+
+class LaunchObserver:
+    """Finds events of one launch in its run folder, and sends their messages."""
+
+    def __init__(
+        self,
+        description: dict[str, Any],
+        send: Callable[[Alert], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`description` is what `observer.py` sends, and `send` delivers a message."""
+        self.folder = Path(description["run_folder"])
+        self.run: ObservedRun | None = None
+        """None until the run folder has something to read."""
+        self.launch: int | None = None
+        """Number of the launch in metrics.jsonl, once it has begun to train. A restart has a new one."""
+        self.logged: dict[str, float] = {}
+        """Key of the log -> its newest number."""
+        self.validation: dict[str, float] = {}
+        """Label of a validation set -> its newest loss."""
+
+        self._alerts: AlertsConfig | None = None
+        """None if the run has no alerts, but metrics."""
+        if description["alerts"] is not None:
+            self._alerts = AlertsConfig(**description["alerts"])
+        events = self._alerts.events if self._alerts is not None else []
+        self.messages = Messages(description["run_name"], self.folder, events)
+        self._spikes = LossSpikes(self._alerts.loss_spike if self._alerts is not None else 0.0)
+        self._send = send
+        self._clock = clock
+
+        # The launch.
+        self._status_before: dict[str, Any] = description["status_before"] or {}
+        """Content of status.json before this launch."""
+        self._num_launch_bytes: int = description["num_launch_bytes"]
+        """Bytes of launches.jsonl before this launch, and of its own lines that were read."""
+        self._last_line: dict[str, Any] | None = None
+        """The newest line of launches.jsonl by this launch."""
+        self._num_begun = 0
+        """How often ranks of this launch have begun to train."""
+        self._first_batch = 0
+        """Batches that were trained when they began first."""
+        self._process: dict[str, Any] | None = None
+        """The process of rank 0, as status.json describes it."""
+        self._last_reason: str | None = None
+        """Why ranks ended that the launcher has started again."""
+
+        # Progress.
+        self._batch = 0
+        self._batch_changed_at = clock()
+        self._is_idle = False
+        """It was told that there is no progress."""
+
+    # ------------------------------------------------------------------------------------------------ present state
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since the newest batch, or since this launch was started."""
+        return self._clock() - self._batch_changed_at
+
+    @property
+    def state(self) -> str:
+        """The present state of the run, as metrics have it."""
+        if self._last_line is None or self.run is None:
+            return "waiting"
+        return self.run.status["status"]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Content of status.json: this launch's, or before it begins that of the launch before."""
+        is_own = self.run is not None and self._last_line is not None
+        return self.run.status if self.run is not None and is_own else self._status_before
+
+    @property
+    def batch(self) -> int:
+        """Batches that are trained, or if the launch has ended, those that are saved too."""
+        if self.run is not None and self._last_line is not None:
+            return self.run.batch
+        return int(self._status_before.get("batch", 0))
+
+    @property
+    def saved_at(self) -> float | None:
+        """When the newest checkpoint was published, in seconds since 1970; None if that is unknown."""
+        saved_at = number_of(self.status.get("saved_at"))
+        is_of_launch_before = self.status.get("last_saved") == self._status_before.get("last_saved")
+        if saved_at is None and is_of_launch_before:
+            saved_at = number_of(self._status_before.get("saved_at"))
+        return saved_at
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def begin(self) -> None:
+        """Read what earlier launches have left, and tell that this one was started."""
+        with contextlib.suppress(DataError):  # a new run
+            self.run = ObservedRun(self.folder)
+            self.run.look()
+            for record in self._take_records():
+                self._add_loss(record)
+        self._batch = self.batch
+        self._tell("began")
+
+    def look(self) -> None:
+        """Read what is new in the run folder, and tell the events that it shows."""
+        reason_before = self.status.get("reason")
+        if self.run is None:
+            with contextlib.suppress(DataError):  # a new run, whose configuration is still being checked
+                self.run = ObservedRun(self.folder)
+        if self.run is not None:
+            self.run.look()
+            self._follow_launches(reason_before)
+            self._follow_saves()
+            for record in self._take_records():
+                self._follow_loss(record)
+        self._follow_progress()
+
+    def end(self) -> None:
+        """Tell how the launch has ended, once it has."""
+        # After its launcher is gone, rank 0 may still have to write why it ends.
+        deadline = self._clock() + LAST_WORDS_SECONDS
+        while self._process is not None and is_alive(self._process) and self._clock() < deadline:
+            if (read_status(self.folder) or {}).get("status") != "running":
+                break
+            time.sleep(LOOK_SECONDS / 10)
+        self.look()
+
+        line = self._last_line
+        status = read_status(self.folder) or {}
+        if line is None:
+            self._tell("failed", GONE)
+        elif line["status"] != "running":
+            self._tell_end({**line, TRY_AGAIN: status.get(TRY_AGAIN)})
+        elif status.get("status") == "running" and is_running(status) and status.get("process") != self._process:
+            self._tell("failed", OVERTAKEN)
+        else:
+            self._tell_end(status, next_step=KILLED_STEP)  # it has written no end, and `read_status` says why
+
+    def _follow_launches(self, reason_before: str | None) -> None:
+        """Read the beginnings and ends of this launch. `reason_before` is the status' reason at the look before."""
+        for line in self._read_new_launch_lines():
+            if line["status"] == "running":
+                if self._num_begun == 0:
+                    self._first_batch = line["batch"]
+                    self._tell_launch_before()
+                else:
+                    self._tell("restarted", self._last_reason or reason_before)
+                self._num_begun += 1
+                self.launch = line.get("launch")
+                self._batch_changed_at = self._clock()
+            else:
+                self._last_reason = line.get("reason")
+            self._last_line = line
+        process = self.run.status.get("process") if self.run is not None else None
+        if self._last_line is not None and process is not None:
+            self._process = process
+
+    def _read_new_launch_lines(self) -> list[dict[str, Any]]:
+        """Return the lines of launches.jsonl since the last look."""
+        lines = []
+        with contextlib.suppress(OSError):
+            path = self.folder / LAUNCHES
+            for line in read_lines_at_most(path, MAX_NOTE_BYTES, LAUNCHES, begin=self._num_launch_bytes):
+                if not line.endswith(b"\n"):
+                    break
+                self._num_launch_bytes += len(line)
+                with contextlib.suppress(ValueError):
+                    content = json.loads(line)
+                    if isinstance(content, dict) and {"status", "batch"} <= content.keys():
+                        lines.append(content)
+        return lines
+
+    def _tell_launch_before(self) -> None:
+        """Tell the end of the launch before, if it was observed and ended together with its observer."""
+        observer_id = self.messages.find_untold_launch()
+        if observer_id is None:
+            return
+        before = self._status_before
+        facts = Facts(
+            batch=int(before.get("batch", 0)),
+            launch=None,
+            last_saved=before.get("last_saved"),
+            saved_at=number_of(before.get("saved_at")),
+        )
+        reason = f"{TOLD_LATE}; {before['reason']}" if before.get("reason") else TOLD_LATE
+        event = END_EVENTS.get(str(before.get("status")), "failed")
+        self._tell(event, reason, facts=facts, observer_id=observer_id, next_step=NO_STEP)
+
+    def _follow_saves(self) -> None:
+        """Tell that saves fail, once for several in a row, and that one has succeeded again."""
+        if self.run is None or self._num_begun == 0:
+            return
+        if self.run.failed_saves and not self.messages.saves_fail and not self.run.has_ended:
+            self._tell("failed_saves", self.run.save_error)
+        has_saved = self.run.status.get("saved_at") is not None
+        if self.messages.saves_fail and has_saved and not self.run.failed_saves:
+            self._tell(SAVES_RECOVERED)
+
+    def _take_records(self) -> list[Record]:
+        """Return the new records of the log, and keep their numbers for the metrics."""
+        if self.run is None:
+            return []
+        records = self.run.records
+        self.run.records = []
+        for record in records:
+            for key, value in record.items():
+                number = number_of(value)
+                if number is not None:
+                    self.logged[key] = number
+            for label, loss in validation_losses(record).items():
+                if number_of(loss) is not None:
+                    self.validation[label] = loss
+        return records
+
+    def _follow_loss(self, record: Record) -> None:
+        """Tell a spike of the loss that begins with a record, unless it was told for this batch before."""
+        reason = self._add_loss(record)
+        if reason is not None and record["batch"] > self.messages.spike_batch:
+            self._tell("loss_spike", reason)
+
+    def _add_loss(self, record: Record) -> str | None:
+        """Pass the loss of a record on, and return a text if a spike has begun."""
+        if LOSS not in record:
+            return None  # an evaluation before the first batch
+        return self._spikes.add(record["batch"], number_of(record[LOSS]))
+
+    def _follow_progress(self) -> None:
+        """Tell that there has been no new batch for some time."""
+        if self.batch != self._batch:
+            self._batch = self.batch
+            self._batch_changed_at = self._clock()
+            self._is_idle = False
+        is_done = self._last_line is not None and self._last_line["status"] in ("done", "stopped")  # it exports
+        is_late = self._alerts is not None and self.idle_seconds >= 60 * self._alerts.no_progress_minutes
+        if is_late and not is_done and not self._is_idle:
+            self._is_idle = True
+            reason = f"no new batch for {duration_text(self.idle_seconds)}"
+            if self._num_begun == 0:
+                reason += ", and the launch has not begun to train"
+            elif self._last_line is not None and self._last_line["status"] != "running":
+                reason += f"; its last try ended: {self._last_reason}"
+            self._tell("no_progress", reason)
+
+    def _tell_end(self, status: dict[str, Any], *, next_step: str | None = None) -> None:
+        """Tell how the launch has ended, from a status. A run that was done before this launch was told already."""
+        name = str(status.get("status"))
+        reason = status.get("reason")
+        event = END_EVENTS.get(name, "failed")
+        if event == "ended":
+            reason = name
+            has_trained = self.batch > self._first_batch
+            if not has_trained and self.messages.ended_batch == self.batch:
+                return self.messages.note_end("ended", self.batch)
+        if status.get(TRY_AGAIN):
+            next_step = TRY_AGAIN_STEP
+        return self._tell(event, reason, next_step=next_step)
+
+    def _tell(
+        self,
+        event: str,
+        reason: str | None = None,
+        *,
+        next_step: str | None = None,
+        facts: Facts | None = None,
+        observer_id: str | None = None,
+    ) -> None:
+        """Record an event, and send its message if the user wants it. By default `facts` are the present ones."""
+        if self._alerts is None:
+            return
+        if facts is None:
+            last_saved = self.status.get("last_saved")
+            facts = Facts(batch=self.batch, launch=self.launch, last_saved=last_saved, saved_at=self.saved_at)
+        alert = self.messages.tell(event, facts, reason, next_step=next_step, observer_id=observer_id)
+        if alert is not None:
+            self._send(alert)
+
+
+# ----------------------------------------------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """Observe the launch that standard input describes, until it has ended and its last message is delivered."""
+    # This process ends by itself. A handler, unlike SIG_IGN, is not inherited by the user's program.
+    for number in LEAVING_SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEAVING_SIGNALS)
+    os.nice(NICENESS)
+    description = json.loads(_read_line())
+
+    receivers: list[Receiver] = []
+
+    def send(alert: Alert) -> None:
+        for receiver in receivers:
+            receiver.put(alert)
+
+    observer = LaunchObserver(description, send)
+    if description["alerts"] is not None:
+        receivers += build_receivers(AlertsConfig(**description["alerts"]), observer.messages.record)
+    observer.begin()
+
+    # Look at the run until its launch has ended.
+    metrics = MetricsPort(description, observer)
+    while not _is_over(description["process"]):
+        metrics.open()
+        observer.look()
+    metrics.close()  # the next launch wants the port
+    observer.end()
+
+    # Wait for the last messages, but not for long.
+    deadline = time.monotonic() + END_SECONDS
+    for receiver in receivers:
+        receiver.close(deadline)
+    for receiver in receivers:
+        receiver.join(deadline + COMMAND_SECONDS - time.monotonic())  # an attempt may have begun just before
+    os._exit(0)  # not waiting for a thread whose server does not answer
+
+
+def build_receivers(alerts: AlertsConfig, note: Callable[[dict[str, Any]], None]) -> list[Receiver]:
+    """Return the receivers that the YAML names. `note` gets an entry for the record after each message."""
+    addresses = [alerts.webhook, *alerts.apprise]
+    for address in addresses:
+        if address is not None:
+            remember_secret(address)  # every text masks it from now on
+
+    receivers = []
+    if alerts.webhook is not None:
+        receivers.append(Receiver("webhook", partial(post, alerts.webhook), note))
+    if alerts.command is not None:
+        receivers.append(Receiver("command", partial(run_command, alerts.command), note))
+    for index, address in enumerate(alerts.apprise):
+        receivers.append(Receiver(f"apprise[{index}]", partial(notify, address), note))
+    return receivers
+
+
+class MetricsPort:
+    """The port at which Prometheus asks, if the run has one.
+
+    Standard error is that of the launch until the port is open, or cannot be opened. It is let go then, because a
+    program that reads the launch's output waits for all processes that could still write there.
+    """
+
+    def __init__(self, description: dict[str, Any], observer: LaunchObserver):
+        self._description = description
+        self._observer = observer
+        self._deadline = time.monotonic() + PORT_SECONDS
+        self._server: Any = None
+        self._is_settled = False
+        """The port is open, or is not tried again."""
+        if description["metrics_port"] is None:
+            self._settle()
+
+    def open(self) -> None:
+        """Open the port, or try again later if it is taken. Prints a line when it is given up."""
+        if self._is_settled:
+            return
+        from llmfoundry_ops.prometheus import serve
+
+        host, port = self._description["metrics_host"], self._description["metrics_port"]
+        try:
+            self._server = serve(host, port, self._numbers)
+        except OSError as error:
+            if time.monotonic() < self._deadline:
+                return
+            text = f"warning: no metrics: metrics_port: {host}:{port}: {error.strerror or error}; the run goes on"
+            print(printable(text), file=sys.stderr, flush=True)
+        self._settle()
+
+    def close(self) -> None:
+        """Close the port."""
+        self._is_settled = True
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _settle(self) -> None:
+        """Let the launch's standard error go."""
+        self._is_settled = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
+
+    def _numbers(self) -> "Numbers":
+        """Return what the metrics are made of, now. Called by the server's threads."""
+        from llmfoundry_ops.prometheus import Numbers
+
+        observer = self._observer
+        return Numbers(
+            run_name=self._description["run_name"],
+            run_folder=self._description["run_folder"],
+            host=socket.gethostname(),
+            state=observer.state,
+            launch=observer.launch,
+            batch=observer.batch,
+            failed_saves=observer.run.failed_saves if observer.run is not None else 0,
+            saved_at=observer.saved_at,
+            idle_seconds=observer.idle_seconds,
+            logged=dict(observer.logged),
+            validation=dict(observer.validation),
+        )
+
+
+def _read_line() -> bytes:
+    """Read a line from standard input, and nothing after it."""
+    content = b""
+    while not content.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            break
+        content += byte
+    return content
+
+
+def _is_over(process: dict[str, Any]) -> bool:
+    """Wait until the next look, and return whether the launch, which `process` has started, has ended meanwhile."""
+    can_read, _, _ = select.select([0], [], [], LOOK_SECONDS)
+    # A worker of the data loader may still hold the pipe of a process that was killed.
+    return bool(can_read) or is_alive(process) is False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Events of a run: each is told once, by what the run folder says, and with what to do."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from llmfoundry_lite.config.callbacks_schema import EVENTS, AlertsConfig
+from llmfoundry_lite.config.fields import as_yaml
+from llmfoundry_lite.ranks.identity import describe_process
+from llmfoundry_lite.ranks.status import LAUNCHES, STATUS, read_status, write_ended_early, write_status
+from llmfoundry_ops.alerts import ALERTS, IN_A_ROW, WINDOW, LossSpikes
+from llmfoundry_ops.observer_process import LaunchObserver
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Launch:
+    """A launch that a test plays, and its observer."""
+
+    def __init__(self, folder, **alerts):
+        self.folder = folder
+        self.clock = Clock()
+        self.told = []
+        launches = folder / LAUNCHES
+        description = {
+            "run_name": "tiny",
+            "run_folder": str(folder),
+            "alerts": as_yaml(AlertsConfig(command=["true"], **{"events": [*EVENTS], **alerts})),
+            "status_before": read_status(folder),
+            "num_launch_bytes": launches.stat().st_size if launches.exists() else 0,
+        }
+        self.observer = LaunchObserver(description, self.told.append, self.clock)
+        self.observer.begin()
+
+    @property
+    def events(self):
+        return [alert.event for alert in self.told]
+
+    def look(self):
+        self.observer.look()
+        return self.events
+
+    def train(self, *batches, loss=2.0, **status):
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            for batch in batches:
+                file.write(json.dumps({"batch": batch, "launch": 1, "loss/train/total": loss}) + "\n")
+        self.write("running", batches[-1] if batches else 0, **status)
+
+    def write(self, status, batch, reason=None, **more):
+        self.folder.mkdir(exist_ok=True)
+        write_status(self.folder, status, batch, reason, **more)
+
+    def die(self):
+        """Leave the status of a process that is gone, as SIGKILL does."""
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        process = describe_process(gone.pid)
+        gone.wait()
+        content = json.loads((self.folder / STATUS).read_text())
+        (self.folder / STATUS).write_text(json.dumps(content | {"process": process}))
+
+    def end(self):
+        self.observer.end()
+        return self.told[-1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "tiny"
+
+
+def test_a_run_that_is_done_is_told_once_also_by_later_launches(folder):
+    first = Launch(folder)
+    first.train(1, 2, 3)
+    first.look()
+    first.write("done", 3, last_saved="ba3", saved_at=1.0)
+    alert = first.end()
+    assert first.events == ["began", "ended"]
+    assert alert.text.startswith(f"tiny on {alert.host}: ended at batch 3: done; last save ba3, ")
+
+    second = Launch(folder)
+    second.write("running", 3)
+    second.look()
+    second.write("done", 3)
+    second.end()
+    assert second.events == ["began"]
+
+    longer = Launch(folder)
+    longer.write("running", 3)
+    longer.train(4)
+    longer.look()
+    longer.write("done", 4)
+    assert longer.end().batch == 4
+
+
+def test_a_preempted_launch_says_to_run_the_command_again(folder):
+    launch = Launch(folder)
+    launch.train(1)
+    launch.look()
+    launch.write("preempted", 1, "preempted by SIGTERM at batch 1")
+    alert = launch.end()
+    assert (alert.event, alert.next) == ("preempted", "run the same command again")
+
+
+def test_a_killed_launch_has_failed(folder):
+    launch = Launch(folder)
+    launch.train(1, 2, last_saved="ba1", saved_at=1.0)
+    launch.look()
+    launch.die()
+    alert = launch.end()
+    assert (alert.event, alert.batch, alert.last_saved) == ("failed", 2, "ba1")
+    assert alert.reason is not None and "killed or aborted" in alert.reason
+
+
+def test_a_refused_launch_has_failed_with_the_reason_of_the_refusal(folder):
+    earlier = Launch(folder)
+    earlier.write("running", 5)
+    earlier.write("preempted", 5)
+    earlier.end()
+    launch = Launch(folder)
+    write_ended_early(folder, "failed", "train_loader.dataset: data/c4 is missing")
+    alert = launch.end()
+    assert (alert.event, alert.reason, alert.batch) == ("failed", "train_loader.dataset: data/c4 is missing", 5)
+
+
+def test_a_launch_that_leaves_no_word_has_failed(folder):
+    alert = Launch(folder).end()
+    assert alert.event == "failed" and "its output says why" in str(alert.reason)
+
+
+def test_a_failed_launch_that_may_be_tried_again_says_so(folder):
+    launch = Launch(folder)
+    launch.train(1)
+    launch.look()
+    launch.write("failed", 1, "disk full", try_again=True)
+    assert launch.end().next.startswith("run the same command again; the fault may have passed")
+
+
+def test_failing_saves_are_told_once_in_a_row_and_again_when_one_is_well(folder):
+    launch = Launch(folder)
+    launch.train(1, last_saved=None, saved_at=None, failed_saves=1, save_error="token has expired")
+    assert launch.look() == ["began", "failed_saves"]
+    assert launch.told[-1].reason == "token has expired"
+    launch.train(2, last_saved=None, saved_at=None, failed_saves=2, save_error="token has expired")
+    assert launch.look() == ["began", "failed_saves"]
+    launch.write("failed", 2, "max_unsaved", failed_saves=2)
+    launch.end()
+
+    # The next launch goes on failing, and then saves.
+    launch = Launch(folder)
+    launch.train(1, last_saved=None, saved_at=None, failed_saves=1, save_error="token has expired")
+    assert launch.look() == ["began"]
+    launch.train(2, last_saved="ba2", saved_at=1.0, failed_saves=0)
+    assert launch.look() == ["began", "saves_recovered"]
+    launch.train(3, last_saved="ba2", saved_at=1.0, failed_saves=1, save_error="disk full")
+    assert launch.look() == ["began", "saves_recovered", "failed_saves"]
+
+
+def test_no_progress_is_told_once_until_a_batch_comes(folder):
+    launch = Launch(folder, no_progress_minutes=10)
+    launch.clock.seconds = 601
+    assert launch.look() == ["began", "no_progress"]
+    assert "has not begun to train" in str(launch.told[-1].reason)
+    launch.train(1)
+    launch.look()
+    launch.clock.seconds += 599
+    assert launch.look() == ["began", "no_progress"]
+    launch.clock.seconds += 2
+    assert launch.look() == ["began", "no_progress", "no_progress"]
+    launch.clock.seconds += 10_000
+    assert launch.look() == ["began", "no_progress", "no_progress"]
+    assert "no new batch for 10:01" in launch.told[-1].text
+
+
+def test_ranks_that_the_launcher_starts_again_are_a_restart_not_an_end(folder):
+    launch = Launch(folder)
+    launch.train(1, 2)
+    launch.look()
+    launch.write("failed", 2, "CUDA error")
+    launch.look()
+    launch.write("running", 1)
+    assert launch.look() == ["began", "restarted"]
+    assert launch.told[-1].reason == "CUDA error"
+
+
+def test_the_end_of_a_launch_whose_observer_died_is_told_by_the_next(folder):
+    container = Launch(folder)
+    container.train(1, 2, 3, last_saved="ba2", saved_at=1.0)
+    container.look()
+    container.die()
+
+    launch = Launch(folder)
+    launch.write("running", 2)
+    assert launch.look() == ["began", "failed"]
+    late = launch.told[-1]
+    assert (late.batch, late.last_saved, late.next) == (3, "ba2", "nothing: a launch has carried on")
+    launch.write("done", 4)
+    launch.end()
+
+    launch = Launch(folder)
+    launch.write("running", 4)
+    assert launch.look() == ["began"]
+
+
+def test_a_loss_spike_is_told_once_for_its_batches(folder):
+    launch = Launch(folder)
+    launch.train(*range(1, WINDOW + 1))
+    launch.look()
+    launch.train(*range(WINDOW + 1, WINDOW + 9), loss=9.0)
+    assert launch.look() == ["began", "loss_spike"]
+    launch.write("failed", WINDOW + 9)
+    launch.end()
+
+    # The next launch trains these batches again, from a checkpoint before them.
+    launch = Launch(folder)
+    launch.train(*range(WINDOW - 1, WINDOW + 1))
+    launch.train(*range(WINDOW + 1, WINDOW + 4), loss=9.0)
+    assert launch.look() == ["began"]
+
+
+def test_only_the_chosen_events_are_sent_and_all_are_recorded(folder):
+    launch = Launch(folder, events=["failed"])
+    launch.train(1)
+    launch.look()
+    launch.write("done", 1)
+    launch.observer.end()
+    assert launch.events == []
+    entries = [json.loads(line) for line in (folder / ALERTS).read_text().splitlines()]
+    assert [(entry["event"], entry["is_sent"]) for entry in entries] == [("began", False), ("ended", False)]
+
+
+def test_a_link_in_place_of_the_record_is_not_written_through(folder):
+    folder.mkdir()
+    victim = folder.parent / "victim"
+    victim.write_text("")
+    (folder / ALERTS).symlink_to(victim)
+    launch = Launch(folder)
+    launch.train(1)
+    launch.write("done", 1)
+    assert launch.end().event == "ended"
+    assert victim.read_text() == ""
+
+
+def losses_of_run(num_batches, noise=0.05, seed=0):
+    generator = random.Random(seed)
+    return [2 + 9 / (1 + batch / 50) + generator.gauss(0, noise) for batch in range(num_batches)]
+
+
+def add(spikes, losses, first_batch=1):
+    return [batch for batch, loss in enumerate(losses, first_batch) if spikes.add(batch, loss) is not None]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_a_falling_and_noisy_loss_is_no_spike(noise):
+    assert add(LossSpikes(8.0), losses_of_run(5000, noise)) == []
+
+
+def test_one_odd_batch_is_no_spike_and_three_are_one():
+    losses = losses_of_run(600)
+    losses[300] = 50.0
+    assert add(LossSpikes(8.0), losses) == []
+    losses[400:420] = [6.0] * 20
+    assert add(LossSpikes(8.0), losses) == [400 + IN_A_ROW]
+
+
+def test_losses_that_are_not_finite_are_a_spike():
+    assert add(LossSpikes(8.0), [*losses_of_run(200), None, None, None, None]) == [203]

@@ -1,0 +1,64 @@
+"""The metrics of a run: names by Prometheus' rules, numbers of the run, and a dashboard that asks for no others."""
+
+import json
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from llmfoundry_ops.prometheus import LOGGED, STATES, Numbers, RunCollector
+from tests.helpers.launch import ROOT
+
+DASHBOARD = ROOT / "docs/grafana-dashboard.json"
+LINE = {metric.key: 1.5 for metric in LOGGED.values()}
+
+
+@pytest.fixture
+def numbers():
+    numbers = Numbers(run_name='a"b', run_folder="runs/a", host="gpu003", state="running", launch=2, batch=40)
+    numbers.saved_at = 1.0
+    numbers.logged = dict(LINE)
+    numbers.validation = {"": 2.5, "books": 3.5}
+    return numbers
+
+
+def samples_of(numbers):
+    registry = CollectorRegistry()
+    registry.register(RunCollector(lambda: numbers))
+    text = generate_latest(registry).decode()
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
+
+
+def test_numbers_of_the_run_are_metrics_with_its_name(numbers):
+    samples = samples_of(numbers)
+    values = {sample.name: sample.value for sample in samples if "set" not in sample.labels}
+    assert values["llmfoundry_batch"] == 40 and values["llmfoundry_launch"] == 2
+    assert values["llmfoundry_tokens_total"] == values["llmfoundry_loss"] == 1.5
+    assert values["llmfoundry_save_age_seconds"] > 1e9
+    assert {sample.labels["run"] for sample in samples} == {'a"b'}
+    losses = {s.labels["set"]: s.value for s in samples if s.name == "llmfoundry_validation_loss"}
+    assert losses == {"": 2.5, "books": 3.5}
+
+
+def test_exactly_one_state_is_1(numbers):
+    states = {s.labels["state"]: s.value for s in samples_of(numbers) if s.name == "llmfoundry_state"}
+    assert states == {state: float(state == "running") for state in STATES}
+
+
+def test_what_is_not_known_is_left_out():
+    names = {sample.name for sample in samples_of(Numbers(run_name="a", run_folder="runs/a", host="gpu003"))}
+    assert names == {
+        *("llmfoundry_run_info", "llmfoundry_state", "llmfoundry_batch", "llmfoundry_idle_seconds"),
+        "llmfoundry_failed_saves",
+    }
+
+
+def test_the_dashboard_asks_only_for_metrics_that_exist(numbers):
+    known = {sample.name for sample in samples_of(numbers)}
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = {*re.findall(r"llmfoundry_(?!lite)\w+", json.dumps(dashboard))}
+    assert all(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    assert asked <= known
+    assert {"llmfoundry_loss", "llmfoundry_state", "llmfoundry_save_age_seconds"} <= asked
