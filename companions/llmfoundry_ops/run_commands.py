@@ -101,7 +101,7 @@ def prune_runs(
     if verbose:
         for plan in plans:
             for path, num_bytes in plan.files.items():
-                print(printable(f"{plan.run}/{path}  {num_bytes:,} B"))
+                print(printable(f"{plan.folder}/{path}  {num_bytes:,} B"))
     if dry_run:
         print(describe_total(plans, "would free"))
         return

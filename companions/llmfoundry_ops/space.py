@@ -51,6 +51,11 @@ class RunPlan:
     """Why nothing is removed, what stays for a person, and who trains the run now."""
 
     @property
+    def folder(self) -> str:
+        """Path or URL of the folder of its checkpoints; empty if it is elsewhere."""
+        return "" if self.store is None else self.store.root.url
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all files to remove."""
         return sum(self.files.values())

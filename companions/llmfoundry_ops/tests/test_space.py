@@ -8,7 +8,8 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.cli import main
 from llmfoundry_ops.space import Retention, carry_out, format_size, plan_runs
-from llmfoundry_ops.tests.buckets import save_with_log
+from llmfoundry_ops.tests.buckets import record_launch, save_with_log
+from tests.checkpoint.s3_server import s3_server
 from tests.checkpoint.saves import flip, names, save, saved
 from tests.helpers.reported import record, write_run
 
@@ -29,7 +30,7 @@ def test_each_run_keeps_its_newest_and_every_so_many(root, capsys):
     assert prune(root, *arguments, "--dry-run", "-v") == 0
     shown = capsys.readouterr().out
     files = [line.split() for line in shown.splitlines() if line.endswith(" B") and "/ba" in line]
-    assert {path.split("/")[1] for path, *_ in files} == {"ba1", "ba3"}
+    assert {path.removeprefix(f"{root}/").split("/")[1] for path, *_ in files} == {"ba1", "ba3"}
     assert {path.rsplit("/", 1)[1] for path, *_ in files} == {
         *("manifest.json", "shard-00000.safetensors", "shard-00001.safetensors"),
     }
@@ -61,16 +62,16 @@ class Killed(BaseException):
     pass
 
 
+def kill_mid_prune(phase):
+    if phase == "mid-prune":
+        raise Killed
+
+
 def test_a_removal_that_was_killed_midway_is_finished_by_the_next(root):
     saved(f"{root}/tiny", 1, 2, 3)
     (plan,) = plan_runs(root, Retention(keep_last=1))
-
-    def kill(phase):
-        if phase == "mid-prune":
-            raise Killed
-
     assert plan.store is not None
-    plan.store.on_phase = kill
+    plan.store.on_phase = kill_mid_prune
     with pytest.raises(Killed):
         carry_out([plan])
     assert names(CheckpointStore(f"{root}/tiny")) == ["ba3", "ba2"]
@@ -84,6 +85,37 @@ def test_a_removal_that_was_killed_midway_is_finished_by_the_next(root):
         "ba3",
         "latest.json",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_runs_on_s3_are_listed_and_freed_by_two_removals(monkeypatch, capsys):
+    """The first removal is killed midway. The second one also removes what the first has left."""
+    s3fs = pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with s3_server() as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "test")
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir("space")
+        for name in ("one", "two"):
+            lease = save_with_log(f"s3://space/team/{name}", 2)
+            save_with_log(f"s3://space/team/{name}", 20, lease)
+            record_launch(f"s3://space/team/{name}", lease, status="failed", batch=21, reason="out of memory")
+
+        plans = plan_runs("s3://space", Retention(keep_last=1))
+        assert plans[0].store is not None
+        plans[0].store.on_phase = kill_mid_prune
+        with pytest.raises(Killed):
+            carry_out(plans)
+        assert prune("s3://space", "--keep-last", "1", "--yes") == 0
+        left = open_folder("s3://space/team").tree_sizes()
+        assert not [path for path in left if "-ba2-" in path or "/ba2/" in path]
+        assert main.run(["runs", "ls", "s3://space"]) == 0
+        assert "".join(capsys.readouterr().out.split()).endswith("outofmemory")
+        assert [plan.files for plan in plan_runs("s3://space", Retention(keep_last=1))] == [{}, {}]
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_what_was_saved_between_the_list_and_the_removal_stays(root):
