@@ -103,8 +103,8 @@ class _Tree:
 def find_data(url: str) -> list[DataFolder]:
     """Find the data sets in a folder of this machine or a bucket, in the order of their paths.
 
-    Folders below one with an index are not searched. Raises DataError if there is no such folder, and OSError if it
-    cannot be listed.
+    Folders below one with an index are not searched, and folders without permission have a row that says so. Raises
+    DataError if there is no such folder, and OSError if it cannot be listed.
     """
     folder = open_folder(url)
     if folder.path_here is not None and not folder.path_here.is_dir():
@@ -113,6 +113,16 @@ def find_data(url: str) -> list[DataFolder]:
     indexed: list[str] = []
     without_index: list[str] = []
     unfinished: list[str] = []
+    forbidden: list[DataFolder] = []
+
+    def list_permitted(path: str) -> FolderContent:
+        try:
+            return tree.list_folder(path)
+        except PermissionError as error:
+            if not path:
+                raise
+            forbidden.append(DataFolder(path=path, state=f"cannot be listed: {one_line(error)}"))
+            return FolderContent(files={}, folders=())
 
     def enter(path: str, content: FolderContent) -> Sequence[str]:
         tree.contents[path] = content
@@ -125,11 +135,12 @@ def find_data(url: str) -> list[DataFolder]:
             without_index.append(path)
         return content.folders
 
-    walk(tree.list_folder, enter)
+    walk(list_permitted, enter)
     with ThreadPoolExecutor(LISTINGS_AT_ONCE, thread_name_prefix="read-index") as pool:
         data = list(pool.map(lambda path: describe_indexed(tree, path), indexed))
         data += pool.map(lambda path: describe_unfinished(tree, path), unfinished)
     data += [describe_without_index(tree, path) for path in without_index]
+    data += forbidden
     return sorted(data, key=lambda found: found.path)
 
 
@@ -162,7 +173,10 @@ def describe_indexed(tree: _Tree, path: str) -> DataFolder:
     num_tokens = num_samples * length if length is not None else None
     if has_padding:  # only the summary says how much
         num_tokens = summary.get("tokens")
-    num_bytes, state = compare_files(tree, path, table)
+    try:
+        num_bytes, state = compare_files(tree, path, table)
+    except OSError as error:
+        num_bytes, state = None, f"damaged: {one_line(error)}"
     return replace(
         found,
         state=state,

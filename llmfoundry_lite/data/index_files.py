@@ -87,10 +87,15 @@ def list_local_folder(root: str | Path) -> ListFolder:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.name)
-                elif entry.is_dir():
-                    linked_folders.append(entry.name)
-                else:  # whoever opens it refuses pipes and broken links by name
-                    files[entry.name] = entry.stat().st_size if entry.is_file() else 0
+                    continue
+                try:
+                    if entry.is_dir():
+                        linked_folders.append(entry.name)
+                        continue
+                    num_bytes = entry.stat().st_size if entry.is_file() else 0
+                except OSError:  # a link that leads in a circle, or a file that was removed meanwhile
+                    num_bytes = 0
+                files[entry.name] = num_bytes  # whoever opens it refuses pipes and broken links by name
         return FolderContent(files=files, folders=sorted(folders), linked_folders=sorted(linked_folders))
 
     return list_folder

@@ -42,7 +42,7 @@ def tokens_per_sample(encoding: str) -> int | None:
 
     Returns None for a type without a fixed length, such as `ndarray:uint16` or `bytes`.
     """
-    match = re.fullmatch(r"ndarray:\w+:(\d+)", encoding)
+    match = re.fullmatch(r"ndarray:\w+:(\d{1,10})", encoding)
     return int(match[1]) if match else None
 
 

@@ -404,6 +404,8 @@ class _Index:
             return self.schemas.index(schema)
         if record["version"] != 2 or record["format"] != "mds":
             raise self._error(f"describes shards of {record['format']} version {record['version']}, not MDS version 2")
+        for key in ("column_names", "column_encodings"):
+            _check_texts(key, record[key])
         for name, encoding in zip(record["column_names"], record["column_encodings"], strict=True):
             if not is_mds_encoding_safe(encoding):
                 raise DataError(f"{self.path}: column {name} is of type {encoding}, which may run code when it is read")
@@ -419,6 +421,13 @@ def _check_size(name: str, value: Any, bits: int) -> None:
     """Raise ValueError unless a value of an index is an integer of at least 0 that fits into `bits` bits."""
     if type(value) is not int or not 0 <= value < 2**bits:
         raise ValueError(f"{name} is {value!r}, expected a whole number of at least 0 and below 2^{bits}")
+
+
+def _check_texts(name: str, value: Any) -> None:
+    """Raise ValueError unless a value of an index is a list of texts."""
+    is_list_of_texts = isinstance(value, list) and all(isinstance(element, str) for element in value)
+    if not is_list_of_texts:
+        raise ValueError(f"{name} is no list of texts")
 
 
 def _speed_rank(hash_name: str) -> tuple[int, str]:

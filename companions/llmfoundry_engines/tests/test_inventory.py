@@ -1,6 +1,7 @@
 """`data ls`: what is in a folder or bucket, and what is missing, damaged or unfinished there."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,39 @@ def test_what_a_stranger_wrote_is_named_and_not_run(tmp_path, url):
     assert "column tokens is of type pkl, which may run code when it is read" in states["a"]
     assert "index.json names a shard '../../secret.mds', expected a file beside it" in states["b"]
     assert all(state.startswith(f"damaged: {source}/") for state in states.values())
+
+
+def test_bad_values_in_an_index_or_folder_do_not_end_the_listing(tmp_path):
+    values = {
+        "names": ("column_names", [["tokens"]], "column_names is no list of texts"),
+        "types": ("column_encodings", [7], "column_encodings is no list of texts"),
+        "digits": ("column_encodings", ["ndarray:uint16:" + "9" * 5000], COMPLETE),
+        "path": ("raw_data", {"basename": "x" * 300 + "/a.mds", "bytes": 1, "hashes": {}}, "File name too long"),
+    }
+    for folder, (key, value, _) in values.items():
+        write_shards(tmp_path / folder)
+        index = json.loads((tmp_path / folder / "index.json").read_text())
+        for shard in index["shards"][:1]:
+            shard[key] = value
+        (tmp_path / folder / "index.json").write_text(json.dumps(index))
+    (tmp_path / "circle").symlink_to("circle")
+    states = states_of(tmp_path)
+    assert states.keys() == values.keys()
+    for folder, (_, _, expected) in values.items():
+        assert expected in states[folder]
+
+
+def test_a_folder_without_permission_has_a_row(root, monkeypatch):
+    def scan(path: str) -> object:
+        if str(path).endswith("others"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr("llmfoundry_lite.data.index_files.os.scandir", scan)
+    states = states_of(root)
+    assert states.keys() == {"others", "web/train", "web/val"}
+    assert states["others"] == f"cannot be listed: [Errno 13] Permission denied: '{root}/others'"
 
 
 def test_an_index_that_is_too_large_is_not_read(root, monkeypatch):
