@@ -110,9 +110,10 @@ def default_name(sources: Sequence[str]) -> str:
     parts = re.split(r"[/:]", sources[0].removeprefix(HUB_PREFIX))
     for part in reversed(parts):
         stem = part.partition(".")[0]
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:64]
         is_pattern = any(character in part for character in "*?[")
-        if stem and not is_pattern:
-            return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:64]
+        if name and not is_pattern:
+            return name
     raise DataError(f"{sources[0]} has no name for the new stream; give --name")
 
 

@@ -122,8 +122,9 @@ def describe_shard(folder: Path, raw_name: str, files: Iterable[str]) -> dict[st
 
     if raw_path.is_file():
         record, raw_data = _read_shard(raw_path, raw_path)
+    elif compressed_path is None:
+        raise _not_a_shard(raw_path, "it is no regular file")
     else:
-        assert compressed_path is not None
         with tempfile.TemporaryDirectory() as scratch:
             unpacked = Path(scratch, raw_name)
             compression = compressed_path.suffix.removeprefix(".")
@@ -183,6 +184,10 @@ def _check_description(content: bytes, named: Path) -> dict[str, Any]:
     has_types = all(isinstance(description[key], expected) for key, expected in SHARD_KEYS.items())
     if not has_types or description["version"] != 2 or description["format"] != "mds":
         raise _not_a_shard(named, "its description is not of MDS version 2")
+    names, encodings = description["column_names"], description["column_encodings"]
+    are_texts = all(isinstance(text, str) for text in [*names, *encodings])
+    if not are_texts or len(names) != len(encodings):
+        raise _not_a_shard(named, "its description does not have a type for each column")
     unknown = [name for name in description["hashes"] if name not in HASHES.split()]
     if unknown:
         raise _not_a_shard(named, f"its hash {unknown[0]!r} is none of {HASHES}")

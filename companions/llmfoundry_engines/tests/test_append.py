@@ -151,7 +151,13 @@ def test_what_cannot_be_added_to_is_refused_in_a_line(out, documents, tmp_path, 
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("raw/news.jsonl.zst", "news"), ("raw/news/", "news"), ("raw/new s/*", "new-s"), ("hf:allenai/c4:en", "en")],
+    [
+        ("raw/news.jsonl.zst", "news"),
+        ("raw/news/", "news"),
+        ("raw/new s/*", "new-s"),
+        ("hf:allenai/c4:en", "en"),
+        ("raw/新聞.txt", "raw"),
+    ],
 )
 def test_a_stream_is_named_after_its_first_source(source, name):
     assert default_name([source]) == name

@@ -74,7 +74,12 @@ def damage(content: bytes, change: str) -> bytes:
         return b"\xff\xff\xff\xff" + content[4:]
     if change == "offsets":
         return content[:4] + b"\xff\xff\xff\x7f" + content[8:]
-    return content.replace(*{"hash": (b'["md5"]', b'["no!"]'), "format": (b'"mds"', b'"csv"')}[change])
+    replacements = {
+        "hash": (b'["md5"]', b'["no!"]'),
+        "format": (b'"mds"', b'"csv"'),
+        "columns": (b'"column_encodings": ["bytes"]', b'"column_encodings": [1234567]'),
+    }
+    return content.replace(*replacements[change])
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,7 @@ def damage(content: bytes, change: str) -> bytes:
         ("offsets", "its offsets are not those of samples"),
         ("hash", "its hash 'no!' is none of md5 "),
         ("format", "its description is not of MDS version 2"),
+        ("columns", "its description does not have a type for each column"),
     ],
 )
 def test_a_file_that_is_no_complete_shard_is_named(tmp_path, change, words):
@@ -95,6 +101,15 @@ def test_a_file_that_is_no_complete_shard_is_named(tmp_path, change, words):
     with pytest.raises(DataError, match=rf"^{shard} is not a complete MDS shard: {words}.*; remove it, or write it"):
         index_folders(folder)
     assert not (folder / "index.json").exists()
+
+
+def test_a_link_that_leads_nowhere_is_named(tmp_path):
+    folder = write_shards(tmp_path / "mds")
+    (folder / "index.json").unlink()
+    (folder / "shard.00000.mds").unlink()
+    (folder / "shard.00000.mds").symlink_to("gone")
+    with pytest.raises(DataError, match=r"shard.00000.mds is not a complete MDS shard: it is no regular file; remove"):
+        index_folders(folder)
 
 
 def test_a_shard_that_unpacks_to_something_else_is_named(tmp_path):
