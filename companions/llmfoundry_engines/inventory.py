@@ -1,4 +1,4 @@
-"""`data ls`: the data sets in a folder or bucket, at any depth, and whether they are complete.
+"""`data ls`: the data sets in a folder or bucket, and whether they are complete.
 
 Folders are listed several at a time, and each is listed once. Of the files, only indexes, summaries and requests are
 read, up to the sizes of `bounded.py`. They may be anybody's: nothing in them is executed or opened by a name in them.

@@ -255,7 +255,7 @@ def data_list(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder or URL, of one data set or of many.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, with whole digests.")] = False,
 ) -> None:
-    """List the data sets in a folder or bucket, at any depth.
+    """List the data sets in a folder or bucket.
 
     Shows samples, tokens, columns, shards, tokenizer and digest of each split, and whether all of its shards are there
     by their sizes. Unfinished preparations and shards without an index.json are listed, too.
