@@ -99,6 +99,21 @@ def test_each_sample_of_an_mds_split_is_a_document_whose_first_token_is_given(tm
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
 
 
+def test_padding_of_a_split_is_neither_read_nor_predicted(tmp_path, model, tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    samples = [ids[:20], ids[20:27], ids[27:28]]  # of one token, nothing is predicted
+    columns = {"tokens": "ndarray:uint16:20", "unpadded_length": "uint32"}
+    with MDSWriter(out=str(tmp_path / "val"), columns=columns) as writer:
+        for sample in samples:
+            padded = np.array(sample + [tokenizer.eos_token_id] * (20 - len(sample)), np.uint16)
+            writer.write({"tokens": padded, "unpadded_length": len(sample)})
+    found = measure(model, tokenizer, tmp_path / "val")
+    nats, count = by_hand(model, samples)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
+    num_bytes = sum(len(tokenizer.decode(sample[1:]).encode()) for sample in samples)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+
+
 def test_the_error_of_bits_per_byte_is_what_other_texts_of_the_kind_would_differ_by():
     """Estimate it from 2,000 texts of 50 documents, long ones easier, as they are drawn; no formula."""
     rng = np.random.default_rng(5)

@@ -1,7 +1,9 @@
 """Best-fit packing: which documents share a sample, and how its samples are stored, trained on and read."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +234,13 @@ def test_baselines_do_not_count_padding(packed: Path, tmp_path: Path) -> None:
     counts = np.bincount([token for row in rows for token in row], minlength=600) + 1
     log_p = np.log(counts / counts.sum())
     expected = -np.mean([log_p[token] for row in rows for token in row[1:]])
-    assert measure_baselines(packed / "train", packed / "train", 600).unigram == pytest.approx(expected)
+    measured = measure_baselines(packed / "train", packed / "train", 600)
+    assert measured.unigram == pytest.approx(expected)
+
+    pairs = [pair for row in rows for pair in pairwise(row)]
+    pair_counts, first_counts = Counter(pairs), Counter(first for first, _ in pairs)
+    losses = [-np.log((pair_counts[pair] + 1) / (first_counts[pair[0]] + 600)) for pair in pairs]
+    assert measured.bigram == pytest.approx(np.mean(losses))
 
 
 # Training

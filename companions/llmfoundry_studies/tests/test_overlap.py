@@ -16,7 +16,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_studies import overlap
 from llmfoundry_studies.clean import divide_results
 from llmfoundry_studies.ngrams import NgramTable, WordHasher, hash_ngrams, split_words
-from llmfoundry_studies.overlap import Search, find_overlap, question_and_answer, read_task
+from llmfoundry_studies.overlap import Search, find_overlap, question_and_answer, read_documents, read_task
 from tests.helpers.preparing import request, write_jsonl
 from tests.helpers.results import choice, write_result
 from tests.helpers.tiny import build_tokenizer
@@ -85,6 +85,15 @@ def test_planted_items_are_found_and_no_others(folder):
     question_alone = 20 - 13 + 1
     expected = dict.fromkeys(PLANTED, (whole_item, True))
     assert found_in(folder) == expected | {PLANTED_QUESTION: (question_alone, False)}
+
+
+def test_documents_of_padded_samples_are_read_without_padding(folder, tmp_path):
+    texts = [f"w{number} w{number + 1}" for number in range(20)]
+    source = write_jsonl(tmp_path / "texts.jsonl", texts)
+    wanted = request(source, folder / "data/tokenizer", val_fraction=0.0, pack="best-fit")
+    assert prepare(wanted, tmp_path / "data", num_workers=1).splits["train"].padding_fraction
+    batches = read_documents(tmp_path / "data/train", load_tokenizer(folder / "data/tokenizer"))
+    assert sorted(text for _, batch in batches for text in batch if text) == sorted(texts)
 
 
 def test_an_n_gram_hash_depends_on_the_order_and_the_words_alone():
