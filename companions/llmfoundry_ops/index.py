@@ -233,6 +233,7 @@ def _read_run_folder(line: RunLine, run: FoundRun) -> None:
     last_saved = status.get("last_saved")
     if isinstance(last_saved, str) and COMMITTED.fullmatch(last_saved):
         line.last_saved = last_saved
+        line.saved_at = number_of(status.get("saved_at"))
     checkpoint_folder = find_checkpoint_folder(folder, config, allowed_protocols=())
     if checkpoint_folder is not None:
         store = CheckpointStore(checkpoint_folder)

@@ -78,8 +78,9 @@ def test_run_folders_are_listed_by_status_log_and_checkpoints(tmp_path, capsys):
     write_run(tmp_path / "runs/done", [record(1), record(2)], max_duration="2ba")
     write_status(tmp_path / "runs/done", "done", 2, last_saved="ba2")
     saved(tmp_path / "runs/done/checkpoints", 1, 2)
-    write_run(tmp_path / "runs/islands/a", [record(3)])
-    write_status(tmp_path / "runs/islands/a", "running", 0, failed_saves=2, save_error="no space left")
+    write_run(tmp_path / "runs/islands/a", [record(3)], save_folder="s3://bucket/a")
+    saves = {"last_saved": "ba2", "saved_at": 1.7e9, "failed_saves": 2, "save_error": "no space left"}
+    write_status(tmp_path / "runs/islands/a", "running", 0, **saves)
     (tmp_path / "runs/notes.txt").write_text("")
     (tmp_path / "runs/empty").mkdir()
     assert main.run(["runs", "ls", str(tmp_path / "runs"), "--json"]) == 0
@@ -87,7 +88,7 @@ def test_run_folders_are_listed_by_status_log_and_checkpoints(tmp_path, capsys):
     assert facts.keys() == {"done", "islands/a"}
     done, island = facts["done"], facts["islands/a"]
     assert (done["state"], done["batch"], done["max_duration"], done["last_saved"]) == ("done", 2, "2ba", "ba2")
-    assert (island["state"], island["batch"], island["last_saved"]) == ("running", 3, None)
+    assert (island["state"], island["batch"], island["last_saved"], island["saved_at"]) == ("running", 3, "ba2", 1.7e9)
     assert island["reason"] == "failed saves 2: no space left"
     assert main.run(["runs", "ls", str(tmp_path / "runs")]) == 0
     heading, _, *rows = capsys.readouterr().out.splitlines()
