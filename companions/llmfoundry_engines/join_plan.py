@@ -116,7 +116,9 @@ def is_of_plan(index: int, record: dict[str, Any], split_plan: SplitPlan, shard_
     planned = {"samples": split_plan.samples_of_shard(index)} | shard_format.description
     try:
         files = {"raw_data": record["raw_data"], "zip_data": record["zip_data"]}
-        return record == planned | files and file_of(record)["basename"] == shard_format.file_name(index)
+        file = file_of(record)
+        has_description = type(file["bytes"]) is int and isinstance(file["hashes"], dict)
+        return record == planned | files and has_description and file["basename"] == shard_format.file_name(index)
     except (KeyError, TypeError):
         return False
 

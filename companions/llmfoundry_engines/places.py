@@ -13,6 +13,7 @@ preparation, `summary.json` appears last.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -248,10 +249,13 @@ class BucketPlace(Place):
         if not isinstance(files, dict):
             raise damaged
         for name, text in files.items():
-            is_plain_name = Path(name).name == name and not name.startswith(".")
+            is_plain_name = name != "" and Path(name).name == name and not name.startswith(".")
             if not is_plain_name or not isinstance(text, str):
                 raise damaged
-            (folder / name).write_text(text, encoding="utf-8")
+            try:
+                (folder / name).write_text(text, encoding="utf-8")
+            except ValueError as error:  # a null character in the name, or half of a surrogate pair in the text
+                raise damaged from error
 
     def store(self, path: Path) -> None:
         """Put a file into the bucket."""
@@ -261,7 +265,7 @@ class BucketPlace(Place):
         upload(path, folder)
 
     def discard(self) -> None:
-        """Remove an earlier preparation, key by key, if this command has written it. `pull` comes before.
+        """Remove an earlier preparation, key by key, if this command has written it. `pull` comes before and after.
 
         As in a folder, the mark says that data folders are of this command, also after a kill in the middle.
         """
@@ -274,10 +278,17 @@ class BucketPlace(Place):
         elif not mark.exists():
             if (self.out / PARTIAL / REQUEST_FILE).exists():
                 self.remove_partial()
+            self._forget()
             return
         for name in (*SPLITS, "tokenizer"):
             self.root.child(name).remove_all()
         self.remove_partial()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what this machine has of the bucket."""
+        shutil.rmtree(self.out)
+        self.out.mkdir()
 
     def remove_partial(self) -> None:
         """Remove the work in progress of a finished preparation, key by key, the request last."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from llmfoundry_engines.join import join
 from llmfoundry_engines.part import Part
-from llmfoundry_engines.places import open_place
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.scratch import Scratch
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -28,20 +27,17 @@ def prepare_in_bucket(
     out: URL of the result.
     scratch: where files on their way into the bucket are, and how many bytes of them.
     """
-    if overwrite:
-        with open_place(out) as place, place.in_use():
-            place.pull(Part(1, 1))
-            place.discard()
     report = prepare_part(
         request,
         out,
         Part(1, 1),
         num_workers=num_workers,
         max_lost_text=max_lost_text,
+        overwrite=overwrite,
         show_progress=show_progress,
         notify=notify,
         scratch=scratch,
     )
     if report is None:
-        return join(out)  # it has finished before, of which the user was notified
+        return join(out, scratch=scratch)  # it has finished before, of which the user was notified
     return join(out, max_lost_text=max_lost_text, show_progress=show_progress, notify=notify, scratch=scratch)

@@ -58,6 +58,7 @@ def prepare_part(
     *,
     num_workers: int | None = None,
     max_lost_text: float = MAX_LOST_TEXT,
+    overwrite: bool = False,
     show_progress: bool = False,
     notify: Callable[[str], None] = lambda line: None,
     scratch: Scratch | None = None,
@@ -69,6 +70,7 @@ def prepare_part(
     num_workers: number of processes that tokenise, by default one for each core that this process may use.
     max_lost_text: fraction of characters that the tokenizer may lose. A part that loses more is only reported, because
         `data join` decides by the whole text.
+    overwrite: discard an earlier preparation in `out` once the input is open. No other part may have begun.
     notify: called with a sentence when work is skipped, or about lost text.
     scratch: where files on their way into a bucket are, and how many bytes of them.
 
@@ -87,6 +89,7 @@ def prepare_part(
             choose_pieces(source.pieces(), source.total_bytes or 0, part),
             num_workers=num_workers or count_usable_cores(),
             max_lost_text=max_lost_text,
+            overwrite=overwrite,
             show_progress=show_progress,
             notify=naming(place, notify),
         )
@@ -110,6 +113,7 @@ def prepare_opened_part(
     *,
     num_workers: int,
     max_lost_text: float,
+    overwrite: bool = False,
     show_progress: bool,
     notify: Callable[[str], None],
 ) -> PartReport | None:
@@ -118,6 +122,9 @@ def prepare_opened_part(
     out = place.out
     with place.in_use(is_shared=True):
         place.pull(part)
+        if overwrite:
+            place.discard()
+            place.pull(part)
         if find_finished(out, opened.record, opened.existing_tokenizer, f"remove {out} first"):
             place.remove_partial()
             notify(f"{out} is complete: all parts were joined there before")

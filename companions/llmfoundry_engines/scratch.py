@@ -1,5 +1,6 @@
 """Scratch space: a folder of this machine with what is on its way into a bucket, and a limit of its bytes."""
 
+import errno
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ PREFIX = "llmfoundry-prepare."
 """Beginning of the names of scratch folders. The host and a random text follow."""
 DEFAULT_LIMIT_BYTES = 4 << 30
 """Limit of scratch space if none is given, unless more is needed."""
+MAX_FOLDERS_LOST = 100
+"""Number of new scratch folders that launches which begin at the same moment may take from each other."""
 MARGIN_BYTES = 4 << 20
 """Room for records of the preparation, such as its index and its held-out text."""
 
@@ -57,8 +60,7 @@ def scratch_folder(parent: str | None) -> Iterator[Path]:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(f"{prefix}*"):
             remove_unless_in_use(leftover)
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        lock = lock_folder(folder)
+        folder, lock = make_locked_folder(root, prefix)
     except OSError as error:
         raise DataError(f"--scratch {root}: no folder can be made there ({error.strerror}); choose another") from error
     try:
@@ -68,8 +70,25 @@ def scratch_folder(parent: str | None) -> Iterator[Path]:
         os.close(lock)
 
 
+def make_locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
+    """Make a folder with a new name in `root`, and lock it. Returns its path, and the descriptor of the lock.
+
+    Before it is locked, another launch may take it for that of a killed one, and remove it. Then another one is made.
+    """
+    for _ in range(MAX_FOLDERS_LOST):
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        try:
+            lock = lock_folder(folder)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+    raise OSError(errno.EBUSY, "other launches have removed each new folder")
+
+
 def remove_unless_in_use(folder: Path) -> None:
-    """Remove a scratch folder of this user, unless its process runs. Its name ends with the number of its process."""
+    """Remove a scratch folder of this user, unless its process runs and so holds a lock on it."""
     with suppress(OSError):
         if folder.stat().st_uid != os.geteuid():
             return

@@ -247,7 +247,37 @@ def test_scratch_folders_of_killed_launches_are_removed_and_others_kept(tmp_path
         assert not killed.exists() and first.is_dir() and second.is_dir()
 
 
+def test_a_new_scratch_folder_that_another_launch_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not locked yet, as that of a killed launch. The other launch removes it before, or after it is opened."""
+    lock_folder, num_calls = scratch.lock_folder, itertools.count()
+
+    def lock_too_late(folder: Path) -> int:
+        call = next(num_calls)
+        if call == 0:
+            folder.rmdir()
+        if call == 1:
+            raise BlockingIOError
+        lock = lock_folder(folder)
+        if call == 2:
+            folder.rmdir()
+        return lock
+
+    monkeypatch.setattr(scratch, "lock_folder", lock_too_late)
+    with scratch.scratch_folder(str(tmp_path)) as folder:
+        assert folder.is_dir() and next(num_calls) == 4
+
+
 # Faults and refusals
+
+
+def test_a_tokenizer_in_the_bucket_that_is_damaged_is_named(out: str) -> None:
+    damaged = [b"", b"[]", b'{"a": 1}', b'{"": ""}', b'{"../a": ""}', b'{"a\\u0000b": ""}', b'{"a": "\\ud800"}']
+    for content in damaged:
+        s3fs.S3FileSystem().pipe_file(f"{out}/.partial/tokenizer.json", content)
+        with pytest.raises(DataError, match=rf"{out}/\.partial/tokenizer\.json is damaged; remove {out}/\.partial and"):
+            join(out)
 
 
 @pytest.mark.slow
@@ -290,6 +320,8 @@ def test_other_content_and_other_preparations_are_left_alone_unless_overwritten(
     filesystem.pipe_file(f"{root}/notes.txt", b"mine")
 
     prepare_in_bucket(wanted, out, num_workers=1)
+    with pytest.raises(DataError, match=r"nowhere: no such file or folder"):
+        prepare_in_bucket(replace(wanted, sources=("nowhere",)), out, num_workers=1, overwrite=True)
     other = replace(wanted, max_seq_len=16)
     with pytest.raises(DataError, match=r"holds another preparation: max_seq_len was 32 and is 16 now; choose another"):
         prepare_in_bucket(other, out, num_workers=1)
