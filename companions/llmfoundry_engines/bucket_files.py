@@ -68,6 +68,9 @@ def open_store(url: str) -> Store:
     if is_masked(url):
         raise DataError(f"{url}: credentials are not recorded; give the URL with them")
     parts = urlsplit(url)
+    if parts.scheme in ("file", "local"):
+        path = url.partition("://")[2]
+        raise DataError(f"{url}: expected the URL of a bucket, or a path; for files of this machine, give {path}")
     return _open_root(f"{parts.scheme}://{parts.netloc}")
 
 

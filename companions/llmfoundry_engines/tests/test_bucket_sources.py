@@ -118,6 +118,7 @@ def test_urls_with_nothing_to_read_are_named(use_s3: Callable[..., str], mixed: 
         (f"{url}/*.nothing", f"{url}/*.nothing: no object matches"),
         (f"{url}/d/image.png", f"{url}/d/image.png: nothing here can be read; expected"),
         (url.replace("s3://", "s3:/"), f"did you mean {url}"),
+        (f"file://{mixed}", f"for files of this machine, give {mixed}"),
         ("s3://no-such-bucket-here/x", "s3://no-such-bucket-here/x/ cannot be listed: there is no such bucket"),
     ):
         with pytest.raises(DataError) as caught:
