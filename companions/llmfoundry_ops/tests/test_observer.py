@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_ops.tests.receiving import receiving
 from tests.helpers.launch import PATHS, ROOT
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config, write_data
@@ -141,7 +142,7 @@ def folder(tmp_path_factory):
 def test_a_run_that_is_killed_refused_and_resumed_tells_each_once(folder, server):
     run_folder = folder / "runs/tiny"
     launch = run(folder, server)
-    wait_until(lambda: (run_folder / "metrics.jsonl").exists() and len(read_metrics(run_folder)) > 8)
+    wait_until(lambda: (read_status(run_folder) or {}).get("last_saved") is not None)
     launch.kill()
     launch.communicate(timeout=DEADLINE_SECONDS)
     alert = server.wait_for("failed")
