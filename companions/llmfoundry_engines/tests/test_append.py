@@ -16,6 +16,7 @@ from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.tokenizer import load_tokenizer
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare import prepare as prepare_module
+from llmfoundry_lite.prepare.out_folder import only_preparation_in
 from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.summary import load_summary
 from tests.helpers.data import folder_bytes, make_documents
@@ -124,6 +125,14 @@ def test_the_same_source_is_warned_of_and_a_taken_name_is_refused(out, documents
     assert f"warning: stream twice was prepared from {tmp_path}/web.jsonl, too; what has not changed" in output
     with pytest.raises(DataError, match=r"streams/twice is a stream already, .*sources was .*; give another --name"):
         append(out, [str(tmp_path / "news.jsonl")], name="twice")
+
+
+def test_a_stream_may_have_the_name_of_the_folder_and_be_made_beside_others(out, documents, tmp_path, run):
+    with only_preparation_in(out, is_shared=True):  # as another `data append` does meanwhile
+        new_run, _ = printed_blocks(run(out, tmp_path / "news.jsonl", "--text-key", "body", "--name", "set"))
+    streams = new_run["train_loader"]["dataset"]["streams"]
+    folders = {name: stream["local"] for name, stream in streams.items()}
+    assert folders == {"set-1": str(out), "set": str(out / "streams/set")}
 
 
 def test_data_that_streams_were_added_to_is_not_overwritten(out, documents, tmp_path, tokenizer_folder, run):
