@@ -130,6 +130,17 @@ def test_folders_of_a_remote_are_downloaded_and_found_again(folders, tmp_path, d
     assert {name for name in downloads if name.endswith(".mds")} == set()
 
 
+def test_an_old_index_is_removed_from_a_cache_that_has_no_shards(folders, tmp_path):
+    cache = tmp_path / "cache"
+    merge_index(str(folders), keep_local=True)
+    open_data(cache, remote=str(folders))
+    (folders / "index.json").unlink()
+    expected = numbers_of(open_data(folders))
+    for _ in range(2):  # the second time, the cache has shards
+        assert numbers_of(open_data(cache, remote=str(folders))) == expected
+    assert not (cache / "index.json").exists()
+
+
 @pytest.mark.parametrize("change", ["other", "more", "fewer"])
 def test_a_cache_of_other_folders_than_the_remotes_is_refused(folders, tmp_path, change):
     cache = tmp_path / "cache"

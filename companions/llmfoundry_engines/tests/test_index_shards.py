@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from streaming import MDSWriter
 
-from llmfoundry_engines.index_shards import index_folders
+from llmfoundry_engines.index_shards import index_folders, write_index_of
 from llmfoundry_lite.cli import main
+from llmfoundry_lite.data.index_files import list_local_folder
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import folder_bytes
 from tests.helpers.numbered import numbers_of, open_data, write_shards
@@ -101,6 +102,25 @@ def test_a_file_that_is_no_complete_shard_is_named(tmp_path, change, words):
     with pytest.raises(DataError, match=rf"^{shard} is not a complete MDS shard: {words}.*; remove it, or write it"):
         index_folders(folder)
     assert not (folder / "index.json").exists()
+
+
+def test_an_index_that_another_process_has_written_meanwhile_stays(tmp_path):
+    folder = write_shards(tmp_path / "mds")
+    (folder / "index.json").write_text("theirs")
+    with pytest.raises(DataError, match=r"index.json has been written meanwhile; run the command again"):
+        write_index_of(folder, list_local_folder(folder)(""))
+    assert (folder / "index.json").read_text() == "theirs"
+
+
+def test_shards_whose_compressed_files_are_gone_are_not_compressed(tmp_path):
+    folder = write_shards(tmp_path / "mds", compression="zstd")
+    expected = numbers_of(open_data(folder))  # decompresses the shards
+    for path in [folder / "index.json", *folder.glob("*.zstd")]:
+        path.unlink()
+    index_folders(folder)
+    records = json.loads((folder / "index.json").read_text())["shards"]
+    assert {(record["compression"], record["zip_data"]) for record in records} == {(None, None)}
+    assert numbers_of(open_data(folder)) == expected
 
 
 def test_a_link_that_leads_nowhere_is_named(tmp_path):
