@@ -112,10 +112,13 @@ def _describe_start(config: TrainConfig, *, is_for_here: bool) -> tuple[str, lis
         beginning = f"the {state} of {load_path}"
 
     # A remote folder is not opened, because a dry run needs no network and no credentials.
-    is_remote = "://" in folder
+    places = [folder] if config.save_fallback is None else [folder, config.save_fallback]
+    is_remote = any("://" in place for place in places)
     if is_remote:
-        not_checked = [f"{folder}: what it holds, and whether that fits this configuration"]
-        description = f"the newest save in {folder}, else {beginning}" if config.autoresume else beginning
+        place_names = " and ".join(places)
+        contents = "what it holds" if len(places) == 1 else "what they hold"
+        not_checked = [f"{place_names}: {contents}, and whether that fits this configuration"]
+        description = f"the newest save in {place_names}, else {beginning}" if config.autoresume else beginning
         return description, not_checked
 
     # Choose the start as the launch would.
@@ -300,7 +303,10 @@ def _describe_saves(config: TrainConfig) -> str:
     frequency = "as often as costs 2 %" if interval.is_auto else f"every {interval.span or interval.written}"
     kept = "all" if num_kept == -1 else f"the newest {num_kept}"
     limit = f"the run ends when saves fail for {config.max_unsaved.written}"
-    return f"{config.checkpoint_folder}, {frequency} and at the end, {kept} kept; {limit}"
+    place = config.checkpoint_folder
+    if config.save_fallback is not None:
+        place += f" (while saves there fail: {config.save_fallback})"
+    return f"{place}, {frequency} and at the end, {kept} kept; {limit}"
 
 
 def _describe_logs(config: TrainConfig) -> str:

@@ -123,7 +123,7 @@ class AfterSaves(Callback):
         self.last_batch = self.checkpointing.published_batch
         self.due = [batch for batch in self.due if batch > self.last_batch]
         name = f"ba{self.last_batch}"
-        job = self.job_of(name, f"{self.checkpointing.store.root.url}/{name}")
+        job = self.job_of(name, str(self.checkpointing.newest_url))
         if len(self.jobs) > max_waiting:
             self._report(job, f"{self.jobs[0].name} is still being read")
             return

@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
 from llmfoundry_lite.errors import CheckpointError, DamagedCheckpointError, DataError, IncompleteCheckpointError
 from llmfoundry_lite.ranks.identity import boot_id, is_alive
-from llmfoundry_lite.ranks.status import STATUS, read_status
+from llmfoundry_lite.ranks.status import SAVED_IN, STATUS, read_status
 from llmfoundry_lite.report.log import LOSS
 from llmfoundry_lite.report.reading import (
     METRICS,
@@ -103,7 +103,7 @@ class RunState:
             facts.append(f"validation {loss:.4f} at batch {batch:,}")
         checkpoint = self.last_checkpoint()
         if checkpoint is not None:
-            facts.append(f"saved {checkpoint}")
+            facts.append(f"saved {checkpoint}{self.second_place}")
         if self.failed_saves:
             facts.append(f"failed saves {self.failed_saves}: {self.save_error}")
         return f"<{', '.join(facts)}>"
@@ -154,6 +154,12 @@ class RunState:
         """Number of saves that have failed since the last one that did not."""
         count = self.status.get("failed_saves")
         return count if isinstance(count, int) else 0
+
+    @property
+    def second_place(self) -> str:
+        """Where the newest save is if that is `save_fallback`, as ` in /nvme/mpt-1b`; empty if it is not."""
+        place = self.status.get(SAVED_IN)
+        return f" in {place}" if isinstance(place, str) and place else ""
 
     @property
     def save_error(self) -> str:
@@ -208,8 +214,13 @@ class LiveRun(RunState):
     def last_checkpoint(self) -> str | None:
         """Return the name of the newest checkpoint, such as `ba200`, or None if there is none.
 
-        If the checkpoints lie behind a URL, it is the one that status.json names, and nothing is read from there.
+        If the checkpoints lie behind a URL, or if the newest is in `save_fallback`, it is the one that status.json
+        names, and nothing is read from there.
         """
+        name = self.status.get("last_saved")
+        has_name = isinstance(name, str) and COMMITTED.fullmatch(name) is not None
+        if has_name and self.status.get(SAVED_IN):
+            return name
         checkpoint_folder = find_checkpoint_folder(self._opened, self.config, allowed_protocols=())
         if checkpoint_folder is not None:
             with contextlib.suppress(CheckpointError):  # the disk may not answer now
@@ -218,10 +229,7 @@ class LiveRun(RunState):
                         return f"ba{candidate.batch}"
                 return None  # there is a folder, but no checkpoint that can be read
 
-        name = self.status.get("last_saved")
-        if isinstance(name, str) and COMMITTED.fullmatch(name):
-            return name
-        return None
+        return name if has_name else None
 
 
 class SavedRun(RunState):

@@ -97,7 +97,7 @@ def line_of(run: RunState) -> str:
         parts.append(f"local steps, every {run.last_record['islands/local_steps']}: losses are of this island's rows")
     checkpoint = run.last_checkpoint()
     if checkpoint is not None:
-        parts.append(f"saved {checkpoint}")
+        parts.append(f"saved {checkpoint}{run.second_place}")
     if run.failed_saves:
         parts.append(f"failed saves {run.failed_saves}: {run.save_error}")
     if run.read_error is not None:

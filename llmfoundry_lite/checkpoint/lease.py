@@ -89,6 +89,9 @@ class LeaseRequest:
     """How a launch asks for a lease."""
 
     run_name: str = ""
+    fallback: str = ""
+    """The launch's second place for saves if only this machine may see it; empty if not. A launch on another machine
+    that takes over tells the user of it."""
     takes_over: bool = False
     """Take the lease from a holder on another machine without watching it first."""
     note: Callable[[str], None] = lambda line: None
@@ -134,11 +137,13 @@ class Leases:
                 return holder.activity_id
             if request.takes_over:
                 request.note(f"takeover: this launch takes {self.url} from {holder.describe()}")
+                _note_fallback(holder, request.note)
                 return holder.activity_id
 
             # A holder on another machine.
             changed_holder = self._watch(holder, request.note)
             if changed_holder is None:
+                _note_fallback(holder, request.note)
                 return holder.activity_id
             is_same_claim = (changed_holder.epoch, changed_holder.owner) == (holder.epoch, holder.owner)
             has_renewed = is_same_claim and not changed_holder.is_released
@@ -191,6 +196,8 @@ class Leases:
         owner = describe_this_process() | {"claim": uuid.uuid4().hex}
         if request.run_name:
             owner["run"] = request.run_name
+        if request.fallback:
+            owner["fallback"] = request.fallback
 
         while True:
             if not steal_from_live_writer:
@@ -212,6 +219,20 @@ class Leases:
         self._seen_epoch = epoch
         self._remove_old_claims(epoch)
         return Lease(epoch, owner)
+
+    def copy_claim(self, lease: Lease) -> None:
+        """Put the claim of a lease that this process holds in another folder into this one, too.
+
+        It refuses a launch with an earlier lease here as well (`check`). Raises CheckpointError if a later launch has
+        its claim here, and OSError if the folder cannot be written.
+        """
+        self.folder.make(with_parents=True)
+        if self.highest_epoch() >= lease.epoch:
+            self.check(lease)  # raises, unless the claim is this launch's
+            return
+        self.folder.put(_claim_name(lease.epoch), write_json(lease.owner), only_if_new=True)
+        self._seen_epoch = lease.epoch
+        self._remove_old_claims(lease.epoch)
 
     def _remove_old_claims(self, epoch: int) -> None:
         """Remove the files of old claims and of their renewals: all but the last NUM_CLAIMS_KEPT up to `epoch`.
@@ -353,6 +374,8 @@ class Renewals:
         self._leases = leases
         self._lease = lease
         self._is_over = threading.Event()
+        self._renewed_seconds = time.monotonic()
+        """Monotonic time at which the last renewal that succeeded began, or at which the lease was taken."""
         self._releases = False
         """Whether the thread, when it ends, records that the lease is released."""
         self._thread = threading.Thread(target=self._run, name="lease-renewals", daemon=True)
@@ -362,14 +385,21 @@ class Renewals:
         """Renew the lease every RENEWAL_SECONDS until `_is_over` is set. Runs in the background thread."""
         renewals = 0
         while not self._is_over.is_set():
+            began_seconds = time.monotonic()
             with contextlib.suppress(OSError, CheckpointError):
                 self._leases.renew(self._lease, renewals)
+                self._renewed_seconds = began_seconds
             renewals += 1
             self._is_over.wait(RENEWAL_SECONDS)
         # The release is recorded in this thread, so that no late renewal can follow it.
         if self._releases:
             with contextlib.suppress(OSError, CheckpointError):
                 self._leases.renew(self._lease, renewals, is_released=True)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last renewal that succeeded began. It grows while the folder cannot be written."""
+        return time.monotonic() - self._renewed_seconds
 
     def stop(self) -> None:
         """End the thread without releasing the lease. Another launch then has to watch it before it takes over."""
@@ -406,6 +436,16 @@ def is_alive_here(owner: dict[str, Any]) -> bool | None:
     if owner["boot"] != this_process["boot"]:
         return None  # another machine, or this one before it was restarted
     return is_alive({"namespace": pid_namespace(), **owner})
+
+
+def _note_fallback(holder: Holder, note: Callable[[str], None]) -> None:
+    """Tell the user of the second place on another machine in which a dead holder may have saved."""
+    fallback = holder.owner.get("fallback")
+    if isinstance(fallback, str) and fallback:
+        note(
+            f"host {holder.owner.get('host', 'unknown')} has saves of this run in {fallback} if save_folder was away "
+            "while it trained; only that machine can tell. `llmfoundry-lite checkpoint copy` brings them here"
+        )
 
 
 def _claim_name(epoch: int) -> str:

@@ -101,7 +101,7 @@ def load_newest(
     ignore_keys: Sequence[str] = (),
     check: ManifestCheck = lambda manifest: None,
 ) -> Restored:
-    """Restore a model and its optimizer from the newest intact checkpoint of a run.
+    """Restore a model and its optimizer from the newest intact checkpoint of a run, in its second place too.
 
     Collective. Damaged and incomplete checkpoints are passed over, and the next older one is tried. `lease` is the
     run's lease, on rank 0: with it, damaged checkpoints are also renamed. The other arguments are those of `load`.
@@ -112,7 +112,7 @@ def load_newest(
     and the error names it.
     """
     rank, _ = exchange.rank_and_size()
-    passed_over: dict[str, str] = {}  # on rank 0: name of a checkpoint -> the line that says why
+    passed_over: dict[str, str] = {}  # on rank 0: URL of a checkpoint -> the line that says why
     while True:
         # Rank 0 searches by manifests and file sizes alone.
         checkpoint = None
@@ -121,8 +121,8 @@ def load_newest(
                 search = store.newest_intact(check_present, quarantine=lease, skip=passed_over)
                 checkpoint = search.checkpoint
                 passed_over |= search.passed_over
-        name = exchange.broadcast_json(checkpoint.name if checkpoint else None)
-        if name is None:
+        url = exchange.broadcast_json(checkpoint.url if checkpoint else None)
+        if url is None:
             notes = exchange.broadcast_json([*passed_over.values()])
             return Restored(None, store.root.url, notes)
 
@@ -130,11 +130,12 @@ def load_newest(
         try:
             manifest = _load_together(checkpoint, model, optimizer, cast, ignore_keys, check)
         except (DamagedCheckpointError, IncompleteCheckpointError) as error:
-            if rank == 0:
-                passed_over[name] = store.set_aside(name, error, lease)
+            if checkpoint is not None:  # on rank 0
+                place = store.place_of(checkpoint.folder)
+                passed_over[url] = place.set_aside(checkpoint.name, error, lease)
         else:
             notes = exchange.broadcast_json([*passed_over.values()])
-            return Restored(manifest, store.root.child(name).url, notes)
+            return Restored(manifest, url, notes)
 
 
 def _load_together(

@@ -20,6 +20,7 @@ import math
 import mmap
 import struct
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from llmfoundry_lite.checkpoint import state
 from llmfoundry_lite.checkpoint.commit import lease_epoch_of
 from llmfoundry_lite.checkpoint.grid import Chunk
 from llmfoundry_lite.checkpoint.launch_record import RecordWriter
-from llmfoundry_lite.checkpoint.lease import RELEASE_SECONDS, LeaseRequest, Renewals
+from llmfoundry_lite.checkpoint.lease import RELEASE_SECONDS, WATCH_SECONDS, LeaseRequest, Renewals
 from llmfoundry_lite.checkpoint.local_folder import DIRECT_BYTES
 from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart, Manifest, Segment, Timestamp
 from llmfoundry_lite.checkpoint.planning import SavePlan, agree_on_plan, boxes_of
@@ -90,6 +91,8 @@ class Saved:
     """Bytes of all ranks' files together."""
     state_digest: str
     """Digest of all saved tensors. It does not depend on how ranks divide them; see `state_digest.py`."""
+    is_in_second: bool = False
+    """Whether it is in the run's second place, `save_fallback`."""
 
 
 class RankReport(NamedTuple):
@@ -114,6 +117,8 @@ class SaveInFlight:
     metadata: SaveMetadata
     plan: SavePlan
     state: state.State
+    store: CheckpointStore
+    """The place that it goes to: the store of the run, or its second."""
     save_id: str
     started: float
     """Monotonic clock at the beginning of `Saver.save`."""
@@ -141,8 +146,11 @@ class Saver:
 
     At most one save is in flight. Host memory is allocated at the first save and used again.
 
-    `after_publish` is called on rank 0 in a background thread, for instance to remove old checkpoints. The save counts
-    as in flight until it returns, and an error that it raises ends the run.
+    If the store has a second place, a save goes there if the save before it failed in the first place, or while the
+    first place does not take renewals of the lease. All files of a save are in one place, which rank 0 chooses.
+
+    `after_publish` is called on rank 0 in a background thread, with the lease and the place of the save, for instance
+    to remove old checkpoints. The save counts as in flight until it returns, and an error that it raises ends the run.
     """
 
     def __init__(
@@ -150,12 +158,18 @@ class Saver:
         store: CheckpointStore,
         *,
         parent_save_id: str | None = None,
-        after_publish: Callable[[Lease], None] = lambda lease: None,
+        after_publish: Callable[[Lease, CheckpointStore], None] = lambda lease, place: None,
         note_wait: Callable[[str, float], None] = lambda name, seconds: None,
     ):
         """Prepare to save to a run's store, without reading or writing there. `parent_save_id` is the save that the run
         was restored from."""
         self.store = store
+        self.second = store.second
+        """The run's second place, until `take_lease` finds that it cannot be written. The same on all ranks."""
+        self.second_error = ""
+        """Why it cannot be written; empty if it can."""
+        self.next_is_second = False
+        """The last save failed in the first place, so that the next one goes to the second. The same on all ranks."""
         self.after_publish = after_publish
         self.note_wait = note_wait
         """Called on each rank while it waits for a save, with the checkpoint's name and the seconds waited so far."""
@@ -169,8 +183,11 @@ class Saver:
         """Writes the record of this launch beside the checkpoints, on rank 0."""
         self.parent_save_id = parent_save_id
         self.log_parts: tuple[LogPart, ...] = ()
-        """On rank 0: the parts of the log that the last save has. Before the first save, those of the checkpoint in
-        this store that the run carries on from."""
+        """On rank 0: the parts of the log that the last save in the first place has. Before the first save, those of
+        the checkpoint in this store that the run carries on from."""
+        self._second_log_parts: tuple[LogPart, ...] = ()
+        """On rank 0: the same for the second place, from which all may have been removed once a save is published in
+        the first."""
         self.rank, _ = exchange.rank_and_size()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
         self._plan: SavePlan | None = None
@@ -190,6 +207,22 @@ class Saver:
         return self._in_flight is not None
 
     @property
+    def saves_to_second(self) -> bool:
+        """Whether a save to the second place is in flight. The same on all ranks."""
+        return self._in_flight is not None and self._in_flight.store is self.second
+
+    @property
+    def url_in_flight(self) -> str:
+        """Path or URL of the place that the save in flight goes to. There must be one."""
+        assert self._in_flight is not None
+        return self._in_flight.store.root.url
+
+    @property
+    def first_answers(self) -> bool:
+        """Whether the lease has been renewed lately, so that the first place can be written. Only on rank 0."""
+        return self._renewals is not None and self._renewals.silent_seconds < WATCH_SECONDS
+
+    @property
     def is_busy(self) -> bool:
         """Whether this rank's background thread writes or publishes at this moment."""
         return self._in_flight is not None and not self._in_flight.background_task.done()
@@ -198,7 +231,9 @@ class Saver:
         """Take the run's lease on rank 0, and renew it in the background until `release_lease`.
 
         Collective; comes before the first save. Sets `has_lease` on all ranks and `lease` on rank 0. The arguments are
-        those of `CheckpointStore.acquire`. Raises CheckpointError on all ranks if rank 0 does not get the lease.
+        those of `CheckpointStore.acquire`. If the second place cannot be written, it is not used (`second` is None, and
+        `second_error` says why). Raises CheckpointError on all ranks if rank 0 does not get the lease, or if a rank
+        does not see the second place as rank 0 does.
         """
         with exchange.raising_on_all_ranks():
             if self.rank == 0:
@@ -208,7 +243,38 @@ class Saver:
                 # If this object is dropped without `release_lease`, the renewals must end, so that the lease expires.
                 weakref.finalize(self, self._renewals.stop)
                 weakref.finalize(self, self._record_writer.end)
+        if self.second is not None:
+            self._open_second(self.second)
         self.has_lease = True
+
+    def _open_second(self, second: CheckpointStore) -> None:
+        """Copy the lease's claim to the second place on rank 0, and check that all ranks see it there.
+
+        Collective. Sets `second` to None if rank 0 cannot write there. Raises CheckpointError on all ranks if another
+        rank does not see the claim, because its node has another disk there: such a place cannot hold a checkpoint.
+        """
+        epoch_and_error: tuple[int, str] = (0, "")
+        if self.rank == 0:
+            assert self.lease is not None
+            epoch_and_error = self.lease.epoch, ""
+            try:
+                second.follow(self.lease)
+            except CheckpointError as error:
+                epoch_and_error = 0, str(error)
+        epoch, self.second_error = exchange.broadcast_json(epoch_and_error)
+        if self.second_error:
+            self.second = None
+            return
+        if second.root.path_here is None:
+            return  # a bucket is the same for all ranks
+        with exchange.raising_on_all_ranks():
+            try:
+                second.check_is_seen(epoch)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"save_fallback: {error}. The ranks of all nodes save into one folder, so give one on a disk that "
+                    "they share, a URL, or save_fallback=null"
+                ) from None
 
     def release_lease(self) -> None:
         """Let another launch take the lease at once. Nothing can be saved or recorded afterwards.
@@ -247,13 +313,18 @@ class Saver:
 
         # All ranks agree on who writes what, and on the save's unique name.
         current_state = state.read_state(model, optimizer)
-        save_id = None
+        id_and_place = None
         if self.rank == 0:
             assert self.lease is not None, "rank 0 saves under a lease"
-            save_id = self.store.new_save_id(self.lease, metadata.timestamp.batch)
+            goes_to_second = self.second is not None and (self.next_is_second or not self.first_answers)
+            id_and_place = self.store.new_save_id(self.lease, metadata.timestamp.batch), goes_to_second
         plan = self._agree_on_plan(current_state)
-        save_id = exchange.broadcast_json(save_id)
-        self.store.on_phase("planned")
+        save_id, goes_to_second = exchange.broadcast_json(id_and_place)
+        store = self.store
+        if goes_to_second:
+            assert self.second is not None
+            store = self.second
+        store.on_phase("planned")
 
         # Copy what training will change. The scalars are encoded later, in the background.
         self._stage(plan, current_state)
@@ -262,10 +333,11 @@ class Saver:
             metadata=metadata,
             plan=plan,
             state=current_state,
+            store=store,
             save_id=save_id,
             started=started,
             stall_seconds=time.monotonic() - started,
-            writing=self._background.submit(self._write, plan, current_state, save_id),
+            writing=self._background.submit(self._write, plan, current_state, store, save_id),
         )
         return previous_save
 
@@ -318,17 +390,21 @@ class Saver:
                 in_flight.manifest = self._gather_reports(in_flight)
                 if self.rank == 0:
                     log = in_flight.metadata.log
-                    in_flight.publishing = self._background.submit(self._publish, in_flight.manifest, log)
+                    in_flight.publishing = self._background.submit(
+                        self._publish, in_flight.manifest, in_flight.store, log
+                    )
                 return None
         except BaseException:
             self._in_flight = None
+            self.next_is_second = self.second is not None and in_flight.store is self.store
             # A signal may interrupt rank 0 while its thread publishes. The draft is still needed then.
             if self.rank == 0 and in_flight.background_task.done():
-                self._abandon(in_flight.save_id)
+                self._abandon(in_flight.store, in_flight.save_id)
             raise
 
         # The save was published before this call.
         self._in_flight = None
+        self.next_is_second = False
         self.parent_save_id = in_flight.save_id
         return Saved(
             name=f"ba{in_flight.metadata.timestamp.batch}",
@@ -337,18 +413,22 @@ class Saver:
             durable_seconds=time.monotonic() - in_flight.started,
             num_bytes=in_flight.manifest.num_bytes,
             state_digest=in_flight.manifest.state_digest or "",
+            is_in_second=in_flight.store is not self.store,
         )
 
-    def _abandon(self, save_id: str) -> None:
+    def _abandon(self, store: CheckpointStore, save_id: str) -> None:
         """Remove the draft of a failed save. Only rank 0 calls this.
 
         Behind a URL, the background thread removes it. An object store that does not answer would otherwise hold up
         training once more, for as long as the save took to fail.
         """
-        if self.store.root.path_here is None:
-            self._background.submit(self.store.abandon, save_id)
+        if store.root.path_here is None and self.second is None:
+            self._background.submit(store.abandon, save_id)
+        elif store.root.path_here is None:
+            # The next save goes to the other place, and must not wait for this one.
+            threading.Thread(target=store.abandon, args=(save_id,), name="abandon-save", daemon=True).start()
         else:
-            self.store.abandon(save_id)
+            store.abandon(save_id)
 
     def wait(self) -> Saved | None:
         """Wait until the save in flight is published, and return it; None if there is no save in flight.
@@ -431,14 +511,14 @@ class Saver:
             self._staged_chunks[key] = byte_view.view(DTYPES[chunk.dtype]).view(chunk.shape)
         self._staged_plan = plan
 
-    def _write(self, plan: SavePlan, current_state: state.State, save_id: str) -> RankReport:
-        """Write this rank's file into the save's draft, and return this rank's report of it.
+    def _write(self, plan: SavePlan, current_state: state.State, store: CheckpointStore, save_id: str) -> RankReport:
+        """Write this rank's file into the save's draft in `store`, and return this rank's report of it.
 
         Runs in the background thread, and reads nothing that training changes: the chunks come from `_staged_chunks`,
         and of `current_state` only numbers and names are used. Raises CheckpointError if the file cannot be written, or
         if a value is NaN or infinite, because a run could not be carried on from it.
         """
-        folder, _ = self.store.open_draft(save_id)
+        folder, _ = store.open_draft(save_id)
         name = file_name(self.rank)
         header = build_header(plan.chunks_to_write, {"save_id": save_id}, block_bytes=BLOCK_BYTES)
 
@@ -446,7 +526,7 @@ class Saver:
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finite") as second_thread:
                 checking = second_thread.submit(self._check_and_sum, plan)
-                record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=self.store.on_phase)
+                record = write_shard(folder, name, header, [as_bytes(self._content)], on_phase=store.on_phase)
         except OSError as error:
             raise CheckpointError(f"{folder.url}/{name}: not written: {error.strerror or error}") from error
 
@@ -500,7 +580,7 @@ class Saver:
         reports = [RankReport(*REPORT.unpack(packed_report)) for packed_report in packed_reports]
         _check_same_optimizers(reports, plan)  # raises on all ranks or on none, because all have the same reports
 
-        _, name_prefix = self.store.commits.draft(in_flight.save_id)
+        _, name_prefix = in_flight.store.commits.draft(in_flight.save_id)
         files = []
         for rank, report in enumerate(reports):
             file = FileRecord(
@@ -531,24 +611,28 @@ class Saver:
             files=tuple(files),
         )
 
-    def _publish(self, manifest: Manifest, log: Callable[[], bytes] | None) -> None:
+    def _publish(self, manifest: Manifest, store: CheckpointStore, log: Callable[[], bytes] | None) -> None:
         """Write the run's log beside the checkpoint, publish the save, and call `after_publish`.
 
         Runs in the background thread of rank 0. `manifest` has everything but the log; `log` returns the log's bytes,
         and None leaves it out. Sets `log_parts`. Raises CheckpointError if the save is not published.
         """
         assert self.lease is not None
-        folder, _ = self.store.open_draft(manifest.save_id)
-        log_parts = ()
+        folder, _ = store.open_draft(manifest.save_id)
+        is_first = store is self.store
+        log_parts: tuple[LogPart, ...] = ()
         try:
             if log is not None:
-                log_parts = write_log(self.store, manifest.save_id, log(), self.log_parts)
+                previous_parts = self.log_parts if is_first else self._second_log_parts
+                log_parts = write_log(store, manifest.save_id, log(), previous_parts)
         except OSError as error:
             raise CheckpointError(f"{folder.url}: what goes with the tensors was not written: {error}") from error
 
-        self.store.publish(replace(manifest, log=log_parts), self.lease)
-        self.log_parts = log_parts
-        self.after_publish(self.lease)
+        store.publish(replace(manifest, log=log_parts), self.lease)
+        if is_first:
+            self.log_parts = log_parts
+        self._second_log_parts = () if is_first else log_parts
+        self.after_publish(self.lease, store)
 
 
 def _check_same_optimizers(reports: Sequence[RankReport], plan: SavePlan) -> None:

@@ -63,6 +63,17 @@ class Start(NamedTuple):
     """The holder of the run's lease that was found dead, as `Leases.wait_until_free` returns it."""
 
 
+def open_run_store(config: TrainConfig) -> CheckpointStore:
+    """Return the store of a run's checkpoints, with that of its second place if it has one. Nothing is read.
+
+    Raises CheckpointError if a URL cannot be opened.
+    """
+    second = None
+    if config.save_fallback is not None:
+        second = CheckpointStore(config.save_fallback)
+    return CheckpointStore(config.checkpoint_folder, second=second)
+
+
 def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     """Choose the checkpoint that a launch begins from, and check its manifest against the launch's configuration.
 
@@ -73,13 +84,15 @@ def choose_start(config: TrainConfig, fingerprints: dict[str, str]) -> Start:
     or if its configuration does not fit the checkpoint.
     """
     # The run's own folder comes before `load_path`, so that a launch repeated with the same command carries on.
-    store = CheckpointStore(config.checkpoint_folder)
-    candidates = store.candidates()
+    store = open_run_store(config)
+    candidates = store.all_candidates()
     if candidates:
         return _start_from_run_folder(config, store, candidates, fingerprints)
 
     # There is no checkpoint of this run. Make sure that there was none before.
     store.check_is_new()
+    if store.second is not None:
+        store.second.check_is_new()
     note = _check_log(config, store.root.url)
     if config.load_path is not None:
         url, is_single_checkpoint = _check_load_path(config, config.load_path, fingerprints)
@@ -102,8 +115,9 @@ def _start_from_run_folder(
     if newest is not None:
         _refuse_other_run(config, newest)
     if not config.autoresume:
+        place = store.place_of(candidates[0].folder)
         raise CheckpointError(
-            f"{store.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
+            f"{place.root.url} already holds {candidates[0].name} of this run; carry on with autoresume=true, or "
             "choose another run_name"
         )
 

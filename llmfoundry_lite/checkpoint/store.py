@@ -130,7 +130,7 @@ class Search(NamedTuple):
 
     checkpoint: Checkpoint | None
     passed_over: dict[str, str]
-    """Name of each checkpoint that was passed over -> the line that says why."""
+    """URL of each checkpoint that was passed over -> the line that says why."""
 
     @property
     def notes(self) -> list[str]:
@@ -192,10 +192,19 @@ class CheckpointStore:
     from a launch believed dead ranks below its successor's first one. Times on clocks are not compared.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, on_phase: Callable[[str], None] = lambda phase: None):
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        second: "CheckpointStore | None" = None,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ):
         """Open a store at a path or URL, without reading or writing there. Raises CheckpointError for a URL that cannot
         be opened."""
         self.root = open_folder(url)
+        self.second = second
+        """The store of the run's second place, `save_fallback`; None if it has none. `all_candidates` and
+        `newest_intact` look there, too, and its saves count for the lease's number. See `fallback.py`."""
         self.leases = Leases(self.root)
         self.commits = commits_in(self.root, lambda phase: self.on_phase(phase))
         self._log_names: dict[str, set[str]] = {}
@@ -216,14 +225,16 @@ class CheckpointStore:
             stop.
         request: how to ask for the lease; see `LeaseRequest`.
 
-        The lease's epoch is higher than that of any lease, checkpoint or record of a launch here. Waits while the
-        holder is watched, as `wait_until_free`. Raises CheckpointError if the holder still runs, or if the folder
-        cannot be written.
+        The lease's epoch is higher than that of any lease or checkpoint, here and in the second place, and of any
+        record of a launch here. Waits while the holder is watched, as `wait_until_free`. Raises CheckpointError if the
+        holder still runs, or if the folder cannot be written.
         """
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: no lease can be taken"):
             # Somebody may have removed the claims, or copied checkpoints from elsewhere.
-            saved_epochs = [candidate.head.lease_epoch for candidate in self.candidates() if candidate.head is not None]
-            used_epochs = [*saved_epochs, *list_records(self.root)]
+            used_epochs = [candidate.head.lease_epoch for candidate in self.all_candidates() if candidate.head]
+            used_epochs += list_records(self.root)
+            if self.second is not None:
+                used_epochs.append(self.second.leases.highest_epoch())
             lease = self.leases.acquire(
                 at_least=max(used_epochs, default=0) + 1,
                 steal_from_live_writer=steal_from_live_writer,
@@ -231,6 +242,21 @@ class CheckpointStore:
             )
             self.commits.clear_leftovers(lease.epoch)
         return lease
+
+    def follow(self, lease: Lease) -> None:
+        """Let the holder of the lease of the run's first place write here too, in its second place.
+
+        Its claim is copied here, so that a launch that it has replaced may not write here any more either. What earlier
+        launches have left behind is cleared away. Raises CheckpointError.
+        """
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: cannot be written"):
+            self.leases.copy_claim(lease)
+            self.commits.clear_leftovers(lease.epoch)
+
+    def check_is_seen(self, lease_epoch: int) -> None:
+        """Raise CheckpointError unless this process sees the lease with this number, as `Leases.check_is_seen`."""
+        with _os_errors_as_checkpoint_errors(f"{self.root.url}: the lease cannot be read"):
+            self.leases.check_is_seen(lease_epoch)
 
     def release(self, lease: Lease) -> None:
         """Let another launch become the writer at once. If that fails, nothing is raised: another launch then watches
@@ -297,26 +323,34 @@ class CheckpointStore:
             folder.make()
         return folder, prefix
 
-    def publish(self, manifest: Manifest, lease: Lease) -> Checkpoint:
+    def publish(self, manifest: Manifest, lease: Lease | None, *, is_newest: bool = True) -> Checkpoint:
         """Commit a draft, so that readers see the save as the checkpoint of its batch. Returns that checkpoint.
 
-        Called by one rank, the holder of the lease, when the files of all ranks are durable. Raises CheckpointError if
-        the save cannot be committed, in which case readers see what they saw before.
+        Called by one rank, the holder of the lease, when the files of all ranks are durable. For the copy of a save,
+        `manifest` has the epoch of the launch that made the save, and without a lease, a user copies. `is_newest` says
+        that the save is newer than all others here.
+
+        Raises CheckpointError if the save cannot be committed, in which case readers see what they saw before.
         """
         name = committed_name(manifest.save_id)
         folder = self.root.child(name)
-        assert manifest.lease_epoch == lease.epoch
+        assert lease is None or manifest.lease_epoch <= lease.epoch
         manifest_bytes = encode(manifest)
+
+        def check_lease() -> None:
+            """Raise CheckpointError if another launch has taken over."""
+            if lease is not None:
+                self.check(lease)
 
         def check_at_last_moment() -> None:
             """Raise CheckpointError if another launch has taken over, or has saved this batch, since the draft
             began."""
-            self.check(lease)
+            check_lease()
             self._check_not_newer(folder, manifest)
             self.on_phase("before rename")
 
         with _os_errors_as_checkpoint_errors(f"{folder.url}: not published"):
-            self.check(lease)
+            check_lease()
             self._check_sees_all_files(manifest)
             self.on_phase("before manifest")
             self.commits.commit(manifest.save_id, manifest_bytes, check_at_last_moment)
@@ -325,7 +359,8 @@ class CheckpointStore:
         # The save is committed, and nothing below may fail.
         self._log_names[manifest.save_id] = _names_of_log(manifest)
         with contextlib.suppress(OSError):  # no program reads this file
-            self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
+            if is_newest:
+                self.root.put(HINT, write_json({"name": name, "save_id": manifest.save_id}) + b"\n")
         return Checkpoint(name, folder, manifest)
 
     def _check_sees_all_files(self, manifest: Manifest) -> None:
@@ -387,6 +422,30 @@ class CheckpointStore:
         candidates = [candidate for candidate in candidates_or_none if candidate is not None]
         return sorted(candidates, key=lambda candidate: candidate.recency, reverse=True)
 
+    def all_candidates(self) -> list[Candidate]:
+        """List the run's checkpoints here and in its second place, newest first, as `candidates` does.
+
+        A checkpoint that was copied from one place to the other is listed twice. Raises CheckpointError if either place
+        cannot be listed, because the newest checkpoint may be there.
+        """
+        candidates = self.candidates()
+        if self.second is None:
+            return candidates
+        try:
+            candidates += self.second.candidates()
+        except CheckpointError as error:
+            raise type(error)(
+                f"save_fallback: {error}; the newest checkpoint may be there. save_fallback=null carries on without it"
+            ) from error
+        return sorted(candidates, key=lambda candidate: candidate.recency, reverse=True)
+
+    def place_of(self, folder: Folder) -> "CheckpointStore":
+        """Return the store in which a checkpoint's folder lies: this one, or that of the second place."""
+        _, _, name = folder.url.rpartition("/")
+        if self.second is not None and folder.url == self.second.root.child(name).url:
+            return self.second
+        return self
+
     def _read_candidate(self, name: str) -> Candidate | None:
         """Read as much of a checkpoint's manifest as a listing needs, and return the checkpoint as a candidate.
 
@@ -424,26 +483,28 @@ class CheckpointStore:
         quarantine: Lease | None = None,
         skip: Collection[str] = (),
     ) -> Search:
-        """Find the newest checkpoint of the run that can be read and that passes `verify`.
+        """Find the newest checkpoint of the run that can be read and that passes `verify`, in the second place too.
 
         verify: called with a checkpoint; raises CheckpointError if there is something wrong with it.
         quarantine: the run's lease. With it, damaged checkpoints are renamed (`set_aside`).
-        skip: names that are not considered.
+        skip: URLs of checkpoints that are not considered.
 
         Damaged and incomplete checkpoints are passed over, with a line each. Any other error is raised, for instance if
         a newer release has written the checkpoint or if the disk does not answer, because an older checkpoint would not
         be what the user asks for.
         """
         passed_over: dict[str, str] = {}
-        for candidate in self.candidates():
-            if candidate.name in skip:
+        for candidate in self.all_candidates():
+            url = candidate.folder.url
+            if url in skip:
                 continue
             try:
                 checkpoint = candidate.open()
                 verify(checkpoint)
                 return Search(checkpoint, passed_over)
             except (DamagedCheckpointError, IncompleteCheckpointError) as error:
-                passed_over[candidate.name] = self.set_aside(candidate.name, error, quarantine)
+                place = self.place_of(candidate.folder)
+                passed_over[url] = place.set_aside(candidate.name, error, quarantine)
         return Search(None, passed_over)
 
     def set_aside(self, name: str, error: CheckpointError, lease: Lease | None) -> str:
@@ -481,6 +542,7 @@ class CheckpointStore:
         keep_newest: int,
         keep_every_batches: int | None = None,
         keep_names: Collection[str] = (),
+        elsewhere: Sequence[Candidate] = (),
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
         on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
         dry_run: bool = False,
@@ -499,6 +561,7 @@ class CheckpointStore:
             keep_newest=keep_newest,
             keep_every_batches=keep_every_batches,
             keep_names=keep_names,
+            elsewhere=elsewhere,
             verify=verify,
             on_unsound=on_unsound,
         )
@@ -513,6 +576,7 @@ class CheckpointStore:
         keep_every_batches: int | None = None,
         keep_names: Collection[str] = (),
         removes_set_aside: bool = False,
+        elsewhere: Sequence[Candidate] = (),
         verify: Callable[[Checkpoint], None] = lambda checkpoint: None,
         on_unsound: Callable[[str, CheckpointError], None] = lambda name, error: None,
     ) -> Removal:
@@ -523,6 +587,8 @@ class CheckpointStore:
         keep_names: names of further checkpoints that stay.
         removes_set_aside: remove all saves that were set aside as damaged. Otherwise one is removed once all
             checkpoints that stay as the newest are of later batches.
+        elsewhere: the run's checkpoints in its other place. They count among the newest, and nothing of them is
+            removed.
         verify: raises CheckpointError for a checkpoint that a run could not carry on from. It is called only if there
             is something to remove, for the newest checkpoint first, until one passes. That one stays, too. If none
             passes, nothing is removed.
@@ -536,18 +602,21 @@ class CheckpointStore:
         readable = [candidate for candidate in candidates if candidate.head is not None]
         if not readable:
             return Removal()
-        newest = readable[: max(keep_newest, 1)]
+        in_both_places = [*readable, *(candidate for candidate in elsewhere if candidate.head is not None)]
+        in_both_places.sort(key=lambda candidate: candidate.recency, reverse=True)
+        newest = _take_newest(in_both_places, max(keep_newest, 1))
         old = []
-        for candidate in readable[len(newest) :]:
+        for candidate in readable:
             is_kept_by_batch = keep_every_batches and candidate.batch % keep_every_batches == 0
-            if candidate.name not in keep_names and not is_kept_by_batch:
+            is_kept = candidate in newest or candidate.name in keep_names or is_kept_by_batch
+            if not is_kept:
                 old.append(candidate)
 
         # Old ones may go only if a checkpoint that stays is known to be intact.
         set_aside_names = self.set_aside_saves()
         removal = Removal(kept=candidates, newest=readable[0])
         if old or set_aside_names:
-            intact = _first_that_passes(verify, readable, on_unsound)
+            intact = _first_that_passes(verify, in_both_places, on_unsound)
             if intact is None:
                 return Removal()
             removal.old = [candidate for candidate in reversed(old) if candidate is not intact]
@@ -645,6 +714,20 @@ def _os_errors_as_checkpoint_errors(prefix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{prefix}: {error.strerror or error}") from error
+
+
+def _take_newest(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Return the first `count` saves of some candidates, which are sorted, newest first. Copies of a save count as
+    one."""
+    newest: list[Candidate] = []
+    save_ids: set[str] = set()
+    for candidate in candidates:
+        assert candidate.head is not None
+        save_ids.add(candidate.head.save_id)
+        if len(save_ids) > count:
+            break
+        newest.append(candidate)
+    return newest
 
 
 def _first_that_passes(

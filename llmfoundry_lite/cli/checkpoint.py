@@ -494,6 +494,41 @@ def consolidate_checkpoint(
     print_line(f"wrote {path}")
 
 
+@checkpoint.command("copy")
+def copy(
+    location: Location,
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder of checkpoints, or its save_folder.")],
+) -> None:
+    """Copy a checkpoint, or the newest intact one of a folder, to another folder of the same run's checkpoints.
+
+    Use it for a save in save_fallback that no launch has copied to save_folder. The log and the tokenizer go with it.
+    All bytes are verified. Nothing is copied if the folder has a newer checkpoint, by lease and batch, because the run
+    has gone on from another one.
+    """
+    ignore_output_errors()
+    original = find_checkpoint(location)
+
+    from llmfoundry_lite.checkpoint.fallback import copy_checkpoint
+
+    target = CheckpointStore(folder_of_checkpoints(out))
+    head = original.manifest.head
+    readable = [candidate for candidate in target.candidates() if candidate.head is not None]
+    for candidate in readable:
+        if candidate.head is not None and candidate.head.save_id == head.save_id:
+            print_line(f"{candidate.folder.url} is this checkpoint already")
+            return
+    for candidate in readable:
+        if candidate.recency > (head.lease_epoch, head.batch):
+            raise CheckpointError(
+                f"{candidate.folder.url}: saved by a later launch than {original.url}, or after it, so the run has "
+                "gone on; to begin another run from the older one, use load_path"
+            )
+    target.root.make(with_parents=True)
+    with show_spinner(f"copying {original.url}"):
+        copied = copy_checkpoint(original, target)
+    print_line(f"copied {original.url} to {copied.url}")
+
+
 @checkpoint.command("prune")
 def prune(
     location: Location,

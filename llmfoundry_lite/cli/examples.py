@@ -28,6 +28,7 @@ checkpoint verify s3://bucket/mpt-1b/ba200
 checkpoint diff runs/a/checkpoints/ba200 runs/b/checkpoints/ba200
 checkpoint export runs/mpt-1b exported --dtype bf16
 checkpoint import hf:mosaicml/mpt-7b imported/mpt-7b
+checkpoint copy /nvme/mpt-1b s3://bucket/mpt-1b
 checkpoint consolidate runs/mpt-1b weights.safetensors
 checkpoint average runs/mpt-1b --last 5 --out averaged/mpt-1b
 checkpoint prune runs/mpt-1b --keep 3 --keep-every 1000 --dry-run

@@ -7,6 +7,7 @@ against each other. A companion checks whether tp_config, cp_config and pp_confi
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,6 +56,7 @@ def check_together(config: TrainConfig, layers: Sequence[ConfigLayer] = ()) -> N
         _check_layout(config)
         _check_blocks(config)
         _check_exact_sums(config)
+        _check_second_place(config)
         has_t_scale = any(find_value(layer.values, "scheduler.t_scale")[0] for layer in layers)
         _check_schedule_units(config, has_t_scale)
         _check_schedule_spans(config.scheduler, config.max_duration)
@@ -415,6 +417,26 @@ def _check_blocks(config: TrainConfig) -> None:
         raise ConfigError(f"{second}: does not go with {first}: both name the run's other launches; remove one")
     for block in blocks.values():
         block.check(config)
+
+
+def _check_second_place(config: TrainConfig) -> None:
+    """Raise ConfigError if `save_fallback` is `save_folder`, or if one of them lies in the other."""
+    if config.save_fallback is None:
+        return
+    first, second = (_address_of(place) for place in (config.checkpoint_folder, config.save_fallback))
+    if f"{first}/".startswith(f"{second}/") or f"{second}/".startswith(f"{first}/"):
+        raise ConfigError(
+            f"save_fallback: {config.save_fallback} given, and checkpoints go to {config.checkpoint_folder}; expected "
+            "another place, on another disk or in another bucket"
+        )
+
+
+def _address_of(place: str) -> str:
+    """Return the absolute path of a folder on this machine, or its URL, without a slash at the end."""
+    protocol, separator, path = place.partition("://")
+    if separator and protocol not in ("file", "local"):
+        return place.rstrip("/")
+    return os.path.abspath(os.path.expanduser(path if separator else place))
 
 
 def _check_exact_sums(config: TrainConfig) -> None:

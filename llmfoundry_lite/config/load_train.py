@@ -25,7 +25,7 @@ from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import ConfigError, join_with_or
 
 FOLDERS_WITH_RUN_NAME = (
-    *("run_folder", "save_folder", "load_path", "loggers.tensorboard.log_dir"),
+    *("run_folder", "save_folder", "save_fallback", "load_path", "loggers.tensorboard.log_dir"),
     *("callbacks.hf_checkpointer.save_folder", "callbacks.profiler.folder"),
 )
 """Dotted keys of folders and URLs in which `{run_name}` is replaced by the run's name."""

@@ -354,6 +354,22 @@ class TrainConfig:
         change="freely",
     )
     """Where checkpoints go: a local folder or an fsspec URL such as s3://…; default: <run_folder>/checkpoints."""
+    save_fallback: str | None = setting(
+        None,
+        not_empty("a folder or a URL; remove the line for no second place"),
+        check_path_or_url,
+        is_path_or_url=True,
+        hardware=True,
+        uses=(
+            Use(
+                has_effect=lambda run, _: run.trains_alone,
+                reason="launches that train one run together save in save_folder alone; remove it",
+                is_refused=True,
+            ),
+        ),
+    )
+    """A second place for checkpoints, a local folder or a URL, while saves to save_folder fail. They are copied to
+    save_folder when it is back. A resume finds the newest intact checkpoint of both."""
     save_interval: SaveInterval = parsed("1000ba", SaveInterval.parse, change="logged")
     """A span, a time such as 5m, 90s or 1h, or auto. auto measures what saves cost, and saves as often as possible
     without costing more than 2 % of training time. The end of a launch always saves."""

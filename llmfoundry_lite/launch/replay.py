@@ -45,6 +45,7 @@ DETERMINISTIC = "deterministic"
 """Key that the ranks of a replay set: true on a GPU, and elsewhere the run's value."""
 REPLAY_VALUES: dict[str, Any] = {
     "save_folder": None,
+    "save_fallback": None,
     "autoresume": False,
     "export_at_end": False,
     "digest_interval": "1ba",

@@ -22,12 +22,13 @@ from composer.loggers import Logger
 
 from llmfoundry_lite.checkpoint.lease import LeaseRequest
 from llmfoundry_lite.checkpoint.manifest import Manifest, Segment, Timestamp
+from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.paths import put_tokenizer
 from llmfoundry_lite.checkpoint.restore import Restored, load, load_newest
 from llmfoundry_lite.checkpoint.run_log import FAILED_SAVES, METRICS, SAVED, UNSAVED_BATCHES, Log, read_log
 from llmfoundry_lite.checkpoint.save import Saved, SaveMetadata, Saver
-from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch
-from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
+from llmfoundry_lite.checkpoint.start import Start, check_fit, choose_start, find_microbatch, open_run_store
+from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, Lease, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import check_present
 from llmfoundry_lite.config.changes import Change, find_changes, find_model_changes
 from llmfoundry_lite.config.fields import as_yaml
@@ -55,10 +56,13 @@ from llmfoundry_lite.training.run_state import (
 )
 from llmfoundry_lite.training.save_policy import SavePolicy
 from llmfoundry_lite.training.schedule import has_passed, is_evaluation_due
+from llmfoundry_lite.training.second_place import IN_FALLBACK, SecondPlace, describe_missing_save
 from llmfoundry_lite.training.trainer import ParallelTrainer
 
 RETRY_PAUSES_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Pauses between attempts at the last save; the last pause repeats."""
+END_POLL_SECONDS = 0.5
+"""How often ranks that wait for a copy at the end of the run meet in a collective."""
 
 
 @dataclass(eq=False)
@@ -85,7 +89,7 @@ class Checkpointing(Callback):
         changes `begun_batch`, `published_batch`, `newest_url` and `failed_saves`; `batch_checkpoint` sets
         `was_preempted_by` and `was_stopped`, which `train` reads after the loop.
         """
-        self.store = CheckpointStore(self.config.checkpoint_folder)
+        self.store = open_run_store(self.config)
         self.policy = SavePolicy(self.config, self.preemption, self.agreement)
         self.run_state = RunState(self.config, self.gradient_step)
         self.carries_on = self.start.is_run_folder or not self.config.load_weights_only
@@ -103,8 +107,8 @@ class Checkpointing(Callback):
         """Configuration keys whose values differ from the checkpoint's."""
         self.history: bytes | None = None
         """On rank 0: the log that the checkpoint holds."""
-        self.has_copied_tokenizer = False
-        """On rank 0: the tokenizer is beside the checkpoints."""
+        self.copied_tokenizer_to: set[str] = set()
+        """On rank 0: the places that have the tokenizer beside the checkpoints."""
         self.wandb_run_id: str | None = None
         """Id of the run at wandb that this launch continues."""
         self.microbatch_of_run: int | None = None
@@ -130,6 +134,8 @@ class Checkpointing(Callback):
         """The launch ends because a save has failed, so it tries no other save."""
         self.newest_url: str | None = None
         """The newest checkpoint that this launch has restored or saved."""
+        self.second_place = SecondPlace(self.store, self.print_on_rank_0)
+        """Whether the newest save is in `save_fallback`, and why."""
         self.failed_saves = FailedSaves(self.config.max_unsaved)
         self.on_saves: Callable[[dict[str, Any]], None] = lambda saves: None
         """Called with `describe_saves()` whenever that has changed."""
@@ -145,7 +151,7 @@ class Checkpointing(Callback):
         Creates `saver`. Raises CheckpointError on all ranks, after giving the lease back.
         """
         self.saver = Saver(self.store, after_publish=self._after_publish, note_wait=self._note_wait)
-        self.preemption.release_lease = self.saver.release_lease
+        self.preemption.release_lease = self._release_lease
         if self.partners.takes_lease_at_start:
             self.saver.take_lease(request=lease_request(self.config, self.start.dead_holder))
         try:
@@ -153,6 +159,14 @@ class Checkpointing(Callback):
         except BaseException:
             self.saver.release_lease()
             raise
+        if self.saver.second_error:
+            self.print_on_rank_0(f"warning: save_fallback is not used by this launch: {self.saver.second_error}")
+        self.second_place.begin_copying(self.saver, self.in_use)
+
+    def _release_lease(self) -> None:
+        """Copy no more saves, and let another launch take the lease at once."""
+        self.second_place.stop()
+        self.saver.release_lease()
 
     def _begin_from_start(self, state: State, logger: Logger) -> None:
         """Restore the checkpoint that this launch starts from, if there is one, and print where it starts.
@@ -180,6 +194,7 @@ class Checkpointing(Callback):
                 self._restore_run_state(restored.url, manifest, state)
             self.saver.parent_save_id = manifest.save_id
             self.newest_url = restored.url
+            self.second_place.note_restored(restored.url)
 
         if self.start.note:
             self.print_on_rank_0(self.start.note)
@@ -256,7 +271,8 @@ class Checkpointing(Callback):
             again = "" if self.config.autoresume else " with autoresume=true"
             return f"nothing was saved yet, and the same command{again} starts over"
         unsaved = self._describe_unsaved(state, max(newest_batch, self.first_batch - 1))
-        return f"{unsaved}; ba{newest_batch} stands" if unsaved else f"ba{newest_batch} stands"
+        stands = f"ba{newest_batch} stands{self.second_place.suffix}"
+        return f"{unsaved}; {stands}" if unsaved else stands
 
     def _describe_unsaved(self, state: State, saved_batch: int) -> str:
         """Return in words which batches after `saved_batch` have been trained; empty if none have.
@@ -324,7 +340,8 @@ class Checkpointing(Callback):
         if log is not None:
             self.history = log.content
             self.print_on_rank_0(*log.notes)
-            if self.start.is_run_folder:  # later checkpoints in this folder may refer to parts of the log
+            # Later checkpoints in this folder may refer to parts of the log.
+            if self.start.is_run_folder and not self.second_place.contains(url):
                 self.saver.log_parts = log.parts
 
         # A run under another name is a copy, which gets a run of its own at wandb.
@@ -425,17 +442,19 @@ class Checkpointing(Callback):
             logger.log_metrics(metrics)
 
         # Decide what follows this batch, and save it.
+        self._note_copies()
         decision = self.partners.decide(self.policy.decide(state))
         self.run_state.owes_evaluation = decision.owes_evaluation  # the save records it
         ends_launch = decision.stops or bool(decision.preempted_by)
         is_last_batch = ends_launch or self.policy.is_last(state)
-        if decision.saves:
+        if decision.saves or self.saver.next_is_second:
             # After a failed save, training waits for the next one only if there is no later chance.
-            waits = is_last_batch or not self.failed_saves.count
-            self._save(state, logger, waits=waits)
+            has_failed = self.failed_saves.count > 0 or bool(self.second_place.error)
+            self._save(state, logger, waits=is_last_batch or not has_failed)
 
-        # Report failed saves in the batch's record, or give up.
-        if self.failed_saves.count > num_failed_before and not is_last_batch:
+        # Report failed saves in the batch's record, or give up. A save that tries the second place decides first.
+        has_failed_again = self.failed_saves.count > num_failed_before
+        if has_failed_again and not is_last_batch and not self.saver.saves_to_second:
             self._leave_if_unsaved_for_too_long(state)
         if self.failed_saves.count:
             num_unsaved = int(state.timestamp.batch) - self.saved_batch
@@ -506,7 +525,9 @@ class Checkpointing(Callback):
         For example, "preempted by SIGTERM at batch 12, saved as ba12; run the same command again". The ranks exchange
         nothing.
         """
-        saved = f"saved as ba{self.published_batch}" if self.published_batch > 0 else "nothing to save yet"
+        saved = "nothing to save yet"
+        if self.published_batch > 0:
+            saved = f"saved as ba{self.published_batch}{self.second_place.suffix}"
         if not self.partners.writes_checkpoints:
             saved = self.partners.instead_of_saving
         again = "run the same command again"
@@ -529,7 +550,8 @@ class Checkpointing(Callback):
         saves: dict[str, Any] = {
             "last_saved": f"ba{self.published_batch}" if self.published_batch > 0 else None,
             "failed_saves": self.failed_saves.count,
-            "save_error": self.failed_saves.reason or None,
+            "save_error": self.failed_saves.reason or self.second_place.error or None,
+            **self.second_place.describe(),
         }
         if not self.config.trains_alone:
             saves[HAS_PARTNERS] = True
@@ -538,7 +560,11 @@ class Checkpointing(Callback):
     @property
     def saves_into_run_folder(self) -> bool:
         """Whether checkpoints are in the run folder, beside its log and its status.json."""
-        local_path = self.store.root.path_here
+        return self._is_in_run_folder(self.store)
+
+    def _is_in_run_folder(self, place: CheckpointStore) -> bool:
+        """Return whether a place for checkpoints is in the run folder, on this machine."""
+        local_path = place.root.path_here
         return local_path is not None and local_path.resolve().is_relative_to(Path(self.config.run_folder).resolve())
 
     def record_launch(self, record: dict[str, Any]) -> None:
@@ -608,7 +634,11 @@ class Checkpointing(Callback):
 
             # The save is lost, so the newest batch whose save has begun is the one that is published.
             self.failed_saves.note_failure(error, state.timestamp)
-            self.print_on_rank_0(f"warning: {self._describe_failed_saves()}, and the next save tries again")
+            next_step = "the next save tries again"
+            if self.saver.next_is_second:
+                self.second_place.note_failure(self.failed_saves.describe())
+                next_step = f"the next save goes to {self.second_place.url}"
+            self.print_on_rank_0(f"warning: {self._describe_failed_saves()}, and {next_step}")
             self.begun_batch = self.published_batch
             self.on_saves(self.describe_saves())
             return error
@@ -622,7 +652,9 @@ class Checkpointing(Callback):
 
     def _describe_newest_save(self) -> str:
         """Return which checkpoint the run has, for a message about a save that has failed."""
-        return f"ba{self.published_batch} stands" if self.published_batch > 0 else "there is no save yet"
+        if self.published_batch <= 0:
+            return "there is no save yet"
+        return f"ba{self.published_batch} stands{self.second_place.suffix}"
 
     def _describe_failed_saves(self) -> str:
         """Return why the last save has failed, which checkpoint remains, and how many saves have failed in a row.
@@ -661,8 +693,31 @@ class Checkpointing(Callback):
         return error
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until the last save is published. Composer calls this at the end of training."""
+        """Wait until the last save is published. Composer calls this at the end of training.
+
+        Collective. If the newest save is in `save_fallback`, this also waits for its copy, unless the launch was
+        preempted, and rank 0 prints where the save is.
+        """
         self.finish_saves(state, logger)
+        if self.saver.second is None:
+            return  # all ranks leave here
+
+        # Rank 0 copies, and the others must not wait for it in a collective of what follows.
+        if not self.was_preempted_by:
+            if self.second_place.copy_back is not None:
+                self.second_place.copy_back.wake()
+            while broadcast_json(self.second_place.is_copying() and not self.preemption.reason):
+                time.sleep(END_POLL_SECONDS)
+        self.second_place.stop()
+        self._note_copies()
+        if self.second_place.holds_newest:
+            self.print_on_rank_0(self.second_place.describe_end(f"ba{self.published_batch}"))
+
+    def _note_copies(self) -> None:
+        """Note on rank 0 that the newest save was copied from `save_fallback` to `save_folder`."""
+        if self.second_place.note_copies(self.published_batch):
+            self.newest_url = f"{self.store.root.url}/ba{self.published_batch}"
+            self.on_saves(self.describe_saves())
 
     def finish_saves(self, state: State, logger: Logger) -> None:
         """Wait until the last save is published. If it fails and the fault may pass, save again for up to `retry_for`.
@@ -672,6 +727,9 @@ class Checkpointing(Callback):
         """
         budget = Budget(RETRY_PAUSES_SECONDS, seconds=self.config.retry_for.seconds, began=time.monotonic())
         while self._advance_save(self.saver.wait, state, logger) is not None:
+            if self.saver.next_is_second:  # on all ranks
+                self._save(state, logger)
+                continue
             # Rank 0's clock decides, so that all ranks pause equally long and give up together.
             pause_seconds = broadcast_json(budget.pause(time.monotonic()))  # None once `retry_for` is over
             if pause_seconds is None:
@@ -690,7 +748,7 @@ class Checkpointing(Callback):
     def _note_wait(self, name: str, seconds: float) -> None:
         """Print that training waits for the save `name`, which was begun `seconds` ago."""
         self.print_on_rank_0(
-            f"waiting for {self.store.root.url}: {name} is not saved after {seconds:.0f} s; training goes on when "
+            f"waiting for {self.saver.url_in_flight}: {name} is not saved after {seconds:.0f} s; training goes on when "
             "it is, or when that save has failed"
         )
 
@@ -700,9 +758,10 @@ class Checkpointing(Callback):
         All ranks call this; the ranks exchange nothing. Sets `published_batch`, `newest_url` and `unlogged_digest`, and
         resets `failed_saves`.
         """
-        self.print_on_rank_0(f"saved {saved.name}")
+        self.print_on_rank_0(self.second_place.note_published(saved.name, is_in_second=saved.is_in_second))
         self.published_batch = int(saved.name.removeprefix("ba"))
-        self.newest_url = f"{self.store.root.url}/{saved.name}"
+        place_url = self.second_place.url if saved.is_in_second else self.store.root.url
+        self.newest_url = f"{place_url}/{saved.name}"
         self.failed_saves.note_published()
         self.on_saves(self.describe_saves())
 
@@ -713,6 +772,8 @@ class Checkpointing(Callback):
             "checkpoint/durable_seconds": saved.durable_seconds,
             SAVED: saved.num_bytes,
         }
+        if saved.is_in_second:
+            metrics[IN_FALLBACK] = 1
         timer = self.policy.timer
         if timer is not None:
             change = timer.note_published(saved.stall_seconds, saved.durable_seconds)
@@ -739,7 +800,10 @@ class Checkpointing(Callback):
         # A checkpoint outside the run folder needs a copy of the log. It is read when the save is published, because
         # loggers write this batch's record after this callback.
         log_path = Path(self.config.run_folder) / METRICS
-        read_log_until_batch = None if self.saves_into_run_folder else partial(log_until, log_path, batch)
+        is_beside_log = self.saves_into_run_folder
+        if self.saver.second is not None:
+            is_beside_log = is_beside_log and self._is_in_run_folder(self.saver.second)
+        read_log_until_batch = None if is_beside_log else partial(log_until, log_path, batch)
 
         return SaveMetadata(
             timestamp=Timestamp(
@@ -779,48 +843,71 @@ class Checkpointing(Callback):
 
     # ------------------------------------------------------------------ in the background, on rank 0, after each save
 
-    def _after_publish(self, lease: Lease) -> None:
+    def _after_publish(self, lease: Lease, place: CheckpointStore) -> None:
         """Copy the tokenizer and remove old checkpoints.
 
-        The saver's thread calls this on rank 0 for each published save.
+        The saver's thread calls this on rank 0 for each published save, with the store that has it.
         """
+        self.second_place.holds_newest = place is not self.store
         self.durable_batch = self.begun_batch
         self.preemption.note_saved(f"ba{self.begun_batch}")
-        self._copy_tokenizer()
-        self.remove_old(lease)
+        self._copy_tokenizer(place.root.url)
+        if place is self.store:
+            self.remove_old(lease)
+            if self.second_place.copy_back is not None:
+                self.second_place.copy_back.wake()
+        elif self.config.save_num_checkpoints_to_keep > 0:
+            self._remove_old_in(place, lease, [])  # the first place does not answer, so nothing there counts
 
-    def _copy_tokenizer(self) -> None:
+    def _copy_tokenizer(self, place_url: str) -> None:
         """Copy the tokenizer beside the checkpoints, so that they can be evaluated or exported on another machine.
 
-        Called after each save until it has succeeded once. Does nothing if the tokenizer is not on this machine. A
-        failure is printed, and the next save tries again.
+        Called after each save until it has succeeded once for that place. Does nothing if the tokenizer is not on this
+        machine. A failure is printed, and the next save tries again.
         """
-        if self.has_copied_tokenizer or not self.start.fingerprints:
+        if place_url in self.copied_tokenizer_to or not self.start.fingerprints:
             return
         try:
-            put_tokenizer(self.store.root.url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
-            self.has_copied_tokenizer = True
+            put_tokenizer(place_url, load_tokenizer(self.config.tokenizer.name).files(), last=TOKENIZER_FILE)
+            self.copied_tokenizer_to.add(place_url)
         except (OSError, UserError) as error:
             print(f"the tokenizer was not copied beside the checkpoints: {error}", flush=True)
 
     def remove_old(self, lease: Lease) -> None:
         """Remove checkpoints that `save_num_checkpoints_to_keep` does not keep, on rank 0 and from any thread.
 
-        A failure is printed. Raises CheckpointError only if another launch has taken the lease.
+        The checkpoints in `save_folder` and `save_fallback` count together. A failure is printed. Raises
+        CheckpointError only if another launch has taken the lease.
         """
         if self.config.save_num_checkpoints_to_keep < 0:
             return
+        second = self.store.second
+        if second is None:
+            self._remove_old_in(self.store, lease, [])
+            return
         try:
-            self.store.prune(
+            in_second = second.candidates()
+            in_first = self.store.candidates()
+        except CheckpointError as error:
+            self.print_on_rank_0(f"old checkpoints were not removed: {error}")
+            return
+        self._remove_old_in(self.store, lease, in_second)
+        self._remove_old_in(second, lease, in_first)
+
+    def _remove_old_in(self, place: CheckpointStore, lease: Lease, elsewhere: list[Candidate]) -> None:
+        """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well."""
+        try:
+            place.prune(
                 lease,
                 keep_newest=self.config.save_num_checkpoints_to_keep,
                 keep_every_batches=self.config.save_keep_every_batches,
                 keep_names=self.in_use,
+                elsewhere=elsewhere,
                 verify=check_present,
             )
         except CheckpointError as error:
             if not error.is_transient:
-                self.store.check(lease)
+                place.check(lease)
             self.print_on_rank_0(f"old checkpoints were not removed: {error}")
 
     def print_on_rank_0(self, *lines: str) -> None:
@@ -844,8 +931,9 @@ def find_start(config: TrainConfig, *, takes_lease: bool = True) -> Start:
         if dist.get_rank() == 0:
             start = choose_start(config, find_fingerprints(config.tokenizer.name))
             if takes_lease:
-                store = CheckpointStore(config.checkpoint_folder)
+                store = open_run_store(config)
                 start = start._replace(dead_holder=store.wait_until_free(lease_request(config)))
+            start = start._replace(note=start.note or describe_missing_save(config, start))
     return Start(*broadcast_json(start))
 
 
@@ -854,8 +942,13 @@ def lease_request(config: TrainConfig, dead_holder: str = "") -> LeaseRequest:
 
     `dead_holder` is a holder that was found dead before; empty if none.
     """
+    fallback = ""
+    if config.save_fallback is not None:
+        path = open_folder(config.save_fallback).path_here
+        fallback = "" if path is None else str(path.absolute())
     return LeaseRequest(
         run_name=config.run_name,
+        fallback=fallback,
         takes_over=config.takeover,
         note=lambda line: print(printable(line), flush=True),
         dead_holder=dead_holder,

@@ -45,9 +45,10 @@ TABLE = {
         **in_loaders("", "num_workers pin_memory prefetch_factor persistent_workers timeout"),
         "": """run_name run_folder precision eval_first loss_chunk_mib device_eval_batch_size icl_task_folder
             device_train_microbatch_size fsdp_config tp_config cp_config pp_config max_skipped_batches
-            save_folder save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path load_weights_only
-            load_ignore_keys load_cast stop_after stop_at max_wall_time preemption_grace_seconds compile_config
-            deterministic digest_interval dist_timeout environment progress_bar log_to_console console_log_interval
+            save_folder save_fallback save_num_checkpoints_to_keep save_keep_every_batches autoresume load_path
+            load_weights_only load_ignore_keys load_cast stop_after stop_at max_wall_time preemption_grace_seconds
+            compile_config deterministic digest_interval dist_timeout environment progress_bar log_to_console
+            console_log_interval
             export_at_end python_log_level variables metadata retry_for takeover
             max_unsaved alerts metrics_port metrics_host""",
         "alerts.": "webhook command apprise events no_progress_minutes loss_spike",

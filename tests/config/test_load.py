@@ -340,9 +340,25 @@ def test_a_run_s_name_stands_in_every_folder_of_the_run():
 
 
 @pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("null", "runs/a/checkpoints"),
+        ("x/{run_name}", "./x/a/"),
+        ("file:///x/{run_name}", "/x/a/second"),
+        ("s3://b/a/saves", "s3://b/{run_name}"),
+    ],
+)
+def test_the_second_place_of_saves_is_another_place(first, second):
+    message = refusal("run.yaml", "run_name=a", f"save_folder={first}", f"save_fallback={second}")
+    assert "save_fallback: " in message and "expected another place, on another disk or in another bucket" in message
+    assert load("run_name=a", f"save_folder={first}", "save_fallback=y/{run_name}").config.save_fallback == "y/a"
+
+
+@pytest.mark.parametrize(
     "key",
     [
-        *("run_folder", "save_folder", "load_path", "train_loader.dataset.local", "train_loader.dataset.remote"),
+        *("run_folder", "save_folder", "save_fallback", "load_path"),
+        *("train_loader.dataset.local", "train_loader.dataset.remote"),
         *("loggers.tensorboard.log_dir", "callbacks.profiler.folder", "callbacks.hf_checkpointer.save_folder"),
     ],
 )

@@ -9,18 +9,21 @@ import pytest
 import torch.distributed as dist
 from composer.core import Time, Timestamp
 
+from llmfoundry_lite.checkpoint import save as save_module
 from llmfoundry_lite.checkpoint.save import Saver
 from llmfoundry_lite.checkpoint.start import Start
-from llmfoundry_lite.checkpoint.store import Lease
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease
 from llmfoundry_lite.config.load_train import load_train_config
 from llmfoundry_lite.errors import CheckpointError
+from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.training import checkpointing as module
 from llmfoundry_lite.training import failed_saves
 from llmfoundry_lite.training.agreement import Agreement
 from llmfoundry_lite.training.checkpointing import Checkpointing
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.preemption import Preemption
-from tests.checkpoint.ranks import build, save_now, step, whole_state
+from llmfoundry_lite.training.second_place import describe_missing_save
+from tests.checkpoint.ranks import about, build, save_now, step, whole_state
 from tests.checkpoint.saves import names, save
 from tests.helpers.tiny import tiny_config, write_config
 
@@ -95,7 +98,7 @@ def test_a_launch_that_leaves_in_a_hang_names_the_batches_that_no_save_holds(
     parts.published_batch, parts.begun_batch = published, durable
     parts._copy_tokenizer = parts.remove_old = lambda *_: None
     if durable > 0:
-        parts._after_publish(Lease(1, {}))
+        parts._after_publish(Lease(1, {}), parts.store)
     state.timestamp = Timestamp(batch=batch)
     assert parts.preemption.describe_saves() == expected
 
@@ -139,6 +142,71 @@ def test_retention_keeps_what_a_process_of_this_launch_reads(tmp_path, monkeypat
     parts.in_use.clear()
     parts.remove_old(lease)
     assert names(parts.store) == ["ba3"]
+
+
+def test_retention_counts_the_checkpoints_of_both_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    parts = checkpointing(tmp_path, Start(), save_num_checkpoints_to_keep=2, save_fallback=str(tmp_path / "second"))
+    lease, second = parts.store.acquire(), parts.store.second
+    assert second is not None
+    second.follow(lease)
+    for batch, place in ((1, parts.store), (2, second), (3, second), (4, parts.store)):
+        save(place, lease, batch)
+    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
+    parts.remove_old(lease)
+    assert (names(parts.store), names(second)) == (["ba4"], ["ba3"])
+
+
+def test_while_the_lease_is_not_renewed_saves_go_to_the_second_place_at_once(tmp_path, monkeypatch):
+    """A bucket that does not answer would hold up a launch that has to leave."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    model, optimizer = build("plain")
+    parts = checkpointing(tmp_path, Start(), save_fallback=str(tmp_path / "second"))
+    parts.saver = saver = Saver(parts.store, after_publish=parts._after_publish)
+    saver.take_lease()
+    saved = []
+    for batch, watch_seconds in ((1, -1.0), (2, 30.0)):
+        monkeypatch.setattr(save_module, "WATCH_SECONDS", watch_seconds)
+        step(model, optimizer, batch)
+        saver.save(model, optimizer, about(batch))
+        saved.append(saver.wait())
+    saver.release_lease()
+    assert [save.is_in_second for save in saved if save is not None] == [True, False]
+    assert names(CheckpointStore(tmp_path / "second")) == ["ba1"] and names(CheckpointStore(tmp_path / "saves")) == [
+        "ba2"
+    ]
+
+
+def test_a_second_place_that_cannot_be_written_is_left_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    parts = checkpointing(tmp_path, Start(), save_fallback=str(tmp_path / "file/second"))
+    saver = Saver(parts.store)
+    saver.take_lease()
+    saver.release_lease()
+    assert saver.second is None and saver.second_error.startswith(f"{tmp_path}/file/second: cannot be written: ")
+
+
+def test_a_launch_says_where_the_newest_save_is_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    parts = checkpointing(tmp_path, Start(), save_fallback=str(tmp_path / "second"))
+    state: Any = SimpleNamespace(timestamp=Timestamp(batch=9))
+    parts.begin(state)
+    parts.published_batch, parts.was_preempted_by = 9, "SIGTERM"
+    parts.second_place.note_failure("saves: away")
+    line = parts.second_place.note_published("ba9", is_in_second=True)
+    assert line == f"saved ba9 in {tmp_path}/second, because saves to {tmp_path}/saves fail: saves: away"
+    assert f" at batch 9, saved as ba9 in {tmp_path}/second; " in parts.preempted_text(state)
+    assert parts.preemption.describe_saves() == f"ba9 stands in {tmp_path}/second"
+    told = parts.describe_saves()
+    assert (told["last_saved"], told["last_saved_in"], told["failed_saves"]) == ("ba9", f"{tmp_path}/second", 0)
+    assert told["save_error"] == "saves: away"
+
+    # The next launch, on a machine that does not have this place.
+    (tmp_path / "run").mkdir(exist_ok=True)
+    write_status(tmp_path / "run", "failed", 9, "killed", **told)
+    note = describe_missing_save(parts.config, Start(checkpoint_name="ba4", training_done={"ba": 4}))
+    assert f"the last launch saved ba9 in {tmp_path}/second, which is not found" in note and "begins from ba4" in note
+    assert describe_missing_save(parts.config, Start(checkpoint_name="ba9", training_done={"ba": 9})) == ""
 
 
 def test_a_failed_save_is_made_again_before_the_next_interval(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from llmfoundry_lite.training.failed_saves import FailedSaves
 from llmfoundry_lite.training.partners import Partners
 from llmfoundry_lite.training.run_folder import RunFolder
 from llmfoundry_lite.training.save_policy import Decision
+from llmfoundry_lite.training.second_place import SecondPlace
 from scripts.slurm import was_preempted
 from tests.helpers.launch import train
 from tests.helpers.tiny import read_metrics, tiny_config, values, write_config
@@ -50,13 +51,14 @@ class Run:
         self.ends, self.pauses, self.saves, self.said, self.now = list(ends), [], [], [], 0.0
         parts = Checkpointing.__new__(Checkpointing)
         parts.config = SimpleNamespace(retry_for=Time.parse(retry_for), trains_alone=True)
-        parts.saver = SimpleNamespace(wait=self._wait)
+        parts.saver = SimpleNamespace(wait=self._wait, next_is_second=False, second=None, url_in_flight="run")
         parts.policy = SimpleNamespace(timer=None)
         parts.failed_saves, parts.on_saves = FailedSaves(parse_limit("30m")), lambda saves: None
         parts.unlogged_digest = {}
         parts.begun_batch, parts.published_batch, parts.partners, parts.first_batch = 4, 2, Partners(), 1
         parts.print_on_rank_0 = lambda *lines: self.said.extend(lines)
-        parts.store = SimpleNamespace(root=SimpleNamespace(url="run"))
+        parts.store = SimpleNamespace(root=SimpleNamespace(url="run"), second=None)
+        parts.second_place = SecondPlace(parts.store, self.said.append)
         parts._save = lambda state, logger, **options: self.saves.append(4)
         self.parts, self.state = parts, SimpleNamespace(timestamp=SimpleNamespace(batch=4))
         monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
@@ -185,7 +187,9 @@ def test_a_last_save_whose_credentials_stay_refused_fails_the_run_and_is_no_mist
 
 def test_a_save_that_is_due_while_a_failing_one_goes_on_is_left_out_unless_it_is_the_last(monkeypatch):
     run = Run(monkeypatch)
-    run.parts.saver = SimpleNamespace(has_save_in_flight=True, has_lease=True, poll=lambda all_idle: None)
+    run.parts.saver = SimpleNamespace(
+        has_save_in_flight=True, has_lease=True, next_is_second=False, poll=lambda all_idle: None
+    )
     run.parts.agreement, run.parts.run_state = SimpleNamespace(all_idle=False), SimpleNamespace()
     begun, logger = [], SimpleNamespace(log_metrics=lambda metrics: None)
     run.parts._advance_save = lambda step, state, logger: begun.append(step)
@@ -248,7 +252,7 @@ def digests_by_record(
         polls.append(run.state.timestamp.batch)
         return published(run.parts.begun_batch) if len(polls) == 2 else None
 
-    run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "")
+    run.parts.saver = SimpleNamespace(poll=poll, digest=lambda model, optimizer: "", next_is_second=False)
     run.parts.policy = SimpleNamespace(
         timer=None, digest_span=digest_interval, decide=lambda state: decision, is_last=lambda state: False
     )

@@ -64,6 +64,7 @@ REFUSED_BY_ISLANDS = {
     "islands.sync.every=9ba fsdp_config.sharding_strategy=ZERO_1": "fsdp_config.sharding_strategy: ZERO_1 does not go "
     "with islands.sync: it divides the optimizer's state, with the momentum of outer steps, otherwise than the "
     "weights; use FULL_SHARD or NO_SHARD",
+    "save_fallback=second": "save_fallback: launches that train one run together save in save_folder alone; remove it",
     "save_folder=null": "save_folder: missing; islands take turns to save, so name a folder or URL that all of them "
     "reach",
 }

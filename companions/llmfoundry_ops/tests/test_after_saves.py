@@ -92,7 +92,7 @@ def test_checkpoints_and_exports_may_lie_on_s3(tmp_path, data):
 
 def test_too_many_that_wait_are_passed_over_but_for_the_last(monkeypatch, capfd):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    there: Any = SimpleNamespace(published_batch=0, in_use=set(), store=SimpleNamespace(root=SimpleNamespace(url="c")))
+    there: Any = SimpleNamespace(published_batch=0, in_use=set(), newest_url="c/ba0")
     callback = AfterSaves(Duration(1, "ba"), there, lambda name, url: Job(name=name, **WORDS))
     for there.published_batch in range(1, 6):
         callback._add()

@@ -60,6 +60,9 @@ def test_a_run_that_saves_to_a_bucket_says_its_last_save_and_those_that_failed(r
     assert found.last_checkpoint() == "ba2"
     assert repr(found).endswith(f", saved ba2, failed saves 3: {failed['save_error']}>")
     assert line_of(found).endswith(f" · saved ba2 · failed saves 3: {failed['save_error']}")
+    write_status(run, "running", 3, last_saved="ba3", last_saved_in="/nvme/run")
+    found.look()
+    assert found.last_checkpoint() == "ba3" and line_of(found).endswith(" · saved ba3 in /nvme/run")
     write_status(run, "running", 3, last_saved="\x1b[2J", failed_saves="many")
     found.look()
     assert (found.last_checkpoint(), found.failed_saves) == (None, 0)

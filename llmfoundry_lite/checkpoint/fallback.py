@@ -1,0 +1,313 @@
+"""Copies saves from a run's second place, `save_fallback`, to its first, `save_folder`, when that is back. No torch.
+
+While saves to the first place fail, they go to the second (`save`). Both places have the same format, and the lease of
+the first decides who may write to either. Its claim is copied to the second place, so that a launch that was replaced
+is refused there, too. A save keeps the lease epoch of the launch that made it, wherever it lies, so that (lease epoch,
+batch) orders the saves of both places.
+
+`copy_checkpoint` copies one save. `CopyBack` copies a launch's saves in a background thread of rank 0.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from llmfoundry_lite.checkpoint.commit import LOG, Checkpoint
+from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.lease import Lease
+from llmfoundry_lite.checkpoint.manifest import FileRecord, LogPart
+from llmfoundry_lite.checkpoint.open_folder import unreadable_file_error
+from llmfoundry_lite.checkpoint.paths import TOKENIZER
+from llmfoundry_lite.checkpoint.run_log import read_log, write_log
+from llmfoundry_lite.checkpoint.shards import TRANSFER_BYTES, verify_file
+from llmfoundry_lite.checkpoint.store import Candidate, CheckpointStore, condition_of
+from llmfoundry_lite.checkpoint.verify import check_present
+from llmfoundry_lite.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+    UnsoundCheckpointError,
+    printable,
+)
+
+AGAIN_SECONDS = 60.0
+"""Time after a failed copy until the next attempt."""
+STALLED_SECONDS = 60.0
+"""Time without progress after which a launch that ends does not wait for a copy."""
+STOP_SECONDS = 5.0
+"""The longest time that `CopyBack.stop` waits for its thread."""
+MAX_TOKENIZER_FILE_BYTES = 1 << 30
+"""Largest file of a tokenizer that is copied."""
+
+
+# ------------------------------------------------------------------------------------------------------ one checkpoint
+
+
+def copy_checkpoint(
+    checkpoint: Checkpoint,
+    target: CheckpointStore,
+    lease: Lease | None = None,
+    *,
+    is_newest: bool = True,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> Checkpoint:
+    """Copy a checkpoint, its log and its tokenizer to another folder of the same run's checkpoints.
+
+    lease: the run's lease, or None if a user copies.
+    is_newest: whether the checkpoint is newer than all others in `target`.
+    on_bytes: called with the number of bytes after each part of a file. It may raise to end the copy.
+
+    Every file is read back and verified by the manifest's hashes. The copy appears whole or not at all, as any save
+    does, with the manifest last. It has the save_id and the lease epoch of the original. Returns the copy. Raises
+    UnsoundCheckpointError if the original is damaged or cannot be read, and CheckpointError if `target` cannot be
+    written.
+    """
+    manifest = checkpoint.manifest
+    folder, prefix = target.commits.draft(manifest.save_id)
+    try:
+        folder.remove_all()  # what an interrupted copy has left
+        folder.make()
+        files = []
+        for file in manifest.files:
+            _, _, name = file.name.rpartition("/")
+            _copy_file(checkpoint.folder, file, folder, name, on_bytes)
+            _verify_copy(checkpoint.folder, file, folder, name)
+            files.append(replace(file, name=prefix + name))
+        target.on_phase("files copied")
+
+        log = read_log(checkpoint)
+        log_parts = _write_whole_log(target, manifest.save_id, log.content)
+        _copy_tokenizer(checkpoint.folder.parent(), target.root)
+        copy = target.publish(replace(manifest, files=tuple(files), log=log_parts), lease, is_newest=is_newest)
+
+        # Retention may have removed the part before the manifest referred to it.
+        part_names = target.root.child(LOG).names()
+        if any(part.name.removeprefix(f"{LOG}/") not in part_names for part in log_parts):
+            _write_whole_log(target, manifest.save_id, log.content)
+        return copy
+    except OSError as error:
+        target.abandon(manifest.save_id)
+        raise CheckpointError(f"{folder.url}: not copied: {error.strerror or error}") from error
+    except CheckpointError:
+        target.abandon(manifest.save_id)
+        raise
+
+
+def _write_whole_log(target: CheckpointStore, save_id: str, content: bytes | None) -> tuple[LogPart, ...]:
+    """Write the log of a copied save as one part, and return the parts for its manifest. Raises OSError."""
+    return write_log(target, save_id, content, ()) if content else ()
+
+
+def _copy_file(
+    source_folder: Folder, file: FileRecord, target: Folder, name: str, on_bytes: Callable[[int], None]
+) -> None:
+    """Copy a shard file into the folder `target`, under another name, a few MiB at a time.
+
+    Raises UnsoundCheckpointError if the file is absent, cannot be read or has another size than recorded, and OSError
+    if the copy cannot be written.
+    """
+    try:
+        source = source_folder.source(file.name)
+    except OSError as error:
+        raise unreadable_file_error(source_folder, file.name, error) from error
+    buffer = memoryview(bytearray(min(TRANSFER_BYTES, file.num_bytes)))
+    sink = target.sink(name, file.num_bytes)
+    try:
+        for offset in range(0, file.num_bytes, TRANSFER_BYTES):
+            part = buffer[: min(TRANSFER_BYTES, file.num_bytes - offset)]
+            try:
+                source.read_into(offset, [part])
+            except EOFError as error:
+                raise DamagedCheckpointError(f"{source_folder.url}/{file.name}: {error}", file.name) from None
+            except OSError as error:
+                raise unreadable_file_error(source_folder, file.name, error) from error
+            sink.write_at(offset, [part])
+            on_bytes(len(part))
+    except BaseException:
+        sink.abandon()
+        raise
+    finally:
+        source.close()
+    sink.close()
+
+
+def _verify_copy(source_folder: Folder, file: FileRecord, target: Folder, name: str) -> None:
+    """Read a copied file back, and compare all its blocks with the manifest's hashes.
+
+    Raises UnsoundCheckpointError if the original is at fault, and CheckpointError if only the copy is.
+    """
+    try:
+        verify_file(target, replace(file, name=name))
+    except UnsoundCheckpointError as error:
+        verify_file(source_folder, file)
+        raise CheckpointError(f"{target.url}/{name}: the copy is not what was written: {error}") from error
+
+
+def _copy_tokenizer(source_root: Folder, target_root: Folder) -> None:
+    """Copy the tokenizer beside the checkpoints of one place to another, unless it is there. Raises OSError."""
+    source, target = source_root.child(TOKENIZER), target_root.child(TOKENIZER)
+    missing_names = sorted(set(source.names()) - set(target.names()))
+    if missing_names:
+        target.make()
+    for name in missing_names:
+        content = source.read(name, MAX_TOKENIZER_FILE_BYTES)
+        if len(content) <= MAX_TOKENIZER_FILE_BYTES:
+            target.put(name, content)
+
+
+# ------------------------------------------------------------------------------------------------- a launch's saves
+
+
+class CopyBack:
+    """Copies saves from a run's second place to its first, in a background thread of rank 0.
+
+        copy_back = CopyBack(store, lease, answers=…, note=print)
+        copy_back.wake()                the first place may be back: look at once what there is to copy
+        copy_back.is_worth_waiting()    at the end of the run: whether a copy makes progress
+        copy_back.stop()                begin no other copy
+
+    A save is copied if it is newer than what the first place held when this launch began, or if this launch has made
+    it. A save of a launch that another launch has replaced is neither, so it is left where it is. A save that is
+    complete in the first place is removed from the second.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        lease: Lease,
+        *,
+        answers: Callable[[], bool],
+        note: Callable[[str], None],
+        on_copied: Callable[[str], None] = lambda name: None,
+        in_use: Collection[str] = (),
+    ):
+        """Begin to look for saves to copy, in a background thread.
+
+        store: the store of the first place, whose `second` is the other.
+        lease: the run's lease.
+        answers: returns whether the first place seems to answer, without asking it.
+        note: called with a line for the user.
+        on_copied: called with the name of each checkpoint that is in the first place by now.
+        in_use: names of checkpoints that a process reads. They are not removed from the second place meanwhile.
+        """
+        assert store.second is not None
+        self.store = store
+        self.second = store.second
+        self.lease = lease
+        self.answers = answers
+        self.note = note
+        self.on_copied = on_copied
+        self.in_use = in_use
+        self._recency_at_start: tuple[int, int] | None = None
+        """Lease epoch and batch of the newest save in the first place when this launch began; None until it is
+        known."""
+        self._damaged: set[str] = set()
+        """save_id of saves in the second place that turned out to be damaged."""
+        self._told = ""
+        """The last failure that was printed."""
+        self._moved_seconds = time.monotonic()
+        """Monotonic time at which a copy made progress, or at which there was last something to do."""
+        self._is_idle = threading.Event()
+        self._is_over = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="copy-back", daemon=True)
+        self.wake()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look at once what there is to copy, instead of after AGAIN_SECONDS. It may be called from any thread."""
+        self._moved_seconds = time.monotonic()
+        self._is_idle.clear()
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Begin no other copy, and leave one that runs at its next part. Waits a few seconds for that at most."""
+        self._is_over.set()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STOP_SECONDS)
+
+    def is_worth_waiting(self) -> bool:
+        """Return whether this thread is at work and makes progress, or has just been woken."""
+        has_stalled = time.monotonic() - self._moved_seconds > STALLED_SECONDS
+        return not self._is_idle.is_set() and self.answers() and not has_stalled
+
+    def _run(self) -> None:
+        """Copy what there is to copy whenever the first place seems to be back. Runs in the background thread."""
+        while not self._is_over.is_set():
+            self._wake.wait(AGAIN_SECONDS)
+            self._wake.clear()
+            if self._is_over.is_set() or not self.answers():
+                self._is_idle.set()
+                continue
+            try:
+                self._copy_all()
+                self._told = ""
+            except (CheckpointError, OSError) as error:
+                line = printable(f"not copied to {self.store.root.url} yet: {error}")
+                if line != self._told and not self._is_over.is_set():
+                    self.note(line)
+                    self._told = line
+            finally:
+                if not self._wake.is_set():
+                    self._is_idle.set()
+
+    def _copy_all(self) -> None:
+        """Copy the saves that the first place lacks, the newest first, and remove from the second what it has.
+
+        Raises CheckpointError if either place fails, or if another launch has taken the lease.
+        """
+        self.store.check(self.lease)
+        there = self.store.candidates()
+        if self._recency_at_start is None:
+            self._recency_at_start = self._find_recency_at_start(there)
+        save_ids_there = {candidate.head.save_id: candidate for candidate in there if candidate.head is not None}
+
+        for candidate in self.second.candidates():
+            if candidate.head is None or candidate.head.save_id in self._damaged:
+                continue
+            copy_there = save_ids_there.get(candidate.head.save_id)
+            if copy_there is None:
+                is_newer = candidate.recency > self._recency_at_start
+                if not is_newer and candidate.head.lease_epoch != self.lease.epoch:
+                    continue
+                if not self._copy(candidate, there):
+                    continue
+            else:
+                check_present(copy_there.open())
+            self.on_copied(candidate.name)
+            if candidate.name not in self.in_use and not self._is_over.is_set():
+                self.second.remove(candidate.name, candidate.head.save_id)
+
+    def _find_recency_at_start(self, there: list[Candidate]) -> tuple[int, int]:
+        """Return lease epoch and batch of the newest save that the first place had when this launch began."""
+        earlier = [c.recency for c in there if c.head is not None and c.head.lease_epoch < self.lease.epoch]
+        return max(earlier, default=(0, 0))
+
+    def _copy(self, candidate: Candidate, there: list[Candidate]) -> bool:
+        """Copy a save of the second place to the first. Returns False, with a line for the user, if it is damaged.
+
+        there: the saves of the first place, to which the copy is added.
+        """
+        assert candidate.head is not None
+        is_newest = all(candidate.recency > other.recency for other in there if other.head is not None)
+        try:
+            checkpoint = candidate.open()
+            copy_checkpoint(checkpoint, self.store, self.lease, is_newest=is_newest, on_bytes=self._note_progress)
+        except UnsoundCheckpointError as error:
+            if not isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
+                raise
+            self._damaged.add(candidate.head.save_id)
+            self.note(printable(f"{candidate.folder.url} is {condition_of(error)} and was not copied: {error}"))
+            return False
+        there.append(candidate)
+        self.note(printable(f"copied {candidate.name} to {self.store.root.url}"))
+        self.store.on_phase("copied")
+        return True
+
+    def _note_progress(self, num_bytes: int) -> None:
+        """Note that a copy makes progress. Raises CheckpointError if this launch ends."""
+        self._moved_seconds = time.monotonic()
+        if self._is_over.is_set():
+            raise CheckpointError("the launch ends")

@@ -1,0 +1,251 @@
+"""Two places for saves: copies between them, retention that counts both, and launches that were replaced."""
+
+import errno
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmfoundry_lite.checkpoint import fallback
+from llmfoundry_lite.checkpoint.commit import DRAFT
+from llmfoundry_lite.checkpoint.fallback import CopyBack, copy_checkpoint
+from llmfoundry_lite.checkpoint.lease import LeaseRequest
+from llmfoundry_lite.checkpoint.run_log import read_log, write_log
+from llmfoundry_lite.checkpoint.store import CheckpointStore, Lease, open_checkpoint
+from llmfoundry_lite.checkpoint.verify import check_present, verify_checkpoint
+from llmfoundry_lite.cli import main
+from llmfoundry_lite.errors import CheckpointError
+from tests.checkpoint.saves import flip, names, save, write_draft
+
+
+def open_places(tmp_path: Path, second: str = "second") -> CheckpointStore:
+    return CheckpointStore(tmp_path / "first", second=CheckpointStore(tmp_path / second))
+
+
+def launch(tmp_path: Path, second: str = "second") -> tuple[CheckpointStore, CheckpointStore, Lease]:
+    """A launch of the run that takes the lease of the first place and follows it in the second."""
+    store = open_places(tmp_path, second)
+    lease = store.acquire(steal_from_live_writer=True)
+    assert store.second is not None
+    store.second.follow(lease)
+    return store, store.second, lease
+
+
+def copy_back(store: CheckpointStore, lease: Lease, **options) -> list[str]:
+    """Let a launch copy once, and return the lines for the user."""
+    lines: list[str] = []
+    copier = CopyBack(store, lease, answers=lambda: True, note=lines.append, **options)
+    copier._is_idle.wait(30)
+    copier.stop()
+    return lines
+
+
+def test_the_newest_checkpoint_of_both_places_is_found_by_lease_and_batch(tmp_path):
+    first, second, lease = launch(tmp_path)
+    save(first, lease, 2)
+    save(second, lease, 4)
+    search = first.newest_intact()
+    assert search.checkpoint is not None and search.checkpoint.url == f"{tmp_path}/second/ba4"
+
+    flip(next((tmp_path / "second/ba4").glob("shard-00001*")), 9000)
+    search = first.newest_intact(verify_checkpoint)
+    assert search.checkpoint is not None and search.checkpoint.url == f"{tmp_path}/first/ba2"
+    assert list(search.passed_over) == [f"{tmp_path}/second/ba4"]
+
+
+def test_a_place_that_cannot_be_listed_is_no_empty_place(tmp_path):
+    """Its saves may be the newest, so a launch may not begin from an older one."""
+    (tmp_path / "second").write_text("a file")
+    store = open_places(tmp_path)
+
+    def fails():
+        raise OSError(errno.EIO, "Input/output error")
+
+    assert store.second is not None
+    store.second.root.names = fails  # type: ignore[method-assign]
+    with pytest.raises(
+        CheckpointError, match=r"save_fallback: .*cannot be listed.*save_fallback=null carries on"
+    ) as at:
+        store.acquire()
+    assert at.value.is_transient
+
+
+def test_saves_are_copied_the_newest_first_and_then_removed_from_the_second(tmp_path):
+    first, second, lease = launch(tmp_path)
+    originals = {batch: save(second, lease, batch) for batch in (2, 4)}
+    assert copy_back(first, lease) == [f"copied ba{batch} to {tmp_path}/first" for batch in (4, 2)]
+    assert names(second) == [] and names(first) == ["ba4", "ba2"]
+    for batch, original in originals.items():
+        copy = open_checkpoint(tmp_path / f"first/ba{batch}")
+        verify_checkpoint(copy)
+        assert copy.manifest.save_id == original.manifest.save_id
+    assert b'"name":"ba4"' in (tmp_path / "first/latest.json").read_bytes()
+
+
+def test_log_and_tokenizer_go_with_a_copy(tmp_path):
+    first, second, lease = launch(tmp_path)
+    draft = write_draft(second, lease, 2)
+    log = b'{"batch": 1}\n{"batch": 2}\n'
+    second.publish(replace(draft, log=write_log(second, draft.save_id, log, ())), lease)
+    (tmp_path / "second/tokenizer").mkdir()
+    (tmp_path / "second/tokenizer/tokenizer.json").write_text("{}")
+    copy_back(first, lease)
+    assert read_log(open_checkpoint(tmp_path / "first/ba2")).content == log
+    assert (tmp_path / "first/tokenizer/tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("phase", ["files copied", "before manifest", "before rename", "copied", "mid-prune"])
+def test_a_copy_that_is_interrupted_leaves_a_whole_checkpoint_in_one_place(tmp_path, phase):
+    class Killed(BaseException):
+        pass
+
+    first, second, lease = launch(tmp_path)
+    save(first, lease, 2)
+    save(second, lease, 4)
+
+    def die(reached: str) -> None:
+        if reached == phase:
+            raise Killed
+
+    dying = open_places(tmp_path)
+    assert dying.second is not None
+    dying.on_phase = dying.second.on_phase = die
+    copier = CopyBack.__new__(CopyBack)
+    copier.store, copier.second, copier.lease = dying, dying.second, lease
+    copier._recency_at_start, copier._damaged = None, set()
+    copier.note = copier.on_copied = lambda line: None
+    copier.in_use, copier._is_over = (), threading.Event()
+    with pytest.raises(Killed):
+        copier._copy_all()
+
+    # The next launch finds it, and ends what was begun.
+    first, second, lease = launch(tmp_path)
+    found = first.newest_intact(check_present).checkpoint
+    assert found is not None and found.name == "ba4"
+    verify_checkpoint(found)
+    copy_back(first, lease)
+    assert names(first) == ["ba4", "ba2"] and names(second) == []
+    assert not [path for path in (tmp_path / "first").iterdir() if path.name.startswith(DRAFT)]
+    verify_checkpoint(open_checkpoint(tmp_path / "first/ba4"))
+
+
+def test_a_damaged_save_is_not_copied_and_stays(tmp_path):
+    first, second, lease = launch(tmp_path)
+    save(second, lease, 2)
+    flip(next((tmp_path / "second/ba2").glob("shard-00000*")), 9000)
+    (line,) = copy_back(first, lease)
+    assert line.startswith(f"{tmp_path}/second/ba2 is damaged and was not copied: ")
+    assert names(second) == ["ba2"] and names(first) == []
+
+
+def test_a_launch_that_was_replaced_may_write_to_neither_place(tmp_path):
+    _, second, lease = launch(tmp_path)
+    launch(tmp_path)
+    with pytest.raises(CheckpointError, match="has taken this run over"):
+        save(second, lease, 4)
+
+
+def test_saves_of_a_launch_that_was_replaced_never_win(tmp_path):
+    """Its successor, on another machine, did not see them, and began from an older save."""
+    first, second, lease = launch(tmp_path)
+    save(first, lease, 2)
+    other, _, later_lease = launch(tmp_path, second="elsewhere")
+    save(other, later_lease, 3)
+    save(second, lease, 8)  # the first place is away, so that this launch does not know yet
+
+    assert "has taken this run over" in copy_back(first, lease)[0]
+    first, second, lease = launch(tmp_path)
+    found = first.newest_intact().checkpoint
+    assert found is not None and found.url == f"{tmp_path}/first/ba3"
+    assert copy_back(first, lease) == []
+    assert names(second) == ["ba8"] and names(first) == ["ba3", "ba2"]
+
+
+def test_a_lease_is_above_those_of_both_places(tmp_path):
+    CheckpointStore(tmp_path / "second").leases.acquire(at_least=7)
+    _, second, lease = launch(tmp_path)
+    assert lease.epoch == 8 and second.leases.highest_epoch() == 8
+    second.check(lease)
+
+
+def test_retention_counts_both_places_and_copies_once(tmp_path):
+    first, second, lease = launch(tmp_path)
+    for batch in (1, 2, 3):
+        save(first, lease, batch)
+    for batch in (4, 5):
+        save(second, lease, batch)
+    copy_checkpoint(open_checkpoint(tmp_path / "second/ba5"), first, lease)
+
+    def prune(place: CheckpointStore, other: CheckpointStore, keep: int) -> None:
+        place.prune(lease, keep_newest=keep, elsewhere=other.candidates(), verify=check_present)
+
+    prune(first, second, 3)
+    prune(second, first, 3)
+    assert (names(first), names(second)) == (["ba5", "ba3"], ["ba5", "ba4"])
+    prune(second, first, 1)
+    prune(first, second, 1)
+    assert (names(first), names(second)) == (["ba5"], ["ba5"])
+
+
+def test_retention_removes_nothing_here_if_the_newest_elsewhere_is_not_whole(tmp_path):
+    first, second, lease = launch(tmp_path)
+    save(first, lease, 1)
+    save(first, lease, 2)
+    save(second, lease, 3)
+    next((tmp_path / "second/ba3").glob("shard-00000*")).unlink()
+    first.prune(lease, keep_newest=1, elsewhere=second.candidates(), verify=check_present)
+    assert names(first) == ["ba2"], "the newest that is whole"
+
+
+def test_a_launch_is_told_of_a_second_place_on_the_machine_of_a_dead_one(tmp_path):
+    lines: list[str] = []
+    store = CheckpointStore(tmp_path / "first")
+    dead = store.acquire(request=LeaseRequest(fallback="/nvme/saves"))
+    claim = tmp_path / f"first/.leases/{dead.epoch:08d}.json"
+    claim.write_text(claim.read_text().replace('"boot"', '"other"'))
+    store.acquire(request=LeaseRequest(takes_over=True, note=lines.append))
+    assert len(lines) == 2 and " has saves of this run in /nvme/saves if save_folder was away" in lines[1]
+
+
+def test_a_user_copies_the_newest_save_unless_the_run_has_gone_on(tmp_path, capsys):
+    first, second, lease = launch(tmp_path)
+    save(first, lease, 2)
+    save(second, lease, 4)
+    command = ["checkpoint", "copy", f"{tmp_path}/second", f"{tmp_path}/first"]
+    assert main.run(command) == 0
+    assert capsys.readouterr().out == f"copied {tmp_path}/second/ba4 to {tmp_path}/first/ba4\n"
+    assert main.run(command) == 0
+    assert "is this checkpoint already" in capsys.readouterr().out
+    save(first, lease, 5)
+    assert main.run(command) == 0, "the same save is there, and newer ones do not matter"
+    save(second, lease, 3)
+    assert main.run([*command[:2], f"{tmp_path}/second/ba3", command[3]]) == 2
+    assert "so the run has gone on; to begin another run" in capsys.readouterr().err
+
+
+@pytest.mark.fault
+def test_a_copy_that_the_first_place_refuses_is_tried_again_later(tmp_path, monkeypatch):
+    first, second, lease = launch(tmp_path)
+    save(second, lease, 2)
+    attempts = []
+
+    def fails_once(*arguments, **options):
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return verify(*arguments, **options)
+
+    verify = fallback.verify_file
+    monkeypatch.setattr(fallback, "verify_file", fails_once)
+    lines: list[str] = []
+    copier = CopyBack(first, lease, answers=lambda: True, note=lines.append)
+    copier._is_idle.wait(30)
+    assert names(first) == [] and names(second) == ["ba2"]
+    copier.wake()
+    copier._is_idle.wait(30)
+    copier.stop()
+    assert names(first) == ["ba2"] and names(second) == []
+    assert lines[0].startswith(f"not copied to {tmp_path}/first yet: ")
+    assert lines[0].endswith(": not copied: No space left on device")
