@@ -22,7 +22,7 @@ from llmfoundry_lite.prepare.shards import ShardFormat
 from llmfoundry_lite.prepare.summary import Summary
 from llmfoundry_lite.prepare.token_files import token_dtype, tokenizer_identity
 from llmfoundry_lite.prepare.token_folder import TokenFolder
-from llmfoundry_lite.prepare.token_unit import UnitTable
+from llmfoundry_lite.prepare.token_unit import UnitTable, parse_text_digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def plan_join(partial: Path, units_folder: TokenFolder) -> JoinPlan:
     complete = find_complete(partial, units_folder.names())
     table = UnitTable()
     for report, rows in complete:
-        table.append(rows, np.array(report.skipped, np.int64), report.skipped_examples, report.lost_text())
+        table.append(rows, np.array(report.skipped, np.int64), report.skipped_examples, report.lost_text(), parse_text_digest(report.text_digest))
     tokenizer = load_tokenizer(partial / "tokenizer")
     shard_format = ShardFormat(shared.request, token_dtype(tokenizer), tokenizer.eos_token_id)
     return JoinPlan(

@@ -27,7 +27,7 @@ from llmfoundry_lite.files import open_regular, write_atomically
 from llmfoundry_lite.prepare.documents import SKIP_REASONS
 from llmfoundry_lite.prepare.listing import Listing, read_json_object
 from llmfoundry_lite.prepare.token_files import DISTRUST_FILE, FinishedUnit, PieceRange, TokenizeCounts
-from llmfoundry_lite.prepare.token_unit import UNIT_ROW, UnitNumber
+from llmfoundry_lite.prepare.token_unit import UNIT_ROW, UnitNumber, format_text_digest, parse_text_digest
 
 T = TypeVar("T", "Progress", "PartReport")
 
@@ -88,6 +88,8 @@ class PartReport:
     skipped_examples: list
     loss: dict
     """Lost text of all units: the fields of a `LostText`."""
+    text_digest: str
+    """Digest of the texts of all documents."""
     ignored_files: int
     unreadable: list
     repeated: list
@@ -183,6 +185,7 @@ def write_report(
         skipped=counts.table.skipped.tolist(),
         skipped_examples=counts.table.skipped_examples,
         loss=stored_loss(counts.table.loss),
+        text_digest=format_text_digest(counts.table.text_hash),
         ignored_files=listing.num_ignored,
         unreadable=listing.unreadable,
         repeated=listing.repeated,
@@ -229,6 +232,7 @@ def is_consistent(report: PartReport) -> bool:
     if not has_counts or not 0 <= report.first_piece <= report.end_piece <= report.num_pieces:
         return False
     try:
+        parse_text_digest(report.text_digest)
         return 0 <= report.lost_text().lost_fraction <= 1
     except (KeyError, TypeError, ValueError, AttributeError):
         return False

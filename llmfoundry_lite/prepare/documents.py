@@ -69,6 +69,8 @@ class Document(NamedTuple):
     num_bytes: int
     """Length of the text in UTF-8."""
     split_key: int
+    text_hash: int
+    """Hash of the text, 128 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +162,7 @@ def read_documents(unit: Unit, request: PrepareRequest, skipped: Skipped) -> Ite
         if isinstance(text, str) and content:
             module = unit.modules[index].encode() if unit.modules else b""
             key = split_key(module, STDLIB_HASH_SEED) if module else split_key(content)
-            yield Document(text, len(content), key)
+            yield Document(text, len(content), key, xxhash.xxh3_128_intdigest(content))
             continue
 
         # A document that is skipped.

@@ -27,7 +27,7 @@ from llmfoundry_lite.prepare.summary import FORMAT_VERSION, SPLITS, SUMMARY_FILE
 PARTIAL = ".partial"
 STREAMS = "streams"
 """Folder for what was added to the data set later: a preparation for each stream, with the same tokenizer."""
-PARTIAL_VERSION = 5
+PARTIAL_VERSION = 6
 """Version of the files in `.partial`. It is raised when units or token files change. Results do not contain it."""
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""

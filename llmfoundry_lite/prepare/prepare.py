@@ -204,6 +204,7 @@ def build_summary(
         unreadable=tuple(listing.unreadable),
         repeated=tuple(listing.repeated),
         lost_text=loss.as_json(),
+        text_digest=packed.text_digest,
     )
 
 

@@ -33,6 +33,7 @@ from llmfoundry_lite.prepare.token_unit import (
     COUNTS,
     UnitTable,
     count_splits,
+    format_text_digest,
     is_of_split,
     load_documents,
     load_unit,
@@ -51,6 +52,8 @@ class PackResult(NamedTuple):
     """Reason in SKIP_REASONS -> number of skipped documents."""
     skipped_examples: list[str]
     """A sentence for each of the first skipped documents."""
+    text_digest: str
+    """Digest of the texts of all documents, see `token_unit.add_text_hashes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -161,7 +164,8 @@ def pack_samples(
 def pack_result(plans: Sequence[SplitPlan], table: UnitTable, units_folder: TokenFolder) -> PackResult:
     """Return the result of the step, by its plan and the counts of the token files in `units_folder`."""
     splits = {plan.split: plan.summary(units_folder) for plan in plans}
-    return PackResult(splits, skipped_by_reason(table), table.skipped_examples)
+    text_digest = format_text_digest(table.text_hash)
+    return PackResult(splits, skipped_by_reason(table), table.skipped_examples, text_digest)
 
 
 def skipped_by_reason(table: UnitTable) -> dict[str, int]:

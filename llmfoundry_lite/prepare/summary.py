@@ -82,6 +82,9 @@ class Summary:
     lost_text: dict[str, Any] = field(default_factory=dict)
     """Counts of characters that the tokenizer loses at the beginning of every unit, as `LostText.as_json` returns them.
     Empty in older summaries."""
+    text_digest: str = ""
+    """Digest of the texts of all documents, equal for two preparations that have read the same texts, in whatever order
+    and from whatever files. Empty in older summaries."""
 
 
 def load_summary(folder: str | Path) -> Summary:

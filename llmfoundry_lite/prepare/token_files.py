@@ -39,7 +39,14 @@ from llmfoundry_lite.prepare.request import PrepareRequest
 from llmfoundry_lite.prepare.sources import Piece, Source
 from llmfoundry_lite.prepare.splits import initial_threshold
 from llmfoundry_lite.prepare.token_folder import TokenFolder
-from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, load_unit
+from llmfoundry_lite.prepare.token_unit import (
+    TokenUnit,
+    UnitNumber,
+    UnitTable,
+    add_text_hashes,
+    format_text_digest,
+    load_unit,
+)
 
 MAX_MEASURED_CHARACTERS = 16 * 1024
 """Number of characters at the beginning of every unit for which lost text is measured."""
@@ -426,6 +433,7 @@ class TokenFiles:
         doc_tokens: list[int] = []
         doc_bytes: list[int] = []
         doc_keys: list[int] = []
+        text_hash = 0
         for document in read_documents(unit, self.request, skipped):
             if self.encoder:
                 ids = self.encoder.encode(document)
@@ -436,6 +444,7 @@ class TokenFiles:
             doc_tokens.append(len(ids) + 1)
             doc_bytes.append(document.num_bytes)
             doc_keys.append(document.split_key)
+            text_hash = add_text_hashes(text_hash, document.text_hash)
             if loss.characters < MAX_MEASURED_CHARACTERS:
                 loss += self.speller.measure(document.text[: MAX_MEASURED_CHARACTERS - loss.characters])
 
@@ -449,6 +458,7 @@ class TokenFiles:
             named=np.array(skipped.examples, str),
             made_of=np.array(self.identity(unit) + FAST_ENCODER_SUFFIX * self.is_fast),
             loss=np.array(loss.as_text()),
+            text_digest=np.array(format_text_digest(text_hash)),
         )
         content = BytesIO()
         np.savez(content, **{name: getattr(token_unit, name) for name in TokenUnit.__slots__})

@@ -25,6 +25,10 @@ from llmfoundry_lite.prepare.summary import SPLITS
 MAX_SKIPPED_EXAMPLES = 20
 """Number of skipped documents that a summary names."""
 
+TEXT_HASH_BITS = 128
+TEXT_DIGEST_PREFIX = "xxh3-128-sum:"
+"""Beginning of a digest of texts, which says how it is computed: the sum of the XXH3 hashes of the texts in UTF-8."""
+
 FEW_DOCUMENTS = 0.25
 """Fraction of the documents of a token file below which they are read one by one instead of with all others."""
 ZIP_HEADER_BYTES = 30
@@ -73,6 +77,30 @@ class TokenUnit:
     """One str that identifies the text and the tokenizer: a token file with another one is made again."""
     loss: np.ndarray
     """One str: the lost text at the beginning of the unit, as `LostText.as_text` serializes it."""
+    text_digest: np.ndarray
+    """One str: the `add_text_hashes` of all documents, as `format_text_digest` formats it."""
+
+
+def add_text_hashes(first: int, second: int) -> int:
+    """Add hashes of texts. The sum says which texts there are, in whatever order and however they are divided.
+
+    It is a number of 128 bits. The sum of no texts is 0.
+    """
+    return (first + second) % 2**TEXT_HASH_BITS
+
+
+def format_text_digest(text_hash: int) -> str:
+    """Format a sum of the hashes of texts: "xxh3-128-sum:" and 32 digits."""
+    return f"{TEXT_DIGEST_PREFIX}{text_hash:032x}"
+
+
+def parse_text_digest(text: str) -> int:
+    """Return the number that `format_text_digest` has formatted. Raises ValueError for any other text."""
+    digits = text.removeprefix(TEXT_DIGEST_PREFIX)
+    text_hash = int(digits, 16)
+    if format_text_digest(text_hash) != text:
+        raise ValueError(f"{text!r} is not a digest of texts")
+    return text_hash
 
 
 @contextlib.contextmanager
@@ -168,6 +196,8 @@ class UnitTable:
         """A sentence for each of the first MAX_SKIPPED_EXAMPLES skipped documents."""
         self.loss = LostText()
         """Lost text of all units."""
+        self.text_hash = 0
+        """Sum of the hashes of all texts, see `add_text_hashes`."""
 
     @property
     def rows(self) -> np.ndarray:
@@ -177,15 +207,19 @@ class UnitTable:
     def add(self, number: UnitNumber, unit: TokenUnit, threshold: np.uint64) -> None:
         """Add the next unit. Its documents are divided into splits by the threshold; its tokens are not needed."""
         self._values.extend((*number, *count_splits(unit, threshold)))
-        self._add_sums(unit.skipped, unit.named.tolist(), load_lost_text(str(unit.loss)))
+        text_hash = parse_text_digest(str(unit.text_digest))
+        self._add_sums(unit.skipped, unit.named.tolist(), load_lost_text(str(unit.loss)), text_hash)
 
-    def append(self, rows: np.ndarray, skipped: np.ndarray, examples: Iterable[str], loss: LostText) -> None:
+    def append(
+        self, rows: np.ndarray, skipped: np.ndarray, examples: Iterable[str], loss: LostText, text_hash: int
+    ) -> None:
         """Add the content of the table of the following pieces."""
         self._values.frombytes(np.ascontiguousarray(rows).tobytes())
-        self._add_sums(skipped, examples, loss)
+        self._add_sums(skipped, examples, loss, text_hash)
 
-    def _add_sums(self, skipped: np.ndarray, examples: Iterable[str], loss: LostText) -> None:
+    def _add_sums(self, skipped: np.ndarray, examples: Iterable[str], loss: LostText, text_hash: int) -> None:
         """Add what is summed over all units."""
+        self.text_hash = add_text_hashes(self.text_hash, text_hash)
         self.skipped += skipped
         self.skipped_examples = [*self.skipped_examples, *examples][:MAX_SKIPPED_EXAMPLES]
         self.loss += loss

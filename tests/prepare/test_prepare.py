@@ -35,7 +35,15 @@ from llmfoundry_lite.prepare.splits import choose_threshold, initial_threshold, 
 from llmfoundry_lite.prepare.summary import load_summary
 from llmfoundry_lite.prepare.token_files import TokenFiles, token_dtype
 from llmfoundry_lite.prepare.token_folder import TokenFolder
-from llmfoundry_lite.prepare.token_unit import TokenUnit, UnitNumber, UnitTable, count_splits, load_documents, load_unit
+from llmfoundry_lite.prepare.token_unit import (
+    TokenUnit,
+    UnitNumber,
+    UnitTable,
+    count_splits,
+    format_text_digest,
+    load_documents,
+    load_unit,
+)
 from tests.helpers.data import folder_bytes, make_documents, read_samples
 from tests.helpers.preparing import (
     SEQ_LEN,
@@ -894,10 +902,11 @@ def write_units(folder: Path, units: list[list[int]], threshold: np.uint64) -> U
             doc_tokens=np.array(sizes, np.int64),
             doc_bytes=np.array(sizes, np.int64),
             doc_keys=np.array(keys, np.uint64),
-            skipped=np.zeros(7, np.int64),
+            skipped=np.zeros(len(documents.SKIP_REASONS), np.int64),
             named=np.array([], str),
             made_of=np.array(""),
             loss=np.array(LostText().as_text()),
+            text_digest=np.array(format_text_digest(0)),
         )
         number = UnitNumber(piece, 0)
         np.savez(folder / number.file_name, **{name: getattr(unit, name) for name in TokenUnit.__slots__})

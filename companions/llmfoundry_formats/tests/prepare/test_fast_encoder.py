@@ -24,7 +24,7 @@ needs_gigatoken = pytest.mark.skipif(importlib.util.find_spec("gigatoken") is No
 
 
 def documents_of(*texts: str) -> list[Document]:
-    return [Document(text, len(text.encode()), split_key(text.encode())) for text in texts]
+    return [Document(text, len(text.encode()), split_key(text.encode()), 0) for text in texts]
 
 
 def gpt4_like() -> tokenizers.Tokenizer:
