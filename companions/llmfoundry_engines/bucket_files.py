@@ -8,7 +8,8 @@ options and renewal of credentials, see `checkpoint/open_folder.py` in the core.
 
 import errno
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -27,10 +28,11 @@ from llmfoundry_lite.errors import (
     needs_credentials,
     remember_url_secrets,
 )
-from llmfoundry_lite.prepare.contents import RemoteFile
+from llmfoundry_lite.prepare.contents import InputFile, RefusedFileError, RemoteFile
 from llmfoundry_lite.retry import LASTING_ERRORS, Budget, as_os_errors, first_line, keep_trying
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 PAUSES_SECONDS = (0.2, 0.6, 1.8, 5.4, 16.2)
 """Pauses before further attempts at a request: 24 s in all, because a store may ask for less load for some seconds."""
@@ -38,6 +40,8 @@ RANGE_BYTES = 12 << 20
 """Maximum number of bytes that one request asks for. A unit of lines, which has 8 MiB, takes one request."""
 TAIL_BYTES = 64 << 10
 """Bytes behind a unit of lines that its request asks for, too, so that most last lines need no request of their own."""
+READS_AT_ONCE = 16
+"""Small objects that one worker reads at the same time. The answer of a store takes 10 to 100 ms, however small."""
 VERSION_KEYS = ("generation", "ETag", "etag", "blob_id", "mtime", "last_modified", "LastModified", "created")
 """Keys of fsspec's details that tell the version of an object, the surest first."""
 
@@ -98,7 +102,8 @@ def call_store(call: Callable[[], T], subject: str) -> T:
     """Call a store, and again with pauses after a fault that may pass. Returns its answer.
 
     `subject` is the beginning of the error's message: "s3://bucket/a.txt cannot be read". Raises FileNotFoundError, and
-    DataError for any other fault. It is a TransientDataError if the same command may succeed later.
+    DataError for any other fault. It is a TransientDataError if the same command may succeed later, and a
+    RefusedFileError if the store refuses what was asked for.
     """
 
     def may_pass(error: OSError) -> bool:
@@ -111,10 +116,14 @@ def call_store(call: Callable[[], T], subject: str) -> T:
     except FileNotFoundError:
         raise
     except OSError as error:
-        kind = TransientDataError if is_transient(error) else DataError
-        lasting = DataError("")
-        lasting.__cause__ = error  # `remedy` follows from the cause
-        raise kind(f"{subject}: {first_line(error)}{lasting.remedy}") from error
+        advice = DataError("")
+        advice.__cause__ = error  # `remedy` follows from the cause
+        reason = f"{first_line(error)}{advice.remedy}"
+        if is_transient(error):
+            raise TransientDataError(f"{subject}: {reason}") from error
+        if isinstance(error, PermissionError) or needs_credentials(error):
+            raise RefusedFileError(f"{subject}: {reason}", reason) from error
+        raise DataError(f"{subject}: {reason}") from error
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -123,6 +132,18 @@ def call_store(call: Callable[[], T], subject: str) -> T:
 def open_object(file: RemoteFile, begin: int, end: int) -> BinaryIO:
     """Open an object for reading, at its beginning. The bytes [begin, end) are needed; others can be read, too."""
     return io.BufferedReader(ObjectReader(file, end), BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+
+
+def read_ahead(read: Callable[[InputFile], V], files: Sequence[InputFile]) -> Iterator[V]:
+    """Yield the results of reading files, in their order, of which READS_AT_ONCE are read at the same time.
+
+    All results may be in memory at once, so the files are those of one unit.
+    """
+    pool = ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="read-bucket")
+    try:
+        yield from pool.map(read, files)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def open_ranges(file: RemoteFile) -> "ObjectReader":

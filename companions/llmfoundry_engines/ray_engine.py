@@ -17,7 +17,7 @@ from llmfoundry_engines.places import open_place
 from llmfoundry_engines.prepare_part import prepare_part
 from llmfoundry_engines.scratch import Scratch
 from llmfoundry_engines.status import choose_parts
-from llmfoundry_lite.errors import ConfigError, DataError, UserError, one_line
+from llmfoundry_lite.errors import ConfigError, DataError, TransientDataError, UserError, one_line
 from llmfoundry_lite.prepare.out_folder import PARTIAL, find_finished
 from llmfoundry_lite.prepare.prepare import open_input, progress_bars
 from llmfoundry_lite.prepare.request import PrepareRequest
@@ -36,6 +36,8 @@ class TaskResult:
 
     error: str = ""
     """The message of a UserError; empty if there is none. A part with one is not tried again."""
+    is_transient: bool = False
+    """Whether the error may pass."""
     lines: list[str] = field(default_factory=list)
     """Sentences for the user."""
 
@@ -128,7 +130,7 @@ def run_tasks(
                 for line in result.lines:
                     notify(line)
                 if result.error:
-                    raise DataError(result.error)
+                    raise (TransientDataError if result.is_transient else DataError)(result.error)
                 on_complete()
     finally:
         for reference in pending:
@@ -155,6 +157,7 @@ def run_part(
         )
     except UserError as error:
         result.error = str(error)
+        result.is_transient = error.is_transient
     return result
 
 
@@ -164,5 +167,5 @@ def run_share(folder: str, part: Part, out: str, scratch: Scratch | None) -> Tas
     try:
         join_shards(out, part, scratch=scratch)
     except UserError as error:
-        return TaskResult(error=str(error))
+        return TaskResult(error=str(error), is_transient=error.is_transient)
     return TaskResult()

@@ -51,6 +51,19 @@ TOO_LARGE_PLAIN = UnreadableText(
 )
 
 
+class RefusedFileError(DataError):
+    """A store refuses an object to this user, or cannot give it out, such as one in an archive."""
+
+    def __init__(self, text: str, reason: str = ""):
+        super().__init__(text)
+        self.reason = reason
+        """The end of the message, after the name of the object."""
+
+    def as_text(self) -> UnreadableText:
+        """Return what stands in place of the texts in the object."""
+        return UnreadableText("unreadable", f" cannot be read: {self.reason}")
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """An object in a bucket, as it was listed. Reading it raises DataError if it is not that version any more."""
@@ -151,10 +164,13 @@ def read_text(path: InputFile, encoding: str | None) -> str | UnreadableText:
     # Read it. Of a compressed file, one byte more than the limit shows that the text is too large.
     is_compressed = path.suffix in COMPRESSED_SUFFIXES
     max_bytes = MAX_DOCUMENT_BYTES + 1 if is_compressed else -1
-    with open_content(path) as (file, _):
-        if not is_compressed and size_of(path) > MAX_PLAIN_BYTES:
-            return TOO_LARGE_PLAIN
-        content = file.read(max_bytes)
+    try:
+        with open_content(path) as (file, _):
+            if not is_compressed and size_of(path) > MAX_PLAIN_BYTES:
+                return TOO_LARGE_PLAIN
+            content = file.read(max_bytes)
+    except RefusedFileError as error:
+        return error.as_text()
     if is_compressed and len(content) > MAX_DOCUMENT_BYTES:
         return TOO_LARGE
 

@@ -31,6 +31,7 @@ from llmfoundry_lite.prepare.contents import (
     MAX_PLAIN_BYTES,
     TOO_LARGE_PLAIN,
     InputFile,
+    RefusedFileError,
     RemoteFile,
     UnreadableText,
     open_input_file,
@@ -44,7 +45,16 @@ STDLIB_HASH_SEED = 187
 """Seed of the standard library's split keys. It was chosen on Python 3.11 to 3.13, so that modules of ordinary code
 (`argparse`, `pathlib`, `pickle`, …) with 5 % of the text are held out, none of them much larger than the others."""
 
-SKIP_REASONS = ("empty", "invalid_utf8", "invalid_json", "missing_text_key", "not_text", "invalid_csv", "too_large")
+SKIP_REASONS = (
+    "empty",
+    "invalid_utf8",
+    "invalid_json",
+    "missing_text_key",
+    "not_text",
+    "invalid_csv",
+    "too_large",
+    "unreadable",
+)
 """Reasons to skip a document. Empty documents are always skipped, others only with `--on-error skip`."""
 
 MAX_EXAMPLES_PER_UNIT = 10
@@ -191,9 +201,10 @@ def read_values(
     """
     match unit.kind:
         case "whole":
-            yield from enumerate(read_text(input_file(name), encoding) for name in unit.names)
+            yield from enumerate(read_texts(unit, encoding))
         case "lines":
-            indexed_lines = read_line_range(unit) if unit.content is None else enumerate(unit.content)
+            lines_of_range = text_if_refused(read_line_range(unit), lambda text: (unit.start, text))
+            indexed_lines = lines_of_range if unit.content is None else enumerate(unit.content)
             for index, line in indexed_lines:
                 if isinstance(line, UnreadableText):
                     yield index, line
@@ -205,9 +216,29 @@ def read_values(
         case "table":
             read_table = companions.load("llmfoundry_formats.tables:read_table", "rows of parquet and arrow")
             rows = read_table(input_file(unit.names[0]), unit.start, unit.end, text_keys)
+            rows = text_if_refused(rows, lambda text: text)
             yield from enumerate(text_of_row(row, text_keys) for row in rows)
         case _:  # "rows", whose texts have been read already
             yield from enumerate(unit.content or ())
+
+
+def text_if_refused(values: Iterable[T], value_of: Callable[[UnreadableText], T]) -> Iterator[T]:
+    """Yield values that are read from a file and, where a store refuses it, one that `value_of` makes of the reason."""
+    try:
+        yield from values
+    except RefusedFileError as error:
+        yield value_of(error.as_text())
+
+
+def read_texts(unit: Unit, encoding: str | None) -> Iterator[str | UnreadableText]:
+    """Yield the text of each file in a unit. Objects are read by several threads, because each takes a round trip."""
+    files = [input_file(name) for name in unit.names]
+    if any(isinstance(file, RemoteFile) for file in files):
+        read_ahead = companions.load("llmfoundry_engines.bucket_files:read_ahead", str(files[0]))
+        yield from read_ahead(lambda file: read_text(file, encoding), files)
+        return
+    for file in files:
+        yield read_text(file, encoding)
 
 
 def read_line_range(unit: Unit) -> Iterator[tuple[int, bytes | UnreadableText]]:

@@ -30,7 +30,7 @@ from llmfoundry_lite import companions
 from llmfoundry_lite.errors import DataError, mask_urls
 from llmfoundry_lite.files import guess_url
 from llmfoundry_lite.prepare.contents import COMPRESSED_SUFFIXES, InputFile, UnreadableText, read_lines
-from llmfoundry_lite.prepare.documents import Unit, group_by_size, input_name
+from llmfoundry_lite.prepare.documents import Unit, group_by_size, input_name, text_if_refused
 from llmfoundry_lite.prepare.listing import Listing, file_kind, list_files
 from llmfoundry_lite.prepare.request import PrepareRequest
 
@@ -277,9 +277,14 @@ def file_units(kind: str, path: InputFile, size: int, target: int, request: Prep
     """
     if kind in TABLES:
         cut_table = companions.load("llmfoundry_formats.tables:cut_table", str(path))
-        yield from cut_table(kind, path, size, target, request)
+        units = cut_table(kind, path, size, target, request)
     else:
-        yield from stream_units("lines", str(path), read_lines(path, request.encoding), target, size)
+        units = stream_units("lines", str(path), read_lines(path, request.encoding), target, size)
+
+    def unit_of_refused(text: UnreadableText) -> Unit:
+        return Unit(kind="rows", names=(str(path),), content=(text,), num_bytes=0)
+
+    yield from text_if_refused(units, unit_of_refused)
 
 
 def range_pieces(path: InputFile, size: int, target_bytes: int) -> Iterator[Piece]:

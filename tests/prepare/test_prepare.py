@@ -827,7 +827,7 @@ def test_bad_documents_are_counted_by_reason_when_skipped(
     summary = prepare(wanted, tmp_path / "out", num_workers=1)
     assert_holds(tmp_path / "out" / "train", summary, tokenizer, documents)
     counts = {"empty": 1, "invalid_utf8": 1, "invalid_json": 2, "missing_text_key": 1, "not_text": 1}
-    assert summary.skipped == {**counts, "invalid_csv": 0, "too_large": 0}
+    assert summary.skipped == {**counts, "invalid_csv": 0, "too_large": 0, "unreadable": 0}
     assert [sentence.removeprefix(f"{path}, ") for sentence in summary.skipped_examples] == [
         "line 6 does not parse as JSON (Expecting property name enclosed in double quotes, column 1); expected one "
         "object per line",

@@ -1,6 +1,7 @@
 """Sources in buckets: the bytes of local sources, by one machine and by parts, and errors that name the object."""
 
 import gzip
+import random
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from llmfoundry_engines.join import join
 from llmfoundry_engines.tests.part_runs import prepare_parts
 from llmfoundry_lite.errors import DataError
 from llmfoundry_lite.prepare.prepare import prepare
-from tests.checkpoint.s3_server import s3_server
+from tests.checkpoint.s3_server import ANSWER_CUT, RefusingProxy, s3_server
 from tests.helpers.data import folder_bytes, make_documents
 from tests.helpers.preparing import plain, request, texts_of, write_jsonl
 
@@ -92,6 +93,7 @@ def test_a_bucket_gives_the_bytes_of_a_local_folder(
     remote = prepare(wanted, tmp_path / "one", num_workers=1)
     assert remote.splits == local.splits
     assert remote.ignored_files == local.ignored_files == 1
+    assert remote.text_digest == local.text_digest
     assert {**remote.request["input"], "digest": ""} == {**local.request["input"], "digest": ""}
 
     prepare(wanted, tmp_path / "two", num_workers=2)
@@ -169,3 +171,74 @@ def test_credentials_in_urls_are_not_recorded(
         assert "password" not in record.read_text()
     assert "memory://user:***@corpus" in records[0].read_text()
     filesystem.rm("/user:password@corpus", recursive=True)
+
+
+@pytest.fixture
+def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusingProxy]:
+    """A proxy that refuses requests for objects, as a test says. Pauses between attempts take no time."""
+    monkeypatch.setattr(bucket_files, "PAUSES_SECONDS", (0.0, 0.0))
+    proxy = RefusingProxy(server)
+    yield proxy
+    proxy.close()
+
+
+def test_faults_that_pass_are_tried_again_and_others_are_named(
+    mixed: Path, use_s3: Callable[..., str], proxy: RefusingProxy
+) -> None:
+    url = use_s3(mixed, proxy.port)
+    expected = texts_of(mixed)
+    codes = {"b.jsonl": ["InternalError", "SlowDown"], "c.jsonl.gz": [ANSWER_CUT], "e.parquet": ["SlowDown"]}
+
+    def refuse_some(method: str, path: str, headers: dict[str, str]) -> str | None:
+        waiting = codes.get(path.rpartition("/")[2].partition("?")[0], [])
+        return waiting.pop() if method == "GET" and waiting else None
+
+    proxy.refuses = refuse_some
+    assert texts_of(url) == expected
+    assert not any(codes.values())
+
+    proxy.refuses = lambda method, path, headers: "InternalError" if "b.jsonl" in path else None
+    with pytest.raises(
+        DataError, match=rf"{url}/b.jsonl cannot be read: .*this may pass: run the same command"
+    ) as caught:
+        texts_of(f"{url}/")
+    assert caught.value.exit_code == 75
+
+
+def test_an_object_that_is_refused_stops_or_is_skipped_and_named(
+    mixed: Path, use_s3: Callable[..., str], proxy: RefusingProxy, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    url = use_s3(mixed, proxy.port)
+    refused = ("04.txt", "b.jsonl", "c.jsonl.gz", "rows.csv", "e.parquet")
+    proxy.refuses = lambda method, path, headers: "AccessDenied" if path.split("?")[0].endswith(refused) else None
+    with pytest.raises(DataError, match=rf"{url}/a/04.txt cannot be read: .*ask for access.*--on-error skip") as caught:
+        texts_of(url)
+    assert caught.value.exit_code == 2
+    wanted = request(url, tokenizer_folder, on_error="skip", val_fraction=0.1)
+    summary = prepare(wanted, tmp_path / "out", num_workers=1)
+    assert summary.skipped["unreadable"] >= len(refused), "each range of lines counts"
+    assert {sentence.split(" ")[0].strip(",") for sentence in summary.skipped_examples} == {
+        f"{url}/{name}" for name in ("a/04.txt", "b.jsonl", "c.jsonl.gz", "d/rows.csv", "e.parquet")
+    }
+
+
+def test_only_the_wanted_column_and_the_range_are_requested(
+    use_s3: Callable[..., str], proxy: RefusingProxy, tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    documents = make_documents(400, words=40)
+    table = pa.table({"text": documents, "image": [rng.randbytes(20_000) for _ in documents]})
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in/large.parquet", row_group_size=100)
+    file_bytes = (tmp_path / "in/large.parquet").stat().st_size
+    url = use_s3(tmp_path / "in", proxy.port)
+    ranges: list[int] = []
+
+    def count(method: str, path: str, headers: dict[str, str]) -> None:
+        if "Range" in headers:
+            begin, end = headers["Range"].removeprefix("bytes=").split("-")
+            ranges.append(int(end) - int(begin) + 1)
+
+    proxy.refuses = count
+    assert texts_of(url) == documents
+    assert file_bytes > 8_000_000 and sum(ranges) < file_bytes / 10
