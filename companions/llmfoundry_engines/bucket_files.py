@@ -1,7 +1,7 @@
 """Files in a bucket, read by ranges of bytes for `data prepare`: nothing is stored on this machine's disk.
 
-`open_object` opens an object that `bucket_source.py` has listed. Each object is checked against its listed version. S3
-is asked for that version in every request. Other stores are asked for the version before the first range and after the
+`open_object` opens an object that `bucket_list.py` has listed. Each object is checked against its listed version. S3 is
+asked for that version in every request. Other stores are asked for the version before the first range and after the
 last one. `call_store` calls a store, and tries again what may pass. The clients are those of checkpoints, with their
 options and renewal of credentials, see `checkpoint/open_folder.py` in the core.
 """

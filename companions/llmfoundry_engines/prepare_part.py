@@ -1,6 +1,7 @@
 """`data prepare … --part 3/16`: tokenise the third of sixteen parts of a source, on any of several machines.
 
-Every part lists the source and compares its state with what the first part has stored, so that all parts read the same.
+Every part lists the source, or takes the list of a bucket that the first part has stored. It compares the state of the
+source with what the first part has stored, so that all parts read the same.
 Then it tokenises its pieces into the folder that all parts share, and leaves a report. `join.py` makes the shards.
 """
 
@@ -22,10 +23,11 @@ from llmfoundry_engines.reports import (
 )
 from llmfoundry_engines.scratch import Scratch
 from llmfoundry_engines.shared_folder import PARTS, only_this_part, open_shared
+from llmfoundry_engines.stored_list import OBJECTS_FILE
 from llmfoundry_lite.data.spelling import LostText, describe_lost_text
 from llmfoundry_lite.data.tokenizer import Tokenizer, load_tokenizer
 from llmfoundry_lite.errors import DataError
-from llmfoundry_lite.prepare.out_folder import REQUEST_FILE, check_unchanged, find_finished
+from llmfoundry_lite.prepare.out_folder import PARTIAL, REQUEST_FILE, check_unchanged, find_finished
 from llmfoundry_lite.prepare.prepare import (
     OpenedInput,
     notify_of_duplicates,
@@ -80,7 +82,7 @@ def prepare_part(
     leave_if_imported_by_worker()
     with open_place(out, scratch) as place:
         check_outside_url_sources(str(out), request.sources)
-        opened = open_input(request, place.out)
+        opened = open_input(request, place.out, place.out / PARTIAL / OBJECTS_FILE)
         source = opened.source
         return prepare_opened_part(
             opened,
@@ -132,6 +134,7 @@ def prepare_opened_part(
         partial = open_shared(out, opened)
         if place.share(REQUEST_FILE):
             open_shared(out, opened)  # another part was faster: compare with its request
+        source.store_list(partial / OBJECTS_FILE)
         folder = partial / PARTS / part.folder_name
 
         with only_this_part(folder, part):

@@ -1,6 +1,7 @@
 """The folder of work in progress that all parts of a preparation share: OUT/.partial.
 
     request.json                 the request, the state of its input, and the releases of the programs
+    objects.gz                   the list of objects, if the source is in a bucket, see `stored_list.py`
     tokenizer                    the tokenizer, which the first part puts there
     units                        the token files of all parts
     parts/000003-of-000016       progress and report of a part, see `reports.py`

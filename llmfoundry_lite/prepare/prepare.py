@@ -150,10 +150,13 @@ class OpenedInput:
     """The request with the current state of the input, see `build_request_record`."""
 
 
-def open_input(request: PrepareRequest, out: Path) -> OpenedInput:
-    """Open the sources and the tokenizer of a request. Nothing is written. Raises DataError if one is not there."""
+def open_input(request: PrepareRequest, out: Path, stored_list: Path | None = None) -> OpenedInput:
+    """Open the sources and the tokenizer of a request. Nothing is written. Raises DataError if one is not there.
+
+    `stored_list` is that of `open_source`.
+    """
     check_outside_sources(out, request.sources)
-    source = open_source(request)
+    source = open_source(request, stored_list)
     if request.val_fraction is None:
         request = replace(request, val_fraction=source.val_fraction)
     existing_tokenizer = None

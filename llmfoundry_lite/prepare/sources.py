@@ -90,6 +90,9 @@ class Source:
     """Fraction that is held out for validation by default."""
     listing: Listing = field(default_factory=Listing)
     """Local files, and records of those that are not read."""
+    store_list: Callable[[Path], None] = lambda path: None
+    """Function that writes the list of the input to a file, from which other parts open the same source. It does
+    nothing for sources that each part lists."""
 
     def units(self) -> Iterator[Unit]:
         """Yield the units of all pieces, in order."""
@@ -114,11 +117,12 @@ def is_bucket_url(source: str) -> bool:
     return True
 
 
-def open_source(request: PrepareRequest) -> Source:
+def open_source(request: PrepareRequest, stored_list: Path | None = None) -> Source:
     """Open the sources of a request: the standard library, a data set of the Hub, local files, or a bucket.
 
     `request.sources` is ("python-stdlib",), one name such as ("hf:allenai/c4:en",), or files, folders and globs, either
     all of this machine or all by URLs. Files are listed here, and read only when the units of a piece are asked for.
+    `stored_list` is a file that `Source.store_list` may have written, by which a bucket need not be listed.
 
     Raises DataError if there is nothing to read, and ConfigError if a companion that is needed is not installed.
     """
@@ -131,7 +135,7 @@ def open_source(request: PrepareRequest) -> Source:
     special_sources = [source for source in sources if source == PYTHON_STDLIB or source.startswith(HUB_PREFIX)]
     if urls and len(urls) == len(sources):
         open_bucket = companions.load("llmfoundry_engines.bucket_source:open_bucket", mask_urls(urls[0]))
-        return open_bucket(urls, request)
+        return open_bucket(urls, request, stored_list)
     special_sources += urls
     if special_sources and len(sources) > 1:
         raise DataError(

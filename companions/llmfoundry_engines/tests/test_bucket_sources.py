@@ -10,7 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from llmfoundry_engines import bucket_files
+from llmfoundry_engines import bucket_files, stored_list
 from llmfoundry_engines.join import join
 from llmfoundry_engines.tests.part_runs import prepare_parts
 from llmfoundry_lite.errors import DataError
@@ -242,3 +242,40 @@ def test_only_the_wanted_column_and_the_range_are_requested(
     proxy.refuses = count
     assert texts_of(url) == documents
     assert file_bytes > 8_000_000 and sum(ranges) < file_bytes / 10
+
+
+def test_parts_list_a_bucket_once(
+    mixed: Path,
+    use_s3: Callable[..., str],
+    proxy: RefusingProxy,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    small_units: None,
+) -> None:
+    """The first part lists it at its beginning and its end. The list is hashed, so a damaged one is named."""
+    url = use_s3(mixed, proxy.port)
+    lists: list[str] = []
+
+    def count(method: str, path: str, headers: dict[str, str]) -> None:
+        if "list-type=2" in path:
+            lists.append(path)
+
+    proxy.refuses = count
+    wanted = request(url, tokenizer_folder, val_fraction=0.1)
+    prepare_parts(wanted, tmp_path / "out", [2], 3)
+    assert len(lists) == 2
+    stored = tmp_path / "out/.partial" / stored_list.OBJECTS_FILE
+    whole = stored.read_bytes()
+    prepare_parts(wanted, tmp_path / "out", [1], 3)
+    assert len(lists) == 2
+
+    for damaged in (whole[:-20], gzip.compress(gzip.decompress(whole).replace(b"a/04.txt", b"a/99.txt")), b"{}"):
+        stored.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"objects\.gz is damaged; remove it, and this part lists the bucket again"):
+            prepare_parts(wanted, tmp_path / "out", [3], 3)
+    stored.write_bytes(whole)
+    with pytest.raises(DataError, match="holds parts of another preparation: on_error was 'stop' and is 'skip' now"):
+        prepare_parts(request(url, tokenizer_folder, val_fraction=0.1, on_error="skip"), tmp_path / "out", [3], 3)
+    s3fs.S3FileSystem().pipe(f"{url}/g.jsonl.zst", b"other")
+    with pytest.raises(DataError, match=rf"{url}/g.jsonl.zst has changed since it was listed"):
+        prepare_parts(wanted, tmp_path / "out", [3], 3)
