@@ -74,12 +74,14 @@ def list_objects(urls: Sequence[str], on_error: str) -> ObjectList:
         store = open_store(url)
         entries: list[bytes] = []
         num_found = 0
+        num_readable = 0
         for found in without_dataset_files(find_objects(store, url), mask_urls(url)):
             num_found += 1
             file = RemoteFile(f"{store.root_url}/{found.key}", found.num_bytes, found.version)
             if file_kind(file) is None:
                 objects.num_ignored += 1
                 continue
+            num_readable += 1
             if found.num_bytes == 0 and file.suffix in COMPRESSED_SUFFIXES:
                 record_unreadable(objects, on_error, str(file), f"it has 0 bytes, so it is no whole {file.suffix} file")
                 continue
@@ -95,7 +97,7 @@ def list_objects(urls: Sequence[str], on_error: str) -> ObjectList:
         if num_found == 0:
             is_pattern = glob.has_magic(url)
             raise DataError(f"{url}: {'no object matches' if is_pattern else 'no such object, and no folder with any'}")
-        if not entries and not objects.entries and not objects.unreadable:
+        if num_readable == 0:
             raise DataError(f"{url}: nothing here can be read; expected {READABLE}")
         objects.entries += sorted(entries)
     if not objects.entries:

@@ -66,7 +66,13 @@ def plan_join(partial: Path, units_folder: TokenFolder) -> JoinPlan:
     complete = find_complete(partial, units_folder.names())
     table = UnitTable()
     for report, rows in complete:
-        table.append(rows, np.array(report.skipped, np.int64), report.skipped_examples, report.lost_text(), parse_text_digest(report.text_digest))
+        table.append(
+            rows,
+            np.array(report.skipped, np.int64),
+            report.skipped_examples,
+            report.lost_text(),
+            parse_text_digest(report.text_digest),
+        )
     tokenizer = load_tokenizer(partial / "tokenizer")
     shard_format = ShardFormat(shared.request, token_dtype(tokenizer), tokenizer.eos_token_id)
     return JoinPlan(

@@ -15,5 +15,5 @@ what a user asks for. Then read the files in the order in which a document passe
 5. `out_folder.py` publishes the result, and finds out how far an earlier launch has come. `summary.py` describes the
    result in summary.json.
 
-Tokenizers are in `data/tokenizer.py`. Companions read tables and data sets of the Hugging Face Hub.
+Tokenizers are in `data/tokenizer.py`. Companions read tables, buckets and data sets of the Hugging Face Hub.
 """

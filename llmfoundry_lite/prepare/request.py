@@ -32,7 +32,7 @@ class PrepareRequest:
     """A request for a preparation: everything that decides its result, and nothing else."""
 
     sources: tuple[str, ...]
-    """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs; see `sources.open_source`."""
+    """`python-stdlib`, `hf:NAME[:CONFIG]`, or files, folders and globs, also by URLs; see `sources.open_source`."""
     tokenizer: str
     """A local folder, a Hub name, or `train:VOCAB_SIZE`."""
     max_seq_len: int

@@ -331,8 +331,8 @@ def test_an_input_that_is_written_to_meanwhile_is_not_published(
     wanted = request(path, tokenizer_folder)
     tokenize = prepare_module.tokenize_source
 
-    def tokenize_then_change(*arguments):
-        work = tokenize(*arguments)
+    def tokenize_then_change(*arguments, **options):
+        work = tokenize(*arguments, **options)
         path.unlink() if change == "remove" else path.write_bytes(path.read_bytes())
         return work
 
@@ -356,9 +356,9 @@ def test_an_input_that_goes_away_while_it_is_read_is_one_line(tmp_path: Path, to
     path = write_jsonl(tmp_path / "a.jsonl", make_documents(60))
     tokenize = prepare_module.tokenize_source
 
-    def remove_then_tokenize(*arguments):
+    def remove_then_tokenize(*arguments, **options):
         path.unlink()
-        return tokenize(*arguments)
+        return tokenize(*arguments, **options)
 
     monkeypatch.setattr(prepare_module, "tokenize_source", remove_then_tokenize)
     with pytest.raises(DataError, match=r"a\.jsonl cannot be read or written: No such file or directory$"):
