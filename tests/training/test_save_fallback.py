@@ -183,17 +183,19 @@ def test_a_run_that_is_killed_at_random_moments_while_the_first_comes_and_goes(t
     generator = random.Random(0)
     command = [sys.executable, str(ROOT / "scripts/train.py"), "run.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    newest = 0
+    newest, num_killed = 0, 0
     for _ in range(30):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
         assert process.stdout is not None
-        lines = []
+        lines, num_saved, kill_after = [], 0, generator.randint(2, 6)
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("saved ba") and len(lines) > 3 and generator.random() < 0.1:
+            num_saved += line.startswith(("saved ba", "copied ba"))
+            if num_saved == kill_after and num_killed < 12:
                 time.sleep(generator.random() * 0.3)  # any moment of what follows
                 os.killpg(process.pid, signal.SIGKILL)
+                num_killed += 1
                 break
         code = process.wait()
         assert "Traceback" not in "".join(lines), "".join(lines)
@@ -202,7 +204,7 @@ def test_a_run_that_is_killed_at_random_moments_while_the_first_comes_and_goes(t
         newest = found.manifest.timestamp.batch
         if code == 0:
             break
-    assert newest == 60 and code == 0
+    assert newest == 60 and code == 0 and num_killed >= 5
     assert losses(tmp_path) == losses(tmp_path, "good")
 
 
