@@ -499,11 +499,11 @@ def copy(
     location: Location,
     out: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder of checkpoints, or its save_folder.")],
 ) -> None:
-    """Copy a checkpoint, or the newest intact one of a folder, to another folder of the same run's checkpoints.
+    """Copy a checkpoint to another folder of the same run.
 
-    Use it for a save in save_fallback that no launch has copied to save_folder. The log and the tokenizer go with it.
-    All bytes are verified. Nothing is copied if the folder has a newer checkpoint, by lease and batch, because the run
-    has gone on from another one.
+    If the first folder has several, the newest intact one is copied. Use this for a save in save_fallback that no
+    launch has copied to save_folder. The log and the tokenizer go with it. All bytes are verified. Nothing is copied if
+    the other folder has a newer checkpoint, by lease and batch, because the run has gone on from another one.
     """
     ignore_output_errors()
     original = find_checkpoint(location)

@@ -55,7 +55,7 @@ def owners_of(job: str) -> set[str]:
 
 def names_in(key: str) -> list[str]:
     """Return what may be words of `BRINGS`: words of a key and of its case, settings, and their first keys."""
-    words = re.split("[/ ]", key)
+    words = re.split("[/ ]", key)[1:]  # without the part: `runs` is a command, too
     for beginning, lines in LINES.items():
         if key.startswith(f"{beginning}/"):
             words += split(lines.get(key.removeprefix(f"{beginning}/").partition("/")[0], ""))
