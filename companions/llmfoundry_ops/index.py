@@ -104,7 +104,7 @@ def find_run_folders(root: Folder, *, follows_links: bool = True) -> list[FoundR
         if len(level) > MAX_FOLDERS:
             raise DataError(f"{root.url}: has more than {MAX_FOLDERS:,} folders; name one of them")
         if not follows_links:
-            level = [folder for folder in level if not _is_link(folder)]
+            level = [folder for folder in level if not is_link(folder)]
         names_of_level = read_in_parallel(_names_or_none, level)
 
         others = []
@@ -146,7 +146,7 @@ def _folders_or_none(folder: Folder) -> list[str]:
     return []
 
 
-def _is_link(folder: Folder) -> bool:
+def is_link(folder: Folder) -> bool:
     """Return whether a folder of this machine is a symbolic link."""
     return folder.path_here is not None and folder.path_here.is_symlink()
 

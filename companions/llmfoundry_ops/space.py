@@ -18,7 +18,7 @@ from llmfoundry_lite.checkpoint.verify import check_present, check_structure
 from llmfoundry_lite.errors import CheckpointError, DataError
 from llmfoundry_lite.report.reading import read_recorded
 from llmfoundry_lite.tables import Table
-from llmfoundry_ops.index import FoundRun, find_run_folders, is_run_folder, name_below, read_in_parallel
+from llmfoundry_ops.index import FoundRun, find_run_folders, is_link, is_run_folder, name_below, read_in_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class RunPlan:
 def plan_runs(location: str, retention: Retention) -> list[RunPlan]:
     """Plan the removals of all runs below a path or URL, without removing anything.
 
-    A run that cannot be read has a note. Links to folders of runs are not followed. Raises DataError if there is no
-    run.
+    A run that cannot be read has a note. Links to folders of runs or of checkpoints are not followed. Raises
+    DataError if there is no run.
     """
     root = open_folder(location)
     found = find_run_folders(root, follows_links=False)
@@ -83,6 +83,9 @@ def plan_run(run: FoundRun, root: Folder, retention: Retention) -> RunPlan:
             plan.notes.append("its checkpoints are elsewhere; name their folder")
             return plan
         folder = folder.child(INSIDE_A_RUN)
+        if is_link(folder):
+            plan.notes.append("its checkpoints are behind a link; name the folder that it leads to")
+            return plan
 
     plan.store = CheckpointStore(folder.url)
     try:

@@ -177,6 +177,15 @@ def test_runs_behind_links_are_left_alone(tmp_path, capsys):
     assert "no runs here" in capsys.readouterr().err
 
 
+def test_checkpoints_behind_a_link_in_a_run_folder_are_left_alone(tmp_path, capsys):
+    store, _ = saved(tmp_path / "elsewhere", 1, 2)
+    write_run(tmp_path / "runs/tiny", [record(1), record(2)])
+    (tmp_path / "runs/tiny/checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert prune(str(tmp_path / "runs"), "--keep-last", "1", "--yes") == 0
+    assert names(store) == ["ba2", "ba1"]
+    assert "link" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
