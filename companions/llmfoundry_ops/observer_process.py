@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmfoundry_lite.bounded import MAX_NOTE_BYTES, read_lines_at_most
+from llmfoundry_lite.bounded import MAX_NOTE_BYTES, parse_json, read_lines_at_most
 from llmfoundry_lite.checkpoint.run_log import METRICS, Record, duration_text, number_of, validation_losses
 from llmfoundry_lite.config.callbacks_schema import AlertsConfig
 from llmfoundry_lite.errors import DataError, printable, remember_secret
@@ -181,7 +181,10 @@ class LaunchObserver:
             self._follow_launches(reason_before)
             self._follow_saves()
             for record in self._take_records():
-                self._follow_loss(record)
+                if self._is_history(record):
+                    self._add_loss(record)
+                else:
+                    self._follow_loss(record)
         self._follow_progress()
 
     def end(self) -> None:
@@ -234,7 +237,7 @@ class LaunchObserver:
                     break
                 self._num_launch_bytes += len(line)
                 with contextlib.suppress(ValueError):
-                    content = json.loads(line)
+                    content = parse_json(line)
                     if isinstance(content, dict) and {"status", "batch"} <= content.keys():
                         lines.append(content)
         return lines
@@ -280,6 +283,15 @@ class LaunchObserver:
                 if number_of(loss) is not None:
                     self.validation[label] = loss
         return records
+
+    def _is_history(self, record: Record) -> bool:
+        """Return whether an earlier launch has trained the batch of a record.
+
+        A launch on another machine appends the log that the checkpoint carries, whose spikes were told there.
+        """
+        if self._num_begun == 0:
+            return True
+        return self.launch is not None and record.get("launch") != self.launch
 
     def _follow_loss(self, record: Record) -> None:
         """Tell a spike of the loss that begins with a record, unless it was told for this batch before."""

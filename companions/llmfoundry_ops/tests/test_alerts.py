@@ -226,6 +226,13 @@ def test_a_loss_spike_is_told_once_for_its_batches(folder):
     assert launch.look() == ["began"]
 
 
+def test_a_loss_spike_in_the_log_of_another_machine_is_not_told_again(folder):
+    launch = Launch(folder)
+    launch.train(*range(1, WINDOW + 1), launch=2)
+    launch.train(*range(WINDOW + 1, WINDOW + 9), loss=9.0, launch=2)  # records of launch 1, which a checkpoint carried
+    assert launch.look() == ["began"]
+
+
 def test_only_the_chosen_events_are_sent_and_all_are_recorded(folder):
     launch = Launch(folder, events=["failed"])
     launch.train(1)
