@@ -28,6 +28,7 @@ from llmfoundry_lite.config.layout import Layout, layout_here
 from llmfoundry_lite.config.load_train import (
     DRY_RUNS,
     LoadedTrain,
+    Observed,
     find_observed,
     find_run_folder,
     load_train_config,
@@ -35,7 +36,13 @@ from llmfoundry_lite.config.load_train import (
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, printable
 from llmfoundry_lite.ranks import status
-from llmfoundry_lite.ranks.ending import claim_first_error, leaving_during_imports, run_and_exit, sigterm_delayed
+from llmfoundry_lite.ranks.ending import (
+    claim_first_error,
+    ignore_leaving_signals,
+    leaving_during_imports,
+    run_and_exit,
+    sigterm_delayed,
+)
 from llmfoundry_lite.ranks.lean_imports import FULL_IMPORTS, HEAVY, import_lean
 from llmfoundry_lite.ranks.rank import check_launch, set_environment, this_rank
 from llmfoundry_lite.ranks.status import refusals_recorded, watch_for_failures_on_other_nodes
@@ -162,24 +169,35 @@ def observed(
         yield
         return
 
-    status.is_observed = True
     starts_it = this_rank().rank == 0 and OBSERVED not in os.environ
-    if not starts_it:
-        yield
-        return
+    status.is_observed = True
+    try:
+        with _observer_of(launch, is_launcher=is_launcher) if starts_it else contextlib.nullcontext():
+            yield
+    finally:
+        status.is_observed = False
 
+
+@contextlib.contextmanager
+def _observer_of(launch: Observed, *, is_launcher: bool) -> Iterator[None]:
+    """Start the process that observes the launch in the block, and let it go at the end of the block."""
     observer = companions.load("llmfoundry_ops.observer:Observer", "alerts")(launch)
     if is_launcher:
         os.environ[OBSERVED] = "1"
     try:
         yield
-    except Exception as error:
-        # The wait below must not let another rank, which fails because this one has, count as the first.
-        with contextlib.suppress(RuntimeError):
-            claim_first_error(error)
+    except BaseException as error:
+        # A signal during the wait below would replace this error, and with it the exit code.
+        ignore_leaving_signals()
+        # Nor may another rank, which fails because this one has, count as the first.
+        if isinstance(error, Exception):
+            with contextlib.suppress(RuntimeError):
+                claim_first_error(error)
         raise
     finally:
         observer.close()
+        if is_launcher:
+            del os.environ[OBSERVED]
 
 
 def check(arguments: Sequence[str], given: Mapping[str, Any] | None = None) -> CheckedLaunch:

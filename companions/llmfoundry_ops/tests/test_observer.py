@@ -16,6 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llmfoundry_lite import launch_train
+from llmfoundry_lite.errors import ConfigError
+from llmfoundry_lite.ranks import status
+from llmfoundry_lite.ranks.ending import raise_when_interrupted
+from llmfoundry_lite.ranks.signals import LEAVING_SIGNALS
 from llmfoundry_lite.ranks.status import read_status
 from llmfoundry_ops.tests.receiving import receiving
 from tests.helpers.launch import PATHS, ROOT
@@ -113,6 +118,32 @@ def test_a_receiver_that_hangs_delays_the_exit_by_seconds_alone(server, tmp_path
     server.wait_for("ended")
 
 
+class SignalledObserver:
+    """An observer of a launch that is asked to leave while it waits for the last alert."""
+
+    def __init__(self, launch):
+        pass
+
+    def close(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_while_the_last_alert_is_sent_does_not_replace_the_error(monkeypatch):
+    monkeypatch.setattr(launch_train, "find_observed", lambda arguments, given: object())
+    monkeypatch.setattr(launch_train.companions, "load", lambda *arguments: SignalledObserver)
+    handlers_before = {number: signal.getsignal(number) for number in LEAVING_SIGNALS}
+    raise_when_interrupted()
+    try:
+        with pytest.raises(ConfigError, match="unknown key"), launch_train.observed([], is_launcher=True):
+            assert status.is_observed
+            raise ConfigError("unknown key")
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)
+    assert launch_train.OBSERVED not in os.environ
+    assert not status.is_observed
+
+
 # ----------------------------------------------------------------------------------------------- real launches
 
 
@@ -171,8 +202,8 @@ def test_a_rank_that_the_launcher_starts_again_is_a_restart(folder, server):
     run_folder = folder / "runs/pair"
     launch = run(folder, server, "run_name=pair", "max_duration=100ba", num_ranks=2)
     wait_until(lambda: (run_folder / "metrics.jsonl").exists() and len(read_metrics(run_folder)) > 8)
-    status = json.loads((run_folder / "status.json").read_text())
-    os.kill(status["process"]["pid"], signal.SIGKILL)
+    running = json.loads((run_folder / "status.json").read_text())
+    os.kill(running["process"]["pid"], signal.SIGKILL)
     output, _ = launch.communicate(timeout=DEADLINE_SECONDS)
     assert launch.returncode == 0, output
     assert server.events == ["began", "restarted", "ended"]
