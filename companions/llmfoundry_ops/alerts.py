@@ -28,6 +28,8 @@ ALERTS = "alerts.jsonl"
 not get."""
 MAX_REMEMBERED_BYTES = MAX_NOTE_BYTES
 """Bytes at the end of ALERTS that are read: several thousand events."""
+MAX_REASON_CHARACTERS = 2000
+"""Characters of a reason that are kept. Linux passes no variable of more than 128 KiB to a program."""
 ENDS = ("preempted", "failed", "ended")
 """Events with which a launch is over."""
 SAVES_RECOVERED = "saves_recovered"
@@ -134,7 +136,7 @@ class Messages:
         age_seconds = None
         if facts.last_saved is not None and facts.saved_at is not None:
             age_seconds = round(max(0.0, now - facts.saved_at), 1)
-        reason = printable(reason) if reason else None
+        reason = printable(reason)[:MAX_REASON_CHARACTERS] if reason else None
         alert = Alert(
             event=event,
             text="",

@@ -24,7 +24,7 @@ from llmfoundry_lite.checkpoint.open_folder import open_folder
 from llmfoundry_lite.checkpoint.run_log import METRICS, number_of, read_lines
 from llmfoundry_lite.checkpoint.store import CheckpointStore
 from llmfoundry_lite.config.spans import TIME_UNITS, Duration
-from llmfoundry_lite.errors import CheckpointError, DataError
+from llmfoundry_lite.errors import CheckpointError, DataError, mask_credentials
 from llmfoundry_lite.ranks.status import STATUS, is_sound, read_status
 from llmfoundry_lite.report.log import LOSS, RATE
 from llmfoundry_lite.report.reading import CONFIG, find_checkpoint_folder, read_config, read_recorded
@@ -407,5 +407,11 @@ def format_progress(line: RunLine) -> str:
 
 
 def build_records(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
-    """Return the facts of each line as JSON values, for `runs ls --json`."""
-    return [asdict(line) for line in lines]
+    """Return the facts of each line as JSON values, for `runs ls --json`. Credentials are masked, as in the table."""
+    records = []
+    for line in lines:
+        record = asdict(line)
+        for key, value in record.items():
+            record[key] = mask_credentials(value) if isinstance(value, str) else value
+        records.append(record)
+    return records

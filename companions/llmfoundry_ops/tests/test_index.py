@@ -13,7 +13,7 @@ from llmfoundry_lite.cli import main
 from llmfoundry_lite.ranks.status import write_status
 from llmfoundry_lite.report.report import report
 from llmfoundry_ops import published
-from llmfoundry_ops.index import build_table, list_run_lines
+from llmfoundry_ops.index import RunLine, build_records, build_table, list_run_lines
 from llmfoundry_ops.published import format_age, read_newest_record
 from llmfoundry_ops.tests.buckets import end_last_writer, record_launch, save_with_log
 from tests.checkpoint.saves import saved
@@ -94,6 +94,11 @@ def test_run_folders_are_listed_by_status_log_and_checkpoints(tmp_path, capsys):
     heading, _, *rows = capsys.readouterr().out.splitlines()
     assert heading.split() == ["run", "state", "batch", "last", "save", "age", "tokens/s", "host", "reason"]
     assert len(rows) == 2
+
+
+def test_json_has_no_password_of_the_url_that_was_listed():
+    line = RunLine(run="tiny", url="sftp://user:hunter2@host/tiny", reason="ftp://user:hunter2@host: refused")
+    assert "hunter2" not in json.dumps(build_records([line]))
 
 
 def test_a_price_gives_the_cost_that_a_report_has(tmp_path):

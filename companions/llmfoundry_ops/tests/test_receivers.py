@@ -120,6 +120,12 @@ def test_a_program_gets_the_message_and_no_shell_reads_it(tmp_path, alert, monke
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_long_reason_is_cut_so_that_a_program_can_be_started(tmp_path):
+    alert = Messages("tiny", tmp_path / "run", ["failed"]).tell("failed", FACTS, "x" * (1 << 20))
+    assert alert is not None and len(alert.reason or "") == 2000
+    run_command(["true"], alert)
+
+
 def test_a_program_that_fails_or_hangs_or_is_missing_is_said(alert, monkeypatch):
     with pytest.raises(UndeliveredError, match="it ended with 3"):
         run_command(["sh", "-c", "exit 3"], alert)
