@@ -56,10 +56,10 @@ def prune_runs(
     location: Location,
     keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep in each run.")],
     keep_every: Annotated[
-        str | None, typer.Option(metavar="BATCHES", help="Also keep checkpoints of every so many batches: 10000ba.")
+        str | None, typer.Option(metavar="BATCHES", help="Also keep checkpoints whose batch is a multiple of this: 10000ba.")
     ] = None,
     keep_best: Annotated[
-        int, typer.Option(min=0, help="Also keep as many checkpoints with the best values of --by.")
+        int, typer.Option(min=0, help="Number of checkpoints with the best values of --by to keep, too.")
     ] = 0,
     by: Annotated[
         str | None,
