@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmfoundry_lite.checkpoint.commit import (
@@ -639,6 +639,9 @@ class CheckpointStore:
         self._remove_saves(removal.old, removal.set_aside_names)
         with _os_errors_as_checkpoint_errors(f"{self.root.url}: what earlier removals left cannot be removed"):
             self.commits.finish_removals(has_lease=has_lease, newest=removal.newest.recency)
+        if not has_lease:
+            # A copy of an older save may have been published since the plan. It refers to parts of the log, too.
+            removal = replace(removal, kept=self.candidates())
         with _os_errors_as_checkpoint_errors(f"{self.root.url}/{LOG}: cannot be cleared"):
             for name in self._find_unused_log(removal):
                 self.root.child(LOG).remove(name)

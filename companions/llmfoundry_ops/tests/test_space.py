@@ -4,8 +4,10 @@ import shutil
 
 import pytest
 
+from llmfoundry_lite.checkpoint.fallback import copy_checkpoint
 from llmfoundry_lite.checkpoint.open_folder import open_folder
-from llmfoundry_lite.checkpoint.store import CheckpointStore
+from llmfoundry_lite.checkpoint.run_log import read_log
+from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.cli import main
 from llmfoundry_ops.space import Retention, carry_out, format_size, plan_runs
 from llmfoundry_ops.tests.buckets import record_launch, save_with_log
@@ -138,6 +140,18 @@ def test_parts_of_the_log_go_with_the_last_save_that_refers_to_them(root):
     assert carry_out([plan]) == []
     (part,) = open_folder(f"{root}/tiny/log").names()
     assert "-ba3-" in part
+
+
+def test_the_log_of_an_older_save_that_is_copied_here_meanwhile_stays(root):
+    save_with_log(f"{root}-elsewhere/tiny", 1)
+    for batch in (2, 3):
+        save_with_log(f"{root}/tiny", batch)
+    (plan,) = plan_runs(root, Retention(keep_last=1))
+    store = CheckpointStore(f"{root}/tiny")
+    copy = copy_checkpoint(open_checkpoint(f"{root}-elsewhere/tiny/ba1"), store, is_newest=False)
+    assert carry_out([plan]) == []
+    assert names(store) == ["ba3", "ba1"]
+    assert read_log(copy).notes == []
 
 
 def test_the_best_by_a_number_of_the_log_stay(tmp_path):
