@@ -35,8 +35,9 @@ from llmfoundry_lite.config.load_train import (
 )
 from llmfoundry_lite.config.schema import TrainConfig
 from llmfoundry_lite.errors import EXIT_MEANINGS, printable
-from llmfoundry_lite.ranks import status
+from llmfoundry_lite.ranks import signals, status
 from llmfoundry_lite.ranks.ending import (
+    Preempted,
     claim_first_error,
     ignore_leaving_signals,
     leaving_during_imports,
@@ -182,11 +183,15 @@ def observed(
 def _observer_of(launch: Observed, *, is_launcher: bool) -> Iterator[None]:
     """Start the process that observes the launch in the block, and let it go at the end of the block."""
     observer = companions.load("llmfoundry_ops.observer:Observer", "alerts")(launch)
+    signals.before_leaving = observer.close
     if is_launcher:
         os.environ[OBSERVED] = "1"
+    reason_to_leave = ""
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Preempted):
+            reason_to_leave = str(error)
         # A signal during the wait below would replace this error, and with it the exit code.
         ignore_leaving_signals()
         # Nor may another rank, which fails because this one has, count as the first.
@@ -195,7 +200,8 @@ def _observer_of(launch: Observed, *, is_launcher: bool) -> Iterator[None]:
                 claim_first_error(error)
         raise
     finally:
-        observer.close()
+        observer.close(reason_to_leave)
+        signals.before_leaving = lambda reason: None
         if is_launcher:
             del os.environ[OBSERVED]
 

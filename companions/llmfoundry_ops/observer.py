@@ -35,17 +35,22 @@ class Observer:
         except OSError as error:
             print(f"warning: no alerts and no metrics: {error.strerror or error}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Tell the process that the launch has ended, and wait some seconds until it has sent the last alert."""
-        if self._process is None:
+    def close(self, reason_to_leave: str = "") -> None:
+        """Tell the process that the launch has ended, and wait some seconds until it has sent the last alert.
+
+        `reason_to_leave` says why the launch was asked to leave before its end; empty if it was not.
+        """
+        process = self._process
+        if process is None:
             return
-        assert self._process.stdin is not None
+        self._process = None  # a signal that interrupts the wait may call this again
+        assert process.stdin is not None
         # Closing alone would not do: workers of the data loader are forks, and may hold the pipe open.
         with suppress(OSError):
-            self._process.stdin.write(b"the launch has ended\n")
-            self._process.stdin.close()
+            process.stdin.write(json.dumps(reason_to_leave).encode() + b"\n")
+            process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS)
+            process.wait(CLOSE_SECONDS)
 
 
 def _describe(launch: Observed) -> bytes:

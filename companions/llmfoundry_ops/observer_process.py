@@ -187,11 +187,15 @@ class LaunchObserver:
                     self._follow_loss(record)
         self._follow_progress()
 
-    def end(self) -> None:
-        """Tell how the launch has ended, once it has."""
-        # After its launcher is gone, rank 0 may still have to write why it ends.
+    def end(self, reason_to_leave: str | None = None) -> None:
+        """Tell how the launch has ended, once it has.
+
+        reason_to_leave: what the launch has sent at its end, why it was asked to leave; empty if it was not. None if it
+            ended without that, because it was killed. Its rank 0 may then still have to write why it ends.
+        """
+        was_killed = reason_to_leave is None
         deadline = self._clock() + LAST_WORDS_SECONDS
-        while self._process is not None and is_alive(self._process) and self._clock() < deadline:
+        while was_killed and self._process is not None and is_alive(self._process) and self._clock() < deadline:
             if (read_status(self.folder) or {}).get("status") != "running":
                 break
             time.sleep(LOOK_SECONDS / 10)
@@ -199,7 +203,9 @@ class LaunchObserver:
 
         line = self._last_line
         status = read_status(self.folder) or {}
-        if line is None:
+        if line is None and reason_to_leave:
+            self._tell("preempted", reason_to_leave)
+        elif line is None:
             self._tell("failed", GONE)
         elif line["status"] != "running":
             self._tell_end({**line, TRY_AGAIN: status.get(TRY_AGAIN)})
@@ -385,7 +391,7 @@ def main() -> None:
         metrics.open()
         observer.look()
     metrics.close()  # the next launch wants the port
-    observer.end()
+    observer.end(_read_reason_to_leave())
 
     # Wait for the last messages, but not for long.
     deadline = time.monotonic() + END_SECONDS
@@ -489,6 +495,13 @@ def _read_line() -> bytes:
             break
         content += byte
     return content
+
+
+def _read_reason_to_leave() -> str | None:
+    """Return why the launch was asked to leave, empty if it was not, or None if it ended without sending that."""
+    can_read, _, _ = select.select([0], [], [], 0)
+    line = _read_line() if can_read else b""
+    return json.loads(line) if line else None
 
 
 def _is_over(process: dict[str, Any]) -> bool:

@@ -18,6 +18,8 @@ LEAVING_SIGNALS = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),  # notices of batch systems
 )
 """Signals by which a user, a launcher or a scheduler asks a process to leave."""
+before_leaving: Callable[[str], None] = lambda reason: None  # noqa: E731
+"""Called with the reason by `leave_now`, just before the process exits. A launch with alerts sets it."""
 SKIPPED_IF_HANDLED = (signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU)
 """Those that keep their handler if they have one: `nohup` has SIGHUP ignored, and a C library may use SIGUSR2 for
 itself, as a JVM does."""
@@ -67,14 +69,15 @@ def leave_now(number: int, frame: Any) -> None:
     """
     # Read the variable itself, since `ranks.rank` may not be imported yet.
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    reason = describe_reason_to_leave(signal.Signals(number).name)
     if rank == "0":
-        reason = describe_reason_to_leave(signal.Signals(number).name)
         os.write(2, f"{reason} before anything had begun; run the same command again\n".encode())
     # Without a record of this exit, the other ranks would believe that this one was killed. If the module is not
     # imported yet, this rank is not registered either.
     with suppress(KeyError, AttributeError):
         siblings: Any = sys.modules["llmfoundry_lite.ranks.siblings"]
         siblings.record_end(EXIT_PREEMPTED)
+    before_leaving(reason)
     os._exit(EXIT_PREEMPTED)
 
 

@@ -136,6 +136,13 @@ def test_a_launch_that_leaves_no_word_has_failed(folder):
     assert alert.event == "failed" and "its output says why" in str(alert.reason)
 
 
+def test_a_launch_that_is_asked_to_leave_before_it_trains_was_preempted(folder):
+    launch = Launch(folder)
+    launch.observer.end("preempted by SIGTERM")
+    assert launch.events == ["began", "preempted"]
+    assert launch.told[-1].reason == "preempted by SIGTERM"
+
+
 def test_a_failed_launch_that_may_be_tried_again_says_so(folder):
     launch = Launch(folder)
     launch.train(1)

@@ -80,6 +80,14 @@ def test_the_end_is_told_before_the_launch_exits_and_sigterm_does_not_prevent_it
     assert server.events == ["began", "ended"]
 
 
+def test_a_launch_that_leaves_during_its_imports_was_preempted(server, tmp_path):
+    launch = begin(server, tmp_path / "tiny", "leave", events=ALL)
+    launch.communicate(timeout=DEADLINE_SECONDS)
+    assert launch.returncode == 75
+    assert server.events == ["began", "preempted"]
+    assert server.alerts[-1]["reason"] == "preempted by SIGTERM"
+
+
 @pytest.mark.slow
 def test_metrics_are_served_while_the_launch_runs_and_a_taken_port_is_one_line(server, tmp_path):
     with socket.socket() as taken:
@@ -124,7 +132,7 @@ class SignalledObserver:
     def __init__(self, launch):
         pass
 
-    def close(self):
+    def close(self, reason_to_leave=""):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
