@@ -56,7 +56,7 @@ def prune_runs(
     location: Location,
     keep_last: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep in each run.")],
     keep_every: Annotated[
-        str | None, typer.Option(metavar="BATCHES", help="Also keep checkpoints whose batch is a multiple of this: 10000ba.")
+        str | None, typer.Option(metavar="BATCHES", help="Also keep checkpoints of multiples of this: 10000ba.")
     ] = None,
     keep_best: Annotated[
         int, typer.Option(min=0, help="Number of checkpoints with the best values of --by to keep, too.")

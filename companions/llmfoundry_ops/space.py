@@ -1,6 +1,6 @@
 """Retention over many runs, for `llmfoundry-lite runs prune`: what goes, and the bytes that this frees. No torch.
 
-The core's `CheckpointStore.plan_removal` decides for each run, and `carry_out` removes the saves that were planned, what
+The core's `CheckpointStore.plan_removal` decides for each run. `carry_out` removes the saves that were planned, what
 earlier removals have left behind, and parts of the log that no save refers to any more. It may run beside a launch that
 trains the run, as `checkpoint prune` may: it keeps the newest intact checkpoint, from which a launch would resume, and
 compares each save's id once more before it removes it.
