@@ -56,7 +56,8 @@ def copy_checkpoint(
 
     lease: the run's lease, or None if a user copies.
     is_newest: whether the checkpoint is newer than all others in `target`.
-    on_bytes: called with the number of bytes after each part of a file. It may raise to end the copy.
+    on_bytes: called with the number of bytes after each part of a file that was copied or verified, the latter in any
+        thread. It may raise to end the copy.
 
     Every file is read back and verified by the manifest's hashes. The copy appears whole or not at all, as any save
     does, with the manifest last. It has the save_id and the lease epoch of the original. Returns the copy. Raises
@@ -65,6 +66,8 @@ def copy_checkpoint(
     """
     manifest = checkpoint.manifest
     folder, prefix = target.commits.draft(manifest.save_id)
+    if lease is not None:
+        target.check(lease)
     try:
         folder.remove_all()  # what an interrupted copy has left
         folder.make()
@@ -72,7 +75,7 @@ def copy_checkpoint(
         for file in manifest.files:
             _, _, name = file.name.rpartition("/")
             _copy_file(checkpoint.folder, file, folder, name, on_bytes)
-            _verify_copy(checkpoint.folder, file, folder, name)
+            _verify_copy(checkpoint.folder, file, folder, name, on_bytes)
             files.append(replace(file, name=prefix + name))
         target.on_phase("files copied")
 
@@ -87,11 +90,25 @@ def copy_checkpoint(
             _write_whole_log(target, manifest.save_id, log.content)
         return copy
     except OSError as error:
-        target.abandon(manifest.save_id)
+        _abandon_copy(target, manifest.save_id, lease)
         raise CheckpointError(f"{folder.url}: not copied: {error.strerror or error}") from error
     except CheckpointError:
-        target.abandon(manifest.save_id)
+        _abandon_copy(target, manifest.save_id, lease)
         raise
+
+
+def _abandon_copy(target: CheckpointStore, save_id: str, lease: Lease | None) -> None:
+    """Remove the draft of a failed copy, unless another launch has taken over.
+
+    Other drafts have a name that no other launch uses. That of a copy has the original's, so the other launch may be
+    copying the same save there.
+    """
+    if lease is not None:
+        try:
+            target.check(lease)
+        except CheckpointError:
+            return
+    target.abandon(save_id)
 
 
 def _write_whole_log(target: CheckpointStore, save_id: str, content: bytes | None) -> tuple[LogPart, ...]:
@@ -132,15 +149,17 @@ def _copy_file(
     sink.close()
 
 
-def _verify_copy(source_folder: Folder, file: FileRecord, target: Folder, name: str) -> None:
+def _verify_copy(
+    source_folder: Folder, file: FileRecord, target: Folder, name: str, on_bytes: Callable[[int], None]
+) -> None:
     """Read a copied file back, and compare all its blocks with the manifest's hashes.
 
     Raises UnsoundCheckpointError if the original is at fault, and CheckpointError if only the copy is.
     """
     try:
-        verify_file(target, replace(file, name=name))
+        verify_file(target, replace(file, name=name), on_bytes)
     except UnsoundCheckpointError as error:
-        verify_file(source_folder, file)
+        verify_file(source_folder, file, on_bytes)
         raise CheckpointError(f"{target.url}/{name}: the copy is not what was written: {error}") from error
 
 
@@ -167,9 +186,9 @@ class CopyBack:
         copy_back.is_worth_waiting()    at the end of the run: whether a copy makes progress
         copy_back.stop()                begin no other copy
 
-    A save is copied if it is newer than what the first place held when this launch began, or if this launch has made
-    it. A save of a launch that another launch has replaced is neither, so it is left where it is. A save that is
-    complete in the first place is removed from the second.
+    A save is copied unless the first place held a save of a later launch when this launch began. Then another launch
+    has replaced the one that made it, so it is left where it is. A save that is complete in the first place is removed
+    from the second.
     """
 
     def __init__(
@@ -199,9 +218,9 @@ class CopyBack:
         self.note = note
         self.on_copied = on_copied
         self.in_use = in_use
-        self._recency_at_start: tuple[int, int] | None = None
-        """Lease epoch and batch of the newest save in the first place when this launch began; None until it is
-        known."""
+        self._epoch_at_start: int | None = None
+        """Highest lease epoch of a save in the first place when this launch began, 0 if there was none; None until it
+        is known."""
         self._damaged: set[str] = set()
         """save_id of saves in the second place that turned out to be damaged."""
         self._told = ""
@@ -223,9 +242,10 @@ class CopyBack:
 
     def stop(self) -> None:
         """Begin no other copy, and leave one that runs at its next part. Waits a few seconds for that at most."""
+        was_over = self._is_over.is_set()
         self._is_over.set()
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        if not was_over and threading.current_thread() is not self._thread:
             self._thread.join(STOP_SECONDS)
 
     def is_worth_waiting(self) -> bool:
@@ -260,8 +280,8 @@ class CopyBack:
         """
         self.store.check(self.lease)
         there = self.store.candidates()
-        if self._recency_at_start is None:
-            self._recency_at_start = self._find_recency_at_start(there)
+        if self._epoch_at_start is None:
+            self._epoch_at_start = self._find_epoch_at_start(there)
         save_ids_there = {candidate.head.save_id: candidate for candidate in there if candidate.head is not None}
 
         for candidate in self.second.candidates():
@@ -269,24 +289,25 @@ class CopyBack:
                 continue
             copy_there = save_ids_there.get(candidate.head.save_id)
             if copy_there is None:
-                is_newer = candidate.recency > self._recency_at_start
-                if not is_newer and candidate.head.lease_epoch != self.lease.epoch:
+                if candidate.head.lease_epoch < self._epoch_at_start:
                     continue
-                if not self._copy(candidate, there):
+                copy = self._copy(candidate, there)
+                if copy is None:
                     continue
             else:
-                check_present(copy_there.open())
+                copy = copy_there.open()
+            check_present(copy)  # a late copier of an earlier launch may have removed its draft
             self.on_copied(candidate.name)
             if candidate.name not in self.in_use and not self._is_over.is_set():
                 self.second.remove(candidate.name, candidate.head.save_id)
 
-    def _find_recency_at_start(self, there: list[Candidate]) -> tuple[int, int]:
-        """Return lease epoch and batch of the newest save that the first place had when this launch began."""
-        earlier = [c.recency for c in there if c.head is not None and c.head.lease_epoch < self.lease.epoch]
-        return max(earlier, default=(0, 0))
+    def _find_epoch_at_start(self, there: list[Candidate]) -> int:
+        """Return the highest lease epoch of a save that the first place had when this launch began; 0 if none."""
+        epochs = [candidate.head.lease_epoch for candidate in there if candidate.head is not None]
+        return max((epoch for epoch in epochs if epoch < self.lease.epoch), default=0)
 
-    def _copy(self, candidate: Candidate, there: list[Candidate]) -> bool:
-        """Copy a save of the second place to the first. Returns False, with a line for the user, if it is damaged.
+    def _copy(self, candidate: Candidate, there: list[Candidate]) -> Checkpoint | None:
+        """Copy a save of the second place to the first. Returns None, with a line for the user, if it is damaged.
 
         there: the saves of the first place, to which the copy is added.
         """
@@ -294,17 +315,19 @@ class CopyBack:
         is_newest = all(candidate.recency > other.recency for other in there if other.head is not None)
         try:
             checkpoint = candidate.open()
-            copy_checkpoint(checkpoint, self.store, self.lease, is_newest=is_newest, on_bytes=self._note_progress)
+            copy = copy_checkpoint(
+                checkpoint, self.store, self.lease, is_newest=is_newest, on_bytes=self._note_progress
+            )
         except UnsoundCheckpointError as error:
             if not isinstance(error, DamagedCheckpointError | IncompleteCheckpointError):
                 raise
             self._damaged.add(candidate.head.save_id)
             self.note(printable(f"{candidate.folder.url} is {condition_of(error)} and was not copied: {error}"))
-            return False
+            return None
         there.append(candidate)
         self.note(printable(f"copied {candidate.name} to {self.store.root.url}"))
         self.store.on_phase("copied")
-        return True
+        return copy
 
     def _note_progress(self, num_bytes: int) -> None:
         """Note that a copy makes progress. Raises CheckpointError if this launch ends."""

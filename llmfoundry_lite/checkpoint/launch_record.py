@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from llmfoundry_lite.checkpoint.folder import Folder
+from llmfoundry_lite.checkpoint.lease import FOLDER as LEASES
 from llmfoundry_lite.errors import CheckpointError
 from llmfoundry_lite.ranks.codec import write_json
 
@@ -48,6 +49,7 @@ class RecordWriter:
 
         Nothing is written before `write` is called.
         """
+        self._root = root
         self._folder = root.child(RECORDS)
         self._name = record_name(epoch)
         self._lock = threading.Lock()
@@ -93,6 +95,9 @@ class RecordWriter:
         if record is None:
             return
         with contextlib.suppress(OSError, CheckpointError):
+            # Without the leases, a disk has been unmounted, and this would write into its mount point.
+            if self._root.path_here is not None and not self._root.child(LEASES).exists():
+                return
             self._folder.make()
             self._folder.put(self._name, write_json(record | {"written_at": time.time()}) + b"\n")
             with self._lock:

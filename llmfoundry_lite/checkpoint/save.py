@@ -169,7 +169,8 @@ class Saver:
         self.second_error = ""
         """Why it cannot be written; empty if it can."""
         self.next_is_second = False
-        """The last save failed in the first place, so that the next one goes to the second. The same on all ranks."""
+        """The last save failed in the first place, so that the next one goes to the second. True until that one is
+        published or has failed. The same on all ranks."""
         self.after_publish = after_publish
         self.note_wait = note_wait
         """Called on each rank while it waits for a save, with the checkpoint's name and the seconds waited so far."""
@@ -205,11 +206,6 @@ class Saver:
     def has_save_in_flight(self) -> bool:
         """Whether a save has begun that `poll` has not returned yet. The same on all ranks."""
         return self._in_flight is not None
-
-    @property
-    def saves_to_second(self) -> bool:
-        """Whether a save to the second place is in flight. The same on all ranks."""
-        return self._in_flight is not None and self._in_flight.store is self.second
 
     @property
     def url_in_flight(self) -> str:

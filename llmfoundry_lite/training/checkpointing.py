@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,7 @@ class Checkpointing(Callback):
             self.saver.release_lease()
             raise
         if self.saver.second_error:
+            self.store.second = None  # it was read for the restore, and this launch may not write there
             self.print_on_rank_0(f"warning: save_fallback is not used by this launch: {self.saver.second_error}")
         self.second_place.begin_copying(self.saver, self.in_use)
 
@@ -449,12 +450,12 @@ class Checkpointing(Callback):
         is_last_batch = ends_launch or self.policy.is_last(state)
         if decision.saves or self.saver.next_is_second:
             # After a failed save, training waits for the next one only if there is no later chance.
-            has_failed = self.failed_saves.count > 0 or bool(self.second_place.error)
+            has_failed = self.failed_saves.count > 0 or self.second_place.first_fails
             self._save(state, logger, waits=is_last_batch or not has_failed)
 
         # Report failed saves in the batch's record, or give up. A save that tries the second place decides first.
         has_failed_again = self.failed_saves.count > num_failed_before
-        if has_failed_again and not is_last_batch and not self.saver.saves_to_second:
+        if has_failed_again and not is_last_batch and not self.saver.next_is_second:
             self._leave_if_unsaved_for_too_long(state)
         if self.failed_saves.count:
             num_unsaved = int(state.timestamp.batch) - self.saved_batch
@@ -557,10 +558,18 @@ class Checkpointing(Callback):
             saves[HAS_PARTNERS] = True
         return saves
 
-    @property
+    @cached_property
     def saves_into_run_folder(self) -> bool:
-        """Whether checkpoints are in the run folder, beside its log and its status.json."""
+        """Whether checkpoints are in the run folder, beside its log and its status.json.
+
+        The disk is asked once, because it may hang later, and the thread that ends the launch must not wait for it.
+        """
         return self._is_in_run_folder(self.store)
+
+    @cached_property
+    def has_second_in_run_folder(self) -> bool:
+        """Whether the second place for checkpoints is in the run folder. The disk is asked once."""
+        return self.store.second is not None and self._is_in_run_folder(self.store.second)
 
     def _is_in_run_folder(self, place: CheckpointStore) -> bool:
         """Return whether a place for checkpoints is in the run folder, on this machine."""
@@ -693,12 +702,15 @@ class Checkpointing(Callback):
         return error
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until the last save is published. Composer calls this at the end of training.
-
-        Collective. If the newest save is in `save_fallback`, this also waits for its copy, unless the launch was
-        preempted, and rank 0 prints where the save is.
-        """
+        """Wait until the last save is published, and for copies. Composer calls this at the end of training."""
         self.finish_saves(state, logger)
+        self.finish_copies()
+
+    def finish_copies(self) -> None:
+        """Wait for copies of saves that are in `save_fallback`, unless the launch was preempted.
+
+        Collective. If the newest save is still there afterwards, rank 0 prints that.
+        """
         if self.saver.second is None:
             return  # all ranks leave here
 
@@ -802,7 +814,7 @@ class Checkpointing(Callback):
         log_path = Path(self.config.run_folder) / METRICS
         is_beside_log = self.saves_into_run_folder
         if self.saver.second is not None:
-            is_beside_log = is_beside_log and self._is_in_run_folder(self.saver.second)
+            is_beside_log = is_beside_log and self.has_second_in_run_folder
         read_log_until_batch = None if is_beside_log else partial(log_until, log_path, batch)
 
         return SaveMetadata(
@@ -877,7 +889,7 @@ class Checkpointing(Callback):
         """Remove checkpoints that `save_num_checkpoints_to_keep` does not keep, on rank 0 and from any thread.
 
         The checkpoints in `save_folder` and `save_fallback` count together. A failure is printed. Raises
-        CheckpointError only if another launch has taken the lease.
+        CheckpointError only if another launch has taken the lease in `save_folder`.
         """
         if self.config.save_num_checkpoints_to_keep < 0:
             return
@@ -887,12 +899,17 @@ class Checkpointing(Callback):
             return
         try:
             in_second = second.candidates()
-            in_first = self.store.candidates()
         except CheckpointError as error:
-            self.print_on_rank_0(f"old checkpoints were not removed: {error}")
+            # While one place is away, the other keeps as many as both would keep together.
+            self.print_on_rank_0(f"old checkpoints in save_fallback were not removed: {error}")
+            self._remove_old_in(self.store, lease, [])
             return
         self._remove_old_in(self.store, lease, in_second)
-        self._remove_old_in(second, lease, in_first)
+        try:
+            self._remove_old_in(second, lease, self.store.candidates())
+        except CheckpointError as error:
+            # The lease in save_folder decides who may write. It has just been checked, unless that place is away.
+            self.print_on_rank_0(f"old checkpoints in save_fallback were not removed: {error}")
 
     def _remove_old_in(self, place: CheckpointStore, lease: Lease, elsewhere: list[Candidate]) -> None:
         """Remove old checkpoints from one place, where `elsewhere` are those of the other that count as well."""

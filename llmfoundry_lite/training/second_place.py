@@ -54,7 +54,9 @@ class SecondPlace:
         self.holds_newest = False
         """The newest save is there, and not in the first place."""
         self.error = ""
-        """Why saves to the first place fail; empty if they do not."""
+        """Why saves to the first place fail; empty if they do not. On rank 0, it is also emptied by a copy."""
+        self.first_fails = False
+        """The last save that was published or has failed is not in the first place. The same on all ranks."""
         self.copy_back: CopyBack | None = None
         """Copies saves to the first place, on rank 0."""
         self._copied_names: set[str] = set()
@@ -83,10 +85,12 @@ class SecondPlace:
         """Note that a save to the first place has failed."""
         if self.url:
             self.error = reason
+            self.first_fails = True
 
     def note_published(self, name: str, *, is_in_second: bool) -> str:
         """Note that a save is published. Returns the line for the user. The same on all ranks."""
         self.holds_newest = is_in_second
+        self.first_fails = is_in_second
         if not is_in_second:
             self.error = ""
             return f"saved {name}"

@@ -105,6 +105,8 @@ def train(config: TrainConfig, partners: Partners | None = None) -> None:
         if has_batches_to_train:
             evaluate_first(launch.config, trainer, run_folder, checkpointing)
             trainer.fit()
+        else:
+            checkpointing.finish_copies()
         if checkpointing.was_preempted_by:
             raise Preempted(checkpointing.preempted_text(trainer.state), orderly=True)
 

@@ -114,9 +114,9 @@ def test_a_copy_that_is_interrupted_leaves_a_whole_checkpoint_in_one_place(tmp_p
     dying.on_phase = dying.second.on_phase = die
     copier = CopyBack.__new__(CopyBack)
     copier.store, copier.second, copier.lease = dying, dying.second, lease
-    copier._recency_at_start, copier._damaged = None, set()
+    copier._epoch_at_start, copier._damaged = None, set()
     copier.note = copier.on_copied = lambda line: None
-    copier.in_use, copier._is_over = (), threading.Event()
+    copier.in_use, copier._is_over, copier._moved_seconds = (), threading.Event(), 0.0
     with pytest.raises(Killed):
         copier._copy_all()
 
@@ -161,6 +161,49 @@ def test_saves_of_a_launch_that_was_replaced_never_win(tmp_path):
     assert found is not None and found.url == f"{tmp_path}/first/ba3"
     assert copy_back(first, lease) == []
     assert names(second) == ["ba8"] and names(first) == ["ba3", "ba2"]
+
+
+def test_older_saves_of_the_launch_before_are_copied_too(tmp_path):
+    """It was killed between a save to the first place, which was back, and the copies."""
+    first, second, lease = launch(tmp_path)
+    save(second, lease, 2)
+    save(second, lease, 4)
+    save(first, lease, 6)
+    first, second, lease = launch(tmp_path)
+    assert copy_back(first, lease) == [f"copied ba{batch} to {tmp_path}/first" for batch in (4, 2)]
+    assert names(first) == ["ba6", "ba4", "ba2"] and names(second) == []
+
+
+@pytest.mark.fault
+def test_a_copier_that_was_replaced_leaves_the_draft_to_its_successor(tmp_path):
+    """Both copy the same save, so that their drafts have the same name."""
+    first, second, lease = launch(tmp_path)
+    original = save(second, lease, 2)
+    drafts: list[Path] = []
+
+    def take_over(num_bytes: int) -> None:
+        if not drafts:
+            launch(tmp_path)
+            folder, _ = first.commits.draft(original.manifest.save_id)
+            folder.make()
+            folder.put("of-the-successor", b"")
+            assert folder.path_here is not None
+            drafts.append(folder.path_here)
+
+    with pytest.raises(CheckpointError):
+        copy_checkpoint(original, first, lease, on_bytes=take_over)
+    assert (drafts[0] / "of-the-successor").exists()
+    with pytest.raises(CheckpointError, match="has taken this run over"):
+        copy_checkpoint(original, first, lease)
+    assert (drafts[0] / "of-the-successor").exists()
+
+
+def test_a_copy_makes_progress_while_it_is_verified(tmp_path):
+    first, second, lease = launch(tmp_path)
+    original = save(second, lease, 2)
+    num_bytes: list[int] = []
+    copy_checkpoint(original, first, lease, on_bytes=num_bytes.append)
+    assert sum(num_bytes) > 1.9 * original.manifest.num_bytes
 
 
 def test_a_lease_is_above_those_of_both_places(tmp_path):

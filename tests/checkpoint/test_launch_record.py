@@ -49,6 +49,7 @@ def test_a_record_that_could_not_be_written_is_written_when_it_can(url, monkeypa
 
 
 def test_a_folder_that_hangs_is_waited_for_no_longer_than_asked(tmp_path, monkeypatch):
+    CheckpointStore(tmp_path).acquire()
     writer, goes_on = RecordWriter(open_folder(tmp_path), 1), threading.Event()
     monkeypatch.setattr(writer._folder, "put", lambda name, data: goes_on.wait(DEADLINE_SECONDS))
     began = time.monotonic()
@@ -58,6 +59,14 @@ def test_a_folder_that_hangs_is_waited_for_no_longer_than_asked(tmp_path, monkey
     assert time.monotonic() - began < DEADLINE_SECONDS / 2
     goes_on.set()
     writer.join(DEADLINE_SECONDS)
+
+
+def test_nothing_is_written_into_the_mount_point_of_a_disk_that_is_gone(tmp_path):
+    writer = RecordWriter(open_folder(tmp_path), 1)
+    writer.write({"batch": 1})
+    writer.end()
+    writer.join(DEADLINE_SECONDS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_is_above_all_records_though_leases_and_saves_are_gone(url):

@@ -1,5 +1,6 @@
 """What `Checkpointing` asks of the store, the saver and the restore, with a real store and a real saver."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,79 @@ def test_a_second_place_that_cannot_be_written_is_left_out(tmp_path):
     saver.take_lease()
     saver.release_lease()
     assert saver.second is None and saver.second_error.startswith(f"{tmp_path}/file/second: cannot be written: ")
+
+
+def test_a_second_place_that_loses_the_claim_does_not_end_a_launch_that_saves_in_the_first(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    parts = checkpointing(tmp_path, Start(), save_num_checkpoints_to_keep=1, save_fallback=str(tmp_path / "second"))
+    lease = parts.store.acquire()
+    save(parts.store, lease, 1)
+    save(parts.store, lease, 2)
+    monkeypatch.setattr(module, "check_present", lambda checkpoint: None)
+    parts.remove_old(lease)
+    assert names(parts.store) == ["ba2"]
+    words = "old checkpoints in save_fallback were not removed: "
+    assert capsys.readouterr().out.startswith(f"{words}{tmp_path}/second: ")
+
+    # It cannot be listed either: the other place must not fill up meanwhile.
+    def is_away() -> None:
+        raise CheckpointError("second: cannot be listed")
+
+    save(parts.store, lease, 3)
+    monkeypatch.setattr(parts.store.second, "candidates", is_away)
+    parts.remove_old(lease)
+    assert names(parts.store) == ["ba3"]
+    assert capsys.readouterr().out == f"{words}second: cannot be listed\n"
+
+
+def test_ranks_decide_alike_though_only_rank_0_knows_of_copies(tmp_path, monkeypatch):
+    """Whether a save waits for the one before decides whether ranks meet in a collective."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    places = [checkpointing(tmp_path, Start(), save_fallback=str(tmp_path / "second")).second_place for _ in range(2)]
+    for place in places:
+        place.note_failure("away")
+        place.note_published("ba4", is_in_second=True)
+    places[0]._copied_names.add("ba4")
+    assert [place.note_copies(4) for place in places] == [True, False]
+    assert places[0].error == "" and [place.first_fails for place in places] == [True, True]
+    for place in places:
+        place.note_published("ba6", is_in_second=False)
+    assert [place.first_fails for place in places] == [False, False]
+
+
+def test_max_unsaved_ends_a_launch_whose_second_place_fails_while_the_first_is_away(tmp_path, monkeypatch):
+    """A save is due at each batch, so that the next one is in flight whenever one has failed."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    parts = checkpointing(tmp_path, Start(), save_interval="1ba", save_fallback=str(tmp_path / "second"))
+
+    def fail(*, all_idle: bool) -> None:
+        raise CheckpointError("second: full") from OSError(errno.ENOSPC, "full")
+
+    saver: Any = SimpleNamespace(poll=fail, next_is_second=False, has_save_in_flight=True)
+    parts.saver = saver
+    state: Any = SimpleNamespace(
+        timestamp=Timestamp(batch=4), previous_timestamp=Timestamp(batch=3), max_duration=Time(10, "ba")
+    )
+    parts.begin(state)
+    monkeypatch.setattr(parts, "_save", lambda *arguments, **options: None)
+    monkeypatch.setattr(parts.failed_saves, "is_over_limit", lambda state: True)
+    logger: Any = SimpleNamespace(log_metrics=lambda metrics: None)
+    with pytest.raises(CheckpointError, match="max_unsaved: saves have failed"):
+        parts.batch_checkpoint(state, logger)
+    saver.next_is_second = True  # a save to save_folder has failed: the one to save_fallback decides
+    parts.batch_checkpoint(state, logger)
+
+
+def test_a_disk_that_hangs_later_is_not_asked_where_checkpoints_are(tmp_path, monkeypatch):
+    parts = checkpointing(tmp_path, Start())
+    records: list[dict[str, Any]] = []
+    parts.saver = SimpleNamespace(record_launch=records.append)  # type: ignore[assignment]
+    parts.record_launch({"status": "running"})
+    monkeypatch.setattr(parts, "_is_in_run_folder", lambda place: pytest.fail("asked again"))
+    parts.record_launch({"status": "preempted"})
+    assert [record["status"] for record in records] == ["running", "preempted"]
 
 
 def test_a_launch_says_where_the_newest_save_is_and_why(tmp_path, monkeypatch):

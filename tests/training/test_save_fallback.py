@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from composer.core import Callback
 
-from llmfoundry_lite.checkpoint import local_folder
+from llmfoundry_lite.checkpoint import fallback, local_folder
 from llmfoundry_lite.checkpoint.store import CheckpointStore, open_checkpoint
 from llmfoundry_lite.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.s3_server import RefusingProxy, s3_server
@@ -120,6 +120,42 @@ def test_a_launch_that_ends_while_the_first_is_away_leaves_saves_that_the_next_c
     assert f"carrying on from {second}/ba7" in again.output
     assert f"copied ba7 to {first}" in again.output
     assert saved_in(second) == [] and losses(tmp_path) == good
+
+
+class SlowCopies(Callback):
+    """Each file is copied after `pause` seconds."""
+
+    def __init__(self, pause):
+        copy_file = fallback._copy_file
+
+        def copy_later(*arguments):
+            time.sleep(pause)
+            copy_file(*arguments)
+
+        fallback._copy_file = copy_later
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_launched_again_to_copy_its_last_save(tmp_path, data):
+    """Nothing is trained, and the launch waits for the copy all the same."""
+    first, second = places(tmp_path)
+    run(tmp_path, data, away={"name": "-ba([3-9]|10)-", "end": 99}).check()
+    assert saved_in(second)[0] == "ba10"
+    slow = {"python:tests.training.test_save_fallback:SlowCopies": {"pause": 3.0}}
+    again = run(tmp_path, data, callbacks=slow).check()
+    assert "nothing is trained: the run is done" in again.output and f"copied ba10 to {first}" in again.output
+    assert saved_in(first)[0] == "ba10" and saved_in(second) == []
+
+
+@pytest.mark.slow
+def test_a_second_place_that_takes_no_claim_does_not_end_the_launch(tmp_path, data):
+    first, second = places(tmp_path)
+    second.mkdir()
+    (second / ".leases").write_text("no folder")
+    result = run(tmp_path, data, save_num_checkpoints_to_keep=1).check()
+    assert "warning: save_fallback is not used by this launch: " in result.output
+    assert "were not removed" not in result.output
+    assert saved_in(first) == ["ba10"]
 
 
 @pytest.mark.slow
