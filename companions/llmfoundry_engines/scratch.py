@@ -28,7 +28,7 @@ MARGIN_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scratch:
-    """What a user says about scratch space."""
+    """The scratch space that a user asks for."""
 
     folder: str | None = None
     """Folder in which a scratch folder is made; None is the system's folder for temporary files."""

@@ -1,4 +1,4 @@
-"""What `alerts` tell: events of a run, found in what its run folder says, and the message of each. No torch.
+"""Events of a run that `alerts` tell, found in its run folder, and the message of each. No torch.
 
 `Messages` makes an `Alert` of an event and remembers in the run folder what was told (ALERTS), so that a later launch
 does not tell it again. `LossSpikes` decides whether losses are a spike. `observer_process.py` looks at the run, and
@@ -61,7 +61,7 @@ TRY_AGAIN_STEP = "run the same command again; the fault may have passed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a run when something happens to it."""
+    """Facts about a run at the moment of an event."""
 
     batch: int
     launch: int | None
@@ -88,7 +88,7 @@ class Alert:
     last_saved: str | None
     last_saved_age_seconds: float | None
     next: str
-    """What to do."""
+    """Advice to the user."""
     time: float
     """Seconds since 1970."""
 

@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True, kw_only=True)
 class RunLine:
-    """What `runs ls` shows of a run. None means that a fact is unknown."""
+    """Facts about a run that `runs ls` shows. None means that a fact is unknown."""
 
     run: str
     """Path below the folder that was listed."""

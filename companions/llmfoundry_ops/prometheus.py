@@ -57,7 +57,7 @@ out."""
 
 @dataclass
 class Numbers:
-    """What the metrics are made of, as the observer keeps it."""
+    """Facts about a run from which the metrics are made. The observer keeps them."""
 
     run_name: str
     run_folder: str

@@ -36,7 +36,7 @@ MAX_REASON_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """What a launch has recorded about itself. None means that a fact is unknown."""
+    """Facts that a launch has recorded about itself. None means that a fact is unknown."""
 
     epoch: int
     """Number of its lease. A higher one is of a later launch."""

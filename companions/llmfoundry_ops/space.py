@@ -41,7 +41,7 @@ class Retention:
 
 @dataclass(slots=True, kw_only=True)
 class RunPlan:
-    """What retention removes of one run."""
+    """Checkpoints of one run that retention removes."""
 
     run: str
     store: CheckpointStore | None = None

@@ -108,7 +108,10 @@ class Candidate:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """What retention removes from a run's folder, as `plan_removal` has decided. Empty if nothing may be removed."""
+    """Checkpoints and files that retention removes from a run's folder, as `plan_removal` has decided.
+
+    It is empty if nothing may be removed.
+    """
 
     old: list[Candidate] = field(default_factory=list)
     """Checkpoints to remove, the oldest first."""

@@ -1,4 +1,4 @@
-"""What a launch says of saves in its second place, `save_fallback`, and when it copies them to `save_folder`.
+"""Messages of a launch about saves in its second place, `save_fallback`, and their copies to `save_folder`.
 
 `checkpoint/save.py` decides where a save goes, and `checkpoint/fallback.py` copies. This module knows, on all ranks,
 whether the newest save is in the second place, and why saves to the first fail.
