@@ -40,6 +40,11 @@ def s3_server():
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).read()
                 break
             time.sleep(0.1)
+        import s3fs  # here, because it takes long and other tests need only the proxies
+
+        # The endpoint may come from the environment, which is no part of the key by which clients are cached. So a
+        # test would get the client of an earlier server.
+        s3fs.S3FileSystem.clear_instance_cache()
         yield port
     finally:
         process.kill()
