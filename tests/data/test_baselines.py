@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from streaming import MDSWriter
 
 from llmfoundry_lite.data.baselines import measure_baselines, read_tokens
+from tests.helpers.mds_writer import MDSWriter
 
 VOCAB_SIZE = 5
 TRAIN_ROWS = [[0, 1, 2, 1], [1, 2, 3, 0], [2, 2, 1, 4]]

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from streaming import MDSWriter
 from streaming.base.compression import compress
 from streaming.base.hashing import get_hashes
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, S3Downloader
@@ -38,6 +37,7 @@ from llmfoundry_lite.ranks.ending import run_and_exit
 from tests.checkpoint.s3_server import s3_server
 from tests.helpers.bombs import MIB, little_memory, small_files
 from tests.helpers.launch import ROOT, launch
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.numbered import SEQ_LEN, numbers, numbers_of, open_data, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -5,13 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from streaming import MDSWriter
 
 from llmfoundry_lite.config.build import build_block
 from llmfoundry_lite.config.data_schema import TextDatasetConfig
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.recorded import COMPRESSED, WHOLE, DataLocations, find_data_locations, shard_state
 from llmfoundry_lite.errors import ConfigError, DataError
+from tests.helpers.mds_writer import MDSWriter
 
 BLOCK = "train_loader.dataset"
 NUM_SAMPLES = 40

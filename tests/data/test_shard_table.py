@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streaming import MDSWriter
 from streaming.base.format import reader_from_json
 from streaming.base.util import merge_index
 
 from llmfoundry_lite.data.index_files import find_local_indexes
 from llmfoundry_lite.data.shard_table import ShardTable, read_indexes
 from llmfoundry_lite.errors import DataError
+from tests.helpers.mds_writer import MDSWriter
 
 
 def write_mds(folder: Path, num_samples: int = 300, **options) -> Path:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from streaming import MDSWriter
 from torch.utils.data import DataLoader
 
 from llmfoundry_lite.data.stateful import StatefulLoader, open_dataset
 from llmfoundry_lite.errors import ConfigError, DataError
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.numbered import SEQ_LEN, write_shards
 
 WORDS = {"shuffle": True, "shuffle_seed": 3, "max_seq_len": SEQ_LEN, "global_batch_size": 12}

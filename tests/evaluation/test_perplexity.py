@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from streaming import MDSWriter
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -30,6 +29,7 @@ from llmfoundry_lite.evaluation.models import TreeModel, separator_of
 from llmfoundry_lite.evaluation.packing import Separator
 from llmfoundry_lite.evaluation.results import Results
 from llmfoundry_lite.evaluation.tables import _describe_irregularities
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.models import normal_model
 
 CPU = torch.device("cpu")

@@ -4,12 +4,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
-from streaming import MDSWriter
 
 from llmfoundry_lite.config.data_schema import StageConfig, StreamConfig, TextDatasetConfig
 from llmfoundry_lite.config.spans import Duration
 from llmfoundry_lite.data.dataset import TextDataset
 from llmfoundry_lite.data.loader import TextLoader, build_text_loader
+from tests.helpers.mds_writer import MDSWriter
 
 SEQ_LEN = 8
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from streaming import MDSWriter
+
+from tests.helpers.mds_writer import MDSWriter
 
 VOCAB_SIZE = 96
 SEQ_LEN = 32

@@ -166,7 +166,7 @@ def test_concatenation_counts_the_documents_that_it_cuts(
 
 
 def test_shards_with_padding_are_those_of_the_librarys_own_writer(packed: Path, tmp_path: Path) -> None:
-    from streaming import MDSWriter
+    from tests.helpers.mds_writer import MDSWriter
 
     columns = {"tokens": f"ndarray:uint16:{SEQ_LEN}", UNPADDED_LENGTH: "uint32"}
     with MDSWriter(columns=columns, out=str(tmp_path), hashes=["xxh3_64"], size_limit=6_000) as theirs:

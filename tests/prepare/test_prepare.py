@@ -861,7 +861,7 @@ def test_the_compressions_are_those_of_the_library(small_request: PrepareRequest
 
 @pytest.mark.parametrize("compression", [None, "br:5", "bz2", "snappy", "zstd", "zstd:9"])
 def test_shards_and_index_are_those_of_the_librarys_own_writer(compression: str | None, tmp_path: Path) -> None:
-    from streaming import MDSWriter
+    from tests.helpers.mds_writer import MDSWriter
 
     samples = np.random.default_rng(3).integers(0, 50_000, (700, SEQ_LEN)).astype(np.uint16)
     wanted = request("", "", size_limit_bytes=10_000, compression=compression)

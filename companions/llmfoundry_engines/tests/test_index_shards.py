@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from streaming import MDSWriter
 
 from llmfoundry_engines.index_shards import index_folders, write_index_of
 from llmfoundry_lite.cli import main
 from llmfoundry_lite.data.index_files import list_local_folder
 from llmfoundry_lite.errors import DataError
 from tests.helpers.data import folder_bytes
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.numbered import numbers_of, open_data, write_shards
 
 

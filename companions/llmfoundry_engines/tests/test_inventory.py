@@ -8,7 +8,6 @@ from pathlib import Path
 import boto3
 import fsspec
 import pytest
-from streaming import MDSWriter
 from streaming.base.util import merge_index
 
 from llmfoundry_engines.inventory import COMPLETE, DataFolder, find_data
@@ -20,6 +19,7 @@ from llmfoundry_lite.prepare.prepare import prepare
 from llmfoundry_lite.prepare.summary import load_summary
 from tests.checkpoint.s3_server import s3_server
 from tests.helpers.data import make_documents
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.numbered import numbers_of, open_data, write_shards
 from tests.helpers.preparing import SEQ_LEN, request, write_jsonl
 

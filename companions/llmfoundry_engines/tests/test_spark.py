@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from streaming import MDSWriter
 from streaming.base.util import merge_index
 
+from tests.helpers.mds_writer import MDSWriter
 from tests.helpers.runs import metrics, run
 from tests.helpers.tiny import SEQ_LEN, VOCAB_SIZE, tiny_config, values
 
